@@ -1,0 +1,3 @@
+"""Megakernel: long-context language models with kernelized and FLuRKA attention."""
+
+__version__ = "0.1.0"

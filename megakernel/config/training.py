@@ -1,0 +1,125 @@
+"""The sections of a training run: optimizer, schedule, training, checkpoint and logging."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from .section import Section
+
+
+class Optimizer(Section):
+    """AdamW; norms, biases and kernel parameters (gates, masses, feature maps) are not decayed."""
+
+    name: Literal["adamw"] = "adamw"
+    """The optimizer."""
+
+    lr: float = Field(default=3e-4, gt=0)
+    """Peak learning rate."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay."""
+
+    clip_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm; .inf never scales."""
+
+
+class Schedule(Section):
+    """Learning rate over steps: linear warmup, then the named decay down to min_lr_ratio x peak."""
+
+    name: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = "cosine"
+    """Decay; `wsd` is warmup, stable, then a linear decay over the last decay_steps."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps from 0 to the peak."""
+
+    decay_steps: int | None = Field(default=None, gt=0)
+    """Length of the decay; None: the rest of training (cosine, linear) or a tenth of training (wsd)."""
+
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Final learning rate as a share of the peak."""
+
+
+class Training(Section):
+    """The training loop."""
+
+    steps: int = Field(gt=0)
+    """Optimizer steps of the whole run."""
+
+    seq_len: int = Field(gt=0)
+    """Tokens per sample."""
+
+    global_batch_size: int = Field(gt=0)
+    """Samples per optimizer step over all processes."""
+
+    micro_batch_size: int = Field(default=1, gt=0)
+    """Samples per forward pass of one data-parallel rank; the rest of the batch is accumulated."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute type; bfloat16 keeps float32 master weights."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes CUDA when there is a device."""
+
+    log_every: int = Field(default=10, gt=0)
+    """Steps between two metric lines."""
+
+    eval_every: int | None = Field(default=None, gt=0)
+    """Steps between two evaluations; None evaluates at the end only."""
+
+    eval_samples: int = Field(default=64, ge=0)
+    """Validation samples per evaluation, the same ones each time; 0 never evaluates."""
+
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute in backward: nothing, the attention core, or whole layers."""
+
+    loss_chunk_size: int = Field(default=4096, gt=0)
+    """Tokens whose logits exist at once."""
+
+    skip_samples: list[tuple[int, int]] = []
+    """Ranges [first, end) of training samples, in consumption order, that are passed over."""
+
+    max_skipped_steps: int = Field(default=10, gt=0)
+    """Steps in a row with a non-finite loss or gradient after which training stops."""
+
+    @model_validator(mode="after")
+    def _ranges_are_ranges(self) -> "Training":
+        for first, end in self.skip_samples:
+            if not 0 <= first < end:
+                raise ValueError(f"skip_samples holds [{first}, {end}); write [first, end] with 0 <= first < end")
+        return self
+
+
+class Checkpoint(Section):
+    """When checkpoints are written, which are kept, and what a run starts from."""
+
+    every: int = Field(default=1000, gt=0)
+    """Steps between two checkpoints; the last step is always saved."""
+
+    keep: int = Field(default=2, gt=0)
+    """Newest checkpoints that are kept."""
+
+    keep_every: int | None = Field(default=None, gt=0)
+    """Checkpoints at multiples of this step are kept for good."""
+
+    weights_from: Path | None = None
+    """Run folder or checkpoint whose weights (not optimizer or position) a new run starts from."""
+
+
+class Logging(Section):
+    """What is written while training."""
+
+    tensorboard: bool = True
+    """Write RUN/tensorboard."""
+
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak TFLOP/s of one device, for throughput/mfu; None takes it from a table of known GPUs, and no MFU elsewhere."""

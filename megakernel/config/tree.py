@@ -1,0 +1,47 @@
+"""The whole configuration, and the checks that need more than one section."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from .data import Data
+from .model import Model
+from .parallel import Parallel
+from .section import Section
+from .training import Checkpoint, Logging, Optimizer, Schedule, Training
+
+
+class Run(Section):
+    """Name, place and seed of a run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Folder name under run.root."""
+
+    root: Path = Path("runs")
+    """Folder of all runs."""
+
+    seed: int = Field(default=1234, ge=0)
+    """Seed of weights, random features and data order."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.root / self.name
+
+
+class Config(Section):
+    """Everything that determines a training run."""
+
+    run: Run
+    model: Model
+    data: Data
+    training: Training
+    parallel: Parallel = Parallel()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+
+    deepspeed: dict[str, Any] = {}
+    """Passed to DeepSpeed as it is, merged last; keys that Megakernel itself decides are refused."""
