@@ -1,0 +1,1 @@
+"""Analysis: what a model costs."""

@@ -1,0 +1,1 @@
+"""Training: schedule, run folder, checkpoints, stop requests, metrics, and the loop that uses them."""

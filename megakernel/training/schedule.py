@@ -1,0 +1,44 @@
+"""Learning rate as a function of the step alone, so that a continued run needs no scheduler state."""
+
+import math
+
+from megakernel.config.training import Schedule
+
+
+def learning_rate(step: int, schedule: Schedule, peak: float, total_steps: int) -> float:
+    """The learning rate of the update made in `step`, counted from 0.
+
+    Warmup of w steps gives peak * (step + 1) / w: no update is wasted on a rate of 0, and step w - 1 has
+    the peak exactly (step 0 where there is no warmup). Decays then reach min_lr_ratio * peak exactly at
+    their last step, and stay there.
+
+    cosine, linear: over schedule.decay_steps steps after the peak, or up to the last step of training.
+    wsd: stays at the peak, then falls linearly over the last decay_steps steps (None: a tenth of training).
+    inverse_sqrt: peak * sqrt(w / (step + 1)), never below the floor.
+    constant: the peak.
+    """
+    warmup, floor = schedule.warmup_steps, schedule.min_lr_ratio
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    at_peak, last = max(warmup - 1, 0), total_steps - 1
+    if schedule.name == "constant":
+        return peak
+    if schedule.name == "inverse_sqrt":
+        return peak * max(math.sqrt((at_peak + 1) / (step + 1)), floor)
+    if schedule.name == "wsd":
+        start = max(at_peak, last - (schedule.decay_steps or max(total_steps // 10, 1)))
+        return peak * _between(1.0, floor, _share(step, start, last))
+    end = last if schedule.decay_steps is None else at_peak + schedule.decay_steps
+    share = _share(step, at_peak, end)
+    if schedule.name == "cosine":
+        share = 0.5 - 0.5 * math.cos(math.pi * share)
+    return peak * _between(1.0, floor, share)
+
+
+def _share(step: int, start: int, end: int) -> float:
+    """How much of the way from `start` to `end` is done at `step`, 0 to 1."""
+    return min(max(step - start, 0) / max(end - start, 1), 1.0)
+
+
+def _between(first: float, last: float, share: float) -> float:
+    return first * (1.0 - share) + last * share

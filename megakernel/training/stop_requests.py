@@ -1,0 +1,71 @@
+"""What asks this process to save and stop: signals, and on one rank the stop file of the run folder."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from .stop import Stop
+
+SIGNALS = {signal.Signals[stop.name]: stop for stop in Stop if stop.name.startswith("SIG")}
+
+SAME_KEYPRESS_SECONDS = 1.0
+"""One Ctrl-C reaches a rank twice under torchrun: from the terminal, and forwarded by the agent."""
+
+
+class StopRequests:
+    """Records requests from entry to exit of a `with` block; a step is never torn apart by a handler.
+
+    Every rank asks `pending()` at each step boundary and the ranks take the maximum. `accept` then fixes the
+    agreed reason: later signals change nothing, so that all ranks exit with one status. Only a second Ctrl-C
+    ends the process at once, by SIGINT itself, also in the middle of a save (saves are atomic).
+
+    stop_file: looked for by `pending`; give it on rank 0 alone.
+    """
+
+    def __init__(self, stop_file: Path | None = None, clock: Callable[[], float] = time.monotonic):
+        self.stop_file = stop_file
+        self._clock = clock
+        self._seen = Stop.NONE
+        self._accepted = False
+        self._interrupted_at: float | None = None
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopRequests":
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def pending(self) -> Stop:
+        """The strongest request this process knows of."""
+        if not self._accepted and self.stop_file is not None and self.stop_file.exists():
+            self._seen = max(self._seen, Stop.STOP_FILE)
+        return self._seen
+
+    def accept(self, agreed: Stop) -> None:
+        """Fix the reason all ranks agreed on; call before saving."""
+        self._seen, self._accepted = agreed, True
+
+    def saved(self) -> None:
+        """Remove a stop file that has had its effect; called after saving, a failed save leaves it."""
+        if self._seen.exit_status == Stop.STOP_FILE.exit_status and self.stop_file is not None:
+            self.stop_file.unlink(missing_ok=True)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            now = self._clock()
+            if self._interrupted_at is None:
+                self._interrupted_at = now
+            elif now - self._interrupted_at > SAME_KEYPRESS_SECONDS:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGINT)
+        if not self._accepted:
+            self._seen = max(self._seen, SIGNALS[signal.Signals(number)])
