@@ -8,12 +8,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megakernel.ops.state import KernelState, empty_state
+
 
 class PendingState(Protocol):
     """A state exchange under way; the local work goes between its start and `wait`."""
 
-    def wait(self) -> Tensor:
-        """The state that enters this piece, shape and dtype of the state handed in; differentiable."""
+    def wait(self) -> KernelState:
+        """The state that enters this piece, shapes and dtypes of the one handed in; differentiable in its sums."""
         ...
 
 
@@ -31,17 +33,18 @@ class SequencePiece(Protocol):
         """
         ...
 
-    def start_prefix(self, state: Tensor, carries: Tensor) -> PendingState:
+    def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
         """Begin the exclusive prefix of `state` over the pieces.
 
-        state: (B, H, F, D) what this piece's tokens add to the state that leaves it. carries: (B,) bool, whether what
-        entered the piece also leaves it (False where a document starts inside). `wait()` gives what enters:
-        sum over earlier pieces s of state_s, each multiplied by the carries of the pieces between s and this one.
+        state: what this piece's tokens add to the state that leaves it. carries: (B,) bool, whether what entered the
+        piece also leaves it (False where a document starts inside). `wait()` gives what enters: the `merge`
+        (megakernel.ops.state) of the states of earlier pieces s, without those where a piece between s and this one
+        does not carry; the empty state on rank 0.
         """
         ...
 
     def tokens_to_heads(self, x: Tensor) -> Tensor:
-        """(B, H, N, d) with my tokens of all heads -> (B, H / size, N * size, d) with all tokens of my heads (Ulysses)."""
+        """(B, H, N, d) with my tokens of all heads -> (B, H / size, N * size, d), all tokens of my heads (Ulysses)."""
         ...
 
     def heads_to_tokens(self, x: Tensor) -> Tensor:
@@ -49,12 +52,12 @@ class SequencePiece(Protocol):
         ...
 
 
-class _Done:
-    def __init__(self, state: Tensor):
+class _Nothing:
+    def __init__(self, state: KernelState):
         self.state = state
 
-    def wait(self) -> Tensor:
-        return self.state
+    def wait(self) -> KernelState:
+        return empty_state(self.state)
 
 
 class WholeSequence:
@@ -67,9 +70,9 @@ class WholeSequence:
         """Zeros: nothing lies before the whole sequence."""
         return x.new_zeros(*x.shape[:-2], count, x.shape[-1])
 
-    def start_prefix(self, state: Tensor, carries: Tensor) -> PendingState:
-        """Zeros: nothing enters the whole sequence."""
-        return _Done(state.new_zeros(state.shape))
+    def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
+        """The empty state: nothing enters the whole sequence."""
+        return _Nothing(state)
 
     def tokens_to_heads(self, x: Tensor) -> Tensor:
         """All heads are mine already."""

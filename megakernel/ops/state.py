@@ -1,0 +1,43 @@
+"""The recurrent state of kernel attention: what all keys seen so far amount to."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EMPTY = -1e30
+"""Log scale of a sum without terms. Finite, so that differences of two of them are 0 and never NaN."""
+
+
+class KernelState(NamedTuple):
+    """sum_j m_j phi(k_j) [v_j, 1], stored as `sums * exp(log_scale)`.
+
+    The scale keeps unbounded feature maps in range; bounded maps leave it at 0. It is a constant to autograd: the
+    product does not depend on how it is split.
+    """
+
+    sums: Tensor
+    """(B, H_kv, F, D + 1) float32 or better; the last column is the normalizer z."""
+
+    log_scale: Tensor
+    """(B, H_kv), detached; `EMPTY` where an unbounded map has seen no key."""
+
+
+def empty_state(like: KernelState) -> KernelState:
+    """The state before the first key, of the shapes, dtypes and device of `like`."""
+    return KernelState(torch.zeros_like(like.sums), torch.full_like(like.log_scale, EMPTY))
+
+
+def keep(state: KernelState, rows: Tensor) -> KernelState:
+    """`state` in the rows (B,) where `rows` is True, the empty state elsewhere."""
+    alive = rows[:, None]
+    sums = torch.where(alive[..., None, None], state.sums, 0.0)
+    return KernelState(sums, torch.where(alive, state.log_scale, EMPTY))
+
+
+def merge(a: KernelState, b: KernelState) -> KernelState:
+    """The state of the keys of `a` and of `b` together; differentiable in both sums."""
+    log_scale = torch.maximum(a.log_scale, b.log_scale).detach()
+    shrink_a = torch.exp(a.log_scale.detach() - log_scale)[..., None, None]
+    shrink_b = torch.exp(b.log_scale.detach() - log_scale)[..., None, None]
+    return KernelState(a.sums * shrink_a + b.sums * shrink_b, log_scale)
