@@ -1,0 +1,87 @@
+"""Which device this process computes on, and the one place that answers for machines without CUDA.
+
+Megatron-core asks `torch.cuda.current_device()` wherever it allocates, and DeepSpeed compiles a shared-memory
+collective when its CPU backend starts. `prepare_device` settles both once per process, before the first model
+is built; nothing else in the project patches anything.
+"""
+
+import logging
+import os
+import warnings
+from typing import Literal
+
+import torch
+
+
+def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+    """Make PyTorch, Megatron-core and DeepSpeed of this process use one device, and return it.
+
+    `auto` takes CUDA where there is a device. `local_rank`, counted over this machine's processes, is the index of
+    the CUDA device. Best called before anything imports Megatron-core or DeepSpeed, which warn while they are imported.
+
+    Raises:
+        ValueError: training.device is cuda and this process has no CUDA device of its own.
+    """
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    os.environ["DS_ACCELERATOR"] = kind
+    # Both libraries read these from the environment, which is empty when no launcher started the process.
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    # Megatron overlaps collectives with matrix products; one connection keeps the order they were queued in.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    device = _cuda_device(local_rank) if kind == "cuda" else torch.device("cpu")
+    _quieten_imports()
+    if kind == "cpu":
+        _answer_for_cuda(device)
+    _choose_deepspeed_accelerator(kind)
+    _share_one_random_stream()
+    return device
+
+
+def quieten_ranks(rank: int) -> None:
+    """Keep both libraries' warnings on rank 0 only; errors are shown by every rank."""
+    if rank != 0:
+        warnings.filterwarnings("ignore", module=r"(megatron|deepspeed)\.")
+        for name in ("DeepSpeed", "megatron"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _cuda_device(local_rank: int) -> torch.device:
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"training.device=cuda: local rank {local_rank} needs CUDA device {local_rank} and this machine "
+            f"shows {count}; start one process per device, or set training.device=cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _quieten_imports() -> None:
+    for message in ("Transformer Engine and Apex are not installed", "Apex is not installed"):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _answer_for_cuda(device: torch.device) -> None:
+    torch.cuda.current_device = lambda: device  # type: ignore[assignment, return-value]
+    import deepspeed.ops
+
+    # Asked once, when the CPU backend starts: an op that is not listed is not compiled.
+    deepspeed.ops.__compatible_ops__ = {}
+
+
+def _choose_deepspeed_accelerator(kind: str) -> None:
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    # DeepSpeed may have been imported, and have chosen, before this process knew its device.
+    if kind == "cpu" and get_accelerator().device_name() != "cpu":
+        set_accelerator(CPU_Accelerator())
+
+
+def _share_one_random_stream() -> None:
+    # Megatron's per-rank streams live in CUDA state; weights are drawn whole and then cut, so none is needed.
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

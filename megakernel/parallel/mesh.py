@@ -1,0 +1,141 @@
+"""The mesh: world = tp x cp x dp x pp, the one object on which Megatron-core and DeepSpeed agree."""
+
+import os
+from datetime import timedelta
+from typing import Protocol
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megakernel.config.parallel import Parallel
+from megakernel.parallel.axis import Axis
+from megakernel.parallel.device import quieten_ranks
+from megakernel.parallel.mpu import ModelParallelUnit
+
+
+class Place(Protocol):
+    """Where this process stands in the world."""
+
+    @property
+    def rank(self) -> int:
+        """Counted over all machines."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Processes on all machines."""
+        ...
+
+
+def data_parallel_size(parallel: Parallel, world_size: int) -> int:
+    """What is left of the world for data parallelism.
+
+    Raises:
+        ValueError: tensor x context x pipeline does not divide the world.
+    """
+    model = parallel.tensor * parallel.context * parallel.pipeline
+    if world_size % model:
+        raise ValueError(
+            f"parallel.tensor={parallel.tensor} x parallel.context={parallel.context} x "
+            f"parallel.pipeline={parallel.pipeline} = {model} does not divide the world of {world_size} "
+            f"processes; start a multiple of {model} or change one of the three"
+        )
+    return world_size // model
+
+
+class Mesh:
+    """All process groups of a run; created once, passed on, destroyed at the end.
+
+    Attributes:
+        rank, world_size: this process among all.
+        device: where it computes.
+        tp, cp, dp, pp: tensor, context, data and pipeline axes; tp varies fastest with the rank, pp slowest.
+        gradient: dp x cp, over which gradients are averaged and ZeRO shards.
+        model: tp x pp, which together hold one copy of the weights.
+        sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
+        topology: the same order for DeepSpeed's PipelineModule, where `data` is `gradient`.
+        mpu: what `deepspeed.initialize` asks for when there is no pipeline.
+        process_groups: what Megatron-core's layers ask for.
+    """
+
+    def __init__(self, parallel: Parallel, device: torch.device):
+        self.device = device
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.sequence_parallel = parallel.sequence_parallel
+        self.tp = Axis.of(parallel_state.get_tensor_model_parallel_group())
+        self.cp = Axis.of(parallel_state.get_context_parallel_group())
+        self.dp = Axis.of(parallel_state.get_data_parallel_group())
+        self.pp = Axis.of(parallel_state.get_pipeline_model_parallel_group())
+        self.gradient = Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        self.model = Axis.of(parallel_state.get_model_parallel_group())
+        self.topology = PipeModelDataParallelTopology(
+            num_pp=self.pp.size, num_mp=self.tp.size, num_dp=self.gradient.size
+        )
+        self.mpu = ModelParallelUnit(self.tp, self.pp, self.model, self.gradient)
+        self.process_groups = ProcessGroupCollection.use_mpu_process_groups()
+        coordinates = {"model": self.tp.rank, "data": self.gradient.rank, "pipe": self.pp.rank}
+        assert self.topology.get_rank(**coordinates) == self.rank, (coordinates, self.rank)
+
+    @classmethod
+    def create(cls, parallel: Parallel, place: Place, device: torch.device) -> "Mesh":
+        """Join the other processes and build every group.
+
+        The rendezvous is torchrun's environment (MASTER_ADDR, MASTER_PORT); a world of one needs none.
+
+        Raises:
+            ValueError: the world does not divide; raised before anything is started.
+        """
+        data_parallel_size(parallel, place.world_size)
+        timeout = timedelta(minutes=parallel.timeout_minutes)
+        alone = place.world_size == 1 and "MASTER_ADDR" not in os.environ
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            store=dist.HashStore() if alone else None,
+            device_id=device if device.type == "cuda" else None,
+        )
+        quieten_ranks(place.rank)
+        deepspeed.init_distributed(dist_init_required=False, timeout=timeout)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            context_parallel_size=parallel.context,
+            pipeline_model_parallel_size=parallel.pipeline,
+            distributed_timeout_minutes=parallel.timeout_minutes,
+            create_gloo_process_groups=False,
+        )
+        return cls(parallel, device)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """This process holds the embedding."""
+        return self.pp.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """This process holds the head and computes the loss."""
+        return self.pp.rank == self.pp.size - 1
+
+    def sum(self, tensor: Tensor, axis: Axis) -> Tensor:
+        """The sum of `tensor` over an axis, as a new tensor on every process of it; not differentiable."""
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=axis.group)
+        return total
+
+    def agree(self, flag: int) -> int:
+        """The largest `flag` of all processes, so that all of them act on what one of them saw."""
+        largest = torch.tensor(flag, dtype=torch.int64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest.item())
+
+    def destroy(self) -> None:
+        """Leave every group; a gloo process that exits without this can abort although its work succeeded."""
+        parallel_state.destroy_model_parallel()
+        deepspeed.comm.destroy_process_group()

@@ -1,0 +1,134 @@
+"""Real processes for tests: fresh ones for every call, forked from a server that has imported the libraries once."""
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import connection, forkserver
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megakernel.config.parallel import Parallel
+from megakernel.parallel.device import prepare_device
+from megakernel.parallel.mesh import Mesh
+
+PRELOAD = ["pytest", "megakernel.parallel.mesh", "megatron.core.tensor_parallel", "deepspeed.pipe"]
+"""Imported before the first fork; seconds once instead of in every process."""
+
+_CPU_ONLY = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(PRELOAD)
+
+
+class RankFailedError(AssertionError):
+    """A rank raised, died or did not finish; the message holds its traceback."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call `function(*args)` in `world_size` new processes and return what each returned, by rank.
+
+    The processes see torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), on a port of their own.
+    `function`, `args` and the results are pickled, tensors by value. The first failure kills the other ranks.
+    """
+    with _environment(_CPU_ONLY):
+        forkserver.ensure_running()
+    # The store listens before any rank starts, on a port the system chose: runs side by side cannot collide.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    call = pickle.dumps((function, args))
+    workers = [_start(rank, world_size, store.port, call) for rank in range(world_size)]
+    try:
+        return _collect(workers, time.monotonic() + timeout)
+    finally:
+        for process, pipe in workers:
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+@contextmanager
+def cpu_mesh(**sizes: Any) -> Iterator[Mesh]:
+    """The mesh of this rank, inside `run_ranks`; `sizes` are keys of the parallel section."""
+    device = prepare_device("cpu", int(os.environ["LOCAL_RANK"]))
+    place = SimpleNamespace(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    mesh = Mesh.create(Parallel(**sizes), place, device)
+    yield mesh
+    mesh.destroy()
+
+
+Worker = tuple[Any, connection.Connection]
+
+
+def _start(rank: int, world_size: int, port: int, call: bytes) -> Worker:
+    receive, send = _processes.Pipe(duplex=False)
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # torchrun's own way to say that the store is already being served.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    process = _processes.Process(
+        target=_work, args=(send, environment, call), name=f"rank {rank}", daemon=True
+    )
+    process.start()
+    send.close()
+    return process, receive
+
+
+def _work(send: connection.Connection, environment: dict[str, str], call: bytes) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        function, args = pickle.loads(call)
+        answer = (True, function(*args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    send.send_bytes(pickle.dumps(answer))
+
+
+def _collect(workers: list[Worker], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+    while waiting:
+        ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailedError(f"ranks {sorted(waiting.values())} did not finish in time")
+        for pipe in ready:
+            assert isinstance(pipe, connection.Connection)
+            rank = waiting.pop(pipe)
+            results[rank] = _result(rank, pipe, workers[rank][0])
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _result(rank: int, pipe: connection.Connection, process: Any) -> Any:
+    try:
+        fine, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join()
+        raise RankFailedError(f"rank {rank} died with exit status {process.exitcode}") from None
+    if not fine:
+        raise RankFailedError(f"rank {rank} of {os.getpid()}'s ranks raised\n{value}")
+    return value
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

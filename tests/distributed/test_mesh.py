@@ -1,0 +1,93 @@
+"""One mesh on which Megatron-core and DeepSpeed agree."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from megatron.core.parallel_state import RankGenerator
+
+from megakernel.config.parallel import Parallel
+from megakernel.parallel.mesh import data_parallel_size
+from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
+
+LAYOUTS = [
+    {},
+    {"tensor": 2},
+    {"context": 2},
+    {"pipeline": 2},
+    {"tensor": 2, "context": 2},
+    {"tensor": 2, "pipeline": 2},
+]
+
+
+def test_both_libraries_order_ranks_alike():
+    for tp, cp, dp, pp in itertools.product((1, 2, 3), repeat=4):
+        megatron = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+        deepspeed = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp * cp)
+        for axes, axis in (("tp", "model"), ("dp-cp", "data"), ("pp", "pipe")):
+            assert sorted(megatron.get_ranks(axes)) == sorted(deepspeed.get_axis_comm_lists(axis)), (
+                tp,
+                cp,
+                dp,
+                pp,
+            )
+
+
+def groups(sizes):
+    with cpu_mesh(**sizes) as mesh:
+        axes = {name: getattr(mesh, name) for name in ("tp", "cp", "dp", "pp", "gradient", "model")}
+        ranks = {name: axis.ranks for name, axis in axes.items()}
+        assert all(axis.ranks[axis.rank] == mesh.rank for axis in axes.values())
+        assert mesh.process_groups.tp is mesh.tp.group
+        return ranks, mesh.is_first_stage, mesh.is_last_stage
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_groups_are_lines_of_the_grid(sizes):
+    grid = torch.arange(8).view(sizes.get("pipeline", 1), -1, sizes.get("context", 1), sizes.get("tensor", 1))
+    for rank, (ranks, first, last) in enumerate(run_ranks(groups, 8, sizes)):
+        p, d, c, t = (grid == rank).nonzero()[0].tolist()
+        assert ranks["tp"] == tuple(grid[p, d, c, :].tolist())
+        assert ranks["cp"] == tuple(grid[p, d, :, t].tolist())
+        assert ranks["dp"] == tuple(grid[p, :, c, t].tolist())
+        assert ranks["pp"] == tuple(grid[:, d, c, t].tolist())
+        assert ranks["gradient"] == tuple(grid[p, :, :, t].flatten().tolist())
+        assert ranks["model"] == tuple(grid[:, d, c, :].flatten().tolist())
+        assert (first, last) == (p == 0, p == len(grid) - 1)
+
+
+def sums_and_agreement():
+    with cpu_mesh(tensor=2) as mesh:
+        mine = torch.tensor(float(mesh.rank))
+        return (
+            mesh.sum(mine, mesh.tp).item(),
+            mesh.sum(mine, mesh.gradient).item(),
+            mesh.agree(mesh.rank == 3),
+            mine.item(),
+        )
+
+
+def test_sums_run_over_one_axis_and_agreement_over_the_world():
+    assert run_ranks(sums_and_agreement, 4) == [(1, 2, 1, 0), (1, 4, 1, 1), (5, 2, 1, 2), (5, 4, 1, 3)]
+
+
+def test_a_world_that_does_not_divide_is_refused_with_a_remedy():
+    assert data_parallel_size(Parallel(tensor=2, context=3), 12) == 2
+    with pytest.raises(
+        ValueError, match=r"parallel.tensor=2 .* = 4 does not divide the world of 6 .* multiple of 4"
+    ):
+        data_parallel_size(Parallel(tensor=2, pipeline=2), 6)
+
+
+def fail_on_one_rank():
+    with cpu_mesh(tensor=2) as mesh:
+        if mesh.rank == 1:
+            raise RuntimeError("the reason")
+        dist.barrier()
+
+
+def test_the_harness_shows_the_first_failure_and_ends_the_other_ranks():
+    with pytest.raises(RankFailedError, match="rank 1 .*raised(.|\n)*the reason"):
+        run_ranks(fail_on_one_rank, 2)
