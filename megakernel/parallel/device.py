@@ -16,8 +16,8 @@ import torch
 def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
     """Make PyTorch, Megatron-core and DeepSpeed of this process use one device, and return it.
 
-    `auto` takes CUDA where there is a device. `local_rank`, counted over this machine's processes, is the index of
-    the CUDA device. Best called before anything imports Megatron-core or DeepSpeed, which warn while they are imported.
+    `auto` takes CUDA where there is a device. `local_rank`, counted over this machine's processes, is the index
+    of the CUDA device. Best called before anything imports Megatron-core or DeepSpeed: they warn while imported.
 
     Raises:
         ValueError: training.device is cuda and this process has no CUDA device of its own.

@@ -8,8 +8,8 @@ from megakernel.parallel.axis import Axis
 class ModelParallelUnit:
     """What `deepspeed.initialize(mpu=...)` asks about the mesh.
 
-    DeepSpeed averages gradients and shards optimizer state over its data parallel group: here dp x cp. There are
-    deliberately no sequence-parallel getters; with them DeepSpeed would keep cp apart and rescale gradients.
+    DeepSpeed averages gradients and shards optimizer state over its data parallel group: here dp x cp. There
+    are deliberately no sequence-parallel getters; with them DeepSpeed would keep cp apart and rescale gradients.
     """
 
     def __init__(self, tp: Axis, pp: Axis, model: Axis, gradient: Axis):

@@ -1,4 +1,4 @@
-"""Real processes for tests: fresh ones for every call, forked from a server that has imported the libraries once."""
+"""Real processes for tests: fresh ones for every call, forked from a server that imported everything once."""
 
 import multiprocessing
 import os
@@ -33,8 +33,9 @@ class RankFailedError(AssertionError):
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call `function(*args)` in `world_size` new processes and return what each returned, by rank.
 
-    The processes see torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), on a port of their own.
-    `function`, `args` and the results are pickled, tensors by value. The first failure kills the other ranks.
+    The processes see torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) with a port
+    of their own. `function`, `args` and the results are pickled, tensors by value. The first failure kills the
+    other ranks.
     """
     with _environment(_CPU_ONLY):
         forkserver.ensure_running()
@@ -116,7 +117,7 @@ def _result(rank: int, pipe: connection.Connection, process: Any) -> Any:
         process.join()
         raise RankFailedError(f"rank {rank} died with exit status {process.exitcode}") from None
     if not fine:
-        raise RankFailedError(f"rank {rank} of {os.getpid()}'s ranks raised\n{value}")
+        raise RankFailedError(f"rank {rank} raised\n{value}")
     return value
 
 

@@ -89,5 +89,5 @@ def fail_on_one_rank():
 
 
 def test_the_harness_shows_the_first_failure_and_ends_the_other_ranks():
-    with pytest.raises(RankFailedError, match="rank 1 .*raised(.|\n)*the reason"):
+    with pytest.raises(RankFailedError, match=r"rank 1 raised(.|\n)*the reason"):
         run_ranks(fail_on_one_rank, 2)
