@@ -1,0 +1,184 @@
+"""RUN/checkpoints: saves that leave a whole checkpoint or none, the newest good one, and pruning."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoint import Checkpoint, Progress, step_of, write_manifest
+from .ranks import RankFailed, Ranks
+
+PARTIAL = ".partial"
+LATEST = "latest"
+
+
+class SaveFailed(OSError):
+    """A checkpoint could not be written; those before it are untouched."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies in a checkpoint folder."""
+
+    checkpoint: Checkpoint | None
+    """The newest good checkpoint; None where there is none at all."""
+
+    broken: dict[Path, str]
+    """Newer folders that were passed over -> reason."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one run. Every rank holds one and calls the same methods in the same order.
+
+    root: RUN/checkpoints, on a file system that all ranks share.
+    keep: newest checkpoints that are kept; keep_every: multiples of this step are kept for good.
+    """
+
+    def __init__(self, root: Path, keep: int, keep_every: int | None = None, ranks: Ranks | None = None):
+        self.root = root
+        self._keep = keep
+        self._keep_every = keep_every
+        self._ranks = ranks or Ranks()
+
+    def remove_leftovers(self) -> list[Path]:
+        """Delete what saves and prunings that were killed left behind; called once, before training."""
+        return self._ranks.first(self._remove_leftovers)
+
+    def newest_good(self) -> Found:
+        """Find the newest checkpoint that is whole, and the broken ones that are newer.
+
+        Raises ValueError where there are checkpoints and none is good: the user must choose to start over.
+        """
+        return self._ranks.first(self._newest_good)
+
+    def save(self, progress: Progress, write: Callable[[Path], None]) -> Path:
+        """Save a checkpoint and give its folder; a good one of the same step is left as it is.
+
+        write: called on every rank with the folder to fill (it exists). It must return or raise on every
+        rank even where one of them cannot write.
+        Raises SaveFailed, alike on all ranks; what was saved before, and `latest`, are then untouched.
+        """
+        final = self.root / f"step_{progress.step}"
+        partial = final.with_name(final.name + PARTIAL)
+        try:
+            if self._ranks.first(lambda: self._prepare(final, partial)):
+                self._ranks.all(lambda: write(partial))
+                files = self._ranks.first(lambda: _sizes(partial))
+                self._ranks.all(lambda: self._flush_my_share(partial, files))
+                self._ranks.first(lambda: self._publish(partial, final, progress, files))
+        except OSError as error:
+            reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
+            raise SaveFailed(self._ranks.first(lambda: self._give_up(final.name, reason))) from None
+        self._ranks.first(lambda: self._prune(progress.step))
+        return final
+
+    def _remove_leftovers(self) -> list[Path]:
+        leftovers = sorted(self.root.glob(f"*{PARTIAL}"))
+        for path in leftovers:
+            _remove(path)
+        return leftovers
+
+    def _newest_good(self) -> Found:
+        broken: dict[Path, str] = {}
+        for _, folder in self._steps():
+            try:
+                return Found(Checkpoint.read(folder), broken)
+            except ValueError as error:
+                broken[folder] = str(error)
+        if broken:
+            reasons = "; ".join(f"{folder.name}: {reason}" for folder, reason in broken.items())
+            raise ValueError(
+                f"no checkpoint in {self.root} can be used ({reasons}); restore one, or delete these folders "
+                "to start the run from its first step"
+            )
+        return Found(None, broken)
+
+    def _prepare(self, final: Path, partial: Path) -> bool:
+        """Make the folder to write into; False where the step is saved already."""
+        if _is_good(final):
+            self._stage_latest(final).replace(self.root / LATEST)
+            return False
+        _remove(partial)
+        partial.mkdir(parents=True)
+        return True
+
+    def _flush_my_share(self, folder: Path, files: dict[str, int]) -> None:
+        for name in list(files)[self._ranks.rank :: self._ranks.size]:
+            _flush(folder / name)
+
+    def _publish(self, partial: Path, final: Path, progress: Progress, files: dict[str, int]) -> None:
+        """Make the written folder a checkpoint. All that needs space is written before the first rename."""
+        _flush(write_manifest(partial, progress, files))
+        for folder, _, _ in os.walk(partial):
+            _flush(Path(folder))
+        latest = self._stage_latest(final)
+        _remove(final)
+        partial.rename(final)
+        latest.replace(self.root / LATEST)
+        _flush(self.root)
+
+    def _stage_latest(self, final: Path) -> Path:
+        staged = self.root / (LATEST + PARTIAL)
+        staged.write_text(final.name)
+        _flush(staged)
+        return staged
+
+    def _give_up(self, name: str, reason: str) -> str:
+        """Remove what was written; the error's text."""
+        free = shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
+        self._remove_leftovers()
+        return (
+            f"checkpoint {name} could not be saved in {self.root} ({free / 2**20:,.0f} MiB free): {reason}. "
+            "Earlier checkpoints are untouched; free space or make the folder writable, then start the same "
+            "command again to continue"
+        )
+
+    def _prune(self, saved: int) -> None:
+        """Keep the newest good checkpoints and multiples of keep_every; those after `saved` are broken."""
+        kept = 0
+        for step, folder in self._steps():
+            if step > saved:
+                continue
+            if kept < self._keep and _is_good(folder):
+                kept += 1
+            elif self._keep_every is None or step % self._keep_every:
+                _remove(folder)
+
+    def _steps(self) -> list[tuple[int, Path]]:
+        """(N, folder step_N), newest first."""
+        found = ((step_of(path), path) for path in self.root.glob("step_*"))
+        return sorted(((step, path) for step, path in found if step is not None), reverse=True)
+
+
+def _is_good(folder: Path) -> bool:
+    try:
+        Checkpoint.read(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _flush(path: Path) -> None:
+    """Put a file's bytes, or a folder's entries, on the disk; a full disk may show itself only here."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    """Delete a file or folder, if there; a checkpoint loses its name first, so a kill leaves no half."""
+    if path.is_dir() and not path.name.endswith(PARTIAL):
+        path = path.rename(path.with_name(path.name + ".removed" + PARTIAL))
+    if path.is_dir():
+        # Network file systems keep a file that someone still reads; the next start removes it.
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

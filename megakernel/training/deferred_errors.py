@@ -1,0 +1,35 @@
+"""Saving through DeepSpeed without leaving the other ranks waiting for one that could not write."""
+
+from typing import Any
+
+
+class DeferredErrors:
+    """A DeepSpeed checkpoint engine that remembers a failed write instead of raising it.
+
+    DeepSpeed's save_checkpoint ends in a barrier. A rank that raises before it, on a full disk, would leave
+    the others waiting there until the collective times out. Install once with
+    `engine.checkpoint_engine = DeferredErrors(engine.checkpoint_engine)`, and call `raise_first()` after
+    save_checkpoint has returned.
+    """
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+        self._error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file; after a first failure write nothing more."""
+        if self._error is not None:
+            return
+        try:
+            self._inner.save(state_dict, path)
+        except Exception as error:
+            self._error = error
+
+    def raise_first(self) -> None:
+        """Raise the remembered failure, if any, and forget it."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -1,0 +1,56 @@
+"""File work done by several processes together, where a failure of one must reach all."""
+
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class RankFailed(OSError):
+    """Work that every rank took part in failed on at least one of them; raised alike on all."""
+
+
+class Ranks:
+    """This process among those of the run.
+
+    rank: mine, of `size`.
+    exchange: a collective that takes one picklable value of each rank and gives all of them in rank order,
+    such as torch.distributed.all_gather_object; it is the barrier too. A single process needs none.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, exchange: Callable[[Any], list[Any]] = lambda value: [value]
+    ):
+        self.rank = rank
+        self.size = size
+        self._exchange = exchange
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Let rank 0 act; its result, or its ValueError or OSError, is every rank's."""
+        result: Any = None
+        if self.rank == 0:
+            try:
+                result = action()
+            except (ValueError, OSError) as error:
+                result = error
+        result = self._exchange(result)[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def all(self, action: Callable[[], object]) -> None:
+        """Let every rank act. If any fails, all raise RankFailed with the failures by rank and host.
+
+        The action must come back on every rank: one that waits inside for a rank that has failed never does.
+        """
+        failure = None
+        try:
+            action()
+        except Exception as error:
+            failure = f"{socket.gethostname()}: {type(error).__name__}: {error}"
+        failures = self._exchange(failure)
+        failed = [f"rank {rank} on {text}" for rank, text in enumerate(failures) if text is not None]
+        if failed:
+            more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            raise RankFailed(failed[0] + more)

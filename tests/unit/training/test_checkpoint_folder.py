@@ -1,0 +1,232 @@
+import ctypes
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from megakernel.training.checkpoint import MANIFEST, Checkpoint, Progress
+from megakernel.training.checkpoint_folder import CheckpointFolder, SaveFailed
+from megakernel.training.ranks import Ranks
+
+from .threads import on_ranks
+
+LAYOUT = {"tensor": 1, "context": 1, "data": 1, "pipeline": 1, "zero_stage": 0}
+
+
+def progress(step: int) -> Progress:
+    return Progress(step, step * 8, step * 8 * 64, LAYOUT, {"torch": torch.__version__})
+
+
+def write_tensor(folder: Path, numbers: int = 16) -> None:
+    (folder / "zero").mkdir(exist_ok=True)
+    torch.save(torch.arange(numbers), folder / "zero" / "weights.pt")
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "checkpoints", keep=2)
+
+
+def save(folder: CheckpointFolder, *steps: int) -> None:
+    for step in steps:
+        folder.save(progress(step), write_tensor)
+
+
+def test_a_saved_checkpoint_is_found_with_its_progress(folder):
+    save(folder, 10)
+    found = folder.newest_good()
+    assert found.checkpoint == Checkpoint(folder.root / "step_10", progress(10))
+    assert found.broken == {}
+    assert (folder.root / "latest").read_text() == "step_10"
+
+
+def test_a_new_run_has_no_checkpoint(folder):
+    found = folder.newest_good()
+    assert found.checkpoint is None
+    assert found.broken == {}
+    assert folder.remove_leftovers() == []
+
+
+def test_newest_is_by_step_not_by_name(folder):
+    save(folder, 9, 10)
+    assert folder.newest_good().checkpoint.step == 10
+
+
+def test_only_the_newest_are_kept(folder):
+    save(folder, 1, 2, 3, 4)
+    assert names(folder.root) == {"step_3", "step_4", "latest"}
+
+
+def test_multiples_of_keep_every_are_kept_for_good(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep=1, keep_every=3)
+    save(folder, *range(1, 9))
+    assert names(tmp_path) == {"step_3", "step_6", "step_8", "latest"}
+
+
+def break_manifest(step: Path) -> None:
+    (step / MANIFEST).unlink()
+
+
+def break_json(step: Path) -> None:
+    (step / MANIFEST).write_text('{"files": {"zero/we')
+
+
+def break_size(step: Path) -> None:
+    with (step / "zero" / "weights.pt").open("r+b") as file:
+        file.truncate(10)
+
+
+def break_file(step: Path) -> None:
+    (step / "zero" / "weights.pt").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (break_manifest, "complete.json is missing"),
+        (break_json, "complete.json is damaged"),
+        (break_size, "weights.pt has 10 bytes instead of"),
+        (break_file, "weights.pt is missing"),
+    ],
+)
+def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_used(folder, damage, reason):
+    save(folder, 10, 20)
+    damage(folder.root / "step_20")
+    found = folder.newest_good()
+    assert found.checkpoint.step == 10
+    assert list(found.broken) == [folder.root / "step_20"]
+    assert reason in found.broken[folder.root / "step_20"]
+
+
+def test_without_any_good_checkpoint_the_run_does_not_silently_start_over(folder):
+    save(folder, 10)
+    break_size(folder.root / "step_10")
+    with pytest.raises(ValueError, match=r"step_10: zero/weights.pt has 10 bytes.*delete"):
+        folder.newest_good()
+
+
+def test_a_broken_checkpoint_is_replaced_when_its_step_is_saved_again(folder):
+    save(folder, 10, 20)
+    break_size(folder.root / "step_20")
+    save(folder, 20)
+    assert folder.newest_good().checkpoint.step == 20
+    assert names(folder.root) == {"step_10", "step_20", "latest"}
+
+
+def test_a_broken_newer_checkpoint_costs_no_good_one(folder):
+    save(folder, 10, 20, 30)
+    break_size(folder.root / "step_30")
+    save(folder, 25)
+    assert names(folder.root) == {"step_20", "step_25", "step_30", "latest"}
+    assert folder.newest_good().checkpoint.step == 25
+
+
+def test_saving_a_good_step_again_writes_nothing_and_mends_latest(folder):
+    save(folder, 10, 20)
+    (folder.root / "latest").write_text("step_10")  # a kill between the two renames leaves this
+
+    def must_not_write(path: Path) -> None:
+        raise AssertionError("written again")
+
+    folder.save(progress(20), must_not_write)
+    assert (folder.root / "latest").read_text() == "step_20"
+
+
+def test_what_a_killed_save_left_is_removed_at_the_next_start(folder):
+    save(folder, 10)
+    script = f"""
+        import os, signal
+        from pathlib import Path
+        from megakernel.training.checkpoint import Progress
+        from megakernel.training.checkpoint_folder import CheckpointFolder
+        def write(folder):
+            (folder / "half").write_bytes(b"x" * 100)
+            os.kill(os.getpid(), signal.SIGKILL)
+        CheckpointFolder(Path({str(folder.root)!r}), keep=2).save(Progress(20, 0, 0, {{}}, {{}}), write)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)]).returncode == -9
+    assert folder.newest_good().checkpoint.step == 10
+    assert folder.remove_leftovers() == [folder.root / "step_20.partial"]
+    assert names(folder.root) == {"step_10", "latest"}
+
+
+def test_one_rank_that_cannot_write_fails_the_save_on_all_with_the_same_error(tmp_path):
+    save(CheckpointFolder(tmp_path, keep=2), 10)
+
+    def work(ranks: Ranks):
+        def write(path: Path) -> None:
+            if ranks.rank == 2:
+                raise OSError(28, "No space left on device")
+            (path / f"rank_{ranks.rank}.pt").write_bytes(b"weights")
+
+        CheckpointFolder(tmp_path, keep=2, ranks=ranks).save(progress(20), write)
+
+    outcomes = on_ranks(4, work)
+    assert all(isinstance(error, SaveFailed) for error in outcomes)
+    assert len({str(error) for error in outcomes}) == 1
+    for part in ("rank 2", "No space left", str(tmp_path), "MiB free", "start the same command"):
+        assert part in str(outcomes[0])
+    assert names(tmp_path) == {"step_10", "latest"}
+    assert CheckpointFolder(tmp_path, keep=2).newest_good().checkpoint.step == 10
+
+
+def test_files_of_all_ranks_are_in_the_manifest(tmp_path):
+    def work(ranks: Ranks):
+        folder = CheckpointFolder(tmp_path, keep=2, ranks=ranks)
+        folder.save(progress(5), lambda path: (path / f"rank_{ranks.rank}.pt").write_bytes(b"w" * ranks.rank))
+        return folder.newest_good().checkpoint.step
+
+    assert on_ranks(3, work) == [5, 5, 5]
+    manifest = json.loads((tmp_path / "step_5" / MANIFEST).read_text())
+    assert manifest["files"] == {"rank_0.pt": 0, "rank_1.pt": 1, "rank_2.pt": 2}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A file system of 1 MiB."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", bytes(mounted), b"tmpfs", 0, b"size=1m") != 0:
+        pytest.skip(f"mounting a tmpfs needs root: {os.strerror(ctypes.get_errno())}")
+    yield mounted
+    libc.umount(bytes(mounted))
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_good(small_disk):
+    folder = CheckpointFolder(small_disk / "checkpoints", keep=2)
+    folder.save(progress(10), lambda path: write_tensor(path, 40_000))  # 320 kB
+    used = shutil.disk_usage(small_disk).used
+    with pytest.raises(SaveFailed, match=r"step_20 .* MiB free\).*free space"):
+        folder.save(progress(20), lambda path: write_tensor(path, 120_000))  # 960 kB beside it
+    assert folder.newest_good().checkpoint.step == 10
+    assert (folder.root / "latest").read_text() == "step_10"
+    assert names(folder.root) == {"step_10", "latest"}
+    assert shutil.disk_usage(small_disk).used == used, "the failed save gives its space back"
+    folder.save(progress(30), lambda path: write_tensor(path, 40_000))
+    assert folder.newest_good().checkpoint.step == 30
+
+
+def test_a_file_size_limit_leaves_the_previous_checkpoint_good(folder):
+    """The full disk for those who cannot mount one: the kernel refuses to let a file grow."""
+    save(folder, 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(SaveFailed, match="step_20 could not be saved"):
+            folder.save(progress(20), lambda path: write_tensor(path, 120_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert folder.newest_good().checkpoint.step == 10
+    assert names(folder.root) == {"step_10", "latest"}

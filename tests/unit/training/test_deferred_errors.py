@@ -1,0 +1,40 @@
+import pytest
+
+from megakernel.training.deferred_errors import DeferredErrors
+
+
+class FullDisk:
+    """A checkpoint engine whose disk takes one file."""
+
+    name = "full"
+
+    def __init__(self):
+        self.paths: list[str] = []
+
+    def save(self, state_dict, path):
+        self.paths.append(path)
+        if len(self.paths) > 1:
+            raise OSError(28, "No space left on device")
+
+
+def test_a_failed_write_is_raised_only_when_asked_for():
+    engine = DeferredErrors(FullDisk())
+    for path in "abc":
+        engine.save({}, path)
+    assert engine.paths == ["a", "b"], "nothing is written after the first failure"
+    with pytest.raises(OSError, match="No space left"):
+        engine.raise_first()
+
+
+def test_the_next_save_starts_clean():
+    engine = DeferredErrors(FullDisk())
+    engine.save({}, "a")
+    engine.raise_first()
+    engine.save({}, "b")
+    with pytest.raises(OSError, match="No space left"):
+        engine.raise_first()
+    engine.raise_first()
+
+
+def test_everything_else_is_the_engine_it_stands_for():
+    assert DeferredErrors(FullDisk()).name == "full"

@@ -1,0 +1,44 @@
+import pytest
+
+from megakernel.training.ranks import RankFailed, Ranks
+
+from .threads import on_ranks
+
+
+def test_only_rank_0_acts_first_and_all_get_its_result():
+    acted = []
+
+    def work(ranks: Ranks):
+        return ranks.first(lambda: acted.append(ranks.rank) or "found")
+
+    assert on_ranks(3, work) == ["found"] * 3
+    assert acted == [0]
+
+
+@pytest.mark.parametrize("kind", [ValueError, PermissionError])
+def test_an_error_of_rank_0_is_raised_alike_on_all(kind):
+    def refuse():
+        raise kind("run.root is not writable")
+
+    outcomes = on_ranks(3, lambda ranks: ranks.first(refuse))
+    assert {(type(error), str(error)) for error in outcomes} == {(kind, "run.root is not writable")}
+
+
+def test_a_failure_of_one_rank_is_raised_on_all_and_names_the_rank():
+    def work(ranks: Ranks):
+        def act():
+            if ranks.rank == 2:
+                raise RuntimeError("the disk fell over")
+
+        ranks.all(act)
+
+    outcomes = on_ranks(3, work)
+    assert all(isinstance(error, RankFailed) for error in outcomes)
+    assert len({str(error) for error in outcomes}) == 1
+    assert "rank 2" in str(outcomes[0])
+    assert "the disk fell over" in str(outcomes[0])
+
+
+def test_a_single_process_needs_no_collective():
+    assert Ranks().first(lambda: 7) == 7
+    Ranks().all(lambda: None)
