@@ -16,8 +16,8 @@ import torch
 def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
     """Make PyTorch, Megatron-core and DeepSpeed of this process use one device, and return it.
 
-    `auto` takes CUDA where there is a device. `local_rank`, counted over this machine's processes, is the index
-    of the CUDA device. Best called before anything imports Megatron-core or DeepSpeed: they warn while imported.
+    `auto` takes CUDA where there is a device. `local_rank`, counted over this machine's processes, is the
+    index of the CUDA device. Best called before Megatron-core and DeepSpeed are imported, which is when they warn.
 
     Raises:
         ValueError: training.device is cuda and this process has no CUDA device of its own.
@@ -30,7 +30,7 @@ def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
     # Megatron overlaps collectives with matrix products; one connection keeps the order they were queued in.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = _cuda_device(local_rank) if kind == "cuda" else torch.device("cpu")
-    _quieten_imports()
+    _quieten_libraries()
     if kind == "cpu":
         _answer_for_cuda(device)
     _choose_deepspeed_accelerator(kind)
@@ -58,8 +58,12 @@ def _cuda_device(local_rank: int) -> torch.device:
     return device
 
 
-def _quieten_imports() -> None:
-    for message in ("Transformer Engine and Apex are not installed", "Apex is not installed"):
+def _quieten_libraries() -> None:
+    # What is not installed is not needed; the renamed collectives are called by the libraries, in every layer.
+    for message in (
+        "Transformer Engine and Apex are not installed",
+        r"`torch\.distributed\.\w+` is deprecated",
+    ):
         warnings.filterwarnings("ignore", message=message)
 
 

@@ -9,7 +9,7 @@ class ModelParallelUnit:
     """What `deepspeed.initialize(mpu=...)` asks about the mesh.
 
     DeepSpeed averages gradients and shards optimizer state over its data parallel group: here dp x cp. There
-    are deliberately no sequence-parallel getters; with them DeepSpeed would keep cp apart and rescale gradients.
+    are deliberately no sequence-parallel getters: with them DeepSpeed keeps cp apart and rescales gradients.
     """
 
     def __init__(self, tp: Axis, pp: Axis, model: Axis, gradient: Axis):

@@ -33,9 +33,9 @@ class RankFailedError(AssertionError):
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call `function(*args)` in `world_size` new processes and return what each returned, by rank.
 
-    The processes see torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) with a port
-    of their own. `function`, `args` and the results are pickled, tensors by value. The first failure kills the
-    other ranks.
+    The processes see torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) with a
+    port of their own. `function`, `args` and the results are pickled, tensors by value. The first failure
+    kills the other ranks.
     """
     with _environment(_CPU_ONLY):
         forkserver.ensure_running()

@@ -1,0 +1,161 @@
+"""Pieces of a sequence over processes give the numbers of the whole sequence, forward and backward."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
+from megakernel.parallel.sequence import sequence_piece
+from tests.distributed.ranks import cpu_mesh, run_ranks
+
+SIZES = [2, 4]
+BATCH, HEADS, FEATURES, WIDTH, TOKENS = 16, 2, 3, 4, 6
+
+
+def close(actual, expected, dtype):
+    # The order of the sums differs; nothing else does.
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 0.0}[dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def states(pieces, dtype):
+    """What each piece adds, whether it carries, and a weight for what enters it."""
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.randn(pieces, BATCH, HEADS, FEATURES, WIDTH, generator=generator, dtype=dtype)
+    log_scales = 20 * torch.randn(pieces, BATCH, HEADS, generator=generator, dtype=dtype)
+    log_scales[:, 1::4] = 0.0
+    log_scales[:2, 2::4], sums[:2, 2::4] = EMPTY, 0.0
+    # Row b carries over piece p where bit p of b is set: every pattern of document starts.
+    carries = torch.arange(BATCH) >> torch.arange(pieces)[:, None] & 1 == 1
+    return (
+        sums.requires_grad_(),
+        log_scales,
+        carries,
+        torch.randn(sums.shape, generator=generator, dtype=dtype),
+    )
+
+
+def entering_states(pieces, dtype):
+    with cpu_mesh(context=pieces) as mesh:
+        sums, log_scales, carries, weights = states(pieces, dtype)
+        piece, rank = sequence_piece(mesh), mesh.cp.rank
+        mine = sums[rank].detach().requires_grad_()
+        pending = piece.start_prefix(KernelState(mine, log_scales[rank]), carries[rank])
+        entering = pending.wait()
+        (entering.sums * weights[rank]).sum().backward()
+        assert not entering.log_scale.requires_grad
+        return entering.sums.detach(), entering.log_scale, mine.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("pieces", SIZES)
+def test_the_state_that_enters_is_the_state_of_all_earlier_keys(pieces, dtype):
+    sums, log_scales, carries, weights = states(pieces, dtype)
+    entering = empty_state(KernelState(sums[0], log_scales[0]))
+    expected, loss = [], 0.0
+    for piece in range(pieces):
+        expected.append(entering)
+        loss = loss + (entering.sums * weights[piece]).sum()
+        entering = merge(keep(entering, carries[piece]), KernelState(sums[piece], log_scales[piece]))
+    loss.backward()
+    for piece, (actual, log_scale, grad) in enumerate(run_ranks(entering_states, pieces, pieces, dtype)):
+        assert torch.equal(log_scale, expected[piece].log_scale)
+        close(actual, expected[piece].sums.detach(), dtype)
+        close(grad, sums.grad[piece], dtype)
+
+
+def stacked(x, piece, recompute):
+    """Two exchanges under way at once, their results used in the other order, twice over."""
+
+    def layer(x):
+        carries = torch.ones(len(x), dtype=torch.bool)
+        first = piece.start_prefix(KernelState(x.tanh(), x.new_zeros(x.shape[:2])), carries)
+        second = piece.start_prefix(KernelState(x.sin(), x.new_zeros(x.shape[:2])), carries)
+        return x + second.wait().sums * first.wait().sums
+
+    for _ in range(2):
+        x = layer(x) if recompute is None else checkpoint(layer, x, use_reentrant=recompute == "reentrant")
+    return x
+
+
+def stacked_gradients(pieces, recompute):
+    with cpu_mesh(context=pieces) as mesh:
+        x = torch.linspace(-1, 1, pieces * 24, dtype=torch.float64).view(pieces, 1, 2, 3, 4)[mesh.cp.rank]
+        x.requires_grad_()
+        out = stacked(x, sequence_piece(mesh), recompute)
+        (out * out).sum().backward()
+        return out.detach(), x.grad
+
+
+@pytest.mark.parametrize("recompute", [None, "reentrant", "saved"])
+def test_exchanges_overlap_and_are_recomputed_without_changing_gradients(recompute):
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 1, 2, 3, 4).requires_grad_()
+    y = x
+    for _ in range(2):
+        y = torch.stack([y[0], y[1] + y[0].sin() * y[0].tanh()])
+    (y * y).sum().backward()
+    for rank, (out, grad) in enumerate(run_ranks(stacked_gradients, 2, 2, recompute)):
+        close(out, y[rank].detach(), torch.float64)
+        close(grad, x.grad[rank], torch.float64)
+
+
+def tokens(pieces, dtype):
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, 4, pieces * TOKENS, 3)
+    x = torch.randn(shape, generator=generator).to(dtype)
+    return x.requires_grad_(), torch.randn(shape, generator=generator).to(dtype)
+
+
+def previous(pieces, dtype, count):
+    with cpu_mesh(context=pieces) as mesh:
+        x, weights = (part.chunk(pieces, 2)[mesh.cp.rank].detach() for part in tokens(pieces, dtype))
+        x.requires_grad_()
+        before = sequence_piece(mesh).previous_tokens(x, count)
+        (before * weights[:, :, :count]).sum().backward()
+        return before.detach(), x.grad
+
+
+@pytest.mark.parametrize("count", [1, TOKENS])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pieces", SIZES)
+def test_previous_tokens_are_the_left_neighbours_last(pieces, dtype, count):
+    x, weights = tokens(pieces, dtype)
+    padded = torch.cat([x.new_zeros(2, 4, count, 3), x], 2)
+    expected = [padded[:, :, piece * TOKENS :][:, :, :count] for piece in range(pieces)]
+    loss = sum((e * w[:, :, :count]).sum() for e, w in zip(expected, weights.chunk(pieces, 2)))
+    loss.backward()
+    for piece, (before, grad) in enumerate(run_ranks(previous, pieces, pieces, dtype, count)):
+        close(before, expected[piece].detach(), dtype)
+        close(grad, x.grad.chunk(pieces, 2)[piece], dtype)
+
+
+def swapped(pieces, dtype):
+    with cpu_mesh(context=pieces) as mesh:
+        piece, rank = sequence_piece(mesh), mesh.cp.rank
+        x, weights = tokens(pieces, dtype)
+        mine = x.chunk(pieces, 2)[rank].detach().requires_grad_()
+        heads = piece.tokens_to_heads(mine)
+        back = piece.heads_to_tokens(heads * weights.chunk(pieces, 1)[rank])
+        (back * back).sum().backward()
+        return heads.detach(), back.detach(), mine.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pieces", SIZES)
+def test_heads_and_tokens_change_places_and_return(pieces, dtype):
+    x, weights = tokens(pieces, dtype)
+    y = x * weights
+    (y * y).sum().backward()
+    for rank, (heads, back, grad) in enumerate(run_ranks(swapped, pieces, pieces, dtype)):
+        close(heads, x.chunk(pieces, 1)[rank].detach(), dtype)
+        close(back, y.chunk(pieces, 2)[rank].detach(), dtype)
+        close(grad, x.grad.chunk(pieces, 2)[rank], dtype)
+
+
+def whole():
+    with cpu_mesh() as mesh:
+        return sequence_piece(mesh).size
+
+
+def test_a_sequence_that_nobody_shares_is_whole():
+    assert run_ranks(whole, 1) == [1]
