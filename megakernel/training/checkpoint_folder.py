@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megakernel.config import UserError
+
 from .checkpoint import Checkpoint, Progress, step_of, write_manifest
 from .ranks import RankFailed, Ranks
 
@@ -48,7 +50,7 @@ class CheckpointFolder:
     def newest_good(self) -> Found:
         """Find the newest checkpoint that is whole, and the broken ones that are newer.
 
-        Raises ValueError where there are checkpoints and none is good: the user must choose to start over.
+        Raises UserError where there are checkpoints and none is good: the user must choose to start over.
         """
         return self._ranks.first(self._newest_good)
 
@@ -88,7 +90,7 @@ class CheckpointFolder:
                 broken[folder] = str(error)
         if broken:
             reasons = "; ".join(f"{folder.name}: {reason}" for folder, reason in broken.items())
-            raise ValueError(
+            raise UserError(
                 f"no checkpoint in {self.root} can be used ({reasons}); restore one, or delete these folders "
                 "to start the run from its first step"
             )

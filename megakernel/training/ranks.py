@@ -4,6 +4,8 @@ import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from megakernel.config import UserError
+
 T = TypeVar("T")
 
 
@@ -32,6 +34,9 @@ class Ranks:
         if self.rank == 0:
             try:
                 result = action()
+            except UserError as error:
+                # Its text is all that the command line shows; subclasses need not survive pickling.
+                result = UserError(str(error))
             except (ValueError, OSError) as error:
                 result = error
         result = self._exchange(result)[0]

@@ -2,7 +2,7 @@
 
 import math
 
-from megakernel.config.training import Schedule
+from megakernel.config import Schedule
 
 
 def learning_rate(step: int, schedule: Schedule, peak: float, total_steps: int) -> float:

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from megakernel.config.training import Schedule
+from megakernel.config import Schedule
 from megakernel.training.schedule import learning_rate
 
 NAMES = ["cosine", "linear", "inverse_sqrt", "wsd", "constant"]

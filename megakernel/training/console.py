@@ -1,0 +1,53 @@
+"""One line per logged step for whoever watches; coloured on a terminal, plain in a log file."""
+
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.text import Text
+
+
+class Console:
+    """Prints the progress of a run. For rank 0 alone."""
+
+    def __init__(self, total_steps: int, file: TextIO | None = None):
+        self._total_steps = total_steps
+        self._out = RichConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
+
+    def step(self, step: int, scalars: Mapping[str, float], skipped_steps: int = 0) -> None:
+        """Print a logged step from its metrics; skipped_steps: those so far without an update."""
+        parts = [
+            (f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", "bold"),
+            (f"loss {scalars['train/loss']:.4f}", "bold cyan"),
+            (f"{scalars['train/bits_per_byte']:.4f} bits/byte", "cyan"),
+            (f"lr {scalars['train/lr']:.2e}", ""),
+            (f"grad norm {scalars['train/grad_norm']:.3f}", ""),
+            (f"{scalars['throughput/tokens_per_sec']:,.0f} tokens/s", "green"),
+        ]
+        if "throughput/mfu" in scalars:
+            parts.append((f"MFU {scalars['throughput/mfu']:.1%}", "green"))
+        left = (self._total_steps - step) * scalars["throughput/step_time"]
+        parts.append((f"ETA {timedelta(seconds=round(left))}", ""))
+        if skipped_steps:
+            parts.append((f"{skipped_steps} skipped", "bold red"))
+        self._print(parts)
+
+    def evaluation(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Print an evaluation from its metrics."""
+        self._print(
+            [
+                (f"eval at step {step}", "bold"),
+                (f"loss {scalars['eval/loss']:.4f}", "bold magenta"),
+                (f"{scalars['eval/bits_per_byte']:.4f} bits/byte", "magenta"),
+            ]
+        )
+
+    def note(self, text: str) -> None:
+        """Print anything else that whoever watches should know."""
+        self._print([(text, "yellow")])
+
+    def _print(self, parts: list[tuple[str, str]]) -> None:
+        self._out.print(Text("  ").join(Text(text, style) for text, style in parts))
+        self._out.file.flush()

@@ -1,0 +1,77 @@
+"""runs/NAME: what a run leaves on disk, and whether a start may go on in it."""
+
+import os
+from collections.abc import Sequence
+
+from megakernel.config import Config, Difference, UserError, check_same_run, to_yaml
+
+from .environment import environment_text
+from .ranks import Ranks
+
+
+class RunFolder:
+    """The places in the folder of one run. All ranks may name them; rank 0 writes, checkpoints apart."""
+
+    def __init__(self, config: Config, ranks: Ranks | None = None):
+        self._config = config
+        self._ranks = ranks or Ranks()
+        self.path = config.run.folder
+        self.config_file = self.path / "config.yaml"
+        self.environment_file = self.path / "environment.txt"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self.stop_file = self.path / "STOP"
+
+    def open(self, devices: Sequence[str]) -> list[Difference]:
+        """Make the folder, or go on in that of the same run; called on every rank before anything is written.
+
+        devices: names of this host's devices, for environment.txt.
+        Returns the keys that differ from the last start and may; config.yaml is then brought up to date.
+        Raises UserError, alike on all ranks, for the folder of another configuration, which stays as it is,
+        and for a folder that cannot be written.
+        """
+        return self._ranks.first(lambda: self._open(devices))
+
+    def _open(self, devices: Sequence[str]) -> list[Difference]:
+        try:
+            changes = self._changes()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._write_config()
+            for folder in (self.tensorboard, self.logs, self.checkpoints):
+                folder.mkdir(exist_ok=True)
+            with self.environment_file.open("a", encoding="utf-8") as history:
+                history.write(environment_text(devices, self._ranks.size))
+                for change in changes:
+                    history.write(f"changed: {change.key} from {change.recorded!r} to {change.wanted!r}\n")
+        except OSError as error:
+            raise UserError(
+                f"run.root={self._config.run.root} cannot hold the run ({error.strerror}: {error.filename}); "
+                "make it writable or choose another run.root"
+            ) from None
+        return changes
+
+    def _changes(self) -> list[Difference]:
+        try:
+            recorded = self.config_file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            self._refuse_remains()
+            return []
+        return check_same_run(recorded, self._config, self.path)
+
+    def _refuse_remains(self) -> None:
+        """A start writes config.yaml first, so training output without it is of an unknown configuration."""
+        if self.metrics_file.exists() or self.checkpoints.exists():
+            raise UserError(
+                f"run.name={self._config.run.name}: {self.path} holds the output of a run but no "
+                "config.yaml; restore it, or choose another run.name"
+            )
+
+    def _write_config(self) -> None:
+        staged = self.config_file.with_name(self.config_file.name + ".partial")
+        with staged.open("w", encoding="utf-8") as file:
+            file.write(to_yaml(self._config))
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(self.config_file)

@@ -1,0 +1,94 @@
+"""How fast training goes between two logged steps."""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Throughput:
+    """Counts from its making; `scalars` closes a window and opens the next.
+
+    Times are those of this process, which waits for the others in every step; tokens are those of all.
+    devices: processes that train.
+    training_flops_per_token: forward and backward, without recomputation.
+    peak_tflops: of one device; None leaves out throughput/mfu.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        devices: int,
+        training_flops_per_token: float,
+        peak_tflops: float | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._device = device
+        self._devices = devices
+        self._flops_per_token = training_flops_per_token
+        self._peak_tflops = peak_tflops
+        self._clock = clock
+        self._open_window()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around waiting for data: throughput/data_time, a part of throughput/step_time."""
+        start = self._clock()
+        yield
+        self._loading += self._clock() - start
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around evaluating and saving, which are no part of a step."""
+        self._wait_for_device()
+        start = self._clock()
+        yield
+        self._wait_for_device()
+        self._aside += self._clock() - start
+
+    def step(self, tokens: int) -> None:
+        """Count a finished step of `tokens` over all processes."""
+        self._steps += 1
+        self._tokens += tokens
+
+    def scalars(self) -> dict[str, float]:
+        """Means over the steps of the window, at least one, under their TensorBoard tags.
+
+        Times in seconds, memory in GiB: the most so far on this device, or in this process on CPU.
+        """
+        self._wait_for_device()
+        seconds = self._clock() - self._start - self._aside
+        per_device = self._tokens / seconds / self._devices
+        tflops = per_device * self._flops_per_token / 1e12
+        means = {
+            "throughput/tokens_per_sec": self._tokens / seconds,
+            "throughput/tokens_per_sec_per_device": per_device,
+            "throughput/tflops": tflops,
+            "throughput/step_time": seconds / self._steps,
+            "throughput/data_time": self._loading / self._steps,
+            "memory/peak_gib": _peak_bytes(self._device) / 2**30,
+        }
+        if self._peak_tflops is not None:
+            means["throughput/mfu"] = tflops / self._peak_tflops
+        self._open_window()
+        return means
+
+    def _open_window(self) -> None:
+        self._start = self._clock()
+        self._steps = self._tokens = 0
+        self._loading = self._aside = 0.0
+
+    def _wait_for_device(self) -> None:
+        # Kernels run on after the call that started them: unwaited for, their time lands in the wrong place.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else resident * 1024

@@ -1,0 +1,60 @@
+import io
+
+from megakernel.training.console import Console
+
+SCALARS = {
+    "train/loss": 2.34124,
+    "train/bits_per_byte": 3.3777,
+    "train/lr": 2.9e-4,
+    "train/grad_norm": 0.8123,
+    "throughput/tokens_per_sec": 12431.4,
+    "throughput/step_time": 2.0,
+}
+
+
+def printed(*steps, total=1000, **changes) -> str:
+    out = io.StringIO()
+    console = Console(total, file=out)
+    for step in steps:
+        console.step(step, SCALARS | changes.get("scalars", {}), changes.get("skipped", 0))
+    return out.getvalue()
+
+
+def test_a_step_is_one_plain_line_in_a_log_file():
+    line = printed(120)
+    assert line.count("\n") == 1
+    assert "\x1b" not in line
+    for part in (
+        "step  120/1000",
+        "loss 2.3412",
+        "3.3777 bits/byte",
+        "lr 2.90e-04",
+        "grad norm 0.812",
+        "12,431 tokens/s",
+        "ETA 0:29:20",  # 880 steps of 2 s
+    ):
+        assert part in line
+
+
+def test_mfu_and_skipped_steps_appear_only_where_there_are_any():
+    assert "MFU" not in printed(1)
+    assert "skipped" not in printed(1)
+    line = printed(1, scalars={"throughput/mfu": 0.412}, skipped=3)
+    assert "MFU 41.2%" in line
+    assert "3 skipped" in line
+
+
+def test_a_non_finite_loss_is_printed_not_hidden():
+    assert "loss nan" in printed(1, scalars={"train/loss": float("nan")})
+
+
+def test_an_evaluation_has_its_own_line():
+    out = io.StringIO()
+    Console(10, file=out).evaluation(5, {"eval/loss": 1.5, "eval/bits_per_byte": 2.164})
+    assert out.getvalue() == "eval at step 5  loss 1.5000  2.1640 bits/byte\n"
+
+
+def test_a_note_is_printed_as_it_is():
+    out = io.StringIO()
+    Console(10, file=out).note("checkpoint step_20 is broken: [complete.json] is missing " + "x" * 200)
+    assert out.getvalue() == "checkpoint step_20 is broken: [complete.json] is missing " + "x" * 200 + "\n"

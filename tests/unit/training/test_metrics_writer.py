@@ -1,0 +1,132 @@
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megakernel.config import Config
+from megakernel.training.metrics_writer import MetricsWriter
+
+
+class Folder:
+    def __init__(self, root: Path):
+        self.metrics = root / "metrics.jsonl"
+        self.tensorboard = root / "tensorboard"
+
+    def continued_from(self, done_steps: int) -> MetricsWriter:
+        return MetricsWriter(self.metrics, self.tensorboard, done_steps)
+
+    def train(self, done_steps: int, until: int, mark: float = 0.0) -> None:
+        with self.continued_from(done_steps) as writer:
+            for step in range(done_steps + 1, until + 1):
+                writer.write(step, {"train/loss": step + mark, "train/lr": 0.5})
+
+    def lines(self) -> list[dict]:
+        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+
+    def events(self) -> EventAccumulator:
+        reader = EventAccumulator(str(self.tensorboard), size_guidance={"scalars": 0})
+        return reader.Reload()
+
+    def curve(self, tag: str = "train/loss") -> list[tuple[int, float]]:
+        return [(event.step, event.value) for event in self.events().Scalars(tag)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def test_the_same_numbers_are_in_both_places(folder):
+    folder.train(0, 3, mark=0.25)
+    assert folder.lines() == [{"step": i, "train/loss": i + 0.25, "train/lr": 0.5} for i in (1, 2, 3)]
+    assert folder.curve() == [(i, i + 0.25) for i in (1, 2, 3)]
+    assert folder.curve("train/lr") == [(i, 0.5) for i in (1, 2, 3)]
+
+
+def test_after_a_restart_the_curves_go_on_without_doubled_steps(folder):
+    folder.train(0, 7, mark=0.0)
+    folder.train(4, 9, mark=0.25)  # continued from the checkpoint of step 4
+    folder.train(8, 10, mark=0.5)
+    expected = [*((i, i) for i in (1, 2, 3, 4)), *((i, i + 0.25) for i in (5, 6, 7, 8)), (9, 9.5), (10, 10.5)]
+    assert [(line["step"], line["train/loss"]) for line in folder.lines()] == expected
+    assert folder.curve() == expected
+
+
+def test_steps_that_are_not_reached_again_yet_are_gone_too(folder):
+    folder.train(0, 7)
+    folder.train(4, 5)
+    assert [step for step, _ in folder.curve()] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in folder.lines()] == [1, 2, 3, 4, 5]
+
+
+def test_a_tensorboard_that_was_open_all_the_while_shows_no_doubled_steps(folder):
+    folder.train(0, 7)
+    reader = folder.events()
+    folder.train(4, 6, mark=0.25)
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_kill_loses_nothing_that_was_written(folder):
+    script = f"""
+        import os, signal
+        from pathlib import Path
+        from megakernel.training.metrics_writer import MetricsWriter
+        writer = MetricsWriter(Path({str(folder.metrics)!r}), Path({str(folder.tensorboard)!r}), 0)
+        for step in (1, 2, 3):
+            writer.write(step, {{"train/loss": float(step)}})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)]).returncode == -9
+    assert [line["step"] for line in folder.lines()] == [1, 2, 3]
+    assert [step for step, _ in folder.curve()] == [1, 2, 3]
+
+
+def test_half_written_ends_of_a_crash_are_passed_over(folder):
+    folder.train(0, 3)
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 4, "train/lo')
+    [events] = folder.tensorboard.iterdir()
+    os.truncate(events, events.stat().st_size - 5)  # inside the last record, train/lr of step 3
+    folder.train(3, 5)
+    assert [line["step"] for line in folder.lines()] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in folder.curve()] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in folder.curve("train/lr")] == [1, 2, 4, 5]
+
+
+def test_non_finite_numbers_leave_valid_json(folder):
+    with folder.continued_from(0) as writer:
+        writer.write(1, {"train/loss": float("nan"), "train/grad_norm": float("inf")})
+    assert folder.lines() == [{"step": 1, "train/loss": None, "train/grad_norm": None}]
+
+
+def test_tensorboard_can_be_left_out(folder):
+    with MetricsWriter(folder.metrics, None, 0) as writer:
+        writer.write(1, {"train/loss": 1.0})
+    assert not folder.tensorboard.exists()
+
+
+def test_the_configuration_is_described_once_in_the_folder_of_the_curves(folder):
+    config = Config.model_validate(
+        {
+            "run": {"name": "r"},
+            "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2},
+            "data": {"train": "corpus"},
+            "training": {"steps": 5, "seq_len": 16, "global_batch_size": 1},
+        }
+    )
+    for _ in range(2):
+        with folder.continued_from(0) as writer:
+            writer.describe(config)
+            writer.write(1, {"train/loss": 1.0})
+    events = folder.events()
+    [text] = events.Tensors("config/text_summary")
+    assert b"    run:\n      name: r\n" in text.tensor_proto.string_val[0]
+    assert "hparams" in events.summary_metadata["_hparams_/experiment"].plugin_data.plugin_name
+    assert b"optimizer.lr" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert not [path for path in folder.tensorboard.iterdir() if path.is_dir()], "no run of its own beside it"

@@ -1,0 +1,104 @@
+from pathlib import Path
+
+import pytest
+
+from megakernel.config import Config, UserError, from_yaml, to_yaml
+from megakernel.training.ranks import Ranks
+from megakernel.training.run_folder import RunFolder
+
+from .threads import on_ranks
+
+
+def configuration(root: Path, **training: object) -> Config:
+    tree = {
+        "run": {"name": "r", "root": str(root)},
+        "model": {"num_layers": 1, "hidden_size": 128, "num_heads": 2},
+        "data": {"train": "corpus"},
+        "training": {"steps": 5, "seq_len": 128, "global_batch_size": 2, **training},
+    }
+    return from_yaml(to_yaml(Config.model_validate(tree)))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_new_run_gets_its_folder_with_the_resolved_configuration(tmp_path):
+    config = configuration(tmp_path)
+    run = RunFolder(config)
+    assert run.open(["cpu"]) == []
+    assert run.path == tmp_path / "r"
+    assert {path.name for path in run.path.iterdir()} == {
+        "config.yaml",
+        "environment.txt",
+        "tensorboard",
+        "logs",
+        "checkpoints",
+    }
+    assert from_yaml(run.config_file.read_text()) == config
+
+
+def test_the_same_configuration_continues_and_each_start_is_recorded(tmp_path):
+    for _ in range(3):
+        RunFolder(configuration(tmp_path)).open(["cpu"])
+    history = (tmp_path / "r" / "environment.txt").read_text()
+    assert history.count("== started ") == 3
+
+
+def test_what_does_not_change_the_numbers_may_change_and_is_recorded(tmp_path):
+    RunFolder(configuration(tmp_path)).open(["cpu"])
+    longer = configuration(tmp_path, steps=10)
+    run = RunFolder(longer)
+    [change] = run.open(["cpu"])
+    assert (change.key, change.recorded, change.wanted) == ("training.steps", 5, 10)
+    assert "changed: training.steps from 5 to 10\n" in run.environment_file.read_text()
+    assert from_yaml(run.config_file.read_text()) == longer
+
+
+def test_another_configuration_is_refused_and_the_folder_stays_as_it_is(tmp_path):
+    RunFolder(configuration(tmp_path)).open(["cpu"])
+    before = contents(tmp_path)
+    with pytest.raises(
+        UserError, match=r"(?s)training\.seq_len=64 was 128.*training\.global_batch_size=4 was 2"
+    ):
+        RunFolder(configuration(tmp_path, seq_len=64, global_batch_size=4)).open(["cpu"])
+    assert contents(tmp_path) == before
+
+
+def test_output_without_a_configuration_is_not_written_into(tmp_path):
+    (tmp_path / "r" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no config\.yaml; restore it"):
+        RunFolder(configuration(tmp_path)).open(["cpu"])
+
+
+def test_logs_of_the_launcher_may_be_there_before(tmp_path):
+    (tmp_path / "r" / "logs").mkdir(parents=True)
+    (tmp_path / "r" / "logs" / "rank_0.log").write_text("starting\n")
+    RunFolder(configuration(tmp_path)).open(["cpu"])
+    assert (tmp_path / "r" / "logs" / "rank_0.log").read_text() == "starting\n"
+
+
+def test_a_root_that_cannot_be_written_is_one_line_with_key_and_remedy(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"^run\.root=.*cannot hold the run.*choose another run\.root$"
+    ) as error:
+        RunFolder(configuration(tmp_path / "file" / "runs")).open(["cpu"])
+    assert "\n" not in str(error.value)
+
+
+def test_rank_0_writes_and_its_refusal_reaches_all(tmp_path):
+    def work(config: Config):
+        return on_ranks(3, lambda ranks: RunFolder(config, ranks).open(["cpu"]))
+
+    assert work(configuration(tmp_path)) == [[], [], []]
+    assert (tmp_path / "r" / "environment.txt").read_text().count("== started ") == 1
+    refused = work(configuration(tmp_path, seq_len=64))
+    assert [type(error) for error in refused] == [UserError] * 3
+    assert len({str(error) for error in refused}) == 1
+    assert "training.seq_len=64" in str(refused[0])
+
+
+def test_a_single_process_is_rank_0(tmp_path):
+    RunFolder(configuration(tmp_path), Ranks()).open(["cpu"])
+    assert (tmp_path / "r" / "config.yaml").exists()

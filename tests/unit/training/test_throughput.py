@@ -1,0 +1,85 @@
+import pytest
+import torch
+
+from megakernel.training.device_peak import peak_tflops
+from megakernel.training.throughput import Throughput
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def meter(clock: Clock, peak: float | None = None) -> Throughput:
+    return Throughput(torch.device("cpu"), 2, training_flops_per_token=1e10, peak_tflops=peak, clock=clock)
+
+
+def train(throughput: Throughput, clock: Clock, steps: int) -> None:
+    for _ in range(steps):
+        with throughput.loading():
+            clock.now += 0.5
+        clock.now += 1.5
+        throughput.step(tokens=1000)
+
+
+def test_times_and_rates_are_means_over_the_window(clock):
+    throughput = meter(clock)
+    train(throughput, clock, 4)
+    scalars = throughput.scalars()
+    assert scalars["throughput/step_time"] == 2.0
+    assert scalars["throughput/data_time"] == 0.5
+    assert scalars["throughput/tokens_per_sec"] == 500.0
+    assert scalars["throughput/tokens_per_sec_per_device"] == 250.0
+    assert scalars["throughput/tflops"] == 2.5
+    assert scalars["memory/peak_gib"] > 0.01, "a process with torch loaded takes more than 10 MiB"
+
+
+def test_evaluating_and_saving_do_not_slow_the_steps(clock):
+    throughput = meter(clock)
+    train(throughput, clock, 2)
+    with throughput.aside():
+        clock.now += 100.0
+    train(throughput, clock, 2)
+    assert throughput.scalars()["throughput/step_time"] == 2.0
+
+
+def test_each_window_starts_anew(clock):
+    throughput = meter(clock)
+    clock.now += 50.0  # compiling, in the first window
+    train(throughput, clock, 1)
+    throughput.scalars()
+    train(throughput, clock, 1)
+    assert throughput.scalars()["throughput/step_time"] == 2.0
+
+
+def test_mfu_is_the_share_of_the_peak_and_left_out_where_that_is_unknown(clock):
+    throughput = meter(clock, peak=5.0)
+    train(throughput, clock, 1)
+    assert throughput.scalars()["throughput/mfu"] == 0.5
+    throughput = meter(clock)
+    train(throughput, clock, 1)
+    assert "throughput/mfu" not in throughput.scalars()
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_of_known_devices(name, peak):
+    assert peak_tflops(name) == peak
