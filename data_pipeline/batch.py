@@ -1,7 +1,8 @@
 """What one forward pass reads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 
@@ -19,4 +20,23 @@ class Batch:
     """(B, N) bool: which labels count."""
 
     positions: Tensor
-    """(B, N) int64: position within the token's own document (within the sample where documents are not isolated)."""
+    """(B, N) int64: place in the token's own document, or in the sample where documents are not isolated."""
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Where documents start in the flattened B·N tokens, then B·N itself; int32, ascending.
+
+        A start is a token of position 0. A row that continues a document begun on an earlier piece has none
+        at its first token, so with sequence sharding the first entry need not be 0. Waits for the device.
+        """
+        starts = (self.positions.flatten() == 0).nonzero().flatten()
+        end = starts.new_tensor([self.positions.numel()])
+        return torch.cat([starts, end]).to(torch.int32)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on `device`; from pinned memory the copy runs beside the device's work."""
+        return Batch(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
+
+    def pin_memory(self) -> "Batch":
+        """The same batch in page-locked memory (what torch's DataLoader calls)."""
+        return Batch(*(getattr(self, f.name).pin_memory() for f in fields(self)))

@@ -1,0 +1,1 @@
+"""Text in, sequence-sharded batches out: sources, tokenizers, token files, and the order of samples."""

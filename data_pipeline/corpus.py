@@ -1,0 +1,138 @@
+"""Prepared folders, checked before anything is built on them."""
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from data_pipeline import tokenizers
+from data_pipeline.manifest import Manifest, SplitRecord
+from data_pipeline.tokenizers import Tokenizer
+from megakernel.config.data import Corpus as CorpusConfig
+from megakernel.config.data import Data
+
+# Magic and version of Megatron's index, then type code, number of sequences and of document bounds.
+_INDEX_HEADER = struct.Struct("<9sQBQQ")
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
+
+
+@dataclass(frozen=True)
+class PreparedCorpus:
+    """One folder of `megakernel prepare` and its share of the samples."""
+
+    folder: Path
+    weight: float
+    manifest: Manifest
+
+    def prefix(self, split: str) -> Path:
+        """Path of the split's token files without `.bin` and `.idx`."""
+        return self.folder / split
+
+    def record(self, split: str) -> SplitRecord:
+        """Counts and files of a split that the folder has."""
+        return self.manifest.splits[split]
+
+
+class Corpora:
+    """The corpora of a run, all of one tokenizer.
+
+    Raises ValueError naming the key for a folder that is missing, not prepared, or without the split asked
+    of it; for token files that are missing, truncated or not Megatron's; and for corpora of different
+    tokenizers.
+    """
+
+    def __init__(self, data: Data, *, validation: bool = True):
+        """validation: whether the validation split will be read (training.eval_samples > 0)."""
+        self.train = [_open("data.train", corpus, "train") for corpus in data.train]
+        validation_key = "data.validation" if data.validation else "data.train"
+        self.validation = [
+            _open(validation_key, corpus, "validation")
+            for corpus in (data.validation_corpora if validation else [])
+        ]
+        _check_one_tokenizer(self.train, "data.train", self.train[0])
+        _check_one_tokenizer(self.validation, validation_key, self.train[0])
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the tokenizer, end-of-document included."""
+        return self.train[0].manifest.tokenizer.vocab_size
+
+    @property
+    def eod(self) -> int:
+        """The token that ends documents."""
+        return self.train[0].manifest.tokenizer.eod
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Equal for runs and corpora of the same tokenizer."""
+        return self.train[0].manifest.tokenizer.hash
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Self-contained folder that `tokenizers.load` reads."""
+        return self.train[0].folder / "tokenizer"
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The corpora's tokenizer."""
+        return tokenizers.load(self.tokenizer_folder)
+
+    def bytes_per_token(self, split: str) -> float:
+        """UTF-8 bytes of text per token, each corpus by its share of the tokens.
+
+        Bits per byte = loss / ln 2 / bytes_per_token, with the cost of ending documents charged to their
+        text.
+        """
+        corpora = self.train if split == "train" else self.validation
+        total = sum(corpus.weight for corpus in corpora)
+        return sum(
+            corpus.weight / total * corpus.record(split).bytes / corpus.record(split).tokens
+            for corpus in corpora
+        )
+
+
+def _open(key: str, config: CorpusConfig, split: str) -> PreparedCorpus:
+    try:
+        manifest = Manifest.read(config.path)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    corpus = PreparedCorpus(config.path, config.weight, manifest)
+    if split not in manifest.splits:
+        remedy = "; or set training.eval_samples=0" if split == "validation" else ""
+        raise ValueError(f"{key}: {config.path} has no {split} split; prepare it with one{remedy}")
+    _check_files(key, corpus, split)
+    return corpus
+
+
+def _check_files(key: str, corpus: PreparedCorpus, split: str) -> None:
+    record = corpus.record(split)
+    for ending, expected in (("bin", record.bin.size), ("idx", record.idx.size)):
+        file = corpus.folder / f"{split}.{ending}"
+        if not file.is_file():
+            raise ValueError(
+                f"{key}: {file} is missing; copy it from where it was prepared, or prepare it again"
+            )
+        if (size := file.stat().st_size) != expected:
+            raise ValueError(
+                f"{key}: {file} has {size} bytes, its manifest says {expected}: truncated or replaced; "
+                "copy it from where it was prepared, or prepare it again"
+            )
+    with (corpus.folder / f"{split}.idx").open("rb") as stream:
+        magic, _, _, sequences, _ = _INDEX_HEADER.unpack(stream.read(_INDEX_HEADER.size))
+    if magic != _INDEX_MAGIC or sequences != record.documents:
+        raise ValueError(
+            f"{key}: {corpus.folder / split}.idx is not the Megatron index of this corpus; "
+            "copy it from where it was prepared, or prepare it again"
+        )
+
+
+def _check_one_tokenizer(corpora: Iterable[PreparedCorpus], key: str, first: PreparedCorpus) -> None:
+    for corpus in corpora:
+        if corpus.manifest.tokenizer.hash != first.manifest.tokenizer.hash:
+            mine, other = corpus.manifest.tokenizer, first.manifest.tokenizer
+            raise ValueError(
+                f"{key}: {corpus.folder} was prepared with another tokenizer ({mine.kind}, "
+                f"{mine.vocab_size} ids) than {first.folder} ({other.kind}, {other.vocab_size} ids); "
+                f"prepare it with --tokenizer {first.folder / 'tokenizer'}"
+            )

@@ -1,0 +1,115 @@
+"""Documents to tokens in worker processes; every worker imports it, so it stays light."""
+
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline import tokenizers
+from data_pipeline.tokenizers import Tokenizer
+
+# Large enough that pickling costs little beside encoding, small enough that a worker's share fits in memory.
+_BATCH_CHARACTERS = 1_000_000
+
+
+@dataclass
+class Encoded:
+    """Consecutive documents of one split."""
+
+    tokens: list[np.ndarray] = field(default_factory=list)
+    """One array per document, its end-of-document token last."""
+
+    bytes: int = 0
+    """UTF-8 bytes of their texts."""
+
+
+def split_of(text: bytes, seed: int, validation_fraction: float) -> str:
+    """The split of a document: a function of its content, so copies of it never straddle the splits."""
+    digest = blake2b(text, digest_size=8, salt=seed.to_bytes(16, "little")).digest()
+    return "validation" if int.from_bytes(digest, "little") < validation_fraction * 2**64 else "train"
+
+
+class Encoder:
+    """Encodes batches of documents; one lives in each worker."""
+
+    def __init__(self, tokenizer: Tokenizer, dtype: str, seed: int, validation_fraction: float):
+        """dtype: numpy name of the integer type of the token files."""
+        self._tokenizer = tokenizer
+        self._dtype = np.dtype(dtype)
+        self._seed = seed
+        self._validation_fraction = validation_fraction
+
+    def encode(self, documents: list[str]) -> dict[str, Encoded]:
+        """The documents' tokens by split, in order."""
+        splits = {"train": Encoded(), "validation": Encoded()}
+        for text, ids in zip(documents, self._tokenizer.encode_batch(documents)):
+            content = text.encode()
+            split = splits[split_of(content, self._seed, self._validation_fraction)]
+            split.tokens.append(np.array([*ids, self._tokenizer.eod], dtype=self._dtype))
+            split.bytes += len(content)
+        return splits
+
+
+def batched(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Consecutive documents in lists of about a million characters."""
+    batch: list[str] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def encode_in_processes(
+    batches: Iterable[list[str]],
+    workers: int,
+    tokenizer: Path,
+    dtype: str,
+    seed: int,
+    validation_fraction: float,
+) -> Iterator[dict[str, Encoded]]:
+    """`Encoder.encode` of every batch, in order, with a few batches per worker under way at a time.
+
+    tokenizer: folder that each worker loads its own from.
+    """
+    pool = ProcessPoolExecutor(
+        workers,
+        # A forked child could inherit a lock that a reader thread of pyarrow or tokenizers holds.
+        mp_context=get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(tokenizer, dtype, seed, validation_fraction),
+    )
+    pending: deque[Future[dict[str, Encoded]]] = deque()
+    try:
+        for batch in batches:
+            pending.append(pool.submit(_encode, batch))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_encoder: Encoder
+
+
+def _start_worker(tokenizer: Path, dtype: str, seed: int, validation_fraction: float) -> None:
+    global _encoder
+    # Ctrl-C reaches the whole process group; the parent ends the pool.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _encoder = Encoder(tokenizers.load(tokenizer), dtype, seed, validation_fraction)
+
+
+def _encode(documents: list[str]) -> dict[str, Encoded]:
+    return _encoder.encode(documents)

@@ -1,0 +1,98 @@
+"""manifest.json: what a prepared folder holds, and how it was made."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+FILE = "manifest.json"
+FORMAT = 1
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileRecord(_Record):
+    """Size in bytes and SHA-256 of one file."""
+
+    size: int
+    sha256: str
+
+    @staticmethod
+    def of(file: Path) -> "FileRecord":
+        """The record of a file as it is now; reads all of it."""
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            while chunk := stream.read(2**20):
+                digest.update(chunk)
+        return FileRecord(size=file.stat().st_size, sha256=digest.hexdigest())
+
+
+class SplitRecord(_Record):
+    """One split: what is in it, and its two files."""
+
+    documents: int
+
+    tokens: int
+    """The end of each document included."""
+
+    bytes: int
+    """Of text, in UTF-8."""
+
+    bin: FileRecord
+    idx: FileRecord
+
+
+class TokenizerRecord(_Record):
+    """The tokenizer in `tokenizer/`; `hash` is `Tokenizer.hash`."""
+
+    kind: str
+    vocab_size: int
+    eod: int
+    hash: str
+
+
+class Manifest(_Record):
+    """Everything known about a prepared folder without opening its token files."""
+
+    format: int = FORMAT
+    source: dict[str, Any]
+    """Kind of the source and what names it."""
+
+    arguments: dict[str, Any]
+    """What `megakernel prepare` was told; equal arguments need not be prepared again."""
+
+    tokenizer: TokenizerRecord
+    splits: dict[str, SplitRecord]
+    """`train` and `validation`; a split without documents is absent."""
+
+    skipped: dict[str, int]
+    """Documents that are in no split: not text, or empty."""
+
+    versions: dict[str, str]
+    created: str
+
+    def write(self, folder: Path) -> None:
+        """Write `folder`/manifest.json."""
+        (folder / FILE).write_text(self.model_dump_json(indent=2) + "\n")
+
+    @staticmethod
+    def read(folder: Path) -> "Manifest":
+        """The manifest of `folder`; ValueError where it is missing or not one of ours."""
+        if not folder.is_dir():
+            raise ValueError(f"{folder} does not exist; make it with `megakernel prepare --out {folder}`")
+        if not (folder / FILE).is_file():
+            raise ValueError(
+                f"{folder} has no {FILE}, so `megakernel prepare` did not make it; "
+                "give a prepared folder, or prepare its text"
+            )
+        try:
+            return Manifest.model_validate_json((folder / FILE).read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the file"
+            raise ValueError(
+                f"{folder / FILE} is damaged ({place}: {first['msg']}); prepare the folder again"
+            ) from error

@@ -1,0 +1,206 @@
+"""Documents to a prepared folder: Megatron token files by split, the tokenizer, and a manifest."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from data_pipeline import tokenizers
+from data_pipeline.encoding import batched, encode_in_processes
+from data_pipeline.manifest import FileRecord, Manifest, SplitRecord, TokenizerRecord
+from data_pipeline.sources import Source, open_source
+from data_pipeline.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """What determines a prepared folder's content."""
+
+    source: list[str]
+    """As `sources.open_source` takes it."""
+
+    tokenizer: str
+    """As `tokenizers.make` takes it."""
+
+    validation_fraction: float = 0.02
+    """Share of the documents, drawn by a hash of their content."""
+
+    seed: int = 0
+    """Salt of that hash."""
+
+    text_key: str = "text"
+    """Column of tables that holds the text."""
+
+    split: str = "train"
+    """Split of a hub dataset that is read."""
+
+    include: tuple[str, ...] = ()
+    """Name patterns for files inside directories."""
+
+    max_documents: int | None = None
+    """Read no more than these first documents."""
+
+    def arguments(self) -> dict[str, Any]:
+        """As JSON, with paths made absolute so that the folder they were typed in does not matter."""
+        named = self.source == ["stdlib"] or self.source[0].startswith("hf:")
+        source = self.source if named else [str(Path(path).resolve()) for path in self.source]
+        return {**asdict(self), "source": source, "include": list(self.include)}
+
+
+def prepare(
+    request: Request, out: Path, *, workers: int, overwrite: bool, console: Console
+) -> Manifest | None:
+    """Make folder `out`; None where an equal request made it before and its files are undamaged.
+
+    The folder appears whole or not at all. Raises ValueError for what cannot be prepared, and for an existing
+    folder that holds something else, unless `overwrite`.
+    """
+    if not 0 <= request.validation_fraction < 1:
+        raise ValueError(f"--validation-fraction {request.validation_fraction} must lie in [0, 1)")
+    if out.exists() and not overwrite:
+        _check_made_by(request, out)
+        return None
+    source = open_source(
+        request.source, text_key=request.text_key, split=request.split, include=list(request.include)
+    )
+    with _appearing_whole(out) as folder:
+        with console.status("tokenizer"):
+            tokenizer = tokenizers.make(request.tokenizer, _documents(source, request))
+            tokenizer.save(folder / "tokenizer")
+        splits, empty = _write_splits(source, request, tokenizer, workers, folder, console)
+        manifest = Manifest(
+            source=source.describe(),
+            arguments=request.arguments(),
+            tokenizer=TokenizerRecord(
+                kind=tokenizer.kind, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, hash=tokenizer.hash
+            ),
+            splits=splits,
+            skipped={"undecodable": source.skipped, "empty": empty},
+            versions={
+                name: version(name) for name in ("megatron-core", "datasets", "tokenizers", "transformers")
+            },
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        manifest.write(folder)
+    return manifest
+
+
+def _documents(source: Source, request: Request) -> Iterator[str]:
+    return islice(iter(source), request.max_documents)
+
+
+def _write_splits(
+    source: Source, request: Request, tokenizer: Tokenizer, workers: int, folder: Path, console: Console
+) -> tuple[dict[str, SplitRecord], int]:
+    """Encode and write every document; the records of the splits and the number of empty documents."""
+    # Megatron's dataset package takes seconds to import; --help and a wrong path need not wait for it.
+    from data_pipeline.token_files import TokenWriter, token_dtype
+
+    dtype = token_dtype(tokenizer.vocab_size)
+    writers = {split: TokenWriter(folder / split, dtype) for split in ("train", "validation")}
+    empty = 0
+
+    def not_empty() -> Iterator[str]:
+        nonlocal empty
+        for document in _documents(source, request):
+            if document:
+                yield document
+            else:
+                empty += 1
+
+    with _progress(console) as progress:
+        task = progress.add_task("documents", total=source.total, tokens=0)
+        for splits in encode_in_processes(
+            batched(not_empty()),
+            workers,
+            folder / "tokenizer",
+            dtype.__name__,
+            request.seed,
+            request.validation_fraction,
+        ):
+            for split, encoded in splits.items():
+                writers[split].add(encoded)
+            read = sum(writer.documents for writer in writers.values()) + empty + source.skipped
+            progress.update(task, completed=read, tokens=sum(writer.tokens for writer in writers.values()))
+    records = {split: writer.finish() for split, writer in writers.items() if writer.documents}
+    _check_splits(records, request)
+    return records, empty
+
+
+def _check_splits(records: dict[str, SplitRecord], request: Request) -> None:
+    documents = sum(record.documents for record in records.values())
+    if not documents:
+        raise ValueError(f"--source {' '.join(request.source)} holds no text; give files with text in them")
+    wanted = ["train"] + (["validation"] if request.validation_fraction else [])
+    for split in wanted:
+        if split not in records:
+            raise ValueError(
+                f"--validation-fraction {request.validation_fraction} puts none of the {documents} documents "
+                f"into the {split} split (documents stay whole); change the fraction or --seed, "
+                "or set the fraction to 0 for no validation split"
+            )
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _check_made_by(request: Request, out: Path) -> None:
+    manifest = Manifest.read(out)
+    wanted = request.arguments()
+    changed = [key for key, value in wanted.items() if manifest.arguments.get(key) != value]
+    if changed:
+        key = changed[0]
+        raise ValueError(
+            f"--out {out} was prepared with {key}={manifest.arguments.get(key)!r}, not {wanted[key]!r}; "
+            "choose another --out, or add --overwrite"
+        )
+    for split, record in manifest.splits.items():
+        for ending, expected in (("bin", record.bin), ("idx", record.idx)):
+            file = out / f"{split}.{ending}"
+            if not file.is_file() or FileRecord.of(file) != expected:
+                raise ValueError(
+                    f"{file} is missing or changed since it was prepared; add --overwrite to make it again"
+                )
+
+
+@contextmanager
+def _appearing_whole(out: Path) -> Iterator[Path]:
+    """A new sibling folder that becomes `out` at the end, or nothing at all."""
+    folder = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        if out.exists():
+            replaced = folder.with_suffix(".replaced")
+            out.rename(replaced)
+            folder.rename(out)
+            shutil.rmtree(replaced)
+        else:
+            folder.rename(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

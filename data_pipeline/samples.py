@@ -1,0 +1,176 @@
+"""The endless stream of samples: Megatron's GPTDataset one epoch at a time, blended by Megatron's weights.
+
+Megatron plans a whole run at once: how it shuffles, and where it separates the last epoch, depends on the
+number of samples asked for, so raising `training.steps` would reorder what comes after a restart. Here
+every epoch is a GPTDataset of its own, seeded by (seed, epoch), and the blend repeats one fixed pattern.
+What sample i is then depends on nothing but the corpora, the sequence length, the seed and i, and no
+process has to talk to another to know it.
+"""
+
+import os
+import shutil
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets import helpers
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+from torch import Tensor
+
+from data_pipeline.corpus import PreparedCorpus
+
+BLEND_PERIOD = 2**16
+"""Samples after which the pattern of the blend repeats."""
+
+_OPEN_EPOCHS = 2
+"""A batch straddles two epochs at most, unless an epoch is shorter than a batch."""
+
+
+class _TokenizerFacts:
+    """What GPTDataset asks of a tokenizer, and what names its cached indices."""
+
+    def __init__(self, corpus: PreparedCorpus):
+        self.vocab_size = corpus.manifest.tokenizer.vocab_size
+        self.eod = corpus.manifest.tokenizer.eod
+        # No id: samples are never padded, and GPTDataset must not take a real token for padding.
+        self.pad = -1
+        self.unique_identifiers = {"hash": corpus.manifest.tokenizer.hash}
+
+
+class CorpusSamples:
+    """The samples of one corpus' split, epoch after epoch, each packed and shuffled anew."""
+
+    def __init__(self, corpus: PreparedCorpus, split: str, seq_len: int, seed: int, cache: Path):
+        """cache: folder of the indices that `build` makes.
+
+        The split holds at least one sample of seq_len + 1 tokens.
+        """
+        self._corpus = corpus
+        self._split = split
+        self._seq_len = seq_len
+        self._seed = seed
+        self._cache = cache
+        self._tokens = IndexedDataset(str(corpus.prefix(split)))
+        self._epochs: OrderedDict[int, GPTDataset] = OrderedDict()
+        self.per_epoch = (corpus.record(split).tokens - 1) // seq_len
+
+    def build(self, samples: int) -> None:
+        """Make the indices of the first `samples` samples, those that are not there yet."""
+        for epoch in range(-(-samples // self.per_epoch)):
+            folder = self._index_folder(epoch)
+            if folder.is_dir():
+                continue
+            partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+            try:
+                self._dataset(epoch, partial)
+                # Whoever else built the same index meanwhile built the same files.
+                if not folder.is_dir():
+                    partial.rename(folder)
+            except OSError as error:
+                raise ValueError(
+                    f"data.index_cache={self._cache}: {error.strerror}; set it to a writable folder"
+                ) from error
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Sample `index`: (seq_len + 1,) int64."""
+        epoch, row = divmod(index, self.per_epoch)
+        sample = self._epoch(epoch)[row]
+        return torch.cat([sample["tokens"], sample["labels"][-1:]])
+
+    def _epoch(self, epoch: int) -> GPTDataset:
+        if epoch not in self._epochs:
+            while len(self._epochs) >= _OPEN_EPOCHS:
+                self._epochs.popitem(last=False)
+            self._epochs[epoch] = self._dataset(epoch, self._index_folder(epoch))
+        return self._epochs[epoch]
+
+    def _dataset(self, epoch: int, cache: Path) -> GPTDataset:
+        # The content, not the place, names the index: a moved folder keeps it, one prepared anew does not.
+        content = self._corpus.record(self._split).bin.sha256
+        config = GPTDatasetConfig(
+            random_seed=int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0]),
+            sequence_length=self._seq_len,
+            blend_per_split=[([content], None), None, None],
+            path_to_cache=str(cache),
+            tokenizer=_TokenizerFacts(self._corpus),
+            # Masks and positions come from the tokens, in one vectorized pass over the batch.
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+        )
+        documents = np.arange(len(self._tokens), dtype=np.int32)
+        return GPTDataset(self._tokens, content, documents, None, Split.train, config)
+
+    def _index_folder(self, epoch: int) -> Path:
+        content = self._corpus.record(self._split).bin.sha256[:16]
+        return self._cache / f"{self._split}-{content}-length{self._seq_len}-seed{self._seed}-epoch{epoch}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Worker processes that are not forked get the places, not the arrays mapped from them.
+        return {**self.__dict__, "_epochs": OrderedDict()}
+
+
+class BlendedSamples:
+    """The stream that training consumes: several corpora, each with its share of the samples.
+
+    Megatron's blending takes the next sample from the corpus that is furthest behind its weight.
+    """
+
+    def __init__(
+        self, corpora: list[PreparedCorpus], split: str, seq_len: int, seed: int, cache: Path, key: str
+    ):
+        """key: the configuration key that named the corpora, for errors.
+
+        Raises ValueError where a corpus has too few tokens for one sample, or a weight so small that it
+        gets none.
+        """
+        for corpus in corpora:
+            _check_holds_a_sample(corpus, split, seq_len, key)
+        self._parts = [CorpusSamples(corpus, split, seq_len, seed, cache) for corpus in corpora]
+        self._which = np.zeros(BLEND_PERIOD, dtype=np.int16)
+        self._rank = np.zeros(BLEND_PERIOD, dtype=np.int64)
+        weights = np.array([corpus.weight for corpus in corpora], dtype=np.float64)
+        helpers.build_blending_indices(
+            self._which, self._rank, weights / weights.sum(), len(corpora), BLEND_PERIOD, False
+        )
+        self._counts = np.bincount(self._which, minlength=len(corpora))
+        for corpus, count in zip(corpora, self._counts):
+            if count == 0:
+                raise ValueError(
+                    f"{key}: weight {corpus.weight} of {corpus.folder} is less than one in "
+                    f"{BLEND_PERIOD} samples, so none would be read; raise it or remove the corpus"
+                )
+
+    @property
+    def one_pass(self) -> int:
+        """Samples after which, at the latest, every corpus begins to repeat."""
+        return sum(part.per_epoch for part in self._parts)
+
+    def build(self, samples: int) -> None:
+        """Make the indices of the first `samples` samples, those that are not there yet."""
+        periods, rest = divmod(samples, BLEND_PERIOD)
+        needed = periods * self._counts + np.bincount(self._which[:rest], minlength=len(self._parts))
+        for part, count in zip(self._parts, needed):
+            part.build(int(count))
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Sample `index`: (seq_len + 1,) int64."""
+        period, place = divmod(index, BLEND_PERIOD)
+        part = self._which[place]
+        return self._parts[part][int(period * self._counts[part] + self._rank[place])]
+
+
+def _check_holds_a_sample(corpus: PreparedCorpus, split: str, seq_len: int, key: str) -> None:
+    tokens = corpus.record(split).tokens
+    if tokens < seq_len + 1:
+        raise ValueError(
+            f"{key}: the {split} split of {corpus.folder} holds {tokens} tokens, one sample takes "
+            f"training.seq_len + 1 = {seq_len + 1}; prepare more text, or set training.seq_len={tokens - 1}"
+        )

@@ -1,0 +1,170 @@
+"""Where documents come from: files, directory trees, the Python standard library, or a dataset of the hub.
+
+Documents are streamed: no source holds more than a batch of rows or one part of a file.
+"""
+
+import sys
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+TABLES = {
+    ".jsonl": "json",
+    ".jsonl.gz": "json",
+    ".jsonl.zst": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+}
+"""File endings whose rows are documents; any other file is one document."""
+
+LONGEST_DOCUMENT = 64 * 2**20
+"""Characters; a longer text file becomes several documents, cut at line ends."""
+
+_NOT_LIBRARY_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+class Source(ABC):
+    """Documents in a fixed order."""
+
+    skipped = 0
+    """Documents of the latest reading that were passed over because they are not text."""
+
+    total: int | None = None
+    """Number of documents, where it is known before reading."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[str]:
+        """The documents."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What the manifest says of the source."""
+
+
+class Files(Source):
+    """Files in the given order; tables (`TABLES`) give a document a row, other files are a document each."""
+
+    def __init__(self, files: list[Path], text_key: str, description: dict[str, Any]):
+        """Open nothing yet; the files exist."""
+        self._files = files
+        self._text_key = text_key
+        self._description = description
+        if not any(table_kind(file) for file in files):
+            self.total = len(files)
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, paths or version, and number of files."""
+        return {**self._description, "files": len(self._files)}
+
+    def __iter__(self) -> Iterator[str]:
+        """Documents file by file; files that are not UTF-8 are counted in `skipped`."""
+        self.skipped = 0
+        for file in self._files:
+            kind = table_kind(file)
+            yield from self._rows(kind, file) if kind else self._text(file)
+
+    def _text(self, file: Path) -> Iterator[str]:
+        with file.open(encoding="utf-8", newline="") as stream:
+            try:
+                while part := stream.read(LONGEST_DOCUMENT) + stream.readline(LONGEST_DOCUMENT):
+                    yield part
+            except UnicodeDecodeError:
+                self.skipped += 1
+
+    def _rows(self, kind: str, file: Path) -> Iterator[str]:
+        for text in _column(
+            {"path": kind, "data_files": str(file), "split": "train"}, self._text_key, str(file)
+        ):
+            if text is None:
+                self.skipped += 1
+            else:
+                yield text
+
+
+class Hub(Source):
+    """A dataset `datasets.load_dataset` knows by name, streamed."""
+
+    def __init__(self, name: str, config: str | None, split: str, text_key: str):
+        """Open nothing yet."""
+        self._where = {"path": name, "name": config, "split": split}
+        self._text_key = text_key
+
+    def describe(self) -> dict[str, Any]:
+        """Name, configuration and split."""
+        return {"kind": "hub", **self._where}
+
+    def __iter__(self) -> Iterator[str]:
+        """Documents row by row; rows without text are counted in `skipped`."""
+        self.skipped = 0
+        for text in _column(self._where, self._text_key, f"hf:{self._where['path']}"):
+            if text is None:
+                self.skipped += 1
+            else:
+                yield text
+
+
+def open_source(spec: list[str], *, text_key: str, split: str, include: list[str]) -> Source:
+    """The source that `--source SPEC...` names: `stdlib`, `hf:NAME[:CONFIG]`, or files and directories.
+
+    include: name patterns that files inside directories must match, any if empty. Raises ValueError for a
+    path that is not there and for a directory without a matching file.
+    """
+    if spec == ["stdlib"]:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        python = ".".join(map(str, sys.version_info[:3]))
+        return Files(_standard_library(root), text_key, {"kind": "stdlib", "python": python})
+    if len(spec) == 1 and spec[0].startswith("hf:"):
+        name, _, config = spec[0].removeprefix("hf:").partition(":")
+        return Hub(name, config or None, split, text_key)
+    files = [file for path in spec for file in _expand(Path(path), include)]
+    return Files(files, text_key, {"kind": "files", "paths": [str(Path(path).resolve()) for path in spec]})
+
+
+def table_kind(file: Path) -> str | None:
+    """The `datasets` reader of a table, None for a plain text file."""
+    return next((kind for ending, kind in TABLES.items() if file.name.endswith(ending)), None)
+
+
+def _expand(path: Path, include: list[str]) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"--source {path} does not exist; give files, a directory, hf:NAME or stdlib alone")
+    files = [
+        file
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        and (not include or any(fnmatch(file.name, pattern) for pattern in include))
+    ]
+    if not files:
+        wanted = f" that matches --include {' '.join(include)}" if include else ""
+        raise ValueError(f"--source {path} holds no file{wanted}; give another directory or pattern")
+    return files
+
+
+def _standard_library(root: Path) -> list[Path]:
+    """Sources without tests: those are half of the bytes, and not installed everywhere."""
+    files = (file.relative_to(root) for file in root.rglob("*.py"))
+    return [root / file for file in sorted(files) if not _NOT_LIBRARY_TEXT.intersection(file.parts)]
+
+
+def _column(where: dict[str, Any], key: str, name: str) -> Iterator[str | None]:
+    """Column `key` of a streamed dataset; ValueError where it cannot be read or holds no such text."""
+    from datasets import load_dataset
+
+    try:
+        for rows in load_dataset(**where, streaming=True).iter(batch_size=256):
+            if key not in rows:
+                raise ValueError(f"no column {key!r} among {', '.join(rows)}; set --text-key")
+            for text in rows[key]:
+                if not isinstance(text, str | None):
+                    raise ValueError(f"column {key!r} holds {type(text).__name__}, not text; set --text-key")
+                yield text
+    # datasets, pyarrow, fsspec and the hub client share no exception type for "this cannot be read".
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"--source {name} cannot be read: {first_line or type(error).__name__}") from error

@@ -1,0 +1,182 @@
+"""Text to token ids and back: bytes, a BPE trained on the spot, or any Hugging Face tokenizer."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+BPE_EOD = "<|endoftext|>"
+BYTE_FILE = "byte_tokenizer.json"
+# Digits, spaces, line ends, accents, wide scripts and an emoji: tokenizers that split, normalize or merge
+# differently give other ids, however their files are written.
+_PROBE = "def f(x):\n\treturn  x+1 # 3.14, don't\r\nÀ é ü ß Ω 漢字 한 👍🏽 \u00a0 <|endoftext|>"
+
+
+class Tokenizer(ABC):
+    """Text to ids and back; `eod` ends every document and is never produced by encoding text."""
+
+    kind: str
+    vocab_size: int
+    eod: int
+
+    @abstractmethod
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, without `eod`."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; `eod` is left out."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write everything `load` needs into `folder`."""
+
+    @abstractmethod
+    def _vocabulary(self) -> Any:
+        """What the ids stand for, as JSON."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without `eod`."""
+        return self.encode_batch([text])[0]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of what the tokenizer does (vocabulary, eod, ids of a probe text), not of its files."""
+        behaviour = [self.eod, self.encode(_PROBE), self._vocabulary()]
+        return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes are ids 0-255; 256 ends a document."""
+
+    kind = "byte"
+    vocab_size = 257
+    eod = 256
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """UTF-8 bytes of each text."""
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; bytes that are not UTF-8 (a cut character) become U+FFFD."""
+        return bytes(i for i in ids if i != self.eod).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Write the marker file that says `byte`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / BYTE_FILE).write_text(json.dumps({"vocab_size": self.vocab_size, "eod": self.eod}) + "\n")
+
+    def _vocabulary(self) -> Any:
+        return self.kind
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer of `transformers`; its end-of-sequence token ends documents."""
+
+    kind = "huggingface"
+
+    def __init__(self, tokenizer: Any):
+        """Wrap a `PreTrainedTokenizerBase` that has an eos token."""
+        assert tokenizer.eos_token_id is not None
+        self._tokenizer = tokenizer
+        self.eod = int(tokenizer.eos_token_id)
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text; special tokens spelled out in a text are ordinary text."""
+        return self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text, with no clean-up of spaces."""
+        return self._tokenizer.decode([i for i in ids if i != self.eod], clean_up_tokenization_spaces=False)
+
+    def save(self, folder: Path) -> None:
+        """Write the files `AutoTokenizer.from_pretrained` reads."""
+        self._tokenizer.save_pretrained(folder)
+
+    def _vocabulary(self) -> Any:
+        return sorted(self._tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+
+
+def load(folder: Path | str) -> Tokenizer:
+    """The tokenizer that `save` wrote, or any Hugging Face tokenizer directory or hub name.
+
+    Raises ValueError where there is none, or where it has no end-of-sequence token.
+    """
+    if (Path(folder) / BYTE_FILE).is_file():
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    # transformers tells a missing file, an unreachable hub and a malformed file by many types.
+    except Exception as error:
+        raise ValueError(
+            f"tokenizer {str(folder)!r} cannot be loaded ({_first_line(error)}); give byte, bpe:SIZE, "
+            "a directory with tokenizer.json, or a reachable hub name"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"tokenizer {str(folder)!r} has no end-of-sequence token to end documents with; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    return HuggingFaceTokenizer(tokenizer)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
+    """A byte-level BPE of at most `vocab_size` ids, `<|endoftext|>` (0) and the 256 bytes included.
+
+    Few or uniform texts have fewer pairs worth merging and give a smaller vocabulary.
+    """
+    from tokenizers import Tokenizer as Model
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    model = Model(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BPE_EOD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    return HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=model, eos_token=BPE_EOD))
+
+
+def make(spec: str, documents: Iterator[str], sample_characters: int = 100_000_000) -> Tokenizer:
+    """The tokenizer that `--tokenizer SPEC` names: `byte`, `bpe:SIZE`, or a directory or hub name.
+
+    documents: read by `bpe:SIZE` only, up to `sample_characters`.
+    """
+    if spec == "byte":
+        return ByteTokenizer()
+    name, _, size = spec.partition(":")
+    if name != "bpe":
+        return load(spec)
+    if not size.isdecimal() or int(size) < 257:
+        raise ValueError(f"--tokenizer {spec}: a byte-level BPE needs a size of at least 257; write bpe:8192")
+    return train_bpe(_up_to(documents, sample_characters), int(size))
+
+
+def _up_to(documents: Iterator[str], characters: int) -> Iterator[str]:
+    for document in documents:
+        yield document[:characters]
+        characters -= len(document)
+        if characters <= 0:
+            return
+
+
+def _first_line(error: Exception) -> str:
+    return next(islice(filter(None, str(error).splitlines()), 1), type(error).__name__)

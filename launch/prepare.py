@@ -1,0 +1,100 @@
+"""`megakernel prepare`: text to a folder that training reads."""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from data_pipeline.manifest import Manifest
+from data_pipeline.prepare import Request, prepare
+
+HELP = "tokenize text into a folder that training reads"
+EXAMPLE = "megakernel prepare --source stdlib --tokenizer byte --out data/stdlib"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--source",
+        nargs="+",
+        required=True,
+        metavar="SOURCE",
+        help="directories and files (.jsonl, .ndjson and .parquet hold a document per row, any other UTF-8 "
+        "file is one document), hf:NAME[:CONFIG] for a dataset of the hub, or stdlib (this Python's library)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        help="byte, bpe:SIZE (trained on the first 100 million characters), "
+        "or a Hugging Face directory or hub name",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument(
+        "--validation-fraction",
+        type=float,
+        default=Request.validation_fraction,
+        help="share of the documents held out for validation (default %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=Request.seed, help="which documents are held out")
+    parser.add_argument("--text-key", default=Request.text_key, help="column that holds the text of a row")
+    parser.add_argument("--split", default=Request.split, help="split of a hub dataset to read")
+    parser.add_argument(
+        "--include",
+        nargs="+",
+        default=[],
+        metavar="GLOB",
+        help="names of files to read inside directories ('*.py')",
+    )
+    parser.add_argument("--max-documents", type=int, help="read only the first documents")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="processes that tokenize (default %(default)s)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a folder prepared in another way")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare the folder; 0 when it is there. Raises ValueError for what the user can mend."""
+    request = Request(
+        source=args.source,
+        tokenizer=args.tokenizer,
+        validation_fraction=args.validation_fraction,
+        seed=args.seed,
+        text_key=args.text_key,
+        split=args.split,
+        include=tuple(args.include),
+        max_documents=args.max_documents,
+    )
+    console = Console(stderr=True)
+    # An orderly exit, so that a prepare ended by a scheduler leaves no half-made folder.
+    previous = signal.signal(signal.SIGTERM, _exit_on_term)
+    try:
+        manifest = prepare(request, args.out, workers=args.workers, overwrite=args.overwrite, console=console)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if manifest is None:
+        console.print(f"{args.out} is already prepared with these arguments; nothing to do")
+    else:
+        console.print(_summary(args.out, manifest))
+    return 0
+
+
+def _exit_on_term(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _summary(out: Path, manifest: Manifest) -> str:
+    lines = [f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}"]
+    lines += [
+        f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes / 1e6:,.1f} MB"
+        for name, split in manifest.splits.items()
+    ]
+    lines += [
+        f"  skipped {count:,} {reason} documents" for reason, count in manifest.skipped.items() if count
+    ]
+    return "\n".join(lines)
