@@ -3,10 +3,13 @@
 A mechanism answers independent questions (MECHANISMS section 1); a preset is a name for one set of answers.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
+from .errors import ConfigError, Problem, nearest_first
+from .merging import merged
 from .section import Section
 
 FeatureMapName = Literal["elu", "favor", "hedgehog", "relu", "identity"]
@@ -21,11 +24,12 @@ class FeatureMap(Section):
     samples: int | None = Field(default=None, gt=0)
     """Random samples M of `favor`; None takes 2 x head_dim rounded up to a multiple of head_dim."""
 
-    @model_validator(mode="after")
-    def _samples_belong_to_random_maps(self) -> "FeatureMap":
+    def problems(self) -> Iterator[Problem]:
+        """Only a random map draws samples."""
         if self.samples is not None and self.name != "favor":
-            raise ValueError(f"feature map {self.name!r} draws no samples; remove `samples` or use name: favor")
-        return self
+            yield Problem(
+                "samples", self.samples, f"has no effect on {self.name}", "remove it or take name: favor"
+            )
 
 
 class BlockCompression(Section):
@@ -43,11 +47,12 @@ class BlockCompression(Section):
     per_head: bool = False
     """One (E, F) for each key head instead of one shared by all heads of the layer."""
 
-    @model_validator(mode="after")
-    def _rank_fits_block(self) -> "BlockCompression":
+    def problems(self) -> Iterator[Problem]:
+        """A block has no more landmarks than tokens."""
         if self.rank > self.block_size:
-            raise ValueError(f"rank={self.rank} exceeds block_size={self.block_size}; choose rank <= block_size")
-        return self
+            yield Problem(
+                "rank", self.rank, f"exceeds block_size={self.block_size}", f"set rank<={self.block_size}"
+            )
 
 
 class Near(Section):
@@ -63,7 +68,7 @@ class Near(Section):
     """Window block; None takes compression.block_size. Only a layer without compression sets it."""
 
     join: Literal["gated", "shared"] = "gated"
-    """Softmax window and far part: `gated` g near + (1-g) far, or `shared` one normalizer with a learned far weight."""
+    """Softmax window with far part: `gated` g near + (1-g) far; `shared` one normalizer, a far weight."""
 
     gate: Literal["token", "head"] = "token"
     """Gate of join `gated`: one value per token and head (a linear map of q), or one per head."""
@@ -90,25 +95,69 @@ class Attention(Section):
     far_rope: Literal["none", "centroid"] = "none"
     """Rotation of landmarks: none, or pool unrotated keys and rotate the landmark at its block's centre."""
 
-    @model_validator(mode="after")
-    def _is_a_mechanism(self) -> "Attention":
-        if (self.similarity == "kernel") != (self.feature_map is not None):
-            raise ValueError("similarity: kernel needs feature_map, and only it takes one")
-        if self.similarity == "softmax" and self.compression is not None:
-            raise ValueError("softmax over landmarks is not available yet; use similarity: kernel with compression: block")
-        if self.compression is not None and self.near is None:
-            raise ValueError("compression: block needs near (a causal token must see its own block); add near: {}")
-        if self.near is not None:
-            self._check_near(self.near)
-        return self
+    @property
+    def block_size(self) -> int | None:
+        """Tokens of one block of the compression or the window; None where the layer knows no blocks."""
+        if self.compression is not None:
+            return self.compression.block_size
+        return self.near.block_size if self.near is not None else None
 
-    def _check_near(self, near: Near) -> None:
+    @property
+    def is_full_softmax(self) -> bool:
+        """Whether every token attends every earlier one by softmax, at quadratic cost."""
+        return self.similarity == "softmax" and self.near is None
+
+    def problems(self) -> Iterator[Problem]:
+        """Which answers of the algebra go together."""
+        if self.similarity == "kernel" and self.feature_map is None:
+            yield Problem(
+                "feature_map",
+                None,
+                "is missing beside similarity: kernel",
+                "add feature_map: {name: hedgehog}",
+            )
+        if self.similarity == "softmax" and self.feature_map is not None:
+            remedy = "remove it or take similarity: kernel"
+            yield Problem(
+                "feature_map", self.feature_map.name, "has no effect on similarity: softmax", remedy
+            )
+        if self.similarity == "softmax" and self.compression is not None:
+            remedy = "take similarity: kernel with it"
+            yield Problem("compression", self.compression.kind, "is not available under softmax", remedy)
+        if self.compression is not None and self.near is None:
+            reason = "is missing beside compression: a causal token must see its own block"
+            yield Problem("near", None, reason, "add near: {kind: softmax}")
+        if self.far_rope == "centroid" and self.compression is None:
+            yield Problem(
+                "far_rope",
+                self.far_rope,
+                "rotates landmarks and there are none",
+                "remove it or add compression",
+            )
+        if self.near is not None:
+            yield from self._near_problems(self.near)
+
+    def _near_problems(self, near: Near) -> Iterator[Problem]:
         if self.compression is not None and near.block_size is not None:
-            raise ValueError("near.block_size is compression.block_size; remove near.block_size")
+            reason = "is set twice: the window's block is compression.block_size"
+            yield Problem("near.block_size", near.block_size, reason, "remove it")
         if self.compression is None and self.similarity == "kernel":
-            raise ValueError("near beside similarity: kernel needs compression: block; add it or remove near")
-        if self.compression is None and (near.block_size is None or near.kind != "softmax"):
-            raise ValueError("near without compression is a softmax window: set near.block_size and kind: softmax")
+            yield Problem(
+                "near",
+                near.kind,
+                "beside similarity: kernel needs compression",
+                "add compression or remove it",
+            )
+        if self.compression is None and self.similarity == "softmax":
+            if near.kind != "softmax":
+                yield Problem("near.kind", near.kind, "needs similarity: kernel", "take kind: softmax")
+            if near.block_size is None:
+                yield Problem(
+                    "near.block_size",
+                    None,
+                    "is missing: a window alone needs its length",
+                    "set it, such as 64",
+                )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -130,7 +179,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "local": {"similarity": "softmax", "near": {"kind": "softmax", "block_size": 64}},
 }
-"""Preset name -> attention tree. `flurka` is the default hybrid of MECHANISMS section 4; `local` its ablation."""
+"""Preset name -> attention tree. `flurka` is the hybrid of MECHANISMS section 4, `local` its ablation."""
+
+
+DEFAULT_PRESET = "flurka"
+"""The attention of a model that names none."""
 
 
 def expand_preset(value: Any) -> Any:
@@ -142,16 +195,10 @@ def expand_preset(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if value not in PRESETS:
-        raise ValueError(f"unknown attention preset {value!r}; known: {', '.join(PRESETS)}")
-    return _merged(PRESETS[value], changes)
-
-
-def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, item in changes.items():
-        nested = isinstance(item, dict) and isinstance(out.get(key), dict)
-        out[key] = _merged(out[key], item) if nested else item
-    return out
+        raise ConfigError(
+            [Problem("", value, "is no attention preset", f"choose {nearest_first(value, PRESETS)}")]
+        )
+    return merged(PRESETS[value], changes)
 
 
 AttentionField = Annotated[Attention, BeforeValidator(expand_preset)]

@@ -44,7 +44,7 @@ class Data(Section):
     """Corpora whose validation split is evaluated; None takes those of data.train."""
 
     isolate_documents: bool = True
-    """Attention, states and positions restart at every document; the token after a document's end is not a target."""
+    """Attention, states and positions restart at every document, and no token is predicted across its end."""
 
     index_cache: Path | None = None
     """Folder of Megatron's sample indices; None takes `.index_cache` inside the first corpus."""

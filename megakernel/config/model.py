@@ -1,11 +1,24 @@
 """The model section: sizes, layer parts, and which attention each layer has."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag
 
-from .attention import Attention, AttentionField, expand_preset
+from .attention import DEFAULT_PRESET, Attention, AttentionField, expand_preset
+from .errors import Problem
 from .section import Section
+
+
+def _main_or_tree(entry: Any) -> str:
+    return "main" if entry == "main" else "tree"
+
+
+LayerAttention = Annotated[
+    Annotated[Literal["main"], Tag("main")] | Annotated[AttentionField, Tag("tree")],
+    Discriminator(_main_or_tree),
+]
+"""`main` for model.attention, or a preset's name or tree of its own."""
 
 
 class Model(Section):
@@ -30,7 +43,7 @@ class Model(Section):
     """Width of one head; None takes hidden_size / num_heads."""
 
     ffn_hidden_size: int | None = Field(default=None, gt=0)
-    """Inner width of the MLP; None takes 4 x hidden_size (gelu) or 8/3 x hidden_size rounded up to 128 (swiglu)."""
+    """Inner width of the MLP; None takes 4 (gelu) or 8/3 (swiglu, rounded up to 128) x hidden_size."""
 
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """MLP nonlinearity."""
@@ -63,16 +76,16 @@ class Model(Section):
     """Vocabulary; None takes it from the training data's tokenizer."""
 
     vocab_multiple: int = Field(default=128, gt=0)
-    """The embedding is padded to a multiple of this, so that it divides over tensor ranks whatever their number."""
+    """The embedding is padded to a multiple of this, so that tensor ranks share it evenly."""
 
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights; output projections use init_std / sqrt(2 num_layers)."""
 
-    attention: AttentionField = Field(default_factory=lambda: Attention(**expand_preset("flurka")))
+    attention: AttentionField = Field(default_factory=lambda: Attention(**expand_preset(DEFAULT_PRESET)))
     """The attention of every layer: a preset's name or a tree."""
 
-    attention_pattern: list[Literal["main"] | AttentionField] | None = None
-    """Repeated over the layers; `main` stands for model.attention. [main, main, main, softmax]: every fourth is softmax."""
+    attention_pattern: Annotated[list[LayerAttention], Field(min_length=1)] | None = None
+    """Repeated over the layers; `main` is model.attention. [main, main, softmax]: every third is softmax."""
 
     @property
     def kv_heads(self) -> int:
@@ -100,19 +113,23 @@ class Model(Section):
         entry = self.attention_pattern[layer % len(self.attention_pattern)]
         return self.attention if entry == "main" else entry
 
-    @model_validator(mode="after")
-    def _sizes_divide(self) -> "Model":
+    def problems(self) -> Iterator[Problem]:
+        """Head counts and widths that do not fit each other."""
         if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}; "
-                "change one of them or set head_dim"
-            )
+            reason = f"is not a multiple of num_heads={self.num_heads}"
+            yield Problem("hidden_size", self.hidden_size, reason, "change one of them or set head_dim")
         if self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}; change one of them"
-            )
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            reason, choice = f"does not divide num_heads={self.num_heads}", ", ".join(map(str, divisors))
+            yield Problem("num_kv_heads", self.kv_heads, reason, f"choose one of {choice}")
         if self.position == "rope" and self.head_size % 2:
-            raise ValueError(f"position: rope needs an even head width, not {self.head_size}; set head_dim")
-        if self.attention_pattern is not None and not self.attention_pattern:
-            raise ValueError("attention_pattern is empty; name at least one layer or remove it")
-        return self
+            reason = f"rotates pairs and one head is {self.head_size} wide"
+            yield Problem("position", self.position, reason, "set an even head_dim")
+        if self.position != "learned" and self.max_positions is not None:
+            reason = f"has no effect on position: {self.position}"
+            yield Problem("max_positions", self.max_positions, reason, "remove it or take position: learned")
+        if self.position != "rope" and any(
+            self.layer_attention(layer).far_rope != "none" for layer in range(self.num_layers)
+        ):
+            remedy = "set far_rope: none or take position: rope"
+            yield Problem("position", self.position, "leaves far_rope nothing to rotate with", remedy)

@@ -1,20 +1,22 @@
 """The parallel section: how the world of processes is cut."""
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from .errors import Problem
 from .section import Section
 
 
 class Parallel(Section):
-    """World = tensor x context x data x pipeline, tensor fastest; data parallel is what is left of the world."""
+    """World = tensor x context x data x pipeline, tensor fastest; data is what is left of the world."""
 
     tensor: int = Field(default=1, gt=0)
     """Processes that share each layer's heads and MLP width."""
 
     sequence_parallel: bool = False
-    """Megatron sequence parallelism: norms and residuals are sharded along the sequence over the tensor ranks."""
+    """Megatron sequence parallelism: norms and residuals are cut along the sequence over the tensor ranks."""
 
     context: int = Field(default=1, gt=0)
     """Processes that share one sequence; each holds a contiguous piece."""
@@ -28,13 +30,18 @@ class Parallel(Section):
     timeout_minutes: float = Field(default=10.0, gt=0)
     """A collective that waits longer ends the job."""
 
-    @model_validator(mode="after")
-    def _libraries_allow_it(self) -> "Parallel":
+    @property
+    def model_size(self) -> int:
+        """Processes that hold one copy of the model and one sample: tensor x context x pipeline."""
+        return self.tensor * self.context * self.pipeline
+
+    def problems(self) -> Iterator[Problem]:
+        """What the libraries do not combine."""
         if self.pipeline > 1 and self.zero_stage > 1:
-            raise ValueError(
-                f"zero_stage={self.zero_stage} with pipeline={self.pipeline}: DeepSpeed's pipeline engine supports "
-                "ZeRO 0 and 1 only; set zero_stage to 1 or pipeline to 1"
+            reason = (
+                f"with pipeline={self.pipeline} is beyond DeepSpeed's pipeline engine, which supports 0 and 1"
             )
+            yield Problem("zero_stage", self.zero_stage, reason, "set zero_stage to 1 or pipeline to 1")
         if self.sequence_parallel and self.tensor == 1:
-            raise ValueError("sequence_parallel needs tensor > 1; set tensor or remove sequence_parallel")
-        return self
+            remedy = "set tensor above 1 or remove sequence_parallel"
+            yield Problem("sequence_parallel", True, "shards over tensor ranks and tensor=1", remedy)

@@ -1,10 +1,12 @@
 """The sections of a training run: optimizer, schedule, training, checkpoint and logging."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from .errors import Problem, nearest_multiples
 from .section import Section
 
 
@@ -48,6 +50,12 @@ class Schedule(Section):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate as a share of the peak."""
 
+    def problems(self) -> Iterator[Problem]:
+        """A length for a decay that has none."""
+        if self.decay_steps is not None and self.name in ("inverse_sqrt", "constant"):
+            remedy = "remove it or take name: cosine, linear or wsd"
+            yield Problem("decay_steps", self.decay_steps, f"has no effect on name: {self.name}", remedy)
+
 
 class Training(Section):
     """The training loop."""
@@ -85,18 +93,23 @@ class Training(Section):
     loss_chunk_size: int = Field(default=4096, gt=0)
     """Tokens whose logits exist at once."""
 
-    skip_samples: list[tuple[int, int]] = []
+    skip_samples: list[tuple[int, int]] = Field(default=[])
     """Ranges [first, end) of training samples, in consumption order, that are passed over."""
 
     max_skipped_steps: int = Field(default=10, gt=0)
     """Steps in a row with a non-finite loss or gradient after which training stops."""
 
-    @model_validator(mode="after")
-    def _ranges_are_ranges(self) -> "Training":
+    def problems(self) -> Iterator[Problem]:
+        """Batches that do not divide and ranges that are none."""
+        if self.global_batch_size % self.micro_batch_size:
+            reason = f"is not a multiple of micro_batch_size={self.micro_batch_size}"
+            choice = nearest_multiples(self.global_batch_size, self.micro_batch_size)
+            yield Problem("global_batch_size", self.global_batch_size, reason, f"set {choice}")
         for first, end in self.skip_samples:
             if not 0 <= first < end:
-                raise ValueError(f"skip_samples holds [{first}, {end}); write [first, end] with 0 <= first < end")
-        return self
+                yield Problem(
+                    "skip_samples", [first, end], "is no range", "write [first, end] with 0 <= first < end"
+                )
 
 
 class Checkpoint(Section):
@@ -114,6 +127,14 @@ class Checkpoint(Section):
     weights_from: Path | None = None
     """Run folder or checkpoint whose weights (not optimizer or position) a new run starts from."""
 
+    def problems(self) -> Iterator[Problem]:
+        """A checkpoint that is kept for good has to be written first."""
+        if self.keep_every is not None and self.keep_every % self.every:
+            reason = f"is not a multiple of every={self.every}"
+            yield Problem(
+                "keep_every", self.keep_every, reason, f"set {nearest_multiples(self.keep_every, self.every)}"
+            )
+
 
 class Logging(Section):
     """What is written while training."""
@@ -122,4 +143,4 @@ class Logging(Section):
     """Write RUN/tensorboard."""
 
     peak_tflops: float | None = Field(default=None, gt=0)
-    """Peak TFLOP/s of one device, for throughput/mfu; None takes it from a table of known GPUs, and no MFU elsewhere."""
+    """Peak TFLOP/s of one device, for throughput/mfu; None takes it from a table of known GPUs."""

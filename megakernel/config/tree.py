@@ -1,11 +1,14 @@
-"""The whole configuration, and the checks that need more than one section."""
+"""The whole configuration."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
+from .checks import agreement
 from .data import Data
+from .errors import Problem
 from .model import Model
 from .parallel import Parallel
 from .section import Section
@@ -43,5 +46,9 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
 
-    deepspeed: dict[str, Any] = {}
+    deepspeed: dict[str, Any] = Field(default={})
     """Passed to DeepSpeed as it is, merged last; keys that Megakernel itself decides are refused."""
+
+    def problems(self) -> Iterator[Problem]:
+        """What sections ask of each other."""
+        yield from agreement({name: getattr(self, name) for name in type(self).model_fields})

@@ -1,0 +1,149 @@
+"""What sections ask of each other.
+
+Each rule names the sections it reads as parameters: where those are sound it is checked, whatever problems other
+sections have.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from .attention import Attention
+from .errors import MISSING, Problem, nearest_multiples
+from .model import Model
+from .parallel import Parallel
+from .training import Schedule, Training
+
+Rule = Callable[..., Iterator[Problem]]
+
+
+def agreement(sections: Mapping[str, Any]) -> Iterator[Problem]:
+    """The problems of every rule whose sections are all at hand."""
+    for rule in _RULES:
+        names = inspect.signature(rule).parameters
+        if all(name in sections for name in names):
+            yield from rule(*(sections[name] for name in names))
+
+
+def _tensor_ranks_share_evenly(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    tensor = parallel.tensor
+    sizes = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "ffn_hidden_size": model.ffn_size,
+        "vocab_multiple": model.vocab_multiple,
+    }
+    for key, size in sizes.items():
+        if size is not None and size % tensor:
+            remedy = f"set {nearest_multiples(size, tensor)} or change parallel.tensor"
+            yield Problem(f"model.{key}", size, f"is not a multiple of parallel.tensor={tensor}", remedy)
+
+
+def _every_stage_has_layers(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if model.num_layers < parallel.pipeline:
+        reason = f"exceeds model.num_layers={model.num_layers}"
+        yield Problem("parallel.pipeline", parallel.pipeline, reason, f"set at most {model.num_layers}")
+
+
+def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training) -> Iterator[Problem]:
+    sharded = parallel.tensor if parallel.sequence_parallel else 1
+    blocks, windows = [1], [1]
+    if parallel.context > 1:
+        for attention in _attentions(model):
+            if attention.block_size is not None:
+                blocks.append(attention.block_size)
+                windows.append(attention.block_size * (attention.near.blocks if attention.near else 1))
+    unit = parallel.context * math.lcm(sharded, *blocks)
+    shortest = -(-parallel.context * max(windows) // unit) * unit
+    if training.seq_len % unit == 0 and training.seq_len >= shortest:
+        return
+    needs = [f"pieces for parallel.context={parallel.context}"] if parallel.context > 1 else []
+    if max(blocks) > 1:
+        needs.append(f"whole blocks of {' and '.join(map(str, sorted(set(blocks) - {1})))} tokens in each")
+    if max(windows) > max(blocks):
+        needs.append(f"windows of {max(windows)} tokens within each")
+    if sharded > 1:
+        needs.append(f"shards for sequence_parallel over tensor={sharded}")
+    longer = max(nearest_multiples(training.seq_len, unit).split(" or ")[-1], str(shortest), key=int)
+    shorter = training.seq_len // unit * unit
+    choice = f"{shorter} or {longer}" if shortest <= shorter < int(longer) else longer
+    yield Problem("training.seq_len", training.seq_len, f"does not give {', '.join(needs)}", f"set {choice}")
+
+
+def _full_attention_has_heads_for_every_piece(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if parallel.context == 1 or model.num_heads % parallel.tensor:
+        return
+    heads = model.num_heads // parallel.tensor
+    if heads % parallel.context and any(attention.is_full_softmax for attention in _attentions(model)):
+        reason = (
+            f"leaves {heads} heads per tensor rank, which softmax layers cannot spread over context ranks"
+        )
+        remedy = "set a divisor of the heads, or use layers with kernel attention only"
+        yield Problem("parallel.context", parallel.context, reason, remedy)
+
+
+def _schedule_fits_training(schedule: Schedule, training: Training) -> Iterator[Problem]:
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps or 0
+    if warmup > training.steps:
+        reason = f"exceeds training.steps={training.steps}"
+        yield Problem("schedule.warmup_steps", warmup, reason, f"set at most {training.steps}")
+    elif warmup + decay > training.steps:
+        reason = f"and warmup_steps={warmup} exceed training.steps={training.steps}"
+        yield Problem("schedule.decay_steps", decay, reason, f"set at most {training.steps - warmup}")
+
+
+def _positions_reach_the_end(model: Model, training: Training) -> Iterator[Problem]:
+    if model.max_positions is not None and model.max_positions < training.seq_len:
+        reason = f"is less than training.seq_len={training.seq_len}"
+        yield Problem("model.max_positions", model.max_positions, reason, f"set at least {training.seq_len}")
+
+
+_DECIDED_HERE = {
+    "train_batch_size": "training.global_batch_size",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    "gradient_accumulation_steps": "training.global_batch_size and training.micro_batch_size",
+    "gradient_clipping": "optimizer.clip_grad_norm",
+    "optimizer": "optimizer",
+    "scheduler": "schedule",
+    "bf16": "training.dtype",
+    "bfloat16": "training.dtype",
+    "fp16": "training.dtype",
+    "amp": "training.dtype",
+    "torch_autocast": "training.dtype",
+    "zero_optimization.stage": "parallel.zero_stage",
+    "zero_allow_untested_optimizer": "optimizer",
+    "steps_per_print": "training.log_every",
+    "tensorboard": "logging.tensorboard",
+    "sequence_parallel_size": "parallel.context",
+    "tensor_parallel": "parallel.tensor",
+    "pipeline": "parallel.pipeline",
+    "data_efficiency": "data",
+    "curriculum_learning": "data",
+}
+
+
+def _deepspeed_keeps_to_its_own(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    for dotted, key in _DECIDED_HERE.items():
+        value: Any = deepspeed
+        for part in dotted.split("."):
+            value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
+        if value is not MISSING:
+            yield Problem(
+                f"deepspeed.{dotted}", value, "is decided by Megakernel", f"remove it and set {key}"
+            )
+
+
+def _attentions(model: Model) -> list[Attention]:
+    return [model.layer_attention(layer) for layer in range(model.num_layers)]
+
+
+_RULES: list[Rule] = [
+    _tensor_ranks_share_evenly,
+    _every_stage_has_layers,
+    _sequence_is_cut_evenly,
+    _full_attention_has_heads_for_every_piece,
+    _schedule_fits_training,
+    _positions_reach_the_end,
+    _deepspeed_keeps_to_its_own,
+]

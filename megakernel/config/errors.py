@@ -1,0 +1,66 @@
+"""What a user did that does not work: one line each, with the key, its value, the reason and the remedy."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+MISSING = object()
+"""The value of a key that is not there."""
+
+
+class UserError(ValueError):
+    """Something the user can change: the command line prints its text alone and ends with status 2."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One key that has to change."""
+
+    key: str
+    """Dotted key such as `training.steps`, or the file and line where no key can be named."""
+
+    value: Any
+    """What the key holds, or MISSING."""
+
+    reason: str
+    """Why that does not work; reads on from the key and its value."""
+
+    remedy: str
+    """What to write instead."""
+
+    def under(self, prefix: str) -> "Problem":
+        """The same problem with its key counted from further out."""
+        return replace(self, key=".".join(part for part in (prefix, self.key) if part))
+
+    def __str__(self) -> str:
+        named = [
+            part for part in (self.key, "" if self.value is MISSING else _on_one_line(self.value)) if part
+        ]
+        return f"{'='.join(named)} {self.reason}; {self.remedy}"
+
+
+class ConfigError(UserError):
+    """Every problem of a configuration, one line each."""
+
+    def __init__(self, problems: Sequence[Problem]):
+        self.problems = list(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+def nearest_first(word: str, known: Iterable[str]) -> str:
+    """The known words as a list for a remedy, those most like `word` first."""
+    likeness = {item: difflib.SequenceMatcher(None, word, item).ratio() for item in known}
+    return ", ".join(sorted(likeness, key=lambda item: -likeness[item]))
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """`96 or 128`: the positive multiples of `unit` on both sides of `value`, for a remedy."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _on_one_line(value: Any) -> str:
+    text = value if isinstance(value, str) and value else repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else text[:77] + "..."

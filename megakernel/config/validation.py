@@ -1,0 +1,121 @@
+"""From a tree of plain values to a `Config`, or to every problem at once."""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from .checks import agreement
+from .errors import MISSING, ConfigError, Problem, nearest_first
+from .section import Section
+from .tree import Config
+
+
+def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) -> Config:
+    """The configuration a tree describes; ConfigError holds `known_problems` and all that are found.
+
+    Sections are validated one by one, so that one with a problem hides no disagreement between the others.
+    """
+    sections: dict[str, Any] = {}
+    found: list[Problem] = [
+        _unknown_key(Config, str(key), str(key), tree[key]) for key in tree if key not in Config.model_fields
+    ]
+    for name, field in Config.model_fields.items():
+        if name not in tree and not field.is_required():
+            sections[name] = field.get_default(call_default_factory=True)
+            continue
+        value = {} if tree.get(name) is None else tree[name]
+        annotation: Any = field.annotation
+        try:
+            sections[name] = TypeAdapter(annotation).validate_python(value)
+        except ValidationError as error:
+            for detail in error.errors():
+                found.extend(problem.under(name) for problem in _problems_of(detail, annotation, value))
+    found.extend(agreement(sections))
+    already = {problem.key for problem in known_problems}
+    problems = [*known_problems, *(problem for problem in found if problem.key not in already)]
+    if problems:
+        raise ConfigError(problems)
+    return Config(**sections)
+
+
+def _problems_of(detail: ErrorDetails, annotation: Any, value: Any) -> Iterator[Problem]:
+    """One pydantic error of a section in our words; keys are relative to the section."""
+    kind, given = detail["type"], detail["input"]
+    path = _path_in(value, detail["loc"], ends_missing=kind == "missing")
+    key = ".".join(map(str, path))
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        yield from (problem.under(key) for problem in cause.problems)
+        return
+    owner = _section_at(annotation, path[:-1])
+    help_text = ""
+    if owner is not None and path and path[-1] in owner.model_fields:
+        help_text = f" ({(owner.model_fields[str(path[-1])].description or '').split('. ')[0].rstrip('.')})"
+    if kind == "extra_forbidden" and owner is not None:
+        yield _unknown_key(owner, key, str(path[-1]), given)
+    elif kind == "missing":
+        yield Problem(key, MISSING, "is missing", f"add it{help_text}")
+    elif kind == "literal_error" and isinstance(given, str):
+        choices = detail["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+        yield Problem(key, given, "is none of the choices", f"choose {nearest_first(given, choices)}")
+    elif kind in ("model_type", "dict_type"):
+        yield Problem(key, given, "should be a mapping of keys", f"write its keys below it{help_text}")
+    elif kind == "string_type":
+        yield Problem(key, given, "should be text", f"write it in quotes{help_text}")
+    else:
+        reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
+        yield Problem(key, given, reason[0].lower() + reason[1:], f"change it{help_text}")
+
+
+def _path_in(value: Any, location: Sequence[int | str], ends_missing: bool) -> list[int | str]:
+    """The parts of pydantic's location that are keys; it also names the branch of a union that was tried."""
+    path: list[int | str] = []
+    for index, part in enumerate(location):
+        is_missing = ends_missing and index == len(location) - 1
+        if isinstance(value, Mapping) and (part in value or is_missing):
+            path.append(part)
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            path.append(part)
+            value = value[part]
+    return path
+
+
+def _section_at(annotation: Any, path: Sequence[int | str]) -> type[Section] | None:
+    """The section class that owns the keys at `path` below a value of type `annotation`."""
+    section = _section_in(annotation)
+    for part in path:
+        if isinstance(part, str) and section is not None:
+            field = section.model_fields.get(part)
+            section = _section_in(field.annotation) if field is not None else None
+    return section
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _section_in(part)) is not None), None)
+
+
+def _unknown_key(owner: type[Section], dotted: str, key: str, value: Any) -> Problem:
+    """An unknown key, with the nearest right one: of the same section, else of the same name anywhere."""
+    near = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.6)
+    if near:
+        remedy = f"did you mean {near[0]}?"
+    elif elsewhere := [name for name in all_keys(Config) if name.rpartition(".")[2] == key]:
+        remedy = f"did you mean {elsewhere[0]}?"
+    else:
+        remedy = f"known here: {', '.join(owner.model_fields)}"
+    return Problem(dotted, value, "is an unknown key", remedy)
+
+
+def all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Every dotted key below a section, sections included."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        inner = _section_in(field.annotation)
+        if inner is not None:
+            yield from all_keys(inner, f"{prefix}{name}.")

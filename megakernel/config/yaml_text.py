@@ -1,0 +1,106 @@
+"""YAML as people expect it: `1e-3` is a number, `no` is a word, and a key written twice is an error.
+
+PyYAML follows YAML 1.1, where `1e-3` is a string, `12:30` is 750, `010` is 8 and `no` is false. The scalars
+here are those of YAML 1.2's core schema, in both directions, so what is written reads back equal.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import MISSING, ConfigError, Problem
+
+_DIGITS = "0123456789"
+_SCALARS: list[tuple[str, str, str]] = [
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN"),
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+" + _DIGITS),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9_]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+." + _DIGITS,
+    ),
+    ("tag:yaml.org,2002:merge", r"<<", "<"),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    def __init__(self, stream: str):
+        super().__init__(stream)
+        self.repeated: list[tuple[str, int, int]] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first_line: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in first_line:
+                self.repeated.append((name, first_line[name], line))
+            first_line.setdefault(name, line)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # two keys with one value are written twice, not as anchors
+
+
+for _side in (_Loader, _Dumper):
+    _side.yaml_implicit_resolvers = {}
+    for _tag, _pattern, _first in _SCALARS:
+        _starts = [*_first, ""] if _tag.endswith("null") else list(_first)
+        _side.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _starts)
+
+
+def parse(text: str, source: str) -> Any:
+    """The value of one YAML document; ConfigError names `source` and the line where it cannot be read."""
+    try:
+        loader = _Loader(text)
+        value = loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        reason = f"is not YAML ({error.problem or error.context})"
+        raise ConfigError([Problem(where, MISSING, reason, "correct the line")]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            [Problem(source, MISSING, f"is not YAML ({' '.join(str(error).split())})", "correct it")]
+        ) from None
+    if loader.repeated:
+        raise ConfigError(
+            [
+                Problem(
+                    f"{source}:{line}", MISSING, f"repeats key {name!r} of line {first}", "keep one of them"
+                )
+                for name, first, line in loader.repeated
+            ]
+        )
+    return value
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The mapping in one file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            [Problem(str(path), MISSING, f"cannot be read ({error.strerror})", "name a YAML file")]
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError([Problem(str(path), MISSING, "is not UTF-8 text", "name a YAML file")]) from None
+    value = parse(text, str(path))
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(
+            [Problem(str(path), MISSING, "holds no sections", "write `section:` and its keys below")]
+        )
+    return value
+
+
+def write(value: Any) -> str:
+    """Block-style YAML in the order of `value`; `parse` gives an equal value."""
+    return yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=110, allow_unicode=True
+    )
