@@ -1,22 +1,14 @@
 """My piece of the sequence: the one thing an attention layer knows about sequence sharding.
 
-A layer holds N consecutive tokens of each row. `SequencePiece` lets it ask for what lies before them without
-knowing of processes: `parallel/` answers over a process group, `WHOLE` answers for a layer that holds everything.
+A layer holds N consecutive tokens of each row. `SequencePiece` lets it ask for what lies before them without knowing
+of processes: `parallel/` answers over a process group, `WHOLE` answers for a layer that holds everything.
 """
 
 from typing import Protocol
 
 from torch import Tensor
 
-from megakernel.ops.state import KernelState, empty_state
-
-
-class PendingState(Protocol):
-    """A state exchange under way; the local work goes between its start and `wait`."""
-
-    def wait(self) -> KernelState:
-        """The state that enters this piece, shapes and dtypes of the one handed in; differentiable in its sums."""
-        ...
+from megakernel.ops.state import KernelState, PendingState, empty_state
 
 
 class SequencePiece(Protocol):
@@ -26,25 +18,25 @@ class SequencePiece(Protocol):
     size: int
 
     def previous_tokens(self, x: Tensor, count: int) -> Tensor:
-        """The `count` tokens (dimension -2) before this piece: the left neighbour's last ones, zeros on rank 0.
+        """The `count` tokens (dimension -2) before this piece: the left neighbour's last, zeros on rank 0.
 
-        x is (..., N, d) with count <= N; the result (..., count, d). Differentiable: gradients travel back to the
-        rank that owns the tokens.
+        x is (..., N, d) with count <= N; the result (..., count, d). Differentiable: gradients travel back to
+        the rank that owns the tokens.
         """
         ...
 
     def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
         """Begin the exclusive prefix of `state` over the pieces.
 
-        state: what this piece's tokens add to the state that leaves it. carries: (B,) bool, whether what entered the
-        piece also leaves it (False where a document starts inside). `wait()` gives what enters: the `merge`
-        (megakernel.ops.state) of the states of earlier pieces s, without those where a piece between s and this one
-        does not carry; the empty state on rank 0.
+        state: what this piece's tokens add to the state that leaves it. carries: (B,) bool, whether what entered
+        the piece also leaves it (False where a document starts inside). `wait()` gives what enters: the `merge`
+        (megakernel.ops.state) of the states of earlier pieces s, without those where a piece between s and this
+        one does not carry; the empty state on rank 0.
         """
         ...
 
     def tokens_to_heads(self, x: Tensor) -> Tensor:
-        """(B, H, N, d) with my tokens of all heads -> (B, H / size, N * size, d), all tokens of my heads (Ulysses)."""
+        """(B, H, N, d) my tokens of all heads -> (B, H / size, N * size, d) all tokens of my heads (Ulysses)."""
         ...
 
     def heads_to_tokens(self, x: Tensor) -> Tensor:

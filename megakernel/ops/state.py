@@ -1,9 +1,13 @@
 """The recurrent state of kernel attention: what all keys seen so far amount to."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from megakernel.ops.dispatch import wide
+from megakernel.ops.feature_maps import features
 
 EMPTY = -1e30
 """Log scale of a sum without terms. Finite, so that differences of two of them are 0 and never NaN."""
@@ -21,6 +25,18 @@ class KernelState(NamedTuple):
 
     log_scale: Tensor
     """(B, H_kv), detached; `EMPTY` where an unbounded map has seen no key."""
+
+
+class PendingState(Protocol):
+    """A state exchange under way; the local work goes between its start and `wait`."""
+
+    def wait(self) -> KernelState:
+        """The state that enters, shapes and dtypes of the one handed in; differentiable in its sums."""
+        ...
+
+
+Exchange = Callable[[KernelState, Tensor], PendingState]
+"""(what my tokens add to the state that leaves, (B,) bool: what enters also leaves) -> what enters."""
 
 
 def empty_state(like: KernelState) -> KernelState:
@@ -41,3 +57,13 @@ def merge(a: KernelState, b: KernelState) -> KernelState:
     shrink_a = torch.exp(a.log_scale.detach() - log_scale)[..., None, None]
     shrink_b = torch.exp(b.log_scale.detach() - log_scale)[..., None, None]
     return KernelState(a.sums * shrink_a + b.sums * shrink_b, log_scale)
+
+
+def start_state(feature_map: str, k: Tensor, projection: Tensor | None, value_dim: int) -> KernelState:
+    """The empty state of keys k (B, H_kv, N, d) and values of `value_dim` numbers."""
+    batch, heads = k.shape[:2]
+    # The map itself, asked about no token, knows how many features there are and whether they need a scale.
+    phi = features(feature_map, k.detach()[:, :, None, :0].to(wide(k.dtype)), projection)
+    sums = k.new_zeros(batch, heads, phi.values.shape[-1], value_dim + 1, dtype=wide(k.dtype))
+    log_scale = sums.new_full((batch, heads), 0.0 if phi.log_scale is None else EMPTY)
+    return KernelState(sums, log_scale)

@@ -1,0 +1,54 @@
+"""Where documents lie inside rows.
+
+Everything an op needs to know about packing follows from the position of each token within its own document: a document
+starts where the position is 0, began before the row where it exceeds the place in the row, and the blocks of FLuRKA are
+position // block_size.
+"""
+
+import torch
+from torch import Tensor
+
+Positions = Tensor | int
+"""(B, N) positions, or the position of the first token of rows that hold one document each."""
+
+
+def positions_from_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
+    """Positions (B, N) from document starts in the flattened B * N tokens.
+
+    A row whose first token is not a start continues what came before: its positions exceed the place in the row.
+    """
+    places = torch.arange(batch * length, device=cu_seqlens.device)
+    # A start before everything: rows without a listed start of their own continue.
+    starts = torch.cat([cu_seqlens.new_full((1,), -1), cu_seqlens[:-1]]).long()
+    document = torch.searchsorted(starts, places, right=True) - 1
+    return (places - starts[document]).view(batch, length)
+
+
+def position_rows(positions: Positions, length: int, device: torch.device) -> Tensor:
+    """(B, N) or, for rows that are alike, (1, N) int64 positions."""
+    if isinstance(positions, int):
+        return torch.arange(positions, positions + length, device=device)[None]
+    return positions
+
+
+def pad_positions(positions: Tensor, count: int) -> Tensor:
+    """`count` more tokens of the last document."""
+    more = torch.arange(1, count + 1, device=positions.device)
+    return torch.cat([positions, positions[:, -1:] + more], 1)
+
+
+def open_documents(positions: Positions, length: int, batch: int, device: torch.device) -> Tensor:
+    """(B,) bool: no document starts inside the row, so what enters it also leaves it."""
+    if isinstance(positions, int):
+        return torch.full((batch,), positions > 0, device=device)
+    return positions[:, -1] >= length
+
+
+def reversed_positions(positions: Tensor) -> Tensor:
+    """Positions (B, N) of the rows read backwards."""
+    length = positions.shape[1]
+    places = torch.arange(length, device=positions.device)
+    starts = torch.where(positions == 0, places, length)
+    following = torch.cat([starts[:, 1:], starts.new_full((len(starts), 1), length)], 1)
+    ends = following.flip(1).cummin(1).values.flip(1)
+    return (ends - 1 - places).flip(1)

@@ -1,0 +1,117 @@
+"""A differentiable loop over groups of tokens whose memory does not grow with what a group computes.
+
+Forward keeps the carry at group boundaries only; backward runs each group again. Everything a step makes (features,
+weights, states of chunks) lives for one group at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = tuple[Tensor | None, ...]
+
+Step = Callable[[int, Tensors, Tensors, Tensors], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+"""(first token, carry, sequences of this group, shared) -> (outputs of this group, next carry)."""
+
+
+def scan_groups(
+    step: Step, carry: Tensors, sequences: Tensors, shared: Tensors, *, group: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Run `step` over consecutive groups of `group` tokens.
+
+    sequences and outputs hold tokens along dimension 2. The carry goes from group to group; `shared` is given to all.
+    A sequence of one group runs as plain autograd, without recomputation. Differentiable once.
+    """
+    length = next(x for x in sequences if x is not None).shape[2]
+    if length <= group:
+        return step(0, carry, sequences, shared)
+    sizes = (len(carry), len(sequences), len(shared))
+    results = _GroupScan.apply(step, group, length, sizes, *carry, *sequences, *shared)
+    return results[: -len(carry)] if carry else results, results[-len(carry) :] if carry else ()
+
+
+def _take(tensors: Sequence[Tensor | None], start: int, count: int) -> Tensors:
+    return tuple(None if x is None else x.narrow(2, start, count) for x in tensors)
+
+
+def _leaves(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> Tensors:
+    return tuple(
+        None if x is None else x.detach().requires_grad_(need and x.is_floating_point())
+        for x, need in zip(tensors, needed)
+    )
+
+
+def _split(items: Sequence[Any], sizes: tuple[int, int, int]) -> tuple[tuple, tuple, tuple]:
+    first, second = sizes[0], sizes[0] + sizes[1]
+    return tuple(items[:first]), tuple(items[first:second]), tuple(items[second:])
+
+
+class _GroupScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, step, group, length, sizes, *tensors):
+        carry, sequences, shared = _split(tensors, sizes)
+        boundaries: list[Tensor] = []
+        wholes: list[Tensor] = []
+        for start in range(0, length, group):
+            count = min(group, length - start)
+            boundaries.extend(carry)
+            outputs, carry = step(start, carry, _take(sequences, start, count), shared)
+            if not wholes:
+                wholes = [x.new_empty(*x.shape[:2], length, *x.shape[3:]) for x in outputs]
+            for whole, part in zip(wholes, outputs):
+                whole.narrow(2, start, count).copy_(part)
+        ctx.step, ctx.group, ctx.length, ctx.sizes, ctx.num_outputs = step, group, length, sizes, len(wholes)
+        ctx.save_for_backward(*sequences, *shared, *boundaries)
+        return (*wholes, *carry)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        num_carry, num_sequences, num_shared = ctx.sizes
+        saved = ctx.saved_tensors
+        sequences, shared, boundaries = _split(saved, (num_sequences, num_shared, 0))
+        need_carry, need_sequences, need_shared = _split(ctx.needs_input_grad[4:], ctx.sizes)
+        grad_outputs, grad_carry = grads[: ctx.num_outputs], grads[ctx.num_outputs :]
+        grad_sequences = [torch.zeros_like(x) if need else None for x, need in zip(sequences, need_sequences)]
+        grad_shared: list[Tensor | None] = [None] * num_shared
+        for index in reversed(range(len(range(0, ctx.length, ctx.group)))):
+            start = index * ctx.group
+            count = min(ctx.group, ctx.length - start)
+            # The carry needs a gradient inside the sequence even where the initial one does not.
+            carry = _leaves(
+                boundaries[index * num_carry : (index + 1) * num_carry],
+                need_carry if index == 0 else [True] * num_carry,
+            )
+            parts = _leaves(_take(sequences, start, count), need_sequences)
+            common = _leaves(shared, need_shared)
+            with torch.enable_grad():
+                outputs, left = ctx.step(start, carry, parts, common)
+            grad_carry, grad_parts, grad_common = _pull_back(
+                (*outputs, *left), (*_take(grad_outputs, start, count), *grad_carry), (carry, parts, common)
+            )
+            for whole, part in zip(grad_sequences, grad_parts):
+                if whole is not None and part is not None:
+                    whole.narrow(2, start, count).copy_(part)
+            grad_shared = [
+                new if old is None else old if new is None else old + new
+                for old, new in zip(grad_shared, grad_common)
+            ]
+        return (None, None, None, None, *grad_carry, *grad_sequences, *grad_shared)
+
+
+def _pull_back(
+    results: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: tuple[Tensors, Tensors, Tensors]
+) -> tuple[tuple, tuple, tuple]:
+    """Gradients of `inputs`, None where there is none."""
+    flat = [x for part in inputs for x in part]
+    wanted = [i for i, x in enumerate(flat) if x is not None and x.requires_grad]
+    live = [(y, g) for y, g in zip(results, grads) if y.requires_grad and g is not None]
+    found: list[Tensor | None] = [None] * len(flat)
+    if live and wanted:
+        outs, outer = zip(*live)
+        got = torch.autograd.grad(outs, [flat[i] for i in wanted], outer, allow_unused=True)
+        for i, grad in zip(wanted, got):
+            found[i] = grad
+    return _split(found, (len(inputs[0]), len(inputs[1]), len(inputs[2])))

@@ -1,0 +1,148 @@
+"""Kernel attention in linear time on any device: chunks inside groups of tokens, states between them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries, padding
+from megakernel.ops.dispatch import wide
+from megakernel.ops.documents import (
+    Positions,
+    open_documents,
+    pad_positions,
+    position_rows,
+    reversed_positions,
+)
+from megakernel.ops.feature_maps import Features, features
+from megakernel.ops.groups import Tensors, scan_groups
+from megakernel.ops.scan import Links, link, read_state, scan_chunks, write_chunks
+from megakernel.ops.state import Exchange, KernelState, start_state
+from megakernel.ops.sums import Sums, add, normalized, unnormalized
+
+CHUNK = 128
+"""Tokens whose pairs are weighed one by one."""
+
+GROUP = 4096
+"""Tokens whose features and chunk states exist at once, a multiple of CHUNK."""
+
+Phi = Callable[[Tensor], Features]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str,
+    projection: Tensor | None,
+    causal: bool,
+    normalize: bool,
+    mass: Tensor | None,
+    positions: Positions,
+    initial_state: KernelState | None,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, KernelState]:
+    """Attention (B, H, N, D) and the state after the last token.
+
+    Arguments are those of `megakernel.ops.kernel_attention`, with `positions` in place of cu_seqlens and mass of shape
+    (B, H_kv, N). With `exchange`, what enters comes from there, and the state is what these tokens alone add.
+    """
+    start = start_state(feature_map, k, projection, v.shape[-1])
+    state = initial_state or start
+    finish = normalized if normalize else unnormalized
+    run = partial(_over_groups, feature_map=feature_map, projection=projection, positions=positions)
+    if exchange is not None:
+        _, own = run(_write, (k, v, mass), start)
+        pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
+        local, _ = run(_sums, (q, k, v, mass), start)
+        began_before = position_rows(positions, q.shape[2], q.device) > torch.arange(
+            q.shape[2], device=q.device
+        )
+        (out,), _ = run(partial(_read, finish), (q, v, began_before[:, None], *local), pending.wait())
+        return out, own
+    if causal:
+        (out,), state = run(partial(_attend, finish), (q, k, v, mass), state)
+        return out, state
+    if isinstance(positions, int):
+        _, state = run(_write, (k, v, mass), state)
+        everywhere = torch.ones((1, 1, q.shape[2]), dtype=torch.bool, device=q.device)
+        (out,), _ = run(partial(_read, finish), (q, v, everywhere), state)
+        return out, state
+    before, state = run(_sums, (q, k, v, mass), state)
+    backwards = tuple(None if x is None else x.flip(2) for x in (q, k, v, mass))
+    after, _ = run(partial(_sums, delay=1), backwards, start, positions=reversed_positions(positions))
+    return finish(add(Sums(*before), Sums(*(x.flip(2) for x in after)))).to(v.dtype), state
+
+
+def _over_groups(step, inputs: Tensors, state: KernelState, *, feature_map, projection, positions):
+    """Run `step(inputs, state, positions, phi) -> outputs, state` over groups of tokens."""
+    varying = None if isinstance(positions, int) else positions[:, None]
+
+    def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
+        *here, at = sequences
+        entering = KernelState(carry[0], carry[1].detach())
+        places = positions + start if at is None else at[:, 0]
+        outputs, leaving = step(here, entering, places, lambda x: features(feature_map, x, shared[0]))
+        return outputs, tuple(leaving)
+
+    outputs, leaving = scan_groups(on_group, tuple(state), (*inputs, varying), (projection,), group=GROUP)
+    return outputs, KernelState(leaving[0], leaving[1].detach())
+
+
+def _attend(finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+    q, v = inputs[0], inputs[2]
+    sums, state = _scan(inputs, state, positions, phi)
+    return (join_queries(finish(sums), q.shape[1], q.shape[2]).to(v.dtype),), state
+
+
+def _sums(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
+    q = inputs[0]
+    sums, state = _scan(inputs, state, positions, phi, delay)
+    return tuple(join_queries(x, q.shape[1], q.shape[2]) for x in sums), state
+
+
+def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+    k, v, mass = inputs
+    size = min(CHUNK, k.shape[2])
+    links = _links(positions, k.shape[2], size, k.device)
+    return (), write_chunks(*_keys(k, v, mass, size, phi), state, links)
+
+
+def _read(finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+    """What the state gives to the queries that read it, added to the sums they have already."""
+    q, v, reads, *sums = inputs
+    heads, length, kv_heads = q.shape[1], q.shape[2], state.sums.shape[1]
+    queries = phi(chunk_queries(q.to(state.sums.dtype), kv_heads, length))
+    total = read_state(queries, state, reads.repeat(1, 1, heads // kv_heads))
+    if sums:
+        values, log_scale = (chunk_queries(x, kv_heads, length) for x in (sums[0], sums[1][..., None]))
+        total = add(total, Sums(values, log_scale[..., 0]))
+    return (join_queries(finish(total), heads, length).to(v.dtype),), state
+
+
+def _scan(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
+    q, k, v, mass = inputs
+    size = min(CHUNK, q.shape[2])
+    links = _links(positions, q.shape[2], size, q.device, delay)
+    queries = phi(chunk_queries(q.to(state.sums.dtype), k.shape[1], size))
+    return scan_chunks(queries, *_keys(k, v, mass, size, phi), state, links)
+
+
+def _keys(k: Tensor, v: Tensor, mass: Tensor | None, size: int, phi: Phi) -> tuple[Features, Tensor]:
+    dtype = wide(k.dtype)
+    values = F.pad(v.to(dtype), (0, 1), value=1.0)
+    if mass is not None:
+        values = values * mass[..., None]
+    return phi(chunk_keys(k.to(dtype), size)), chunk_keys(values, size)
+
+
+def _links(positions: Positions, length: int, size: int, device: torch.device, delay: int = 0) -> Links:
+    rows = pad_positions(position_rows(positions, length, device), padding(length, size)).unflatten(
+        1, (-1, size)
+    )
+    places = torch.arange(size, device=device)
+    first = (places - rows)[:, :, None]
+    return link(first, places.expand(rows.shape), delay=delay)

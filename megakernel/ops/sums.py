@@ -1,0 +1,40 @@
+"""Sums over keys, one per query: the common currency of every normalized attention.
+
+A set of keys gives query i the row sum_j w_ij [v_j, 1]. Rows of disjoint key sets add, whatever made the weights, and a
+quotient at the end turns the total into attention.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sums(NamedTuple):
+    """sum_j w_ij [v_j, 1] = values * exp(log_scale); the scale is a constant to autograd."""
+
+    values: Tensor
+    """(..., N, D + 1); the last column is the denominator."""
+
+    log_scale: Tensor
+    """(..., N); `state.EMPTY` where no key contributed to an unbounded similarity."""
+
+
+def add(a: Sums, b: Sums) -> Sums:
+    """The sums over the keys of `a` and of `b` together."""
+    log_scale = torch.maximum(a.log_scale, b.log_scale)
+    shrink_a = torch.exp(a.log_scale - log_scale)[..., None]
+    shrink_b = torch.exp(b.log_scale - log_scale)[..., None]
+    return Sums(a.values * shrink_a + b.values * shrink_b, log_scale)
+
+
+def normalized(sums: Sums) -> Tensor:
+    """Weighted mean of the values, (..., N, D); 0 where there was nothing to see."""
+    numerator, denominator = sums.values[..., :-1], sums.values[..., -1:]
+    empty = denominator == 0
+    return (numerator / denominator.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+
+
+def unnormalized(sums: Sums) -> Tensor:
+    """sum_j w_ij v_j itself, (..., N, D)."""
+    return sums.values[..., :-1] * torch.exp(sums.log_scale)[..., None]
