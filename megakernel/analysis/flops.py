@@ -1,0 +1,115 @@
+"""Floating-point operations of a model: what its formulas need, not what some way of computing them executes.
+
+Conventions, all per token of one sequence of `seq_len` tokens that is a single document:
+* a multiplication and an addition count 2, matrix products alone are counted; norms, softmax, exponentials,
+  rotations and the embedding lookup are not;
+* causal attention counts the pairs it may look at, (N + 1) / 2 keys per token, half of what PaLM's appendix
+  counts: a kernel that skips the other half does the same work;
+* kernel attention counts one update and one reading of the state per token, D + 1 columns with the
+  normalizer. The chunked op weighs pairs inside a chunk as well, which buys speed and is not necessary;
+* training is forward and twice that for backward. What is recomputed to save memory is not counted in MFU.
+"""
+
+from collections import Counter
+from typing import Literal
+
+from megakernel.config import Attention, FeatureMap, Model
+
+BACKWARD = 2
+
+
+def flops_per_token(model: Model, seq_len: int, vocab_size: int) -> float:
+    """Forward FLOPs per token. vocab_size: tokens of the tokenizer; padding rows are not necessary work."""
+    return sum(forward_flops(model, seq_len, vocab_size).values())
+
+
+def training_flops_per_token(model: Model, seq_len: int, vocab_size: int) -> float:
+    """Forward and backward FLOPs per token, the numerator of MFU."""
+    return (1 + BACKWARD) * flops_per_token(model, seq_len, vocab_size)
+
+
+def recomputed_flops_per_token(
+    model: Model, seq_len: int, activation_checkpointing: Literal["none", "selective", "full"]
+) -> float:
+    """FLOPs per token that backward repeats because of training.activation_checkpointing."""
+    if activation_checkpointing == "none":
+        return 0.0
+    parts = forward_flops(model, seq_len, vocab_size=0)
+    if activation_checkpointing == "selective":
+        del parts["projections"], parts["mlp"]
+    return sum(parts.values())
+
+
+def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, float]:
+    """Forward FLOPs per token by part, summed over the layers.
+
+    projections (query, key, value, output), feature_map, landmarks, state, readout, near (exact attention,
+    windowed or full), gate, mlp, head. Parts that no layer has are absent.
+    """
+    width, size = model.hidden_size, model.head_size
+    matrices = 3 if model.activation == "swiglu" else 2
+    parts: Counter[str] = Counter()
+    for layer in range(model.num_layers):
+        parts["projections"] += 2 * width * size * (2 * model.num_heads + 2 * model.kv_heads)
+        parts["mlp"] += 2 * width * model.ffn_size * matrices
+        parts.update(attention_flops(model, model.layer_attention(layer), seq_len))
+    parts["head"] += 2 * width * vocab_size
+    return dict(parts)
+
+
+def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[str, float]:
+    """Forward FLOPs per token of one layer's attention core, by part."""
+    heads, kv_heads, size = model.num_heads, model.kv_heads, model.head_size
+    phi, near, compression = attention.feature_map, attention.near, attention.compression
+    if phi is None:
+        block = attention.block_size or seq_len
+        keys = mean_local_keys(seq_len, block, near.blocks if near else 1)
+        return {"near": heads * keys * 4 * size}
+
+    features, mapping = feature_width(phi, size), _mapping_flops(phi, size)
+    one_state = 2 * features * (size + 1)
+    if compression is None:
+        return {
+            "feature_map": (heads + kv_heads) * mapping,
+            "state": kv_heads * one_state,
+            "readout": heads * one_state,
+        }
+    assert near is not None
+    landmarks_per_token = compression.rank / compression.block_size
+    keys = mean_local_keys(seq_len, compression.block_size, near.blocks)
+    mapped_keys = landmarks_per_token + (near.kind == "kernel")
+    parts = {
+        "landmarks": kv_heads * compression.rank * 4 * size,
+        "feature_map": (heads + kv_heads * mapped_keys) * mapping,
+        "state": kv_heads * landmarks_per_token * one_state,
+        "readout": heads * one_state,
+        "near": heads * keys * (4 * size if near.kind == "softmax" else 2 * features + 2 * (size + 1)),
+    }
+    if near.kind == "softmax" and near.join == "gated" and near.gate == "token":
+        parts["gate"] = heads * 2 * size
+    return parts
+
+
+def mean_local_keys(seq_len: int, block_size: int, blocks: int) -> float:
+    """Keys that a token attends exactly, on average: its own block up to itself, and `blocks` - 1 before it.
+
+    With block_size = seq_len this is (N + 1) / 2, full causal attention.
+    """
+    whole, rest = divmod(seq_len, block_size)
+    own = whole * block_size * (block_size + 1) / 2 + rest * (rest + 1) / 2
+    before = (blocks - 1) * max(seq_len - block_size, 0) * block_size
+    return (own + before) / seq_len
+
+
+def feature_width(feature_map: FeatureMap, head_dim: int) -> int:
+    """F, the numbers in phi(x)."""
+    if feature_map.name == "favor":
+        return feature_map.samples or 2 * head_dim
+    return 2 * head_dim if feature_map.name == "hedgehog" else head_dim
+
+
+def _mapping_flops(feature_map: FeatureMap, head_dim: int) -> int:
+    """FLOPs of phi for one vector of one head: its projection, if it has one."""
+    if feature_map.name == "favor":
+        return 2 * head_dim * feature_width(feature_map, head_dim)
+    return 2 * head_dim * head_dim if feature_map.name == "hedgehog" else 0

@@ -1,0 +1,125 @@
+import itertools
+
+import pytest
+
+from megakernel.analysis.flops import (
+    attention_flops,
+    feature_width,
+    flops_per_token,
+    forward_flops,
+    mean_local_keys,
+    recomputed_flops_per_token,
+    training_flops_per_token,
+)
+from megakernel.config import PRESETS, FeatureMap, Model
+
+
+def model(**changes) -> Model:
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "ffn_hidden_size": 100}
+    return Model.model_validate({**sizes, "attention": "softmax", **changes})
+
+
+def core(attention, seq_len=256, **changes) -> dict[str, float]:
+    built = model(attention=attention, **changes)
+    return attention_flops(built, built.attention, seq_len)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "block", "blocks"),
+    itertools.product([1, 7, 8, 9, 16, 37], [1, 8, 64], [1, 2]),
+)
+def test_mean_local_keys_is_the_mean_over_a_count_of_allowed_pairs(seq_len, block, blocks):
+    pairs = sum(
+        key <= query and query // block - key // block < blocks
+        for query in range(seq_len)
+        for key in range(seq_len)
+    )
+    assert mean_local_keys(seq_len, block, blocks) == pairs / seq_len
+
+
+def test_a_small_softmax_model_by_hand():
+    assert forward_flops(model(), seq_len=9, vocab_size=50) == {
+        "projections": 2 * (2 * 64 * 64 * 4),
+        "near": 2 * 4 * 5 * (2 * 16 + 2 * 16),  # 5 = (9 + 1) / 2 keys, scores and weighted values
+        "mlp": 2 * (2 * 64 * 100 * 3),
+        "head": 2 * 64 * 50,
+    }
+
+
+def test_grouped_queries_save_projections_and_state_but_no_readout():
+    all_heads, grouped = core("linear"), core("linear", num_kv_heads=2)
+    assert grouped["state"] == all_heads["state"] / 2
+    assert grouped["readout"] == all_heads["readout"]
+    projections = forward_flops(model(num_kv_heads=2), 8, 8)["projections"]
+    assert projections == 2 * 2 * 64 * 16 * (4 + 2 + 2 + 4)
+
+
+def test_kernel_attention_by_hand():
+    # 4 heads of 16; hedgehog has 32 features from a 16 x 16 matrix; the state has 32 x 17 numbers.
+    assert core("hedgehog") == {
+        "feature_map": 8 * 2 * 16 * 16,
+        "state": 4 * 2 * 32 * 17,
+        "readout": 4 * 2 * 32 * 17,
+    }
+    assert core("linear")["feature_map"] == 0
+
+
+def test_flurka_by_hand():
+    # 8 landmarks for 64 tokens: keys and values pooled, then 1/8 feature map and state update per token.
+    assert core("flurka") == {
+        "landmarks": 4 * 8 * (2 * 16 + 2 * 16),
+        "feature_map": (4 + 4 / 8) * 2 * 16 * 16,
+        "state": 4 * 2 * 32 * 17 / 8,
+        "readout": 4 * 2 * 32 * 17,
+        "near": 4 * 65 / 2 * (2 * 16 + 2 * 16),
+        "gate": 4 * 2 * 16,
+    }
+
+
+def test_pure_flurka_maps_every_key_and_weighs_near_pairs_by_features():
+    parts = core("flurka_kernel")
+    assert parts["feature_map"] == (4 + 4 + 4 / 8) * 2 * 16 * 16
+    assert parts["near"] == 4 * 65 / 2 * (2 * 32 + 2 * 17)
+    assert "gate" not in parts
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "width"),
+    [
+        ({"name": "elu"}, 16),
+        ({"name": "hedgehog"}, 32),
+        ({"name": "favor"}, 32),
+        ({"name": "favor", "samples": 48}, 48),
+    ],
+)
+def test_feature_widths(feature_map, width):
+    assert feature_width(FeatureMap.model_validate(feature_map), 16) == width
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "softmax"])
+def test_a_token_of_kernelized_attention_costs_the_same_at_8_thousand_and_1_million(preset):
+    short, long = (flops_per_token(model(attention=preset), n, 256) for n in (8192, 2**20))
+    assert short == long
+
+
+def test_softmax_grows_with_length_and_flurka_overtakes_it():
+    def cost(preset, n):
+        return sum(core(preset, n).values())
+
+    assert cost("softmax", 2**20) > 100 * cost("flurka", 2**20)
+
+
+def test_layers_of_a_pattern_count_by_their_own_attention():
+    mixed = model(num_layers=4, attention="flurka", attention_pattern=["main", "main", "main", "softmax"])
+    parts, flurka, softmax = forward_flops(mixed, 256, 8), core("flurka"), core("softmax")
+    assert parts["near"] == 3 * flurka["near"] + softmax["near"]
+    assert parts["readout"] == 3 * flurka["readout"]
+
+
+def test_training_is_three_forwards_and_recomputation_is_apart():
+    small = model(attention="flurka")
+    forward = flops_per_token(small, 256, 50)
+    assert training_flops_per_token(small, 256, 50) == 3 * forward
+    assert recomputed_flops_per_token(small, 256, "none") == 0
+    assert recomputed_flops_per_token(small, 256, "selective") == 2 * sum(core("flurka").values())
+    assert recomputed_flops_per_token(small, 256, "full") == forward - 2 * 64 * 50
