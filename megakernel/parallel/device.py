@@ -17,7 +17,7 @@ def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
     """Make PyTorch, Megatron-core and DeepSpeed of this process use one device, and return it.
 
     `auto` takes CUDA where there is a device. `local_rank`, counted over this machine's processes, is the
-    index of the CUDA device. Best called before Megatron-core and DeepSpeed are imported, which is when they warn.
+    index of the CUDA device. Best called before Megatron-core and DeepSpeed are imported: then they warn.
 
     Raises:
         ValueError: training.device is cuda and this process has no CUDA device of its own.
@@ -58,12 +58,15 @@ def _cuda_device(local_rank: int) -> torch.device:
     return device
 
 
+_NOISE = (
+    "Transformer Engine and Apex are not installed",
+    "full scope is deprecated",  # of a CUDA graph that nobody asked for
+    r"`torch\.distributed\.\w+` is deprecated",  # called by the libraries themselves
+)
+
+
 def _quieten_libraries() -> None:
-    # What is not installed is not needed; the renamed collectives are called by the libraries, in every layer.
-    for message in (
-        "Transformer Engine and Apex are not installed",
-        r"`torch\.distributed\.\w+` is deprecated",
-    ):
+    for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
 
 

@@ -12,10 +12,12 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megakernel.attention.sequence import WHOLE, SequencePiece
 from megakernel.config.parallel import Parallel
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.device import quieten_ranks
 from megakernel.parallel.mpu import ModelParallelUnit
+from megakernel.parallel.sequence import ContextPiece
 
 
 class Place(Protocol):
@@ -32,22 +34,6 @@ class Place(Protocol):
         ...
 
 
-def data_parallel_size(parallel: Parallel, world_size: int) -> int:
-    """What is left of the world for data parallelism.
-
-    Raises:
-        ValueError: tensor x context x pipeline does not divide the world.
-    """
-    model = parallel.tensor * parallel.context * parallel.pipeline
-    if world_size % model:
-        raise ValueError(
-            f"parallel.tensor={parallel.tensor} x parallel.context={parallel.context} x "
-            f"parallel.pipeline={parallel.pipeline} = {model} does not divide the world of {world_size} "
-            f"processes; start a multiple of {model} or change one of the three"
-        )
-    return world_size // model
-
-
 class Mesh:
     """All process groups of a run; created once, passed on, destroyed at the end.
 
@@ -58,6 +44,7 @@ class Mesh:
         gradient: dp x cp, over which gradients are averaged and ZeRO shards.
         model: tp x pp, which together hold one copy of the weights.
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
+        sequence_piece: this process's piece of every sequence, for attention.
         topology: the same order for DeepSpeed's PipelineModule, where `data` is `gradient`.
         mpu: what `deepspeed.initialize` asks for when there is no pipeline.
         process_groups: what Megatron-core's layers ask for.
@@ -74,6 +61,7 @@ class Mesh:
         self.pp = Axis.of(parallel_state.get_pipeline_model_parallel_group())
         self.gradient = Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self.model = Axis.of(parallel_state.get_model_parallel_group())
+        self.sequence_piece: SequencePiece = WHOLE if self.cp.size == 1 else ContextPiece(self.cp)
         self.topology = PipeModelDataParallelTopology(
             num_pp=self.pp.size, num_mp=self.tp.size, num_dp=self.gradient.size
         )
@@ -89,9 +77,14 @@ class Mesh:
         The rendezvous is torchrun's environment (MASTER_ADDR, MASTER_PORT); a world of one needs none.
 
         Raises:
-            ValueError: the world does not divide; raised before anything is started.
+            ValueError: tensor x context x pipeline does not divide the world; nothing is started then.
         """
-        data_parallel_size(parallel, place.world_size)
+        if place.world_size % parallel.model_size:
+            raise ValueError(
+                f"parallel.tensor={parallel.tensor} x parallel.context={parallel.context} x "
+                f"parallel.pipeline={parallel.pipeline} does not divide {place.world_size} processes; "
+                f"start a multiple of {parallel.model_size} or change parallel"
+            )
         timeout = timedelta(minutes=parallel.timeout_minutes)
         alone = place.world_size == 1 and "MASTER_ADDR" not in os.environ
         dist.init_process_group(

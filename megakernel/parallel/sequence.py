@@ -9,15 +9,8 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megakernel.attention.sequence import WHOLE, PendingState, SequencePiece
-from megakernel.ops.state import EMPTY, KernelState
+from megakernel.ops.state import EMPTY, KernelState, PendingState
 from megakernel.parallel.axis import Axis
-from megakernel.parallel.mesh import Mesh
-
-
-def sequence_piece(mesh: Mesh) -> SequencePiece:
-    """This process's piece: the whole sequence where nothing shares it."""
-    return WHOLE if mesh.cp.size == 1 else ContextPiece(mesh.cp)
 
 
 class ContextPiece:

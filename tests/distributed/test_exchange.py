@@ -5,7 +5,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
-from megakernel.parallel.sequence import sequence_piece
 from tests.distributed.ranks import cpu_mesh, run_ranks
 
 SIZES = [2, 4]
@@ -38,7 +37,7 @@ def states(pieces, dtype):
 def entering_states(pieces, dtype):
     with cpu_mesh(context=pieces) as mesh:
         sums, log_scales, carries, weights = states(pieces, dtype)
-        piece, rank = sequence_piece(mesh), mesh.cp.rank
+        piece, rank = mesh.sequence_piece, mesh.cp.rank
         mine = sums[rank].detach().requires_grad_()
         pending = piece.start_prefix(KernelState(mine, log_scales[rank]), carries[rank])
         entering = pending.wait()
@@ -82,7 +81,7 @@ def stacked_gradients(pieces, recompute):
     with cpu_mesh(context=pieces) as mesh:
         x = torch.linspace(-1, 1, pieces * 24, dtype=torch.float64).view(pieces, 1, 2, 3, 4)[mesh.cp.rank]
         x.requires_grad_()
-        out = stacked(x, sequence_piece(mesh), recompute)
+        out = stacked(x, mesh.sequence_piece, recompute)
         (out * out).sum().backward()
         return out.detach(), x.grad
 
@@ -110,7 +109,7 @@ def previous(pieces, dtype, count):
     with cpu_mesh(context=pieces) as mesh:
         x, weights = (part.chunk(pieces, 2)[mesh.cp.rank].detach() for part in tokens(pieces, dtype))
         x.requires_grad_()
-        before = sequence_piece(mesh).previous_tokens(x, count)
+        before = mesh.sequence_piece.previous_tokens(x, count)
         (before * weights[:, :, :count]).sum().backward()
         return before.detach(), x.grad
 
@@ -131,7 +130,7 @@ def test_previous_tokens_are_the_left_neighbours_last(pieces, dtype, count):
 
 def swapped(pieces, dtype):
     with cpu_mesh(context=pieces) as mesh:
-        piece, rank = sequence_piece(mesh), mesh.cp.rank
+        piece, rank = mesh.sequence_piece, mesh.cp.rank
         x, weights = tokens(pieces, dtype)
         mine = x.chunk(pieces, 2)[rank].detach().requires_grad_()
         heads = piece.tokens_to_heads(mine)
@@ -154,7 +153,7 @@ def test_heads_and_tokens_change_places_and_return(pieces, dtype):
 
 def whole():
     with cpu_mesh() as mesh:
-        return sequence_piece(mesh).size
+        return mesh.sequence_piece.size
 
 
 def test_a_sequence_that_nobody_shares_is_whole():

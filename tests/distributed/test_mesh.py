@@ -1,6 +1,7 @@
 """One mesh on which Megatron-core and DeepSpeed agree."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core.parallel_state import RankGenerator
 
 from megakernel.config.parallel import Parallel
-from megakernel.parallel.mesh import data_parallel_size
+from megakernel.parallel.mesh import Mesh
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 
 LAYOUTS = [
@@ -73,12 +74,10 @@ def test_sums_run_over_one_axis_and_agreement_over_the_world():
     assert run_ranks(sums_and_agreement, 4) == [(1, 2, 1, 0), (1, 4, 1, 1), (5, 2, 1, 2), (5, 4, 1, 3)]
 
 
-def test_a_world_that_does_not_divide_is_refused_with_a_remedy():
-    assert data_parallel_size(Parallel(tensor=2, context=3), 12) == 2
-    with pytest.raises(
-        ValueError, match=r"parallel.tensor=2 .* = 4 does not divide the world of 6 .* multiple of 4"
-    ):
-        data_parallel_size(Parallel(tensor=2, pipeline=2), 6)
+def test_a_world_that_does_not_divide_is_refused_before_it_starts():
+    place = SimpleNamespace(rank=0, world_size=6)
+    with pytest.raises(ValueError, match=r"parallel\.tensor=2 .* does not divide 6 .* a multiple of 4"):
+        Mesh.create(Parallel(tensor=2, pipeline=2), place, torch.device("cpu"))
 
 
 def fail_on_one_rank():
