@@ -1,0 +1,50 @@
+"""Number of trained parameters of a model, before it is built."""
+
+from megakernel.config import Attention, Model
+
+
+def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
+    """Trained parameters over all processes.
+
+    vocab_size: tokens of the tokenizer, padded here to model.vocab_multiple as the embedding is.
+    seq_len: rows of a learned position table where model.max_positions is not set.
+    """
+    width = model.hidden_size
+    table = -(-vocab_size // model.vocab_multiple) * model.vocab_multiple * width
+    count = table if model.tie_embeddings else 2 * table
+    if model.position == "learned":
+        count += (model.max_positions or seq_len) * width
+    layers = sum(_layer(model, model.layer_attention(layer)) for layer in range(model.num_layers))
+    return count + layers + _norm(model)
+
+
+def _layer(model: Model, attention: Attention) -> int:
+    width, size = model.hidden_size, model.head_size
+    projected = (model.num_heads + 2 * model.kv_heads) * size
+    inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+    matrices = width * (projected + model.num_heads * size + inner + model.ffn_size)
+    biases = projected if model.qkv_bias else 0
+    if model.bias:
+        biases += width + inner + width
+    return matrices + biases + 2 * _norm(model) + _mechanism(model, attention)
+
+
+def _norm(model: Model) -> int:
+    return model.hidden_size * (2 if model.norm == "layernorm" else 1)
+
+
+def _mechanism(model: Model, attention: Attention) -> int:
+    """What the attention itself learns: feature maps, landmarks, masses, gates."""
+    heads, kv_heads, size = model.num_heads, model.kv_heads, model.head_size
+    count = 0
+    if attention.feature_map is not None and attention.feature_map.name == "hedgehog":
+        count += kv_heads * size * size
+    compression, near = attention.compression, attention.near
+    if compression is None:
+        return count
+    assert near is not None
+    owners = kv_heads if compression.per_head else 1
+    count += owners * 2 * compression.rank * compression.block_size + kv_heads
+    if near.kind == "softmax":
+        count += heads * (size + 1) if (near.join, near.gate) == ("gated", "token") else heads
+    return count
