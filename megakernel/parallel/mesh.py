@@ -2,7 +2,7 @@
 
 import os
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import deepspeed
 import torch
@@ -127,6 +127,16 @@ class Mesh:
         largest = torch.tensor(flag, dtype=torch.int64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest.item())
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One picklable value of each process, in the order of ranks."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        dist.barrier()
 
     def destroy(self) -> None:
         """Leave every group; a gloo process that exits without this can abort although its work succeeded."""

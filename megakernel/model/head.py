@@ -1,0 +1,93 @@
+"""The last layer: hidden states to the loss, in chunks of tokens so that a long sequence's logits never exist whole."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    vocab_parallel_cross_entropy,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .norm import Norm
+from .settings import ModelSettings, drawn_from
+from .stream import IGNORED, Stream
+
+
+class FinalNorm(nn.Module):
+    """The norm before the head, on the stream."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        self.norm = Norm(settings)
+
+    def forward(self, stream: Stream) -> Stream:
+        """Normalized hidden states; the rest of the stream passes through."""
+        hidden, *rest = stream
+        return (self.norm(hidden), *rest)
+
+
+class OutputHead(nn.Module):
+    """An untied output matrix, its rows cut over the tensor ranks."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        transformer = settings.transformer
+        self.settings = settings
+        with drawn_from(settings.seed, "head"):
+            self.linear = ColumnParallelLinear(
+                settings.model.hidden_size,
+                settings.vocab_size,
+                config=transformer,
+                init_method=transformer.init_method,
+                bias=False,
+                tp_group=settings.mesh.tp.group,
+            )
+
+    def forward(self, stream: Stream) -> Tensor:
+        """The mean loss, see `mean_loss`."""
+        return mean_loss(self.linear.weight, stream, self.settings)
+
+
+def mean_loss(weight: Tensor, stream: Stream, settings: ModelSettings) -> Tensor:
+    """Cross entropy in nats: this piece's sum over its targets, divided by the global batch's number of targets.
+
+    weight (V / tp, C); hidden states (N, B, C). Summed over context and data ranks and accumulated micro-batches
+    this is the global mean, whatever the layout (DESIGN decision 11).
+    """
+    hidden, _, labels, num_targets = stream
+    return token_losses(weight, hidden, labels, settings).sum() / num_targets.squeeze()
+
+
+def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: ModelSettings) -> Tensor:
+    """Cross entropy of each token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED."""
+    hidden = for_vocabulary(hidden, settings).flatten(0, 1)
+    targets = labels.transpose(0, 1).reshape(-1)
+    rows = settings.loss_chunk_size
+    recompute = torch.is_grad_enabled() and len(targets) > rows
+    losses = []
+    for chunk, target in zip(hidden.split(rows), targets.split(rows)):
+        if recompute:
+            losses.append(checkpoint(_chunk_losses, weight, chunk, target, use_reentrant=False))
+        else:
+            losses.append(_chunk_losses(weight, chunk, target))
+    return torch.cat(losses)
+
+
+def for_vocabulary(hidden: Tensor, settings: ModelSettings) -> Tensor:
+    """All tokens' hidden states (N, B, C), so that a product with this rank's vocabulary rows has right gradients.
+
+    Each tensor rank's rows give part of the hidden states' gradient: backward sums the parts.
+    """
+    group = settings.mesh.tp.group
+    if settings.mesh.sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden, group=group)
+    return copy_to_tensor_model_parallel_region(hidden, group=group)
+
+
+def _chunk_losses(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
+    counts = target != IGNORED
+    logits = F.linear(hidden, weight)
+    return vocab_parallel_cross_entropy(logits.float(), target.where(counts, 0)).where(counts, 0.0)

@@ -1,0 +1,117 @@
+"""The model as ONE list of layers, which becomes either a sequential module or a DeepSpeed pipeline."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from torch import Tensor, nn
+
+from .embedding import LearnedPositions, TokenEmbedding
+from .head import FinalNorm, OutputHead, for_vocabulary, mean_loss, token_losses
+from .layer import TransformerLayer, layer_spec
+from .settings import ModelSettings
+from .stream import Stream
+
+TIED = "embedding"
+"""Name of the embedding that is also the head."""
+
+
+def layer_list(settings: ModelSettings) -> list[LayerSpec]:
+    """Embedding, transformer layers, final norm, head; each maps a Stream to a Stream, the head to the loss."""
+    model = settings.model
+    spec = layer_spec()
+    body = [LayerSpec(spec.module, settings, index, spec.submodules) for index in range(model.num_layers)]
+    positions = [LayerSpec(LearnedPositions, settings)] if model.position == "learned" else []
+    if not model.tie_embeddings:
+        first, last = LayerSpec(TokenEmbedding, settings), LayerSpec(OutputHead, settings)
+    else:
+        tied = partial(TiedLayerSpec, TIED, TokenEmbedding, settings, tied_weight_attr="tokens.weight")
+        first, last = tied(), tied(forward_fn=partial(_tied_loss, settings=settings))
+    return [first, *positions, *body, LayerSpec(FinalNorm, settings), last]
+
+
+def _tied_loss(embedding: TokenEmbedding, stream: Stream, settings: ModelSettings) -> Tensor:
+    return mean_loss(embedding.tokens.weight, stream, settings)
+
+
+def pipeline(settings: ModelSettings, loss_scale: float) -> PipelineModule:
+    """The layers as a DeepSpeed pipeline over the mesh; its loss is multiplied by `loss_scale`."""
+    return PipelineModule(
+        layer_list(settings),
+        topology=settings.mesh.topology,
+        loss_fn=lambda loss, _: loss * loss_scale,
+        # Equal shares of transformer layers; the embedding and the head ride with the first and last of them.
+        partition_method="type:TransformerLayer",
+        # Weights are functions of (seed, layer) by our own hand; nothing else is random.
+        seed_layers=False,
+    )
+
+
+class LanguageModel(nn.Module):
+    """The layers one after the other in this process.
+
+    Parameters carry the names that PipelineModule gives the same list (`1.mlp…`, `tied_modules.embedding…`), so that
+    a checkpoint of one becomes a checkpoint of the other.
+    """
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        self.settings = settings
+        self.tied_modules = nn.ModuleDict()
+        self.walk: list[Callable[[Stream], Any]] = []
+        for index, spec in enumerate(layer_list(settings)):
+            self.walk.append(self._build(index, spec))
+
+    def _build(self, index: int, spec: LayerSpec) -> Callable[[Stream], Any]:
+        if not isinstance(spec, TiedLayerSpec):
+            self.add_module(str(index), spec.build())
+            return self.get_submodule(str(index))
+        if spec.key not in self.tied_modules:
+            self.tied_modules[spec.key] = spec.build()
+        module = self.tied_modules[spec.key]
+        return module if spec.forward_fn is None else partial(spec.forward_fn, module)
+
+    def forward(self, *stream: Tensor) -> Tensor:
+        """Token ids, positions, labels (B, N) and num_targets (1,) -> the loss of `mean_loss`."""
+        for layer in self.walk[:-1]:
+            stream = layer(stream)
+        return self.walk[-1](stream)
+
+    def losses(self, *stream: Tensor) -> Tensor:
+        """The cross entropy of each token in nats, float32 (B, N); 0 where the label is IGNORED."""
+        for layer in self.walk[:-1]:
+            stream = layer(stream)
+        hidden, _, labels, _ = stream
+        return token_losses(self.output_matrix, hidden, labels, self.settings).view(labels.T.shape).T
+
+    def extend(self, tokens: Tensor, positions: Tensor, states: list[Any] | None) -> tuple[Tensor, list[Any]]:
+        """Logits (B, N, V) of tokens (B, N) that follow those in `states` (None: the beginning), and the new states.
+
+        The states' size does not grow with the number of tokens for kernelized layers; a softmax layer keeps its keys.
+        """
+        entering: list[Any] = states or [None] * self.settings.model.num_layers
+        stream: Stream = (tokens, positions)
+        leaving = []
+        for layer in self.walk[:-1]:
+            if isinstance(layer, TransformerLayer):
+                hidden, state = layer.extend(stream[0], positions, entering[len(leaving)])
+                stream = (hidden, positions)
+                leaving.append(state)
+            else:
+                stream = layer(stream)
+        hidden = for_vocabulary(stream[0], self.settings)
+        logits = F.linear(hidden, self.output_matrix)
+        logits = gather_from_tensor_model_parallel_region(logits, group=self.settings.mesh.tp.group)
+        return logits.transpose(0, 1), leaving
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """This tensor rank's rows (V / tp, C) of the head."""
+        if TIED in self.tied_modules:
+            return self.tied_modules[TIED].tokens.weight
+        head = self.walk[-1]
+        assert isinstance(head, OutputHead)
+        return head.linear.weight

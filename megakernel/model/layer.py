@@ -1,0 +1,94 @@
+"""The transformer layer: Megatron-core's parallel projections and MLP around one of our attention mechanisms."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megakernel.parallel import replicated
+
+from .norm import Norm
+from .self_attention import SelfAttention, SelfAttentionSubmodules
+from .settings import ModelSettings, drawn_from
+from .stream import Stream
+
+
+@dataclass
+class LayerSubmodules:
+    """The replaceable parts of a layer."""
+
+    attention_norm: ModuleSpec | type
+    self_attention: ModuleSpec | type
+    mlp_norm: ModuleSpec | type
+    mlp: ModuleSpec | type
+
+
+def layer_spec() -> ModuleSpec:
+    """The decoder layer as a Megatron-core spec; a variant replaces a part."""
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=LayerSubmodules(
+            attention_norm=Norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                submodules=SelfAttentionSubmodules(qkv=ColumnParallelLinear, output=RowParallelLinear),
+            ),
+            mlp_norm=Norm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+        ),
+    )
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, settings: ModelSettings, index: int, submodules: LayerSubmodules):
+        super().__init__()
+        self.index = index
+        self.recompute = settings.recompute == "full"
+        self.bias_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
+        transformer = settings.transformer
+        with drawn_from(settings.seed, "layer", index):
+            self.attention_norm = build_module(submodules.attention_norm, settings)
+            self.self_attention = build_module(submodules.self_attention, settings=settings, index=index)
+            self.mlp_norm = build_module(submodules.mlp_norm, settings)
+            self.mlp = build_module(
+                submodules.mlp,
+                config=transformer,
+                ffn_hidden_size=transformer.ffn_hidden_size,
+                tp_group=settings.mesh.tp.group,
+            )
+
+    def forward(self, stream: Stream) -> Stream:
+        """Hidden states (N, B, C) to hidden states; the rest of the stream passes through."""
+        hidden, positions, *rest = stream
+        if self.recompute and self.training:
+            hidden = checkpoint(self._compute, hidden, positions, use_reentrant=False)
+        else:
+            hidden = self._compute(hidden, positions)
+        return (hidden, positions, *rest)
+
+    def extend(self, hidden: Tensor, positions: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """The same for tokens that follow those already in `state` (None: the beginning); returns the new state."""
+        output, state = self.self_attention.extend(self.attention_norm(hidden), positions, state)
+        return self._through_mlp(self._add(hidden, output)), state
+
+    def _compute(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        hidden = self._add(hidden, self.self_attention(self.attention_norm(hidden), positions))
+        return self._through_mlp(hidden)
+
+    def _through_mlp(self, hidden: Tensor) -> Tensor:
+        return self._add(hidden, self.mlp(self.mlp_norm(hidden)))
+
+    def _add(self, residual: Tensor, output: tuple[Tensor, Tensor | None]) -> Tensor:
+        branch, bias = output
+        if bias is not None:  # added to sequence shards: each tensor rank's gradient is a part of it
+            branch = branch + replicated(bias, self.bias_group)
+        return residual + branch

@@ -1,0 +1,97 @@
+"""Projections around an attention mechanism: the bridge from Megatron's (N, B, C) to the mechanisms' (B, H, N, d)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megakernel import attention
+
+from .settings import ModelSettings
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """The replaceable projections."""
+
+    qkv: ModuleSpec | type
+    output: ModuleSpec | type
+
+
+class SelfAttention(nn.Module):
+    """Query, key and value projections, the layer's mechanism, and the output projection.
+
+    The rows of the fused projection are grouped by key head, [its queries | key | value], so that a cut between
+    tensor ranks is a cut between key heads and every rank holds whole groups.
+    """
+
+    def __init__(self, settings: ModelSettings, index: int, submodules: SelfAttentionSubmodules):
+        super().__init__()
+        model, mesh, transformer = settings.model, settings.mesh, settings.transformer
+        self.head_dim = model.head_size
+        self.kv_heads = model.kv_heads // mesh.tp.size
+        self.queries_per_key = model.num_heads // model.kv_heads
+        self.piece = mesh.sequence_piece
+        self.recompute = settings.recompute == "selective"
+        self.rotary = attention.Rotary(model.head_size, model.rope_base) if model.position == "rope" else None
+        self.qkv = build_module(
+            submodules.qkv,
+            model.hidden_size,
+            (model.num_heads + 2 * model.kv_heads) * model.head_size,
+            config=transformer,
+            init_method=transformer.init_method,
+            bias=model.qkv_bias,
+            gather_output=False,
+            tp_group=mesh.tp.group,
+        )
+        self.core = attention.build(
+            model.layer_attention(index),
+            num_heads=model.num_heads,
+            num_kv_heads=model.kv_heads,
+            head_dim=model.head_size,
+            causal=True,
+            seed=(settings.seed, index),
+            heads=mesh.head_shard,
+        )
+        self.output = build_module(
+            submodules.output,
+            model.num_heads * model.head_size,
+            model.hidden_size,
+            config=transformer,
+            init_method=transformer.output_layer_init_method,
+            bias=model.bias,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=mesh.tp.group,
+        )
+
+    def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """hidden (N, B, C), positions (B, N) -> (output (N, B, C), its bias or None)."""
+        q, k, v = self._project(hidden)
+        if self.recompute and self.training:
+            heads = checkpoint(self._attend, q, k, v, positions, use_reentrant=False)
+        else:
+            heads = self._attend(q, k, v, positions)
+        return self._merge(heads)
+
+    def extend(self, hidden: Tensor, positions: Tensor, state: Any) -> tuple[tuple[Tensor, Tensor | None], Any]:
+        """`forward` for tokens that follow those in `state`; also the state that includes them."""
+        q, k, v = self._project(hidden)
+        heads, state = self.core.extend(q, k, v, state, positions=positions, rotary=self.rotary)
+        return self._merge(heads), state
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        return self.core(q, k, v, positions=positions, rotary=self.rotary, piece=self.piece)
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        fused, _ = self.qkv(hidden)
+        tokens, batch, _ = fused.shape
+        groups = fused.view(tokens, batch, self.kv_heads, self.queries_per_key + 2, self.head_dim)
+        groups = groups.permute(1, 2, 3, 0, 4)
+        q, k, v = groups.split([self.queries_per_key, 1, 1], dim=2)
+        return q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
+
+    def _merge(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.output(heads.permute(2, 0, 1, 3).flatten(2))

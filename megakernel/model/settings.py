@@ -1,0 +1,80 @@
+"""From our model section to Megatron-core's TransformerConfig, and the one object that layers are built from."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megakernel.config import Model
+from megakernel.parallel import Mesh
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Everything a layer needs to build its part of the model on this process."""
+
+    model: Model
+    """Sizes and layer parts."""
+
+    vocab_size: int
+    """Rows of the embedding, padded to model.vocab_multiple."""
+
+    mesh: Mesh
+    """Where this process stands among the others."""
+
+    seed: int = 0
+    """Run seed: weights are drawn from (seed, layer) alone, whole, and then cut."""
+
+    recompute: Recompute = "none"
+    """What backward computes again instead of keeping."""
+
+    loss_chunk_size: int = 4096
+    """Tokens whose logits exist at once."""
+
+    backend: str | None = None
+    """Attention backend; None lets the ops decide."""
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        """The same sizes in Megatron-core's words."""
+        model = self.model
+        return TransformerConfig(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_attention_heads=model.num_heads,
+            num_query_groups=model.kv_heads,
+            kv_channels=model.head_size,
+            ffn_hidden_size=model.ffn_size,
+            gated_linear_unit=model.activation == "swiglu",
+            activation_func=F.silu if model.activation == "swiglu" else F.gelu,
+            add_bias_linear=model.bias,
+            add_qkv_bias=model.qkv_bias,
+            init_method_std=model.init_std,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=self.mesh.tp.size,
+            sequence_parallel=self.mesh.sequence_parallel,
+            # Whole matrices are drawn on the CPU and then cut, so that the layout does not change the numbers.
+            use_cpu_initialization=True,
+        )
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """Rows of the embedding: `vocab_size` rounded up to `multiple`."""
+    return -(-vocab_size // multiple) * multiple
+
+
+@contextmanager
+def drawn_from(seed: int, *place: int | str) -> Iterator[None]:
+    """Make every random draw inside a function of (seed, place) alone, and leave the generator as it was."""
+    digest = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+        yield

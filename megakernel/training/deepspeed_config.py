@@ -1,0 +1,46 @@
+"""DeepSpeed's configuration as a function of ours."""
+
+from typing import Any
+
+from megakernel.config import Config
+from megakernel.parallel import Mesh
+
+
+def deepspeed_clips(config: Config) -> bool:
+    """Whether DeepSpeed's optimizer wrapper clips and checks gradients; its plain float32 path does not."""
+    return config.parallel.zero_stage > 0
+
+
+def micro_batches_per_step(config: Config, mesh: Mesh) -> int:
+    """Forward passes of one data-parallel rank per optimizer step."""
+    return config.training.global_batch_size // (config.training.micro_batch_size * mesh.dp.size)
+
+
+def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given; `config.deepspeed` is merged last.
+
+    DeepSpeed's data-parallel world is ours times the context ranks, so its batch size counts each sequence piece.
+    """
+    accumulation = micro_batches_per_step(config, mesh)
+    ours: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": config.training.micro_batch_size * accumulation * mesh.gradient.size,
+        "gradient_clipping": config.optimizer.clip_grad_norm if deepspeed_clips(config) else 0.0,
+        "zero_optimization": {"stage": config.parallel.zero_stage},
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+    if config.training.dtype == "bfloat16":
+        ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        ours["data_types"] = {"grad_accum_dtype": "fp32"}
+        ours["communication_data_type"] = "fp32"
+    return _merged(ours, config.deepspeed)
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in changes.items():
+        nested = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merged(out[key], value) if nested else value
+    return out

@@ -1,0 +1,123 @@
+"""A model under DeepSpeed: optimizer steps, evaluation, and the state that a checkpoint holds."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed
+import torch
+from torch import Tensor
+
+from data_pipeline.batch import Batch
+from megakernel.config import Config
+from megakernel.model import IGNORED, LanguageModel, ModelSettings, pipeline
+from megakernel.parallel import Mesh
+
+from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
+from .deferred_errors import DeferredErrors
+from .optimizer import build_optimizer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step measured, the same on every process."""
+
+    loss: float
+    """Mean cross entropy in nats of the global batch, before the update."""
+
+    grad_norm: float
+    """Global gradient norm before clipping; inf or nan where it is not finite."""
+
+    skipped: bool
+    """The gradients were not finite and the weights were left as they are."""
+
+
+class Engine:
+    """The DeepSpeed engine of one process, sequential or a pipeline stage."""
+
+    def __init__(self, config: Config, settings: ModelSettings):
+        mesh = settings.mesh
+        self.config = config
+        self.mesh = mesh
+        self.micro_batches = micro_batches_per_step(config, mesh)
+        # DeepSpeed averages over micro-batches and over dp x cp; our losses are shares of a global mean and add up.
+        self.loss_scale = float(self.micro_batches * mesh.gradient.size)
+        self.pipelined = mesh.pp.size > 1
+        ds_config = deepspeed_config(config, mesh)
+        model = pipeline(settings, self.loss_scale) if self.pipelined else LanguageModel(settings)
+        self.engine, self.optimizer, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config)),
+            config=ds_config,
+            mpu=None if self.pipelined else mesh.mpu,
+            dist_init_required=False,
+        )
+        self.engine.checkpoint_engine = DeferredErrors(self.engine.checkpoint_engine)
+
+    def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        """One update from this rank's micro-batches of a global batch."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        streams = self._streams(batches)
+        skipped_before = self.skipped_steps
+        if self.pipelined:
+            loss = float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in streams])))
+        else:
+            loss = self._accumulate(streams)
+        norm = self.engine.get_global_grad_norm()
+        return StepResult(
+            loss=loss,
+            grad_norm=math.nan if norm is None else float(norm),
+            skipped=self.skipped_steps > skipped_before,
+        )
+
+    def _accumulate(self, streams: list[tuple[Tensor, ...]]) -> float:
+        self.engine.train()
+        total = torch.zeros((), device=self.mesh.device)
+        for stream in streams:
+            loss = self.engine(*stream)
+            self.engine.backward(loss * self.loss_scale)
+            self.engine.step()
+            total += loss.detach()
+        return self.mesh.sum(total, self.mesh.gradient).item()
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean cross entropy in nats over the targets of all ranks' batches; no gradients."""
+        self.engine.eval()
+        streams = self._streams(batches)
+        with torch.no_grad():
+            if self.pipelined:
+                pairs = iter([(stream, stream[-1]) for stream in streams])
+                mean = self.engine.eval_batch(pairs, num_micro_batches=len(streams))
+                return float(mean) * len(streams) / self.micro_batches
+            total = torch.zeros((), device=self.mesh.device)
+            for stream in streams:
+                total += self.engine(*stream)
+        return self.mesh.sum(total, self.mesh.gradient).item()
+
+    def _streams(self, batches: Sequence[Batch]) -> list[tuple[Tensor, ...]]:
+        """The layers' input of each micro-batch; all share the number of targets of the whole global batch."""
+        own = sum((batch.loss_mask.sum() for batch in batches), start=torch.zeros((), dtype=torch.int64))
+        targets = self.mesh.sum(own.to(self.mesh.device), self.mesh.gradient).clamp(min=1).reshape(1)
+        streams = []
+        for batch in batches:
+            labels = batch.labels.where(batch.loss_mask, IGNORED)
+            parts = (batch.tokens, batch.positions, labels)
+            streams.append((*(part.to(self.mesh.device, non_blocking=True) for part in parts), targets))
+        return streams
+
+    def save(self, folder: Path, progress: dict[str, Any]) -> None:
+        """Write this rank's part of the state, and `progress`, into a folder that all ranks name alike."""
+        self.engine.save_checkpoint(
+            str(folder.parent), tag=folder.name, client_state=progress, save_latest=False
+        )
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Read the state that `save` wrote on the same layout; returns its `progress`."""
+        path, progress = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        if path is None:
+            raise ValueError(
+                f"{folder}: DeepSpeed could not read this checkpoint; remove it to use the one before"
+            )
+        return progress

@@ -1,0 +1,211 @@
+"""The training loop: what happens between two optimizer steps."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from data_pipeline.corpus import Corpora
+from data_pipeline.loader import TrainingBatches, ValidationBatches
+from data_pipeline.order import Share
+from megakernel.analysis.flops import training_flops_per_token
+from megakernel.config import Config, UserError
+from megakernel.model import ModelSettings, padded_vocab_size
+from megakernel.parallel import Mesh
+
+from .bits import bits_per_byte
+from .checkpoint import Progress
+from .checkpoint_folder import CheckpointFolder
+from .console import Console
+from .device_peak import peak_tflops
+from .engine import Engine, StepResult
+from .environment import package_versions
+from .metrics_writer import MetricsWriter
+from .ranks import Ranks
+from .resume import resume
+from .run_folder import RunFolder
+from .schedule import learning_rate
+from .stop import Stop
+from .stop_requests import StopRequests
+from .throughput import Throughput
+
+
+class Trainer:
+    """One process's part of a run: reads its share of the data, steps its engine, and on rank 0 reports.
+
+    Raises UserError, alike on all processes, for data and run folders that do not fit the configuration.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config = config
+        self.mesh = mesh
+        self.ranks = Ranks(mesh.rank, mesh.world_size, mesh.gather_objects)
+        self.corpora = Corpora(config.data, validation=config.training.eval_samples > 0)
+        self.folder = RunFolder(config, self.ranks)
+        self.console = Console(config.training.steps)
+        changes = self.folder.open([_device_name(mesh.device)])
+        for change in changes:
+            self._note(f"{change.key} was {change.recorded!r} and is now {change.wanted!r}")
+        share = Share(mesh.dp.rank, mesh.dp.size, mesh.cp.rank, mesh.cp.size)
+        places = {"builds_index": mesh.rank == 0, "barrier": mesh.barrier}
+        self.batches = TrainingBatches(config, self.corpora, share, **places)
+        evaluates = config.training.eval_samples > 0
+        self.validation = ValidationBatches(config, self.corpora, share, **places) if evaluates else None
+        self.engine = Engine(config, model_settings(config, mesh, self.corpora.vocab_size))
+        self.checkpoints = CheckpointFolder(
+            self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_every, self.ranks
+        )
+        self.skipped_in_a_row = 0
+
+    def run(self) -> Stop:
+        """Train to the last step, or to a request to stop; the state is saved in both cases."""
+        steps = self.config.training.steps
+        done = resume(self.engine, self.checkpoints, self.config, self._note)
+        if done >= steps:
+            self._note(f"{self.folder.path} is done: {done} of {steps} steps; raise training.steps to train on")
+            return Stop.NONE
+        with ExitStack() as stack:
+            stop_file = self.folder.stop_file if self.mesh.rank == 0 else None
+            requests = stack.enter_context(StopRequests(stop_file))
+            self.writer = self._open_writer(stack, done)
+            self.throughput = self._throughput()
+            if done == 0:
+                self._evaluate(0)
+            batches = self.batches.from_step(done)
+            for step in range(done, steps):
+                self._step(step, batches)
+                stop = Stop(self.mesh.agree(requests.pending()))
+                requests.accept(stop) if stop else None
+                self._after_step(step + 1, stop)
+                if stop:
+                    requests.saved()
+                    self._note(f"stopped by {stop.name} after step {step + 1}; start the same command to continue")
+                    return stop
+        return Stop.NONE
+
+    def _step(self, step: int, batches) -> None:
+        training = self.config.training
+        rate = learning_rate(step, self.config.schedule, self.config.optimizer.lr, training.steps)
+        with self.throughput.loading():
+            micro_batches = next(batches)
+        result = self.engine.train_step(micro_batches, rate)
+        self.throughput.step(training.global_batch_size * training.seq_len)
+        self._guard(step + 1, result)
+        if (step + 1) % training.log_every == 0 or step + 1 == training.steps:
+            self._log(step + 1, result, rate)
+
+    def _guard(self, step: int, result: StepResult) -> None:
+        """Count steps whose gradients were not finite; end the run where they do not stop."""
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        if result.skipped:
+            self._note(f"step {step} skipped: loss {result.loss}, gradient norm {result.grad_norm}")
+        if self.skipped_in_a_row >= self.config.training.max_skipped_steps:
+            raise UserError(
+                f"training.max_skipped_steps={self.skipped_in_a_row}: that many steps in a row had a loss or gradient "
+                f"that is not finite, up to step {step}; no checkpoint holds them. Lower optimizer.lr, or pass over the "
+                "data with training.skip_samples, and start the same command again"
+            )
+
+    def _log(self, step: int, result: StepResult, rate: float) -> None:
+        scalars = self.throughput.scalars() | {
+            "train/loss": result.loss,
+            "train/bits_per_byte": bits_per_byte(result.loss, self.corpora, "train"),
+            "train/lr": rate,
+            "train/grad_norm": result.grad_norm,
+            "train/tokens": float(step * self._tokens_per_step),
+            "train/skipped_steps": float(self.engine.skipped_steps),
+        }
+        self._write(step, scalars)
+        if self.mesh.rank == 0:
+            self.console.step(step, scalars, self.engine.skipped_steps)
+
+    def _after_step(self, step: int, stop: Stop) -> None:
+        training, every = self.config.training, self.config.checkpoint.every
+        last = step == training.steps
+        if last or (training.eval_every is not None and step % training.eval_every == 0):
+            self._evaluate(step)
+        if last or stop or step % every == 0:
+            self._save(step)
+
+    def _evaluate(self, step: int) -> None:
+        if self.validation is None:
+            return
+        with self.throughput.aside():
+            loss = self.engine.evaluate(list(self.validation))
+        scalars = {"eval/loss": loss, "eval/bits_per_byte": bits_per_byte(loss, self.corpora, "validation")}
+        self._write(step, scalars)
+        if self.mesh.rank == 0:
+            self.console.evaluation(step, scalars)
+
+    def _save(self, step: int) -> None:
+        mesh, parallel = self.mesh, self.config.parallel
+        progress = Progress(
+            step=step,
+            consumed_samples=step * self.config.training.global_batch_size,
+            consumed_tokens=step * self._tokens_per_step,
+            layout={
+                "tensor": mesh.tp.size,
+                "context": mesh.cp.size,
+                "data": mesh.dp.size,
+                "pipeline": mesh.pp.size,
+                "zero_stage": parallel.zero_stage,
+            },
+            versions=package_versions(),
+        )
+        with self.throughput.aside():
+            self.checkpoints.save(progress, self.engine.save)
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self.config.training.global_batch_size * self.config.training.seq_len
+
+    def _open_writer(self, stack: ExitStack, done: int) -> MetricsWriter | None:
+        if self.mesh.rank != 0:
+            return None
+        tensorboard = self.folder.tensorboard if self.config.logging.tensorboard else None
+        writer = stack.enter_context(MetricsWriter(self.folder.metrics_file, tensorboard, done))
+        writer.describe(self.config)
+        return writer
+
+    def _throughput(self) -> Throughput:
+        training, logging = self.config.training, self.config.logging
+        flops = training_flops_per_token(self.config.model, training.seq_len, self.corpora.vocab_size)
+        peak = logging.peak_tflops or peak_tflops(_device_name(self.mesh.device))
+        return Throughput(self.mesh.device, self.mesh.world_size, flops, peak)
+
+    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self.writer is not None:
+            self.writer.write(step, scalars)
+
+    def _note(self, text: str) -> None:
+        if self.mesh.rank == 0:
+            self.console.note(text)
+
+
+def model_settings(config: Config, mesh: Mesh, vocab_size: int) -> ModelSettings:
+    """How this process builds its part of the configured model.
+
+    Raises UserError where model.vocab_size is smaller than the tokenizer's vocabulary.
+    """
+    wanted = config.model.vocab_size or vocab_size
+    if wanted < vocab_size:
+        raise UserError(
+            f"model.vocab_size={wanted} is smaller than the corpus's tokenizer ({vocab_size} ids); "
+            "remove the key or raise it"
+        )
+    model = config.model
+    if model.max_positions is None:
+        model = model.model_copy(update={"max_positions": config.training.seq_len})
+    return ModelSettings(
+        model=model,
+        vocab_size=padded_vocab_size(wanted, model.vocab_multiple),
+        mesh=mesh,
+        seed=config.run.seed,
+        recompute=config.training.activation_checkpointing,
+        loss_chunk_size=config.training.loss_chunk_size,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
