@@ -11,10 +11,13 @@ from data_pipeline.manifest import Manifest, SplitRecord
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.data import Corpus as CorpusConfig
 from megakernel.config.data import Data
+from megakernel.config.errors import UserError
 
 # Magic and version of Megatron's index, then type code, number of sequences and of document bounds.
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
+
+_AGAIN = "copy the folder from where it was prepared, or prepare it again"
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class PreparedCorpus:
 class Corpora:
     """The corpora of a run, all of one tokenizer.
 
-    Raises ValueError naming the key for a folder that is missing, not prepared, or without the split asked
+    Raises UserError naming the key for a folder that is missing, not prepared, or without the split asked
     of it; for token files that are missing, truncated or not Megatron's; and for corpora of different
     tokenizers.
     """
@@ -95,12 +98,12 @@ class Corpora:
 def _open(key: str, config: CorpusConfig, split: str) -> PreparedCorpus:
     try:
         manifest = Manifest.read(config.path)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{key}={error}") from error
     corpus = PreparedCorpus(config.path, config.weight, manifest)
     if split not in manifest.splits:
         remedy = "; or set training.eval_samples=0" if split == "validation" else ""
-        raise ValueError(f"{key}: {config.path} has no {split} split; prepare it with one{remedy}")
+        raise UserError(f"{key}={config.path} has no {split} split; prepare it with one{remedy}")
     _check_files(key, corpus, split)
     return corpus
 
@@ -110,29 +113,24 @@ def _check_files(key: str, corpus: PreparedCorpus, split: str) -> None:
     for ending, expected in (("bin", record.bin.size), ("idx", record.idx.size)):
         file = corpus.folder / f"{split}.{ending}"
         if not file.is_file():
-            raise ValueError(
-                f"{key}: {file} is missing; copy it from where it was prepared, or prepare it again"
-            )
+            raise UserError(f"{key}={corpus.folder} lacks {file.name}; {_AGAIN}")
         if (size := file.stat().st_size) != expected:
-            raise ValueError(
-                f"{key}: {file} has {size} bytes, its manifest says {expected}: truncated or replaced; "
-                "copy it from where it was prepared, or prepare it again"
+            raise UserError(
+                f"{key}={corpus.folder} holds a truncated or foreign {file.name} ({size} bytes, not "
+                f"{expected}); {_AGAIN}"
             )
     with (corpus.folder / f"{split}.idx").open("rb") as stream:
         magic, _, _, sequences, _ = _INDEX_HEADER.unpack(stream.read(_INDEX_HEADER.size))
     if magic != _INDEX_MAGIC or sequences != record.documents:
-        raise ValueError(
-            f"{key}: {corpus.folder / split}.idx is not the Megatron index of this corpus; "
-            "copy it from where it was prepared, or prepare it again"
-        )
+        raise UserError(f"{key}={corpus.folder} holds a foreign {split}.idx; {_AGAIN}")
 
 
 def _check_one_tokenizer(corpora: Iterable[PreparedCorpus], key: str, first: PreparedCorpus) -> None:
     for corpus in corpora:
         if corpus.manifest.tokenizer.hash != first.manifest.tokenizer.hash:
             mine, other = corpus.manifest.tokenizer, first.manifest.tokenizer
-            raise ValueError(
-                f"{key}: {corpus.folder} was prepared with another tokenizer ({mine.kind}, "
+            raise UserError(
+                f"{key}={corpus.folder} was prepared with another tokenizer ({mine.kind}, "
                 f"{mine.vocab_size} ids) than {first.folder} ({other.kind}, {other.vocab_size} ids); "
                 f"prepare it with --tokenizer {first.folder / 'tokenizer'}"
             )

@@ -76,7 +76,7 @@ class TrainingBatches:
         """Open the training corpora's sample index, built first where it is not there.
 
         builds_index: True on global rank 0 only. barrier: every process calls it once, between building and
-        reading. Raises ValueError for a global batch that does not divide and for too little data.
+        reading. Raises UserError for too little data and an index that cannot be written.
         """
         self._order = ConsumptionOrder(config.training, share)
         self._steps = config.training.steps
@@ -99,7 +99,7 @@ class TrainingBatches:
         return [self._rows.__getitems__(indices) for indices in self._order.indices(step)]
 
     def from_step(self, step: int) -> Iterator[list[Batch]]:
-        """The micro-batches of `step`, of the next step, ... to the end of training, read ahead by workers."""
+        """The micro-batches of `step`, of the next step, ... to the last of training, read ahead."""
         micro_batches = (indices for s in range(step, self._steps) for indices in self._order.indices(s))
         loader: DataLoader[Batch] = DataLoader(
             self._rows,

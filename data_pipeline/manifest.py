@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megakernel.config.errors import UserError
+
 FILE = "manifest.json"
 FORMAT = 1
 
@@ -69,7 +71,7 @@ class Manifest(_Record):
     """`train` and `validation`; a split without documents is absent."""
 
     skipped: dict[str, int]
-    """Documents that are in no split: not text, or empty."""
+    """Documents that are in no split, by reason."""
 
     versions: dict[str, str]
     created: str
@@ -80,11 +82,11 @@ class Manifest(_Record):
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
-        """The manifest of `folder`; ValueError where it is missing or not one of ours."""
+        """The manifest of `folder`; UserError where it is missing or not one of ours."""
         if not folder.is_dir():
-            raise ValueError(f"{folder} does not exist; make it with `megakernel prepare --out {folder}`")
+            raise UserError(f"{folder} does not exist; make it with `megakernel prepare --out {folder}`")
         if not (folder / FILE).is_file():
-            raise ValueError(
+            raise UserError(
                 f"{folder} has no {FILE}, so `megakernel prepare` did not make it; "
                 "give a prepared folder, or prepare its text"
             )
@@ -93,6 +95,6 @@ class Manifest(_Record):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the file"
-            raise ValueError(
+            raise UserError(
                 f"{folder / FILE} is damaged ({place}: {first['msg']}); prepare the folder again"
             ) from error

@@ -29,14 +29,8 @@ class ConsumptionOrder:
     """Stream indices by step: the same global batches for any replicas, micro-batch size and restart."""
 
     def __init__(self, training: Training, share: Share):
-        """Raises ValueError where the global batch is no whole number of micro-batches for every replica."""
-        rows = training.micro_batch_size * share.data_size
-        if training.global_batch_size % rows:
-            raise ValueError(
-                f"training.global_batch_size={training.global_batch_size} is not a multiple of "
-                f"training.micro_batch_size={training.micro_batch_size} x {share.data_size} data-parallel "
-                f"replicas; take a multiple of {rows}, or change the micro-batch or the number of processes"
-            )
+        """The global batch is a whole number of micro-batches for every replica (config.world checks it)."""
+        assert training.global_batch_size % (training.micro_batch_size * share.data_size) == 0
         self._training = training
         self._share = share
         self._skipped = _disjoint(training.skip_samples)

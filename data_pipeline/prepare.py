@@ -23,9 +23,11 @@ from rich.progress import (
 
 from data_pipeline import tokenizers
 from data_pipeline.encoding import batched, encode_in_processes
+from data_pipeline.manifest import FILE as MANIFEST
 from data_pipeline.manifest import FileRecord, Manifest, SplitRecord, TokenizerRecord
 from data_pipeline.sources import Source, open_source
 from data_pipeline.tokenizers import Tokenizer
+from megakernel.config.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,16 @@ def prepare(
 ) -> Manifest | None:
     """Make folder `out`; None where an equal request made it before and its files are undamaged.
 
-    The folder appears whole or not at all. Raises ValueError for what cannot be prepared, and for an existing
+    The folder appears whole or not at all. Raises UserError for what cannot be prepared, and for an existing
     folder that holds something else, unless `overwrite`.
     """
     if not 0 <= request.validation_fraction < 1:
-        raise ValueError(f"--validation-fraction {request.validation_fraction} must lie in [0, 1)")
-    if out.exists() and not overwrite:
-        _check_made_by(request, out)
-        return None
+        raise UserError(f"--validation-fraction {request.validation_fraction} must lie in [0, 1)")
+    if out.exists():
+        _check_prepared(out)
+        if not overwrite:
+            _check_made_by(request, out)
+            return None
     source = open_source(
         request.source, text_key=request.text_key, split=request.split, include=list(request.include)
     )
@@ -83,7 +87,7 @@ def prepare(
         with console.status("tokenizer"):
             tokenizer = tokenizers.make(request.tokenizer, _documents(source, request))
             tokenizer.save(folder / "tokenizer")
-        splits, empty = _write_splits(source, request, tokenizer, workers, folder, console)
+        splits = _write_splits(source, request, tokenizer, workers, folder, console)
         manifest = Manifest(
             source=source.describe(),
             arguments=request.arguments(),
@@ -91,7 +95,7 @@ def prepare(
                 kind=tokenizer.kind, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, hash=tokenizer.hash
             ),
             splits=splits,
-            skipped={"undecodable": source.skipped, "empty": empty},
+            skipped=dict(source.skipped),
             versions={
                 name: version(name) for name in ("megatron-core", "datasets", "tokenizers", "transformers")
             },
@@ -107,27 +111,17 @@ def _documents(source: Source, request: Request) -> Iterator[str]:
 
 def _write_splits(
     source: Source, request: Request, tokenizer: Tokenizer, workers: int, folder: Path, console: Console
-) -> tuple[dict[str, SplitRecord], int]:
-    """Encode and write every document; the records of the splits and the number of empty documents."""
+) -> dict[str, SplitRecord]:
+    """Encode and write every document; a record for each split that got any."""
     # Megatron's dataset package takes seconds to import; --help and a wrong path need not wait for it.
     from data_pipeline.token_files import TokenWriter, token_dtype
 
     dtype = token_dtype(tokenizer.vocab_size)
     writers = {split: TokenWriter(folder / split, dtype) for split in ("train", "validation")}
-    empty = 0
-
-    def not_empty() -> Iterator[str]:
-        nonlocal empty
-        for document in _documents(source, request):
-            if document:
-                yield document
-            else:
-                empty += 1
-
     with _progress(console) as progress:
         task = progress.add_task("documents", total=source.total, tokens=0)
         for splits in encode_in_processes(
-            batched(not_empty()),
+            batched(_documents(source, request)),
             workers,
             folder / "tokenizer",
             dtype.__name__,
@@ -136,21 +130,21 @@ def _write_splits(
         ):
             for split, encoded in splits.items():
                 writers[split].add(encoded)
-            read = sum(writer.documents for writer in writers.values()) + empty + source.skipped
+            read = sum(writer.documents for writer in writers.values()) + source.skipped.total()
             progress.update(task, completed=read, tokens=sum(writer.tokens for writer in writers.values()))
     records = {split: writer.finish() for split, writer in writers.items() if writer.documents}
     _check_splits(records, request)
-    return records, empty
+    return records
 
 
 def _check_splits(records: dict[str, SplitRecord], request: Request) -> None:
     documents = sum(record.documents for record in records.values())
     if not documents:
-        raise ValueError(f"--source {' '.join(request.source)} holds no text; give files with text in them")
+        raise UserError(f"--source {' '.join(request.source)} holds no text; give files with text in them")
     wanted = ["train"] + (["validation"] if request.validation_fraction else [])
     for split in wanted:
         if split not in records:
-            raise ValueError(
+            raise UserError(
                 f"--validation-fraction {request.validation_fraction} puts none of the {documents} documents "
                 f"into the {split} split (documents stay whole); change the fraction or --seed, "
                 "or set the fraction to 0 for no validation split"
@@ -169,13 +163,19 @@ def _progress(console: Console) -> Progress:
     )
 
 
+def _check_prepared(out: Path) -> None:
+    """Only what prepare made is ever replaced."""
+    if not (out / MANIFEST).is_file():
+        raise UserError(f"--out {out} exists and is no prepared folder; choose another --out, or remove it")
+
+
 def _check_made_by(request: Request, out: Path) -> None:
     manifest = Manifest.read(out)
     wanted = request.arguments()
     changed = [key for key, value in wanted.items() if manifest.arguments.get(key) != value]
     if changed:
         key = changed[0]
-        raise ValueError(
+        raise UserError(
             f"--out {out} was prepared with {key}={manifest.arguments.get(key)!r}, not {wanted[key]!r}; "
             "choose another --out, or add --overwrite"
         )
@@ -183,7 +183,7 @@ def _check_made_by(request: Request, out: Path) -> None:
         for ending, expected in (("bin", record.bin), ("idx", record.idx)):
             file = out / f"{split}.{ending}"
             if not file.is_file() or FileRecord.of(file) != expected:
-                raise ValueError(
+                raise UserError(
                     f"{file} is missing or changed since it was prepared; add --overwrite to make it again"
                 )
 

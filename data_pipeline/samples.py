@@ -22,6 +22,7 @@ from megatron.core.datasets.utils import Split
 from torch import Tensor
 
 from data_pipeline.corpus import PreparedCorpus
+from megakernel.config.errors import UserError
 
 BLEND_PERIOD = 2**16
 """Samples after which the pattern of the blend repeats."""
@@ -71,8 +72,9 @@ class CorpusSamples:
                 if not folder.is_dir():
                     partial.rename(folder)
             except OSError as error:
-                raise ValueError(
-                    f"data.index_cache={self._cache}: {error.strerror}; set it to a writable folder"
+                raise UserError(
+                    f"data.index_cache={self._cache} cannot be written ({error.strerror}); "
+                    "set it to a writable folder"
                 ) from error
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -128,7 +130,7 @@ class BlendedSamples:
     ):
         """key: the configuration key that named the corpora, for errors.
 
-        Raises ValueError where a corpus has too few tokens for one sample, or a weight so small that it
+        Raises UserError where a corpus has too few tokens for one sample, or a weight so small that it
         gets none.
         """
         for corpus in corpora:
@@ -143,8 +145,8 @@ class BlendedSamples:
         self._counts = np.bincount(self._which, minlength=len(corpora))
         for corpus, count in zip(corpora, self._counts):
             if count == 0:
-                raise ValueError(
-                    f"{key}: weight {corpus.weight} of {corpus.folder} is less than one in "
+                raise UserError(
+                    f"{key}={corpus.folder} has weight {corpus.weight}, which is less than one in "
                     f"{BLEND_PERIOD} samples, so none would be read; raise it or remove the corpus"
                 )
 
@@ -170,7 +172,7 @@ class BlendedSamples:
 def _check_holds_a_sample(corpus: PreparedCorpus, split: str, seq_len: int, key: str) -> None:
     tokens = corpus.record(split).tokens
     if tokens < seq_len + 1:
-        raise ValueError(
-            f"{key}: the {split} split of {corpus.folder} holds {tokens} tokens, one sample takes "
+        raise UserError(
+            f"{key}={corpus.folder} has {tokens} tokens in its {split} split, one sample takes "
             f"training.seq_len + 1 = {seq_len + 1}; prepare more text, or set training.seq_len={tokens - 1}"
         )

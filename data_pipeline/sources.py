@@ -6,10 +6,13 @@ Documents are streamed: no source holds more than a batch of rows or one part of
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from megakernel.config.errors import UserError
 
 TABLES = {
     ".jsonl": "json",
@@ -29,15 +32,24 @@ _NOT_LIBRARY_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_te
 class Source(ABC):
     """Documents in a fixed order."""
 
-    skipped = 0
-    """Documents of the latest reading that were passed over because they are not text."""
+    def __init__(self, total: int | None = None):
+        """total: number of documents, where it is known before reading."""
+        self.total = total
+        self.skipped: Counter[str] = Counter()
+        """Documents of the latest reading that were passed over, by reason."""
 
-    total: int | None = None
-    """Number of documents, where it is known before reading."""
+    def __iter__(self) -> Iterator[str]:
+        """The documents that have text; the others are counted in `skipped`."""
+        self.skipped.clear()
+        for document in self._read():
+            if document:
+                yield document
+            else:
+                self.skipped["empty"] += 1
 
     @abstractmethod
-    def __iter__(self) -> Iterator[str]:
-        """The documents."""
+    def _read(self) -> Iterator[str | None]:
+        """All documents, None or empty ones among them."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -49,39 +61,31 @@ class Files(Source):
 
     def __init__(self, files: list[Path], text_key: str, description: dict[str, Any]):
         """Open nothing yet; the files exist."""
+        super().__init__(None if any(map(table_kind, files)) else len(files))
         self._files = files
         self._text_key = text_key
         self._description = description
-        if not any(table_kind(file) for file in files):
-            self.total = len(files)
 
     def describe(self) -> dict[str, Any]:
         """Kind, paths or version, and number of files."""
         return {**self._description, "files": len(self._files)}
 
-    def __iter__(self) -> Iterator[str]:
-        """Documents file by file; files that are not UTF-8 are counted in `skipped`."""
-        self.skipped = 0
+    def _read(self) -> Iterator[str | None]:
         for file in self._files:
-            kind = table_kind(file)
-            yield from self._rows(kind, file) if kind else self._text(file)
+            if kind := table_kind(file):
+                where = {"path": kind, "data_files": str(file), "split": "train"}
+                yield from _column(where, self._text_key, str(file))
+            else:
+                yield from self._text(file)
 
     def _text(self, file: Path) -> Iterator[str]:
         with file.open(encoding="utf-8", newline="") as stream:
             try:
-                while part := stream.read(LONGEST_DOCUMENT) + stream.readline(LONGEST_DOCUMENT):
+                yield _part(stream)
+                while part := _part(stream):
                     yield part
             except UnicodeDecodeError:
-                self.skipped += 1
-
-    def _rows(self, kind: str, file: Path) -> Iterator[str]:
-        for text in _column(
-            {"path": kind, "data_files": str(file), "split": "train"}, self._text_key, str(file)
-        ):
-            if text is None:
-                self.skipped += 1
-            else:
-                yield text
+                self.skipped["not UTF-8"] += 1
 
 
 class Hub(Source):
@@ -89,6 +93,7 @@ class Hub(Source):
 
     def __init__(self, name: str, config: str | None, split: str, text_key: str):
         """Open nothing yet."""
+        super().__init__()
         self._where = {"path": name, "name": config, "split": split}
         self._text_key = text_key
 
@@ -96,20 +101,14 @@ class Hub(Source):
         """Name, configuration and split."""
         return {"kind": "hub", **self._where}
 
-    def __iter__(self) -> Iterator[str]:
-        """Documents row by row; rows without text are counted in `skipped`."""
-        self.skipped = 0
-        for text in _column(self._where, self._text_key, f"hf:{self._where['path']}"):
-            if text is None:
-                self.skipped += 1
-            else:
-                yield text
+    def _read(self) -> Iterator[str | None]:
+        return _column(self._where, self._text_key, f"hf:{self._where['path']}")
 
 
 def open_source(spec: list[str], *, text_key: str, split: str, include: list[str]) -> Source:
     """The source that `--source SPEC...` names: `stdlib`, `hf:NAME[:CONFIG]`, or files and directories.
 
-    include: name patterns that files inside directories must match, any if empty. Raises ValueError for a
+    include: name patterns that files inside directories must match, any if empty. Raises UserError for a
     path that is not there and for a directory without a matching file.
     """
     if spec == ["stdlib"]:
@@ -132,7 +131,7 @@ def _expand(path: Path, include: list[str]) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(f"--source {path} does not exist; give files, a directory, hf:NAME or stdlib alone")
+        raise UserError(f"--source {path} does not exist; give files, a directory, hf:NAME or stdlib alone")
     files = [
         file
         for file in sorted(path.rglob("*"))
@@ -142,8 +141,12 @@ def _expand(path: Path, include: list[str]) -> list[Path]:
     ]
     if not files:
         wanted = f" that matches --include {' '.join(include)}" if include else ""
-        raise ValueError(f"--source {path} holds no file{wanted}; give another directory or pattern")
+        raise UserError(f"--source {path} holds no file{wanted}; give another directory or pattern")
     return files
+
+
+def _part(stream: TextIO) -> str:
+    return stream.read(LONGEST_DOCUMENT) + stream.readline(LONGEST_DOCUMENT)
 
 
 def _standard_library(root: Path) -> list[Path]:
@@ -153,18 +156,18 @@ def _standard_library(root: Path) -> list[Path]:
 
 
 def _column(where: dict[str, Any], key: str, name: str) -> Iterator[str | None]:
-    """Column `key` of a streamed dataset; ValueError where it cannot be read or holds no such text."""
+    """Column `key` of a streamed dataset; UserError where it cannot be read or holds no such text."""
     from datasets import load_dataset
 
     try:
         for rows in load_dataset(**where, streaming=True).iter(batch_size=256):
             if key not in rows:
-                raise ValueError(f"no column {key!r} among {', '.join(rows)}; set --text-key")
+                raise UserError(f"no column {key!r} among {', '.join(rows)}; set --text-key")
             for text in rows[key]:
                 if not isinstance(text, str | None):
-                    raise ValueError(f"column {key!r} holds {type(text).__name__}, not text; set --text-key")
+                    raise UserError(f"column {key!r} holds {type(text).__name__}, not text; set --text-key")
                 yield text
     # datasets, pyarrow, fsspec and the hub client share no exception type for "this cannot be read".
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"--source {name} cannot be read: {first_line or type(error).__name__}") from error
+        raise UserError(f"--source {name} cannot be read: {first_line or type(error).__name__}") from error

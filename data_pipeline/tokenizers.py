@@ -8,6 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megakernel.config.errors import UserError
+
 BPE_EOD = "<|endoftext|>"
 BYTE_FILE = "byte_tokenizer.json"
 # Digits, spaces, line ends, accents, wide scripts and an emoji: tokenizers that split, normalize or merge
@@ -111,7 +113,7 @@ class HuggingFaceTokenizer(Tokenizer):
 def load(folder: Path | str) -> Tokenizer:
     """The tokenizer that `save` wrote, or any Hugging Face tokenizer directory or hub name.
 
-    Raises ValueError where there is none, or where it has no end-of-sequence token.
+    Raises UserError where there is none, or where it has no end-of-sequence token.
     """
     if (Path(folder) / BYTE_FILE).is_file():
         return ByteTokenizer()
@@ -121,12 +123,12 @@ def load(folder: Path | str) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     # transformers tells a missing file, an unreachable hub and a malformed file by many types.
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"tokenizer {str(folder)!r} cannot be loaded ({_first_line(error)}); give byte, bpe:SIZE, "
             "a directory with tokenizer.json, or a reachable hub name"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(
+        raise UserError(
             f"tokenizer {str(folder)!r} has no end-of-sequence token to end documents with; "
             "set eos_token in its tokenizer_config.json"
         )
@@ -166,7 +168,7 @@ def make(spec: str, documents: Iterator[str], sample_characters: int = 100_000_0
     if name != "bpe":
         return load(spec)
     if not size.isdecimal() or int(size) < 257:
-        raise ValueError(f"--tokenizer {spec}: a byte-level BPE needs a size of at least 257; write bpe:8192")
+        raise UserError(f"--tokenizer {spec}: a byte-level BPE needs a size of at least 257; write bpe:8192")
     return train_bpe(_up_to(documents, sample_characters), int(size))
 
 

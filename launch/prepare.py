@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -38,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Request.validation_fraction,
         help="share of the documents held out for validation (default %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=Request.seed, help="which documents are held out")
+    parser.add_argument(
+        "--seed", type=_at_least(0), default=Request.seed, help="which documents are held out"
+    )
     parser.add_argument("--text-key", default=Request.text_key, help="column that holds the text of a row")
     parser.add_argument("--split", default=Request.split, help="split of a hub dataset to read")
     parser.add_argument(
@@ -48,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GLOB",
         help="names of files to read inside directories ('*.py')",
     )
-    parser.add_argument("--max-documents", type=int, help="read only the first documents")
+    parser.add_argument("--max-documents", type=_at_least(1), help="read only the first documents")
     parser.add_argument(
         "--workers",
-        type=int,
+        type=_at_least(1),
         default=os.cpu_count() or 1,
         help="processes that tokenize (default %(default)s)",
     )
@@ -59,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare the folder; 0 when it is there. Raises ValueError for what the user can mend."""
+    """Prepare the folder; 0 when it is there. Raises UserError for what the user can mend."""
     request = Request(
         source=args.source,
         tokenizer=args.tokenizer,
@@ -84,6 +87,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
+        return value
+
+    return integer
+
+
 def _exit_on_term(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
@@ -95,6 +108,6 @@ def _summary(out: Path, manifest: Manifest) -> str:
         for name, split in manifest.splits.items()
     ]
     lines += [
-        f"  skipped {count:,} {reason} documents" for reason, count in manifest.skipped.items() if count
+        f"  skipped {count:,} documents: {reason}" for reason, count in manifest.skipped.items() if count
     ]
     return "\n".join(lines)

@@ -1,0 +1,128 @@
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data_pipeline import sources
+from data_pipeline.sources import open_source
+from tests.unit.data.conftest import documents, write_jsonl
+
+TEXTS = documents(7, seed=5)
+
+
+def read(
+    *spec: str, text_key: str = "text", split: str = "train", include: tuple[str, ...] = ()
+) -> list[str]:
+    return list(open_source(list(spec), text_key=text_key, split=split, include=list(include)))
+
+
+def test_jsonl_gives_a_document_a_row(tmp_path: Path):
+    assert read(str(write_jsonl(tmp_path / "a.jsonl", TEXTS))) == TEXTS
+
+
+def test_compressed_jsonl_is_read(tmp_path: Path):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as stream:
+        stream.writelines(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    assert read(str(tmp_path / "a.jsonl.gz")) == TEXTS
+
+
+def test_parquet_gives_a_document_a_row_of_the_chosen_column(tmp_path: Path):
+    table = pyarrow.table({"body": TEXTS, "text": ["no"] * len(TEXTS)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert read(str(tmp_path / "a.parquet"), text_key="body") == TEXTS
+
+
+def test_files_come_in_the_order_given(tmp_path: Path):
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "a.txt").write_text("a")
+    assert read(str(tmp_path / "b.txt"), str(tmp_path / "a.txt")) == ["b", "a"]
+
+
+def test_a_directory_gives_its_files_sorted_with_tables_row_by_row(tmp_path: Path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "z.py").write_text("z = 1\r\n", newline="")
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / ".hidden").write_text("no")
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    assert read(str(tmp_path)) == [*TEXTS, "b", "z = 1\r\n"]
+    assert read(str(tmp_path), include=("*.py", "*.md")) == ["z = 1\r\n"]
+
+
+def test_documents_without_text_are_counted(tmp_path: Path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "fine.txt").write_text("fine")
+    (tmp_path / "rows.jsonl").write_text('{"text": "row"}\n{"text": null}\n{"text": ""}\n')
+    source = open_source([str(tmp_path)], text_key="text", split="train", include=[])
+    assert list(source) == ["fine", "row"]
+    assert source.skipped == {"not UTF-8": 1, "empty": 3}
+    assert list(source) == ["fine", "row"], "a source can be read again"
+    assert source.skipped.total() == 4
+
+
+def test_a_file_too_long_for_memory_is_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = "".join(f"line {i}\n" for i in range(100))
+    (tmp_path / "long.txt").write_text(text)
+    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 200)
+    parts = read(str(tmp_path / "long.txt"))
+    assert "".join(parts) == text
+    assert len(parts) > 3
+    assert all(part.endswith("\n") and len(part) < 220 for part in parts)
+
+
+def test_the_standard_library_is_its_sources_without_tests():
+    source = open_source(["stdlib"], text_key="text", split="train", include=[])
+    description = source.describe()
+    assert description["kind"] == "stdlib"
+    assert description["python"] == ".".join(map(str, sys.version_info[:3]))
+    texts = list(source)
+    assert 5e6 < sum(map(len, texts)) < 30e6
+    assert any("class Thread:" in text for text in texts)
+    assert not any("class TestThread" in text for text in texts)
+
+
+def test_a_dataset_is_streamed_by_name_and_split(tmp_path: Path):
+    # A local folder is the one name of `load_dataset` that needs no network.
+    write_jsonl(tmp_path / "train.jsonl", TEXTS[:3])
+    write_jsonl(tmp_path / "test.jsonl", TEXTS[3:])
+    assert read(f"hf:{tmp_path}", split="test") == TEXTS[3:]
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"--source .*nothing does not exist; give files"):
+        read(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match=r"holds no file; give another"):
+        read(str(tmp_path))
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match=r"holds no file that matches --include \*\.py; give another"):
+        read(str(tmp_path), include=("*.py",))
+
+
+def test_a_table_without_the_column_names_those_it_has(tmp_path: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS, key="content")
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl cannot be read: no column 'text' among content, id; set --text-key"
+    ):
+        read(str(path))
+    with pytest.raises(ValueError, match=r"column 'id' holds int, not text; set --text-key"):
+        read(str(path), text_key="id")
+
+
+@pytest.mark.parametrize("name", ["broken.jsonl", "broken.parquet"])
+def test_a_damaged_table_is_refused_in_one_line(tmp_path: Path, name: str):
+    (tmp_path / name).write_text('{"text": "a"}\n{"text": ')
+    with pytest.raises(ValueError, match=rf"^--source .*{name} cannot be read: .+") as error:
+        read(str(tmp_path / name))
+    assert "\n" not in str(error.value)
+
+
+def test_an_unreachable_dataset_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^--source hf:nobody/nothing cannot be read: .+") as error:
+        read("hf:nobody/nothing")
+    assert "\n" not in str(error.value)

@@ -1,0 +1,102 @@
+from pathlib import Path
+
+import pytest
+
+from data_pipeline import tokenizers
+from data_pipeline.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from tests.unit.data.conftest import documents
+
+TEXTS = [
+    "",
+    "a",
+    "plain words, 1234 and punctuation!?",
+    "tabs\t and  double  spaces \n\n\r\n and a last line without end",
+    "Ünïcödé 漢字 한국어 👍🏽 e\u0301 \u200b \ufeff",
+    "\x00\x01 control",
+    "<|endoftext|> spelled out <|endoftext|>",
+    " ",
+]
+
+
+def _bpe() -> HuggingFaceTokenizer:
+    return tokenizers.train_bpe(documents(50, seed=3), 400)
+
+
+@pytest.fixture(scope="module", params=[ByteTokenizer, _bpe], ids=["byte", "bpe"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return request.param()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decoding_gives_back_the_text(tokenizer: Tokenizer, text: str):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_no_text_encodes_to_the_end_of_a_document(tokenizer: Tokenizer, text: str):
+    assert tokenizer.eod not in tokenizer.encode(text)
+
+
+def test_ids_lie_in_the_vocabulary(tokenizer: Tokenizer):
+    ids = [i for text in TEXTS for i in tokenizer.encode(text)]
+    assert min(ids) >= 0
+    assert max(ids) < tokenizer.vocab_size
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+
+
+def test_a_batch_encodes_as_its_texts(tokenizer: Tokenizer):
+    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+
+
+def test_saving_and_loading_changes_nothing(tokenizer: Tokenizer, tmp_path: Path):
+    tokenizer.save(tmp_path)
+    loaded = tokenizers.load(tmp_path)
+    assert loaded.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+    assert (loaded.vocab_size, loaded.eod, loaded.hash) == (
+        tokenizer.vocab_size,
+        tokenizer.eod,
+        tokenizer.hash,
+    )
+
+
+def test_decoding_leaves_out_the_end_of_documents(tokenizer: Tokenizer):
+    assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.eod, *tokenizer.encode("cd")]) == "abcd"
+
+
+def test_bytes_cut_inside_a_character_still_decode():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode("a漢")[:-1]) == "a\ufffd"
+
+
+def test_bpe_has_at_most_the_size_asked_for_and_merges():
+    bpe = _bpe()
+    assert 257 < bpe.vocab_size <= 400
+    assert len(bpe.encode("alpha beta")) < len("alpha beta")
+
+
+def test_tokenizers_that_encode_differently_have_different_hashes():
+    other_text = tokenizers.train_bpe(documents(50, seed=4) + ["completely other words"] * 9, 400)
+    assert len({ByteTokenizer().hash, _bpe().hash, other_text.hash}) == 3
+    assert _bpe().hash == _bpe().hash
+
+
+@pytest.mark.parametrize("spec", ["bpe:12", "bpe:", "bpe:many"])
+def test_a_bpe_without_a_usable_size_is_refused(spec: str):
+    with pytest.raises(ValueError, match=f"--tokenizer {spec}: .* at least 257; write bpe:8192"):
+        tokenizers.make(spec, iter([]))
+
+
+def test_a_missing_tokenizer_is_refused(tmp_path: Path):
+    with pytest.raises(
+        ValueError, match=r"tokenizer '.*nothing' cannot be loaded .*; give byte, bpe:SIZE"
+    ) as error:
+        tokenizers.load(tmp_path / "nothing")
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_an_end_of_sequence_token_is_refused(tmp_path: Path):
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(tokenizer_object=_bpe()._tokenizer.backend_tokenizer).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no end-of-sequence token .* set eos_token"):
+        tokenizers.load(tmp_path)
