@@ -21,7 +21,12 @@ from megakernel.parallel.mesh import Mesh
 PRELOAD = ["pytest", "megakernel.parallel.mesh", "megatron.core.tensor_parallel", "deepspeed.pipe"]
 """Imported before the first fork; seconds once instead of in every process."""
 
-_CPU_ONLY = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+_SERVER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
+}
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(PRELOAD)
 
@@ -37,7 +42,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     port of their own. `function`, `args` and the results are pickled, tensors by value. The first failure
     kills the other ranks.
     """
-    with _environment(_CPU_ONLY):
+    with _environment(_SERVER_ENVIRONMENT):
         forkserver.ensure_running()
     # The store listens before any rank starts, on a port the system chose: runs side by side cannot collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
