@@ -1,4 +1,4 @@
-"""DeepSpeed trains on the mesh: any ZeRO stage on any cut has the losses and gradient norms of one process."""
+"""DeepSpeed on the mesh: any ZeRO stage on any cut has the losses and gradient norms of one process."""
 
 import deepspeed
 import pytest
