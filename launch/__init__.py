@@ -1,0 +1,1 @@
+"""The command line, and how the processes of a run start."""

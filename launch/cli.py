@@ -1,0 +1,77 @@
+"""`megakernel`: one subcommand per file of this folder.
+
+A command's module has HELP, EXAMPLE, `add_arguments(parser)` and `run(args) -> exit status`, and imports
+heavy libraries inside `run`, so that help and configuration errors come at once.
+"""
+
+import argparse
+import errno
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import megakernel
+from launch import config, doctor, evaluate, generate, prepare, pretrain, reshape
+from launch.exit_status import ExitStatus
+from launch.messages import print_error
+from megakernel.config import UserError
+
+COMMANDS: dict[str, ModuleType] = {
+    "prepare": prepare,
+    "pretrain": pretrain,
+    "evaluate": evaluate,
+    "generate": generate,
+    "reshape": reshape,
+    "config": config,
+    "doctor": doctor,
+}
+
+_PLAIN_OS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS}
+"""What the machine refuses and its user can change: a full disk, a quota, permissions."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status, as `ExitStatus` defines it."""
+    args = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return int(COMMANDS[args.command].run(args))
+    except UserError as error:
+        print_error(str(error))
+        return ExitStatus.USAGE
+    except OSError as error:
+        if error.errno not in _PLAIN_OS_ERRORS:
+            raise
+        print_error(str(error))
+        return ExitStatus.FAILED
+    except BrokenPipeError:
+        return ExitStatus.FAILED
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return ExitStatus.FAILED
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megakernel", description=megakernel.__doc__)
+    parser.add_argument("--version", action="version", version=f"megakernel {megakernel.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.HELP[0].upper() + module.HELP[1:] + ".",
+            epilog=f"example:\n  {module.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+    args, rest = parser.parse_known_args(argv)
+    # argparse gives up on positionals behind an option: `pretrain CONFIG --nproc 2 training.steps=5`.
+    unknown = [item for item in rest if item.startswith("-") or not hasattr(args, "overrides")]
+    if unknown:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Where this process stands: started by torchrun, by srun, or by nobody."""
+
+import os
+import subprocess
+from collections.abc import Mapping
+
+from megakernel.config import UserError
+from megakernel.parallel.processes import ProcessEnvironment
+
+_FIRST_PORT, _PORTS = 20_000, 12_000
+"""Below Linux's ephemeral ports, which start at 32768."""
+
+
+def joined(env: Mapping[str, str] = os.environ) -> ProcessEnvironment | None:
+    """This process's place in the world that torchrun or srun made; None where it was started alone."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _of_torchrun(env)
+    # A batch script carries SLURM_PROCID too; only a step that srun started has an id of its own. A step of
+    # one task is an interactive shell or a job of one process: it starts what it needs itself.
+    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return _of_slurm(env)
+    return None
+
+
+def _of_torchrun(env: Mapping[str, str]) -> ProcessEnvironment:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise UserError(
+            f"RANK and WORLD_SIZE are set but {' and '.join(missing)} is not; start with torchrun or srun"
+        )
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    return ProcessEnvironment(
+        rank=rank,
+        world_size=size,
+        local_rank=int(env.get("LOCAL_RANK", rank)),
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE", size)),
+        master_address=env["MASTER_ADDR"],
+        master_port=int(env["MASTER_PORT"]),
+    )
+
+
+def _of_slurm(env: Mapping[str, str]) -> ProcessEnvironment:
+    # Steps of one job may run side by side, so the step counts too.
+    port = _FIRST_PORT + (int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])) % _PORTS
+    return ProcessEnvironment(
+        rank=int(env["SLURM_PROCID"]),
+        world_size=int(env["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(env["SLURM_LOCALID"]),
+        local_world_size=_tasks_on_node(env["SLURM_STEP_TASKS_PER_NODE"], int(env["SLURM_NODEID"])),
+        master_address=env.get("MASTER_ADDR") or _address_of_first_node(env),
+        master_port=int(env.get("MASTER_PORT") or port),
+    )
+
+
+def _tasks_on_node(counts: str, node: int) -> int:
+    """Slurm's run lengths, `2(x3),1` for 2, 2, 2, 1, at one place."""
+    tasks: list[int] = []
+    for part in counts.split(","):
+        count, _, times = part.partition("(x")
+        tasks += [int(count)] * int(times.rstrip(")") or 1)
+    return tasks[node]
+
+
+def _address_of_first_node(env: Mapping[str, str]) -> str:
+    """The address Slurm itself uses for the step's first node; its name may resolve nowhere."""
+    if env.get("SLURM_STEP_NUM_NODES") == "1":
+        return "127.0.0.1"
+    first = _scontrol("show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
+    fields = dict(
+        field.split("=", 1) for field in _scontrol("show", "node", "-o", first).split() if "=" in field
+    )
+    return fields.get("NodeAddr", first)
+
+
+def _scontrol(*arguments: str) -> str:
+    try:
+        return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        remedy = "export MASTER_ADDR with the address of the first node"
+        raise UserError(f"scontrol {' '.join(arguments)} failed ({error}); {remedy}") from None

@@ -1,0 +1,22 @@
+"""What the exit status of every command means; batch scripts and other tools rely on it."""
+
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """How a command ended."""
+
+    DONE = 0
+    """What was asked is done."""
+
+    FAILED = 1
+    """Something broke."""
+
+    USAGE = 2
+    """The command line or the configuration has to change."""
+
+    STOPPED = 85
+    """Stopped by a signal after saving; the same command goes on, and a batch script may requeue it."""
+
+    TERMINATED = 143
+    """Ended by TERM after saving; the same command goes on, but nothing starts it by itself."""

@@ -1,0 +1,166 @@
+"""Start the ranks of a run on this machine and watch over them until the last has left."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from launch.exit_status import ExitStatus
+from launch.messages import print_error
+from launch.rank_process import RankProcess
+from megakernel.parallel.processes import ProcessEnvironment
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals to this process that every rank gets, to act on together at its next step."""
+
+SETTLE_SECONDS = 2.0
+"""What ends one rank often ends all, each with its own message; ending them sooner would cut those off."""
+
+_LEAVING = (ExitStatus.DONE, ExitStatus.STOPPED, ExitStatus.TERMINATED)
+_POLL_SECONDS = 0.02
+_LAST_LINES = 12
+
+
+def run_ranks(
+    command: Sequence[str],
+    nproc: int,
+    log_folder: Path,
+    *,
+    env: Mapping[str, str] = os.environ,
+    grace_seconds: float = 10.0,
+    leave_seconds: float = 60.0,
+) -> int:
+    """Run `command` as ranks 0 to nproc - 1 of one world; the exit status of the whole.
+
+    Each rank finds its place in torchrun's variables. Rank 0 writes to this console; what rank K writes is
+    in log_folder/rank_K.log. Signals in FORWARDED reach every rank. When a rank fails, or `leave_seconds`
+    after one has left without the others, the others are ended and the first failure is printed. A rank that
+    is ended has SETTLE_SECONDS to leave by itself, then gets TERM, and after `grace_seconds` KILL.
+
+    0, 85 or 143 where all ranks agree on it, 2 where the first failure is a usage error, else 1.
+    """
+    with _recorded_signals() as received:
+        ranks = [
+            RankProcess(command, variables, log_folder / f"rank_{number}.log", on_console=number == 0)
+            for number, variables in enumerate(_environments(nproc, env))
+        ]
+        try:
+            failure = _watch(ranks, received, leave_seconds)
+            if failure is not None:
+                _end(ranks, grace_seconds)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.close()
+    return _outcome(ranks, failure)
+
+
+def _environments(nproc: int, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    threads = max(1, len(os.sched_getaffinity(0)) // nproc)
+    for rank in range(nproc):
+        place = ProcessEnvironment(rank, nproc, rank, nproc, master_port=port)
+        # Without OMP_NUM_THREADS each rank takes every core, and they get in each other's way.
+        yield {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **env, **place.variables()}
+
+
+@contextmanager
+def _recorded_signals() -> Iterator[list[int]]:
+    """FORWARDED signals as they arrive, oldest first; the previous handlers are back afterwards."""
+    received: list[int] = []
+
+    def record(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+
+    previous = {signum: signal.signal(signum, record) for signum in FORWARDED}
+    try:
+        yield received
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    text: str
+    is_usage: bool = False
+
+
+def _watch(ranks: Sequence[RankProcess], received: list[int], leave_seconds: float) -> _Failure | None:
+    """Forward signals until every rank has left, or until the first failure."""
+    sent: set[int] = set()
+    first_left: tuple[int, float] | None = None
+    while True:
+        while received:
+            signum = received.pop(0)
+            sent.add(signum)
+            for rank in ranks:
+                rank.send(signum)
+        statuses = [rank.status() for rank in ranks]
+        for number, status in enumerate(statuses):
+            if status is not None and status not in _LEAVING:
+                return _Failure(number, _end_of(number, status, sent), status == ExitStatus.USAGE)
+            if status is not None and first_left is None:
+                first_left = number, time.monotonic()
+        if None not in statuses:
+            return None
+        if first_left is not None and time.monotonic() - first_left[1] > leave_seconds:
+            late = statuses.index(None)
+            return _Failure(
+                late, f"rank {late} still runs {leave_seconds:.0f} s after rank {first_left[0]} has left"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _end_of(rank: int, status: int, sent: set[int]) -> str:
+    if status > 0:
+        return f"rank {rank} failed with exit status {status}"
+    name = signal.Signals(-status).name
+    if -status in sent:
+        return (
+            f"rank {rank} was ended by {name} before it could save; nothing after the last checkpoint is kept"
+        )
+    hint = ", which is also what the kernel sends when memory runs out" if name == "SIGKILL" else ""
+    return f"rank {rank} was ended by {name}{hint}"
+
+
+def _end(ranks: Sequence[RankProcess], grace_seconds: float) -> None:
+    """End what still runs: a rank that waits for a dead one would wait for the collective's timeout."""
+    if not _all_left_within(SETTLE_SECONDS, ranks):
+        for rank in ranks:
+            rank.send(signal.SIGTERM)
+        _all_left_within(grace_seconds, ranks)
+
+
+def _all_left_within(seconds: float, ranks: Sequence[RankProcess]) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(rank.status() is None for rank in ranks):
+        time.sleep(_POLL_SECONDS)
+    return all(rank.status() is not None for rank in ranks)
+
+
+def _outcome(ranks: Sequence[RankProcess], failure: _Failure | None) -> int:
+    statuses = [rank.status() for rank in ranks]
+    if failure is None and len(set(statuses)) == 1:
+        return statuses[0] or ExitStatus.DONE
+    if failure is None:
+        ends = ", ".join(f"rank {rank}: {status}" for rank, status in enumerate(statuses))
+        print_error(f"the ranks ended with different exit status ({ends})")
+        return ExitStatus.FAILED
+    if failure.is_usage and statuses[0] == ExitStatus.USAGE:
+        return ExitStatus.USAGE  # rank 0 has said on this console what has to change
+    rank = ranks[failure.rank]
+    print_error(f"{failure.text}; its output is in {rank.log}")
+    if failure.rank != 0:
+        for line in rank.last_lines(_LAST_LINES):
+            print(f"    {line}", file=sys.stderr, flush=True)
+    return ExitStatus.USAGE if failure.is_usage else ExitStatus.FAILED

@@ -1,0 +1,20 @@
+"""`megakernel reshape`: a checkpoint for another layout of processes."""
+
+import argparse
+
+from launch.run_arguments import add_run_arguments
+
+HELP = "convert a checkpoint so that a run goes on with another parallel layout"
+EXAMPLE = "megakernel reshape runs/demo"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_run_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the universal form of one checkpoint beside it."""
+    from megakernel.training import reshape_run
+
+    return reshape_run(args.run_folder, step=args.step)
