@@ -1,6 +1,20 @@
 """Attention as tensor functions: a readable reference and a fast version of each, behind one function."""
 
+from megakernel.ops.flurka_attention import flurka_attention
+from megakernel.ops.flurka_attention.form import FlurkaState
 from megakernel.ops.kernel_attention import kernel_attention
+from megakernel.ops.softmax_attention import SoftmaxState, softmax_attention
 from megakernel.ops.state import KernelState, merge
+from megakernel.ops.window_attention import WindowState, window_attention
 
-__all__ = ["KernelState", "kernel_attention", "merge"]
+__all__ = [
+    "FlurkaState",
+    "KernelState",
+    "SoftmaxState",
+    "WindowState",
+    "flurka_attention",
+    "kernel_attention",
+    "merge",
+    "softmax_attention",
+    "window_attention",
+]

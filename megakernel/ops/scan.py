@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.state import EMPTY, KernelState
-from megakernel.ops.sums import Sums
+from megakernel.ops.sums import Sums, add
 
 
 class Links(NamedTuple):
@@ -48,100 +48,92 @@ def link(first: Tensor, keys: Tensor, *, delay: int) -> Links:
     return Links(visible, first < 0, keys >= last[..., None], last < 0)
 
 
+def pairs(queries: Features, keys: Features, values: Tensor, visible: Tensor) -> Sums:
+    """Sums over the visible keys of each chunk.
+
+    queries: (B, H_kv, C, m G L, F); keys: (B, H_kv, C, Lk, F); values: (B, H_kv, C, Lk, D + 1), each key's mass
+    times [v, 1], all 0 for a key that does not exist; visible: (B, C, m, L, Lk).
+    """
+    runs, length = visible.shape[2:4]
+    visible = visible[:, None]
+    weights = (queries.values @ keys.values.transpose(-1, -2)).unflatten(3, (runs, -1, length))
+    if keys.log_scale is None or queries.log_scale is None:
+        weights = weights.masked_fill(~visible[:, :, :, :, None], 0.0)
+        return Sums(weights.flatten(3, 5) @ values, None)
+    # A query's stabilizer is the maximum over the keys it sees: later keys must not reach it, not even by rounding.
+    logs = torch.where(visible, _existing(keys, values)[..., None, None, :], EMPTY)
+    scale = logs.amax(-1)
+    shrink = torch.where(visible, torch.exp(logs - scale[..., None]), 0.0)
+    weights = weights * shrink[:, :, :, :, None]
+    return Sums(weights.flatten(3, 5) @ values, queries.log_scale + _rows(scale, queries))
+
+
 def scan_chunks(
     queries: Features, keys: Features, values: Tensor, state: KernelState, links: Links
 ) -> tuple[Sums, KernelState]:
-    """Sums for every query and the state that leaves the group.
-
-    queries: (B, H_kv, C, m G L, F); keys: (B, H_kv, C, Lk, F); values: (B, H_kv, C, Lk, D + 1), each key's mass times
-    [v, 1], all 0 for a key that does not exist. state: what enters the group.
-    """
-    _, _, runs, length, _ = links.visible.shape
-    heads = queries.values.shape[3] // (runs * length)
-
-    def rows(x: Tensor) -> Tensor:
-        """(B, ..., m, L) -> (B, ..., m G L)."""
-        return x[..., None, :].expand(*x.shape[:-1], heads, length).flatten(-3)
-
-    logs = None if keys.log_scale is None else keys.log_scale.masked_fill(values[..., -1] == 0, EMPTY)
-    decays, entering_logs, written = _decays(values, logs, state, links)
-    states = decays @ _stack(state, keys, written)
-    entering = states[:, :, :-1].unflatten(-1, (-1, values.shape[-1]))
-    leaving = states[:, :, -1].unflatten(-1, (-1, values.shape[-1]))
-
-    weights = queries.values @ keys.values.transpose(-1, -2)
-    visible = links.visible[:, None, :, :, None]
-    reads = rows(links.reads)[:, None]
-    if logs is None:
-        weights = _masked(weights, visible)
-        seen = (queries.values @ entering).masked_fill(~reads[..., None], 0.0)
-        zeros = weights.new_zeros(()).expand(weights.shape[:-1])
-        return Sums(weights @ values + seen, zeros), KernelState(leaving, state.log_scale)
-
-    entering_log = entering_logs[:, :, :-1, None, None].expand(*logs.shape[:3], runs, length)
-    in_chunk = torch.where(links.visible[:, None], logs[..., None, None, :], EMPTY)
-    entering_log = torch.where(links.reads[:, None], entering_log, EMPTY)
-    scale = torch.maximum(in_chunk.amax(-1), entering_log)
-    shrink = torch.where(links.visible[:, None], torch.exp(in_chunk - scale[..., None]), 0.0)
-    weights = (weights.unflatten(3, (runs, heads, length)) * shrink[:, :, :, :, None]).flatten(3, 5)
-    kept = torch.where(links.reads[:, None], torch.exp(entering_log - scale), 0.0)
-    seen = (queries.values @ entering) * rows(kept)[..., None]
-    assert queries.log_scale is not None
-    return (
-        Sums(weights @ values + seen, queries.log_scale + rows(scale)),
-        KernelState(leaving, entering_logs[:, :, -1]),
-    )
+    """Sums for every query and the state that leaves the group; tensors as in `pairs`, `state` enters the group."""
+    states = _states(keys, values, state, links)
+    leaving = KernelState(states.sums[:, :, -1], states.log_scale[:, :, -1])
+    entering = KernelState(states.sums[:, :, :-1], states.log_scale[:, :, :-1])
+    local = pairs(queries, keys, values, links.visible)
+    return add(local, read_states(queries, entering, links.reads)), leaving
 
 
 def write_chunks(keys: Features, values: Tensor, state: KernelState, links: Links) -> KernelState:
-    """The state that leaves the group, without queries; arguments as in `scan_chunks`."""
-    logs = None if keys.log_scale is None else keys.log_scale.masked_fill(values[..., -1] == 0, EMPTY)
-    decays, all_logs, written = _decays(values, logs, state, links)
-    sums = decays[:, :, -1:] @ _stack(state, keys, written)
-    return KernelState(
-        sums[:, :, 0].unflatten(-1, (-1, values.shape[-1])),
-        state.log_scale if logs is None else all_logs[:, :, -1],
-    )
+    """The state that leaves the group, without queries."""
+    states = _states(keys, values, state, links, last=True)
+    return KernelState(states.sums[:, :, 0], states.log_scale[:, :, 0])
 
 
-def read_state(queries: Features, state: KernelState, reads: Tensor) -> Sums:
-    """What every query sees of a state alone. queries: (B, H_kv, C, R, F); reads: (B, C, R) bool, where it sees it."""
-    seen = (queries.values @ state.sums[:, :, None]).masked_fill(~reads[:, None, ..., None], 0.0)
+def read_states(queries: Features, states: KernelState, reads: Tensor) -> Sums:
+    """What queries (B, H_kv, C, m G L, F) see of the states (B, H_kv, C, ...) of their chunks.
+
+    reads: (B, C, m, L) bool, where a query sees it.
+    """
+    seen = (queries.values @ states.sums).masked_fill(~_rows(reads[:, None], queries)[..., None], 0.0)
     if queries.log_scale is None:
-        return Sums(seen, seen.new_zeros(()).expand(seen.shape[:-1]))
-    logs = torch.where(reads[:, None], state.log_scale[..., None, None], EMPTY)
-    return Sums(seen, queries.log_scale + logs)
+        return Sums(seen, None)
+    logs = torch.where(reads[:, None], states.log_scale[..., None, None], EMPTY)
+    return Sums(seen, queries.log_scale + _rows(logs, queries))
 
 
-def _masked(weights: Tensor, visible: Tensor) -> Tensor:
-    runs, length = visible.shape[3], visible.shape[5]
-    return weights.unflatten(3, (runs, -1, length)).masked_fill(~visible, 0.0).flatten(3, 5)
+def _rows(x: Tensor, queries: Features) -> Tensor:
+    """(..., m, L) -> (..., m G L): the same for all query heads of a key head."""
+    runs, length = x.shape[-2:]
+    heads = queries.values.shape[3] // (runs * length)
+    return x[..., None, :].expand(*x.shape[:-1], heads, length).flatten(-3)
 
 
-def _stack(state: KernelState, keys: Features, written: Tensor) -> Tensor:
-    """What each chunk adds to the state, behind what enters the group: (B, H_kv, C + 1, F (D + 1))."""
-    added = keys.values.transpose(-1, -2) @ written
-    return torch.cat([state.sums[:, :, None], added], 2).flatten(-2)
+def _existing(keys: Features, values: Tensor) -> Tensor:
+    """Log scales of keys; a key without mass must not set a maximum."""
+    assert keys.log_scale is not None
+    return keys.log_scale.masked_fill(values[..., -1] == 0, EMPTY)
 
 
-def _decays(
-    values: Tensor, logs: Tensor | None, state: KernelState, links: Links
-) -> tuple[Tensor, Tensor, Tensor]:
-    """How the additions make up the states between chunks.
+def _states(
+    keys: Features, values: Tensor, state: KernelState, links: Links, last: bool = False
+) -> KernelState:
+    """The states that enter each chunk and leave the group, (B, H_kv, C + 1, ...), or only the last of them.
 
-    Returns the matrix (B, H_kv, C + 1, C + 1) that turns `_stack` into the states entering each chunk and leaving the
-    last, the log scales (B, H_kv, C + 1) of these states, and the values as they are added.
+    The state behind chunk c is a sum over what entered the group and what each chunk up to c added, as far as no
+    document started since: one triangular matrix of decays times the stack of additions.
     """
     breaks = (~links.carries).cumsum(1)
     breaks = torch.cat([torch.zeros_like(breaks[:, :1]), breaks], 1)
     alive = (breaks[:, :, None] == breaks[:, None, :]).tril()[:, None]
+    if last:
+        alive = alive[:, :, -1:]
     written = values.masked_fill(~links.writes[:, None, ..., None], 0.0)
-    if logs is None:
-        return alive.to(values.dtype), state.log_scale, written
-    logs = logs.masked_fill(~links.writes[:, None], EMPTY)
-    chunk_log = logs.amax(-1)
-    written = written * torch.exp(logs - chunk_log[..., None])[..., None]
-    added_logs = torch.cat([state.log_scale[:, :, None], chunk_log], 2)
-    masked = torch.where(alive, added_logs[:, :, None, :], EMPTY)
-    scale = masked.amax(-1)
-    return torch.where(alive, torch.exp(masked - scale[..., None]), 0.0), scale, written
+    if keys.log_scale is None:
+        decays = alive.to(values.dtype)
+        log_scale = torch.zeros_like(state.log_scale)[..., None].expand(-1, -1, alive.shape[2])
+    else:
+        logs = _existing(keys, written)
+        added = logs.amax(-1)
+        written = written * torch.exp(logs - added[..., None])[..., None]
+        logs = torch.where(alive, torch.cat([state.log_scale[..., None], added], 2)[:, :, None], EMPTY)
+        log_scale = logs.amax(-1)
+        decays = torch.where(alive, torch.exp(logs - log_scale[..., None]), 0.0)
+    added_sums = keys.values.transpose(-1, -2) @ written
+    stack = torch.cat([state.sums[:, :, None], added_sums], 2).flatten(-2)
+    return KernelState((decays @ stack).unflatten(-1, (-1, values.shape[-1])), log_scale)

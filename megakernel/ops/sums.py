@@ -16,15 +16,23 @@ class Sums(NamedTuple):
     values: Tensor
     """(..., N, D + 1); the last column is the denominator."""
 
-    log_scale: Tensor
-    """(..., N); `state.EMPTY` where no key contributed to an unbounded similarity."""
+    log_scale: Tensor | None
+    """(..., N), `state.EMPTY` where no key contributed; None where `values` are the sums themselves."""
+
+    @property
+    def scale_or_zero(self) -> Tensor:
+        """(..., N) log scale of every row."""
+        return self.values.new_zeros(self.values.shape[:-1]) if self.log_scale is None else self.log_scale
 
 
 def add(a: Sums, b: Sums) -> Sums:
     """The sums over the keys of `a` and of `b` together."""
-    log_scale = torch.maximum(a.log_scale, b.log_scale)
-    shrink_a = torch.exp(a.log_scale - log_scale)[..., None]
-    shrink_b = torch.exp(b.log_scale - log_scale)[..., None]
+    if a.log_scale is None and b.log_scale is None:
+        return Sums(a.values + b.values, None)
+    logs_a, logs_b = a.scale_or_zero, b.scale_or_zero
+    log_scale = torch.maximum(logs_a, logs_b)
+    shrink_a = torch.exp(logs_a - log_scale)[..., None]
+    shrink_b = torch.exp(logs_b - log_scale)[..., None]
     return Sums(a.values * shrink_a + b.values * shrink_b, log_scale)
 
 
@@ -37,4 +45,4 @@ def normalized(sums: Sums) -> Tensor:
 
 def unnormalized(sums: Sums) -> Tensor:
     """sum_j w_ij v_j itself, (..., N, D)."""
-    return sums.values[..., :-1] * torch.exp(sums.log_scale)[..., None]
+    return sums.values[..., :-1] * torch.exp(sums.scale_or_zero)[..., None]

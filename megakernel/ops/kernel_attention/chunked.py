@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries, padding
+from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries
 from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import (
     Positions,
@@ -18,7 +18,7 @@ from megakernel.ops.documents import (
 )
 from megakernel.ops.feature_maps import Features, features
 from megakernel.ops.groups import Tensors, scan_groups
-from megakernel.ops.scan import Links, link, read_state, scan_chunks, write_chunks
+from megakernel.ops.scan import Links, link, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, start_state
 from megakernel.ops.sums import Sums, add, normalized, unnormalized
 
@@ -101,14 +101,13 @@ def _attend(finish, inputs: Tensors, state: KernelState, positions: Positions, p
 def _sums(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
     q = inputs[0]
     sums, state = _scan(inputs, state, positions, phi, delay)
-    return tuple(join_queries(x, q.shape[1], q.shape[2]) for x in sums), state
+    return tuple(join_queries(x, q.shape[1], q.shape[2]) for x in (sums.values, sums.scale_or_zero)), state
 
 
 def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     k, v, mass = inputs
-    size = min(CHUNK, k.shape[2])
-    links = _links(positions, k.shape[2], size, k.device)
-    return (), write_chunks(*_keys(k, v, mass, size, phi), state, links)
+    links = _links(positions, k.shape[2], k.device)
+    return (), write_chunks(*_keys(k, v, mass, links, phi), state, links)
 
 
 def _read(finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
@@ -116,33 +115,36 @@ def _read(finish, inputs: Tensors, state: KernelState, positions: Positions, phi
     q, v, reads, *sums = inputs
     heads, length, kv_heads = q.shape[1], q.shape[2], state.sums.shape[1]
     queries = phi(chunk_queries(q.to(state.sums.dtype), kv_heads, length))
-    total = read_state(queries, state, reads.repeat(1, 1, heads // kv_heads))
+    entering = KernelState(state.sums[:, :, None], state.log_scale[:, :, None])
+    total = read_states(queries, entering, reads[:, :, None])
     if sums:
-        values, log_scale = (chunk_queries(x, kv_heads, length) for x in (sums[0], sums[1][..., None]))
-        total = add(total, Sums(values, log_scale[..., 0]))
+        values, logs = (
+            chunk_queries(sums[0], kv_heads, length),
+            chunk_queries(sums[1][..., None], kv_heads, length),
+        )
+        total = add(total, Sums(values, logs[..., 0]))
     return (join_queries(finish(total), heads, length).to(v.dtype),), state
 
 
 def _scan(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
     q, k, v, mass = inputs
-    size = min(CHUNK, q.shape[2])
-    links = _links(positions, q.shape[2], size, q.device, delay)
-    queries = phi(chunk_queries(q.to(state.sums.dtype), k.shape[1], size))
-    return scan_chunks(queries, *_keys(k, v, mass, size, phi), state, links)
+    links = _links(positions, q.shape[2], q.device, delay)
+    chunks, size = links.writes.shape[1:]
+    queries = phi(chunk_queries(q.to(state.sums.dtype), k.shape[1], size, chunks))
+    return scan_chunks(queries, *_keys(k, v, mass, links, phi), state, links)
 
 
-def _keys(k: Tensor, v: Tensor, mass: Tensor | None, size: int, phi: Phi) -> tuple[Features, Tensor]:
+def _keys(k: Tensor, v: Tensor, mass: Tensor | None, links: Links, phi: Phi) -> tuple[Features, Tensor]:
     dtype = wide(k.dtype)
+    chunks, size = links.writes.shape[1:]
     values = F.pad(v.to(dtype), (0, 1), value=1.0)
     if mass is not None:
         values = values * mass[..., None]
-    return phi(chunk_keys(k.to(dtype), size)), chunk_keys(values, size)
+    return phi(chunk_keys(k.to(dtype), size, chunks)), chunk_keys(values, size, chunks)
 
 
-def _links(positions: Positions, length: int, size: int, device: torch.device, delay: int = 0) -> Links:
-    rows = pad_positions(position_rows(positions, length, device), padding(length, size)).unflatten(
-        1, (-1, size)
-    )
+def _links(positions: Positions, length: int, device: torch.device, delay: int = 0) -> Links:
+    size = min(CHUNK, length)
+    rows = pad_positions(position_rows(positions, length, device), -length % size).unflatten(1, (-1, size))
     places = torch.arange(size, device=device)
-    first = (places - rows)[:, :, None]
-    return link(first, places.expand(rows.shape), delay=delay)
+    return link((places - rows)[:, :, None], places.expand(rows.shape), delay=delay)

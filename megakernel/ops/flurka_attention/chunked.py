@@ -1,0 +1,238 @@
+"""Causal FLuRKA in linear time on any device."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries, row_mask
+from megakernel.ops.dispatch import wide
+from megakernel.ops.documents import Positions, open_documents, position_rows
+from megakernel.ops.feature_maps import Features, features
+from megakernel.ops.flurka_attention.form import Form, Weights
+from megakernel.ops.groups import Tensors, scan_groups
+from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
+from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.sums import Sums, add, normalized
+from megakernel.ops.window import Layout, Tail, cut, rotate_keys, softmax_pairs
+
+RUN = 256
+"""Tokens of one chunk of the far scan: several blocks, so that their landmarks fill a matrix product."""
+
+GROUP = 4096
+"""Tokens whose features, windows and states exist at once; the next multiple of a far chunk is taken."""
+
+
+class _Group(NamedTuple):
+    """What a step knows about its group of tokens beside the tokens."""
+
+    form: Form
+    weights: Weights
+    rows: Tensor
+    """(B, T) positions; B is 1 where rows are alike."""
+
+    layout: Layout
+
+    def phi(self, x: Tensor) -> Features:
+        return features(self.form.feature_map, x, self.weights.projection)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    form: Form,
+    weights: Weights,
+    gate: Tensor | None,
+    positions: Positions,
+    far: KernelState,
+    tail: Tail,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, KernelState, Tail]:
+    """Attention (B, H, N, D), and the far state and the tail after the last token.
+
+    With `exchange`, what enters comes from there, and the far state is what these tokens alone add to `far`.
+    """
+    length = q.shape[2]
+    run = partial(_over_groups, form=form, weights=weights, positions=positions)
+    if exchange is None:
+        (out,), far, tail = run(_attend, (q, k, v, gate), far, tail)
+        return out, far, tail
+    _, own, left = run(_write, (k, v), far, tail)
+    pending = exchange(own, open_documents(positions, length, q.shape[0], q.device))
+    sums, _, _ = run(_sums, (q, k, v), far, tail)
+    began_before = position_rows(positions, length, q.device) > torch.arange(length, device=q.device)
+    (out,), _, _ = run(_complete, (q, v, gate, began_before[:, None], *sums), pending.wait(), tail)
+    return out, own, left
+
+
+def _over_groups(
+    step, inputs: Tensors, far: KernelState, tail: Tail, *, form: Form, weights: Weights, positions: Positions
+):
+    """Run `step(inputs, far, tail, group) -> outputs, far, tail` over groups of tokens."""
+    runs = max(1, RUN // form.block_size)
+    span = runs * form.block_size
+    varying = None if isinstance(positions, int) else positions[:, None]
+
+    def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
+        *here, at = sequences
+        length = here[0].shape[2]
+        places = positions + start if at is None else at[:, 0]
+        layout = cut(
+            places, length, far.sums.device, block_size=form.block_size, blocks=form.blocks, runs=runs
+        )
+        rows = position_rows(places, length, far.sums.device)
+        entering = KernelState(carry[0], carry[1].detach())
+        group = _Group(form, Weights(*shared), rows, layout)
+        outputs, leaving, left = step(here, entering, Tail(*carry[2:]), group)
+        return outputs, (*leaving, *left)
+
+    outputs, left = scan_groups(
+        on_group, (*far, *tail), (*inputs, varying), tuple(weights), group=span * max(1, GROUP // span)
+    )
+    return outputs, KernelState(left[0], left[1].detach()), Tail(*left[2:])
+
+
+def _attend(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
+    q, k, v, gate = inputs
+    near, seen, far = _near_and_far(q, k, v, far, tail, group)
+    places = group.layout.places
+    out = _join(near, seen, gate, places, q.shape[1], group)
+    return (join_queries(out, q.shape[1], q.shape[2]).to(v.dtype),), far, tail.after(k, v)
+
+
+def _sums(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
+    q, k, v = inputs
+    near, seen, far = _near_and_far(q, k, v, far, tail, group)
+    parts = (near.values, near.scale_or_zero, seen.values, seen.scale_or_zero)
+    return tuple(join_queries(x, q.shape[1], q.shape[2]) for x in parts), far, tail.after(k, v)
+
+
+def _write(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
+    k, v = inputs
+    dtype = far.sums.dtype
+    windows = group.layout.windows(tail.keys.to(dtype), k.to(dtype))
+    keys, values, links = _landmarks(windows, group.layout.windows(tail.values.to(dtype), v.to(dtype)), group)
+    return (), write_chunks(keys, values, far, links), tail.after(k, v)
+
+
+def _complete(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
+    """Join the sums of the local work after adding what the entering state gives to documents open before."""
+    q, v, gate, reads, *sums = inputs
+    heads, length, kv_heads = q.shape[1], q.shape[2], far.sums.shape[1]
+    rotary = group.form.far_rotary
+    wide_q = q.to(far.sums.dtype)
+    phi_q = group.phi(chunk_queries(rotary(wide_q, group.rows) if rotary else wide_q, kv_heads, length))
+    near, near_log, local, local_log = (
+        chunk_queries(x if x.dim() == 4 else x[..., None], kv_heads, length) for x in sums
+    )
+    entering = KernelState(far.sums[:, :, None], far.log_scale[:, :, None])
+    seen = add(Sums(local, local_log[..., 0]), read_states(phi_q, entering, reads[:, :, None]))
+    out = _join(Sums(near, near_log[..., 0]), seen, gate, group.rows[:, None], heads, group)
+    return (join_queries(out, heads, length).to(v.dtype),), far, tail
+
+
+def _near_and_far(
+    q: Tensor, k: Tensor, v: Tensor, far: KernelState, tail: Tail, group: _Group
+) -> tuple[Sums, Sums, KernelState]:
+    form, layout = group.form, group.layout
+    kv_heads, dtype = k.shape[1], far.sums.dtype
+    chunks, size = layout.places.shape[1:]
+    q, k = q.to(dtype), k.to(dtype)
+    past = tail.keys.to(dtype)
+    values = F.pad(layout.windows(tail.values.to(dtype), v.to(dtype)), (0, 1), value=1.0)
+    windows = layout.windows(past, k)
+    near_keys = windows
+    if form.near_rotary:
+        near_keys = layout.windows(*rotate_keys(form.near_rotary, past, k, group.rows))
+
+    far_q = form.far_rotary(q, group.rows) if form.far_rotary else q
+    phi_q = group.phi(chunk_queries(far_q, kv_heads, size, chunks))
+    if form.near == "kernel":
+        near = pairs(phi_q, group.phi(near_keys), values, layout.visible()[:, :, None])
+    else:
+        near_q = form.near_rotary(q, group.rows) if form.near_rotary else q
+        queries = chunk_queries(near_q, kv_heads, size, chunks)
+        near = softmax_pairs(queries, near_keys, values, layout.visible())
+
+    keys, far_values, links = _landmarks(windows, values[..., :-1], group)
+    merged = Features(*(None if x is None else _merge_chunks(x, layout.runs) for x in phi_q))
+    seen, far = scan_chunks(merged, keys, far_values, far, links)
+    split = [None if x is None else x.unflatten(3, (layout.runs, -1)).flatten(2, 3) for x in seen]
+    return near, Sums(*split), far
+
+
+def _merge_chunks(x: Tensor, runs: int) -> Tensor:
+    """(B, H, C, R, ...) -> (B, H, C / runs, runs R, ...)."""
+    return x.unflatten(2, (-1, runs)).flatten(3, 4)
+
+
+def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, Tensor, Links]:
+    """Features and masses of the landmarks that become visible in this group, and who sees them.
+
+    keys, values: windows (B, H_kv, C, W, .). Where a block ends, the block `blocks` - 1 before it leaves the window of
+    all later tokens, and its landmarks enter the far part. No two such ends lie in one chunk.
+    """
+    form, layout = group.form, group.layout
+    b, places = form.block_size, layout.places
+    ends = (places % b == b - 1) & (places >= b * form.blocks - 1)
+    at = ends.int().argmax(-1)
+    pool_keys, pool_values = _pools(at, group, keys.dtype)
+    window = b if layout.aligned else keys.shape[3]
+    landmarks = pool_keys @ keys[..., :window, :]
+    if form.far_rotary:
+        end = places.gather(-1, at[..., None])[..., 0]
+        centre = end - (form.blocks - 1) * b - (b - 1) / 2
+        rank = landmarks.shape[3]
+        flat = form.far_rotary(landmarks.flatten(2, 3), centre.repeat_interleave(rank, 1))
+        landmarks = flat.unflatten(2, (-1, rank))
+    mass = ends.any(-1)[:, None, :, None, None] * (b / landmarks.shape[3])
+    if group.weights.far_mass is not None:
+        mass = mass * torch.exp(group.weights.far_mass.to(keys.dtype))[:, None, None, None]
+    pooled = F.pad(pool_values @ values[..., :window, :], (0, 1), value=1.0) * mass.to(keys.dtype)
+
+    chunk, runs, size = torch.arange(places.shape[1], device=at.device), layout.runs, layout.size
+    at = (at + chunk % runs * size)[..., None].expand(-1, -1, landmarks.shape[3])
+    inside = torch.arange(runs * size, device=at.device).view(runs, size)
+    links = link(inside - places.unflatten(1, (-1, runs)), at.unflatten(1, (-1, runs)).flatten(2), delay=1)
+    return group.phi(_merge_chunks(landmarks, runs)), _merge_chunks(pooled, runs), links
+
+
+def _pools(at: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """E and F as they lie in the windows, (B, H_kv, C, r, W), for blocks that become visible at place `at`."""
+    form, layout = group.form, group.layout
+    pools = tuple(
+        (x if x.dim() == 3 else x[None]).to(dtype)[:, None]
+        for x in (group.weights.pool_keys, group.weights.pool_values)
+    )
+    if layout.aligned:
+        return pools
+    start = layout.halo + at - form.block_size * form.blocks + 1
+    block = start[..., None] + torch.arange(form.block_size, device=at.device)
+    window = torch.arange(layout.halo + layout.size, device=at.device)
+    shift = (block[..., None] == window).to(dtype)[:, None]
+    return pools[0] @ shift, pools[1] @ shift
+
+
+def _join(near: Sums, far: Sums, gate: Tensor | None, places: Tensor, heads: int, group: _Group) -> Tensor:
+    """One output (B, H_kv, C, G L, D) of both parts. places: (B, C, L) positions."""
+    form, kv_heads = group.form, near.values.shape[1]
+    query_heads = heads // kv_heads
+    if gate is None:
+        if group.weights.far_weight is not None:
+            weight = torch.exp(group.weights.far_weight.to(far.values.dtype)).view(
+                1, kv_heads, 1, query_heads, 1
+            )
+            rows = weight.expand(-1, -1, -1, -1, places.shape[2]).flatten(3, 4)
+            far = Sums(far.values * rows[..., None], far.log_scale)
+        return normalized(add(near, far))
+    share = torch.sigmoid(
+        chunk_queries(gate[..., None].to(near.values.dtype), kv_heads, *places.shape[:0:-1])
+    )
+    # Without a far block the near part alone, exactly: far is 0 there, and must not take its share.
+    sees_far = row_mask(places >= form.block_size * form.blocks, query_heads)
+    share = torch.where(sees_far, share, 1.0)
+    return share * normalized(near) + (1 - share) * normalized(far)

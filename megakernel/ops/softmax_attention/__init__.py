@@ -1,0 +1,74 @@
+"""Softmax attention, the quadratic baseline: softmax(q k^T / sqrt(d)) v."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.arguments import check_heads, check_positions
+from megakernel.ops.dispatch import choose
+from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.softmax_attention import blocked, reference
+from megakernel.ops.softmax_attention.spans import document_spans
+
+IMPLEMENTATIONS = {"chunked": blocked.attend, "reference": reference.attend}
+"""Backend -> implementation."""
+
+
+class SoftmaxState(NamedTuple):
+    """The key-value cache: grows with the sequence."""
+
+    keys: Tensor
+    """(B, H_kv, S, d) as they were attended, rotated where keys are."""
+
+    values: Tensor
+    """(B, H_kv, S, D)"""
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    positions: Positions = 0,
+    key_mask: Tensor | None = None,
+    initial_state: SoftmaxState | None = None,
+    return_state: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, SoftmaxState]:
+    """Attention with weights exp(q.k / sqrt(d)), normalized.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, H_kv, N, d), H a multiple of H_kv.
+        v: (B, H_kv, N, D).
+        causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
+        positions: (B, N) positions within documents, or the position of the first token of rows that hold one
+            document each.
+        key_mask: (B, N) bool, False removes a key; not together with a state.
+        initial_state: cache of the tokens before these.
+        return_state: also return the cache with these tokens.
+        backend: reference or chunked.
+
+    Returns:
+        (B, H, N, D), and the cache if asked for. A token that sees nothing gets 0.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, naming the argument.
+    """
+    check_heads(q, k, v)
+    cached = 0
+    spans = None
+    if isinstance(positions, Tensor):
+        check_positions(positions, q)
+    if initial_state is not None:
+        cached = initial_state.keys.shape[2]
+        k, v = torch.cat([initial_state.keys, k], 2), torch.cat([initial_state.values, v], 2)
+    # One new token after its own cache, or uncut rows, need no mask: the fused kernels are fastest without one.
+    if isinstance(positions, Tensor) or (cached and q.shape[2] > 1):
+        spans = document_spans(position_rows(positions, q.shape[2], q.device), cached, causal)
+    out = choose(IMPLEMENTATIONS, backend)(
+        q, k, v, spans=spans, causal=causal and cached == 0, key_mask=key_mask
+    )
+    return (out, SoftmaxState(k, v)) if return_state else out

@@ -1,0 +1,113 @@
+"""Windows: the exact part of local and FLuRKA attention.
+
+Blocks of b tokens restart at every document. A token sees the tokens of its own block, or of its own and the previous
+one, up to itself. The sequence is cut into chunks of L tokens at fixed places, wherever documents begin; each chunk has
+one window of keys, its own tokens and the `halo` before them, and a mask says who sees whom. Nothing is gathered.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megakernel.ops.documents import Positions, pad_positions, position_rows
+from megakernel.ops.state import EMPTY
+from megakernel.ops.sums import Sums
+
+Rotary = Callable[[Tensor, Tensor], Tensor]
+"""(x (B, H, N, d), positions (B, N)) -> x rotated."""
+
+
+class Tail(NamedTuple):
+    """The last b * blocks tokens before a piece of the sequence, where a block that ends in the piece may have begun."""
+
+    keys: Tensor
+    """(B, H_kv, b blocks, d), not rotated; anything where no token of the open document lies."""
+
+    values: Tensor
+    """(B, H_kv, b blocks, D)"""
+
+    def after(self, k: Tensor, v: Tensor) -> "Tail":
+        """The tail behind more tokens."""
+        count = self.keys.shape[2]
+        return Tail(
+            torch.cat([self.keys, k], 2).narrow(2, k.shape[2], count),
+            torch.cat([self.values, v], 2).narrow(2, v.shape[2], count),
+        )
+
+
+def empty_tail(k: Tensor, v: Tensor, count: int) -> Tail:
+    """The tail before the first token."""
+    return Tail(k.new_zeros(*k.shape[:2], count, k.shape[3]), v.new_zeros(*v.shape[:2], count, v.shape[3]))
+
+
+class Layout(NamedTuple):
+    """How a group of tokens is cut into chunks and windows."""
+
+    block_size: int
+    blocks: int
+    size: int
+    """L, tokens per chunk."""
+
+    halo: int
+    """Tokens of a window before its chunk."""
+
+    places: Tensor
+    """(B, C, L) positions of the tokens in their documents; B is 1 where rows are alike."""
+
+    runs: int
+    """Chunks that share one chunk of the far scan; C is a multiple."""
+
+    aligned: bool
+    """Whether chunks are blocks."""
+
+    def windows(self, before: Tensor, x: Tensor) -> Tensor:
+        """(B, H, tail, d) and (B, H, T, d) -> windows (B, H, C, halo + L, d)."""
+        missing = self.places.shape[1] * self.size - x.shape[2]
+        known = torch.cat([before.narrow(2, before.shape[2] - self.halo, self.halo), x], 2)
+        extended = F.pad(known, (0, 0, 0, missing))
+        return extended.unfold(2, self.halo + self.size, self.size).transpose(-1, -2)
+
+    def visible(self) -> Tensor:
+        """(B, C, L, halo + L) bool: the token sees this key of its window."""
+        inside = self.places % self.block_size + (self.blocks - 1) * self.block_size
+        reach = torch.minimum(self.places, inside)
+        own = torch.arange(self.halo, self.halo + self.size, device=reach.device)
+        at = torch.arange(self.halo + self.size, device=reach.device)
+        return (at <= own[:, None]) & (at >= (own - reach)[..., None])
+
+
+def cut(
+    positions: Positions, length: int, device: torch.device, *, block_size: int, blocks: int, runs: int = 1
+) -> Layout:
+    """The layout of `length` tokens, a multiple of `runs` chunks (fewer where the tokens are fewer)."""
+    aligned = isinstance(positions, int) and positions % block_size == 0 and length >= block_size
+    size = min(block_size, length)
+    runs = min(runs, -(-length // size))
+    rows = position_rows(positions, length, device)
+    places = pad_positions(rows, -length % (runs * size)).unflatten(1, (-1, size))
+    halo = (blocks - 1) * block_size if aligned else blocks * block_size
+    return Layout(block_size, blocks, size, halo, places, runs, aligned)
+
+
+def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """`tail` and `k` rotated; the tail as the tokens right before the first of the positions (B, N)."""
+    count = tail.shape[2]
+    before = positions[:, :1] - torch.arange(count, 0, -1, device=k.device)
+    both = rotary(torch.cat([tail, k], 2), torch.cat([before, positions], 1))
+    return both.narrow(2, 0, count), both.narrow(2, count, k.shape[2])
+
+
+def softmax_pairs(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Sums:
+    """Sums with weights exp(q.k / sqrt(d)) over windows.
+
+    queries: (B, H_kv, C, G L, d); keys: (B, H_kv, C, W, d); values: (B, H_kv, C, W, D + 1); visible: (B, C, L, W).
+    """
+    scores = (queries @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5).unflatten(
+        3, (-1, visible.shape[2])
+    )
+    scores = scores.masked_fill(~visible[:, None, :, None], -torch.inf).flatten(3, 4)
+    log_scale = scores.detach().amax(-1).clamp(min=EMPTY)
+    return Sums(torch.exp(scores - log_scale[..., None]) @ values, log_scale)
