@@ -26,7 +26,7 @@ class Spans(NamedTuple):
     def bounds(self, block: int) -> tuple[list[int], list[int]]:
         """For each block of queries the first key that any of them sees, and the key behind the last."""
         missing = -self.first.shape[1] % block
-        first = F.pad(self.first, (0, missing), value=torch.iinfo(torch.int64).max)
+        first = F.pad(self.first, (0, missing), value=2**31)
         last = F.pad(self.last, (0, missing), value=-1)
         low = first.unflatten(1, (-1, block)).amin((0, 2))
         high = last.unflatten(1, (-1, block)).amax((0, 2)) + 1
