@@ -192,8 +192,8 @@ def _check_made_by(request: Request, out: Path) -> None:
 def _appearing_whole(out: Path) -> Iterator[Path]:
     """A new sibling folder that becomes `out` at the end, or nothing at all."""
     folder = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    folder.mkdir(parents=True)
     try:
+        folder.mkdir(parents=True)
         yield folder
         if out.exists():
             replaced = folder.with_suffix(".replaced")

@@ -25,7 +25,7 @@ from data_pipeline.corpus import PreparedCorpus
 from megakernel.config.errors import UserError
 
 BLEND_PERIOD = 2**16
-"""Samples after which the pattern of the blend repeats."""
+"""Samples after which the pattern of the blend repeats; the smallest share a corpus can have is one of them."""
 
 _OPEN_EPOCHS = 2
 """A batch straddles two epochs at most, unless an epoch is shorter than a batch."""
@@ -130,8 +130,7 @@ class BlendedSamples:
     ):
         """key: the configuration key that named the corpora, for errors.
 
-        Raises UserError where a corpus has too few tokens for one sample, or a weight so small that it
-        gets none.
+        Raises UserError where a corpus has too few tokens for one sample.
         """
         for corpus in corpora:
             _check_holds_a_sample(corpus, split, seq_len, key)
@@ -143,12 +142,6 @@ class BlendedSamples:
             self._which, self._rank, weights / weights.sum(), len(corpora), BLEND_PERIOD, False
         )
         self._counts = np.bincount(self._which, minlength=len(corpora))
-        for corpus, count in zip(corpora, self._counts):
-            if count == 0:
-                raise UserError(
-                    f"{key}={corpus.folder} has weight {corpus.weight}, which is less than one in "
-                    f"{BLEND_PERIOD} samples, so none would be read; raise it or remove the corpus"
-                )
 
     @property
     def one_pass(self) -> int:

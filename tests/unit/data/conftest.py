@@ -29,7 +29,7 @@ def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
 
 
 def prepared(out: Path, source: list[str], **request: Any) -> Manifest:
-    """`prepare` with one worker; `request` overrides a byte tokenizer and a fifth of the documents held out."""
+    """`prepare` with one worker; `request` overrides: bytes as tokens, a fifth of the documents held out."""
     chosen = {"tokenizer": "byte", "validation_fraction": 0.2, **request}
     manifest = prepare(
         Request(source, **chosen), out, workers=1, overwrite=False, console=Console(quiet=True)
@@ -58,7 +58,7 @@ def other_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def configure(tmp_path: Path) -> Callable[..., Config]:
-    """A configuration that reads `train`, with an index cache of its own; keys of training and data as keywords."""
+    """A configuration that reads `train` through its own index cache; keys of `training` as keywords."""
 
     def build(train: Any, *, seed: int = 7, data: dict[str, Any] | None = None, **training: Any) -> Config:
         return Config(

@@ -98,5 +98,5 @@ def test_a_tokenizer_without_an_end_of_sequence_token_is_refused(tmp_path: Path)
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(tokenizer_object=_bpe()._tokenizer.backend_tokenizer).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has no end-of-sequence token .* set eos_token"):
+    with pytest.raises(ValueError, match=r"has no end-of-sequence token .* set eos_token"):
         tokenizers.load(tmp_path)

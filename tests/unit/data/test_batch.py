@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+from data_pipeline.batch import Batch
+from data_pipeline.loader import cut
+from data_pipeline.order import Share
+
+EOD = 9
+# Three documents in one row; ends at the edges and side by side; an end before and at the edge of a piece.
+ROWS = torch.tensor(
+    [
+        [1, 2, 9, 3, 4, 5, 6, 9, 7, 8, 1, 2, 3],
+        [9, 1, 9, 9, 2, 3, 4, 5, 6, 7, 8, 9, 1],
+        [1, 1, 1, 1, 1, 9, 2, 2, 2, 2, 2, 2, 9],
+    ]
+)
+
+
+def whole(isolate: bool = True) -> Batch:
+    return cut(ROWS, EOD, isolate, Share())
+
+
+def test_labels_are_the_next_tokens():
+    assert torch.equal(whole().tokens, ROWS[:, :-1])
+    assert torch.equal(whole().labels, ROWS[:, 1:])
+
+
+def test_positions_start_again_after_every_end_of_a_document():
+    assert whole().positions.tolist() == [
+        [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3],
+        [0, 0, 1, 0, 0, 1, 2, 3, 4, 5, 6, 7],
+        [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5],
+    ]
+
+
+def test_the_first_token_of_a_document_is_no_label_but_its_end_is():
+    batch = whole()
+    assert torch.equal(batch.loss_mask, batch.tokens != EOD)
+    assert batch.loss_mask[0].tolist() == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
+    assert batch.labels[0, 1] == EOD
+
+
+def test_documents_that_are_not_isolated_are_one_sequence():
+    batch = whole(isolate=False)
+    assert batch.positions.tolist() == [list(range(12))] * 3
+    assert batch.loss_mask.all()
+    assert batch.cu_seqlens.tolist() == [0, 12, 24, 36]
+
+
+def test_cu_seqlens_are_the_document_starts_and_the_end():
+    batch = whole()
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens.tolist() == [0, 3, 8, 12, 13, 15, 16, 24, 30, 36]
+    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()):
+        assert batch.positions.flatten()[start:end].tolist() == list(range(end - start))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("isolate", [True, False])
+def test_pieces_put_together_are_the_whole(size: int, isolate: bool):
+    pieces = [cut(ROWS, EOD, isolate, Share(piece_rank=rank, piece_size=size)) for rank in range(size)]
+    for name in ("tokens", "labels", "loss_mask", "positions"):
+        assert torch.equal(
+            torch.cat([getattr(piece, name) for piece in pieces], 1), getattr(whole(isolate), name)
+        )
+
+
+def test_the_last_label_of_a_piece_is_the_first_token_of_the_next():
+    left, right = (cut(ROWS, EOD, True, Share(piece_rank=rank, piece_size=2)) for rank in range(2))
+    assert torch.equal(left.labels[:, -1], right.tokens[:, 0])
+    assert torch.equal(right.labels[:, -1], ROWS[:, -1])
+
+
+def test_a_document_begun_on_an_earlier_piece_does_not_start_again():
+    piece = cut(ROWS, EOD, True, Share(piece_rank=1, piece_size=2))
+    assert piece.positions[0].tolist() == [3, 4, 0, 1, 2, 3]
+    # Row 0 continues and starts at 2; row 1 continues all along; row 2 starts at its first token, 12.
+    assert piece.cu_seqlens.tolist() == [2, 12, 18]
+
+
+def test_moving_a_batch_keeps_it():
+    moved = whole().to("cpu")
+    assert torch.equal(moved.tokens, whole().tokens)
+    assert moved.loss_mask.dtype == torch.bool

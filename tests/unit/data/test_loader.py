@@ -1,0 +1,272 @@
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from data_pipeline.batch import Batch
+from data_pipeline.corpus import Corpora
+from data_pipeline.loader import TrainingBatches, ValidationBatches
+from data_pipeline.order import Share
+from data_pipeline.samples import BlendedSamples
+from megakernel.config.tree import Config
+from tests.unit.data.conftest import SEQ_LEN
+
+Configure = Callable[..., Config]
+
+
+def opened(config: Config, **share: int) -> TrainingBatches:
+    return TrainingBatches(config, Corpora(config.data), Share(**share))
+
+
+def rows(batches: list[Batch]) -> list[tuple[int, ...]]:
+    """Every row's tokens and last label: the sample."""
+    return [
+        (*tokens, labels[-1])
+        for batch in batches
+        for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist())
+    ]
+
+
+def global_batch(config: Config, step: int, data_size: int = 1) -> list[tuple[int, ...]]:
+    """The rows of a step in consumption order, from all replicas."""
+    replicas = [
+        opened(config, data_rank=rank, data_size=data_size).batches_for(step) for rank in range(data_size)
+    ]
+    return [row for passes in zip(*replicas) for row in rows(list(passes))]
+
+
+def steps_per_epoch(config: Config) -> int:
+    record = Corpora(config.data).train[0].record("train")
+    return (record.tokens - 1) // config.training.seq_len // config.training.global_batch_size
+
+
+@pytest.mark.parametrize(("data_size", "micro"), [(1, 8), (2, 1), (2, 4), (4, 2), (8, 1)])
+def test_a_global_batch_is_the_same_for_every_layout(
+    corpus: Path, configure: Configure, data_size: int, micro: int
+):
+    for step in (0, 9):
+        expected = global_batch(configure(corpus), step)
+        assert global_batch(configure(corpus, micro_batch_size=micro), step, data_size) == expected
+
+
+def test_raising_the_steps_of_a_run_reorders_nothing(corpus: Path, configure: Configure):
+    few, many = configure(corpus, steps=3), configure(corpus, steps=200)
+    assert steps_per_epoch(many) * 5 < 200, (
+        "the longer run must repeat the corpus, which is where orders differ"
+    )
+    for step in range(3):
+        assert global_batch(few, step) == global_batch(many, step)
+
+
+def test_steps_beyond_the_first_epoch_stay_when_steps_are_raised(corpus: Path, configure: Configure):
+    epoch = steps_per_epoch(configure(corpus))
+    for step in (epoch - 1, epoch, epoch + 1, 2 * epoch):
+        last = configure(corpus, steps=step + 1)
+        assert global_batch(last, step) == global_batch(configure(corpus, steps=10 * epoch), step)
+
+
+def test_a_restart_reads_on_where_the_run_was(corpus: Path, configure: Configure):
+    config = configure(corpus, steps=40)
+    run = [rows(batches) for batches in opened(config).from_step(0)]
+    assert len(run) == 40
+    for step in (1, 17, 39):
+        assert [rows(batches) for batches in opened(config).from_step(step)] == run[step:]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_read_ahead_what_would_be_read_now(corpus: Path, configure: Configure, workers: int):
+    config = configure(corpus, data={"num_workers": workers})
+    batches = opened(config)
+    read_ahead = list(batches.from_step(2))
+    assert [len(of_step) for of_step in read_ahead] == [4] * 8
+    assert [rows(of_step) for of_step in read_ahead] == [
+        rows(batches.batches_for(step)) for step in range(2, 10)
+    ]
+
+
+def test_reading_leaves_the_random_state_of_the_model_alone(corpus: Path, configure: Configure):
+    state = torch.get_rng_state()
+    for workers in (0, 1):
+        next(opened(configure(corpus, data={"num_workers": workers})).from_step(0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_epoch_reads_every_token_once_and_the_next_in_another_order(corpus: Path, configure: Configure):
+    config = configure(corpus, steps=200)
+    corpora = Corpora(config.data)
+    samples = BlendedSamples(corpora.train, "train", SEQ_LEN, 7, config.data.index_cache, "data.train")
+    samples.build(2 * samples.one_pass)
+    first = torch.stack([samples[i] for i in range(samples.one_pass)])
+    second = torch.stack([samples[i] for i in range(samples.one_pass, 2 * samples.one_pass)])
+    stored = Counter(token for row in IndexedDataset(str(corpus / "train")) for token in row.tolist())
+    for epoch in (first, second):
+        read = Counter(epoch[:, :-1].flatten().tolist())
+        assert read <= stored
+        assert stored.total() - read.total() <= SEQ_LEN, "only the end that fills no sample is left out"
+    assert not torch.equal(first, second)
+    assert sorted(first.tolist()) != sorted(second.tolist()), (
+        "documents are packed anew, not only samples shuffled"
+    )
+
+
+def test_the_seed_decides_the_order(corpus: Path, configure: Configure):
+    assert global_batch(configure(corpus, seed=1), 0) == global_batch(configure(corpus, seed=1), 0)
+    assert global_batch(configure(corpus, seed=1), 0) != global_batch(configure(corpus, seed=2), 0)
+
+
+def test_skipped_samples_are_passed_over(corpus: Path, configure: Configure):
+    stream = [row for step in range(10) for row in global_batch(configure(corpus), step)]
+    skipping = configure(corpus, skip_samples=[(3, 5), (20, 24)])
+    kept = [row for i, row in enumerate(stream) if not (3 <= i < 5 or 20 <= i < 24)]
+    read = [row for step in range(9) for row in global_batch(skipping, step)]
+    assert read == kept[:72]
+
+
+def test_pieces_of_a_sequence_put_together_are_the_sample(corpus: Path, configure: Configure):
+    config = configure(corpus)
+    whole = opened(config).batches_for(3)
+    pieces = [opened(config, piece_rank=rank, piece_size=4).batches_for(3) for rank in range(4)]
+    for micro, batch in enumerate(whole):
+        for name in ("tokens", "labels", "loss_mask", "positions"):
+            parts = [getattr(piece[micro], name) for piece in pieces]
+            assert all(part.shape == (2, SEQ_LEN // 4) for part in parts)
+            assert torch.equal(torch.cat(parts, 1), getattr(batch, name))
+
+
+def test_documents_can_be_read_without_isolation(corpus: Path, configure: Configure):
+    batch = opened(configure(corpus, data={"isolate_documents": False})).batches_for(0)[0]
+    assert batch.loss_mask.all()
+    assert batch.positions.tolist() == [list(range(SEQ_LEN))] * 2
+
+
+def test_corpora_are_blended_by_their_weights(corpus: Path, other_corpus: Path, configure: Configure):
+    blend = configure({str(corpus): 3.0, str(other_corpus): 1.0}, steps=50)
+    alone = {row for step in range(50) for row in global_batch(configure(other_corpus, steps=50), step)}
+    rows_read = [row for step in range(50) for row in global_batch(blend, step)]
+    # Megatron keeps every corpus within one sample of its share of what has been read.
+    for read in range(1, 401):
+        assert abs(sum(row in alone for row in rows_read[:read]) - read / 4) <= 1
+
+
+def test_a_blend_reads_on_where_its_pattern_repeats(
+    corpus: Path, other_corpus: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("data_pipeline.samples.BLEND_PERIOD", 16)
+    config = configure({str(corpus): 3.0, str(other_corpus): 1.0}, steps=10)
+    rows_read = [row for step in range(10) for row in global_batch(config, step)]
+    assert len(set(rows_read)) == 80, "no sample is read twice before a corpus has been read once"
+    alone = {row for step in range(10) for row in global_batch(configure(other_corpus), step)}
+    assert sum(row in alone for row in rows_read) == 20
+
+
+def test_the_index_is_built_once_and_then_read(corpus: Path, configure: Configure):
+    config = configure(corpus, steps=60)
+    corpora = Corpora(config.data)
+    order: list[str] = []
+    builder = TrainingBatches(config, corpora, Share(0, 2), barrier=lambda: order.append("barrier"))
+    built = _files(config.data.index_cache)
+    assert built
+    reader = TrainingBatches(
+        config, corpora, Share(1, 2), builds_index=False, barrier=lambda: order.append("barrier")
+    )
+    for step in (0, 59):
+        assert not set(rows(builder.batches_for(step))) & set(rows(reader.batches_for(step)))
+    opened(config)
+    assert _files(config.data.index_cache) == built, "neither reading nor opening again writes anything"
+    assert order == ["barrier", "barrier"]
+
+
+def _files(folder: Path | None) -> dict[str, int]:
+    assert folder is not None
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*.npy")}
+
+
+def test_the_index_lies_in_the_first_corpus_unless_told(corpus: Path, tmp_path: Path, configure: Configure):
+    copy = Path(shutil.copytree(corpus, tmp_path / "copy"))
+    opened(configure(copy, data={"index_cache": None}))
+    assert list((copy / ".index_cache").iterdir())
+    assert Corpora(configure(copy).data), "a corpus with an index in it is still the corpus"
+
+
+def test_an_index_follows_the_content_not_the_place(corpus: Path, tmp_path: Path, configure: Configure):
+    opened(configure(corpus))
+    built = _files(tmp_path / "index")
+    copy = Path(shutil.copytree(corpus, tmp_path / "copy"))
+    assert global_batch(configure(copy), 4) == global_batch(configure(corpus), 4)
+    assert _files(tmp_path / "index") == built
+
+
+def test_an_index_folder_that_cannot_be_written_is_refused(
+    corpus: Path, tmp_path: Path, configure: Configure
+):
+    (tmp_path / "file").write_text("")
+    config = configure(corpus, data={"index_cache": tmp_path / "file"})
+    with pytest.raises(
+        ValueError, match=r"data\.index_cache=.*file cannot be written .*; set it to a writable folder"
+    ):
+        opened(config)
+
+
+def test_too_little_text_for_one_sample_is_refused_with_numbers(corpus: Path, configure: Configure):
+    tokens = Corpora(configure(corpus).data).train[0].record("train").tokens
+    config = configure(corpus, seq_len=tokens)
+    with pytest.raises(ValueError, match="one sample takes") as error:
+        opened(config)
+    assert str(error.value) == (
+        f"data.train={corpus} has {tokens} tokens in its train split, one sample takes "
+        f"training.seq_len + 1 = {tokens + 1}; prepare more text, or set training.seq_len={tokens - 1}"
+    )
+    assert len(opened(configure(corpus, seq_len=tokens - 1, steps=2)).batches_for(1)) == 4
+
+
+def validation_rows(config: Config, data_size: int = 1) -> list[tuple[Any, ...]]:
+    """The validation samples that count, in order, from all replicas."""
+    replicas = [
+        list(ValidationBatches(config, Corpora(config.data), Share(rank, data_size)))
+        for rank in range(data_size)
+    ]
+    assert len({len(passes) for passes in replicas}) == 1, "every replica makes as many passes"
+    return [
+        row
+        for passes in zip(*replicas)
+        for batch in passes
+        for row, counts in zip(rows([batch]), batch.loss_mask.any(1).tolist())
+        if counts
+    ]
+
+
+def test_validation_is_the_same_set_for_every_layout_and_seed(corpus: Path, configure: Configure):
+    expected = validation_rows(configure(corpus, micro_batch_size=1))
+    assert len(set(expected)) == 5
+    for data_size, micro in [(1, 2), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]:
+        assert validation_rows(configure(corpus, micro_batch_size=micro, seed=99), data_size) == expected
+
+
+def test_validation_reads_only_held_out_documents(corpus: Path, configure: Configure):
+    def spelled(ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    held_out = [spelled(row.tolist()) for row in IndexedDataset(str(corpus / "validation"))]
+    for row in validation_rows(configure(corpus)):
+        for part in re.findall(f"[^{chr(256)}]+{chr(256)}?|{chr(256)}", spelled(list(row))):
+            assert any(part in document for document in held_out)
+
+
+def test_validation_is_repeated_alike(corpus: Path, configure: Configure):
+    batches = ValidationBatches(configure(corpus), Corpora(configure(corpus).data), Share())
+    assert [rows([batch]) for batch in batches] == [rows([batch]) for batch in batches]
+    assert len(batches) == len(list(batches)) == 3
+
+
+def test_validation_reads_no_sample_twice(corpus: Path, configure: Configure):
+    config = configure(corpus, eval_samples=10_000)
+    batches = ValidationBatches(config, Corpora(config.data), Share())
+    tokens = Corpora(config.data).validation[0].record("validation").tokens
+    assert batches.samples == (tokens - 1) // SEQ_LEN
+    assert len(set(validation_rows(config))) == batches.samples

@@ -1,0 +1,52 @@
+import itertools
+
+import pytest
+
+from data_pipeline.order import ConsumptionOrder, Share, rows_by_pass
+from megakernel.config.training import Training
+
+
+def training(**keys: object) -> Training:
+    return Training(**{"steps": 6, "seq_len": 8, "global_batch_size": 12, **keys})
+
+
+def global_batch(step: int, data_size: int, **keys: object) -> list[int]:
+    """The stream indices of a step, from every replica's micro-batches in the order documented."""
+    replicas = [
+        ConsumptionOrder(training(**keys), Share(rank, data_size)).indices(step) for rank in range(data_size)
+    ]
+    return [index for passes in zip(*replicas) for indices in passes for index in indices]
+
+
+@pytest.mark.parametrize(("data_size", "micro"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (12, 1)])
+def test_the_global_batch_is_the_same_for_every_layout(data_size: int, micro: int):
+    for step in range(6):
+        assert global_batch(step, data_size, micro_batch_size=micro) == list(range(12 * step, 12 * step + 12))
+
+
+def test_more_steps_change_no_step():
+    for step in range(6):
+        assert global_batch(step, 2, steps=6) == global_batch(step, 2, steps=1000)
+
+
+@pytest.mark.parametrize(
+    "ranges", [[(5, 9)], [(0, 3)], [(20, 30), (2, 4)], [(5, 9), (7, 12), (9, 10)], [(10, 12), (12, 15)]]
+)
+def test_skipped_ranges_are_passed_over_and_nothing_else(ranges: list[tuple[int, int]]):
+    consumed = [index for step in range(6) for index in global_batch(step, 3, skip_samples=ranges)]
+    kept = (i for i in itertools.count() if not any(first <= i < end for first, end in ranges))
+    assert consumed == list(itertools.islice(kept, 72))
+
+
+def test_the_stream_is_long_enough_for_what_is_skipped():
+    assert ConsumptionOrder(training(), Share()).stream_length == 72
+    assert ConsumptionOrder(training(skip_samples=[(0, 5), (70, 71)]), Share()).stream_length == 78
+
+
+@pytest.mark.parametrize(("count", "data_size", "micro"), [(10, 1, 4), (10, 2, 4), (1, 4, 2), (16, 2, 4)])
+def test_every_replica_makes_the_same_passes_over_all_rows(count: int, data_size: int, micro: int):
+    replicas = [rows_by_pass(count, micro, Share(rank, data_size)) for rank in range(data_size)]
+    assert len({len(passes) for passes in replicas}) == 1
+    rows = sorted(row for passes in replicas for rows in passes for row in rows)
+    assert rows == list(range(len(rows)))
+    assert count <= len(rows) < count + data_size * micro

@@ -1,0 +1,217 @@
+import argparse
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from rich.console import Console
+
+from data_pipeline import tokenizers
+from data_pipeline.manifest import Manifest
+from data_pipeline.prepare import Request, prepare
+from launch import prepare as command
+from tests.unit.data.conftest import documents, prepared, write_jsonl
+
+TEXTS = documents(60, seed=6)
+
+
+def texts_of(folder: Path, split: str) -> list[str]:
+    """The documents of a split, from its token files; each ends with the end-of-document token."""
+    tokenizer = tokenizers.load(folder / "tokenizer")
+    rows = [row.tolist() for row in IndexedDataset(str(folder / split))]
+    assert all(row[-1] == tokenizer.eod and row.count(tokenizer.eod) == 1 for row in rows)
+    return [tokenizer.decode(row) for row in rows]
+
+
+def run(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "source.jsonl", TEXTS)
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_every_document_is_in_exactly_one_split(source: Path, tmp_path: Path, tokenizer: str):
+    prepared(tmp_path / "out", [str(source)], tokenizer=tokenizer)
+    train, validation = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "validation")
+    assert train
+    assert validation
+    assert sorted(train + validation) == sorted(TEXTS)
+    assert train == [text for text in TEXTS if text in train], "the source's order is kept"
+
+
+def test_the_split_is_of_the_size_asked_for_and_drawn_by_the_seed(tmp_path: Path):
+    source = write_jsonl(tmp_path / "many.jsonl", documents(2000, seed=7))
+    prepared(tmp_path / "a", [str(source)], seed=1)
+    prepared(tmp_path / "b", [str(source)], seed=2)
+    a, b = texts_of(tmp_path / "a", "validation"), texts_of(tmp_path / "b", "validation")
+    # Binomial with mean 400 and deviation 18; the hash is fixed, so this can never become flaky.
+    assert 330 < len(a) < 470
+    assert len(set(a) & set(b)) < 150
+
+
+def test_copies_of_a_document_never_straddle_the_splits(tmp_path: Path):
+    source = write_jsonl(tmp_path / "twice.jsonl", [*TEXTS, *reversed(TEXTS)])
+    prepared(tmp_path / "out", [str(source)])
+    assert not set(texts_of(tmp_path / "out", "train")) & set(texts_of(tmp_path / "out", "validation"))
+
+
+def test_the_number_of_workers_changes_nothing(source: Path, tmp_path: Path):
+    one = prepared(tmp_path / "one", [str(source)])
+    request = Request([str(source)], tokenizer="byte", validation_fraction=0.2)
+    three = prepare(request, tmp_path / "three", workers=3, overwrite=False, console=Console(quiet=True))
+    assert three is not None
+    assert three.splits == one.splits
+
+
+def test_the_manifest_tells_what_is_in_the_folder(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    prepared(out, [str(source)], tokenizer="bpe:300")
+    manifest = Manifest.read(out)
+    tokenizer = tokenizers.load(out / "tokenizer")
+    assert manifest.tokenizer.hash == tokenizer.hash
+    assert (manifest.tokenizer.vocab_size, manifest.tokenizer.eod) == (tokenizer.vocab_size, tokenizer.eod)
+    assert manifest.source == {"kind": "files", "paths": [str(source)], "files": 1}
+    for split, record in manifest.splits.items():
+        texts, rows = texts_of(out, split), IndexedDataset(str(out / split))
+        assert record.documents == len(texts)
+        assert record.bytes == sum(len(text.encode()) for text in texts)
+        assert record.tokens == sum(len(row) for row in rows)
+        assert record.bin.size == (out / f"{split}.bin").stat().st_size
+        assert record.bin.sha256 == hashlib.sha256((out / f"{split}.bin").read_bytes()).hexdigest()
+        assert record.idx.sha256 == hashlib.sha256((out / f"{split}.idx").read_bytes()).hexdigest()
+        assert rows.index.dtype is np.uint16, "a vocabulary below 65,500 takes two bytes a token"
+
+
+def test_the_standard_library_prepares(tmp_path: Path):
+    manifest = prepared(tmp_path / "out", ["stdlib"], max_documents=20)
+    assert manifest.source["kind"] == "stdlib"
+    assert sum(record.documents for record in manifest.splits.values()) == 20
+    assert any("import" in text for text in texts_of(tmp_path / "out", "train"))
+
+
+def test_a_prepared_corpus_tokenizer_prepares_the_next_corpus(source: Path, tmp_path: Path):
+    first = prepared(tmp_path / "a", [str(source)], tokenizer="bpe:300")
+    second = prepared(tmp_path / "b", [str(source)], tokenizer=str(tmp_path / "a" / "tokenizer"))
+    assert second.tokenizer == first.tokenizer
+    assert second.splits["train"].bin == first.splits["train"].bin
+
+
+def test_preparing_again_does_nothing_and_says_so(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = [
+        "--source",
+        source,
+        "--tokenizer",
+        "byte",
+        "--out",
+        tmp_path / "out",
+        "--validation-fraction",
+        0.2,
+    ]
+    assert run(*arguments, "--workers", 1) == 0
+    assert "tokenizer byte, vocabulary 257" in " ".join(capsys.readouterr().err.split())
+    made = (tmp_path / "out" / "manifest.json").stat().st_mtime_ns
+    assert run(*arguments, "--workers", 2) == 0
+    assert "nothing to do" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "out" / "manifest.json").stat().st_mtime_ns == made
+
+
+def test_other_arguments_are_refused_unless_told_to_overwrite(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    prepared(out, [str(source)])
+    with pytest.raises(
+        ValueError, match=r"was prepared with seed=0, not 5; choose another --out, or add --overwrite"
+    ):
+        prepared(out, [str(source)], seed=5)
+    request = Request([str(source)], tokenizer="byte", validation_fraction=0.2, seed=5)
+    assert prepare(request, out, workers=1, overwrite=True, console=Console(quiet=True)) is not None
+    assert Manifest.read(out).arguments["seed"] == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source.jsonl"]
+
+
+def test_damage_is_found_when_preparing_again(source: Path, tmp_path: Path):
+    prepared(tmp_path / "out", [str(source)])
+    tokens = tmp_path / "out" / "train.bin"
+    tokens.write_bytes(b"\x01" + tokens.read_bytes()[1:])
+    with pytest.raises(
+        ValueError, match=r"train\.bin is missing or changed since it was prepared; add --overwrite"
+    ):
+        prepared(tmp_path / "out", [str(source)])
+
+
+def test_a_folder_of_something_else_is_never_replaced(source: Path, tmp_path: Path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "final.tex").write_text("years of work")
+    with pytest.raises(
+        ValueError, match=r"--out .*thesis exists and is no prepared folder; choose another --out"
+    ):
+        run("--source", source, "--tokenizer", "byte", "--out", tmp_path / "thesis", "--overwrite")
+    assert (tmp_path / "thesis" / "final.tex").read_text() == "years of work"
+
+
+def test_text_that_cannot_be_split_is_refused(tmp_path: Path):
+    (tmp_path / "one.txt").write_text("one document")
+    with pytest.raises(
+        ValueError, match=r"--validation-fraction 0\.2 puts none of the 1 documents into the validation"
+    ):
+        prepared(tmp_path / "out", [str(tmp_path / "one.txt")])
+    manifest = prepared(tmp_path / "out", [str(tmp_path / "one.txt")], validation_fraction=0.0)
+    assert list(manifest.splits) == ["train"]
+    assert not (tmp_path / "out" / "validation.bin").exists()
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0])
+def test_a_fraction_that_is_none_is_refused(source: Path, tmp_path: Path, fraction: float):
+    with pytest.raises(ValueError, match=rf"--validation-fraction {fraction} must lie in \[0, 1\)"):
+        prepared(tmp_path / "out", [str(source)], validation_fraction=fraction)
+
+
+@pytest.mark.parametrize("option", ["--workers", "--max-documents"])
+def test_counts_below_one_are_usage_errors(source: Path, tmp_path: Path, option: str):
+    with pytest.raises(SystemExit) as exit_:
+        run("--source", source, "--tokenizer", "byte", "--out", tmp_path / "out", option, 0)
+    assert exit_.value.code == 2
+
+
+def test_a_prepare_that_fails_leaves_nothing_behind(tmp_path: Path):
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n' * 5000 + '{"text": ')
+    with pytest.raises(ValueError, match=r"broken\.jsonl cannot be read"):
+        prepared(tmp_path / "data" / "out", [str(tmp_path / "broken.jsonl")])
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match=r"empty\.txt holds no text; give files with text"):
+        prepared(tmp_path / "data" / "out", [str(tmp_path / "empty.txt")])
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "when"), [(signal.SIGTERM, ".out.partial-*/train.bin"), (signal.SIGINT, ".out.partial-*")]
+)
+def test_a_prepare_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, sent: signal.Signals, when: str):
+    (tmp_path / "data").mkdir()
+    program = (
+        "import argparse, launch.prepare as c; p = argparse.ArgumentParser(); c.add_arguments(p)\n"
+        "if __name__ == '__main__': c.run(p.parse_args())"
+    )
+    (tmp_path / "main.py").write_text(program)
+    arguments = ["--source", "stdlib", "--tokenizer", "byte", "--out", str(tmp_path / "data" / "out")]
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "main.py"), *arguments],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    while not list((tmp_path / "data").glob(when)):
+        assert process.poll() is None
+    process.send_signal(sent)
+    assert process.wait() != 0
+    assert list((tmp_path / "data").iterdir()) == []
