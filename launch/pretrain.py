@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-import warnings
 
 from launch import local
 from launch.config_arguments import add_config_arguments, load_config
@@ -40,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(config: Config, process: ProcessEnvironment) -> int:
-    # Megatron's import says four times that it does without Transformer Engine, which nothing here needs.
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     from megakernel.training.pretrain import pretrain
 
     os.environ.update(process.variables())  # DeepSpeed and torch.distributed read them
