@@ -1,0 +1,64 @@
+"""Whole training runs inside real ranks, for tests that compare their losses."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megakernel.config import load
+from megakernel.parallel.processes import ProcessEnvironment
+from tests.distributed.ranks import run_ranks
+
+CONFIG = """
+run: {name: run, seed: 7}
+model:
+  num_layers: 4
+  hidden_size: 64
+  num_heads: 4
+  num_kv_heads: 4
+  attention: {preset: flurka, compression: {block_size: 16, rank: 4}}
+  attention_pattern: [main, {preset: flurka_kernel, compression: {block_size: 16, rank: 4}}, softmax, performer]
+training:
+  steps: 5
+  seq_len: 128
+  global_batch_size: 8
+  micro_batch_size: 2
+  dtype: float32
+  log_every: 1
+  eval_samples: 6
+optimizer: {lr: 3e-3}
+schedule: {warmup_steps: 2}
+data: {num_workers: 0}
+"""
+"""A model with every kind of layer, small enough to train in a second."""
+
+
+def write_config(folder: Path, corpus: Path) -> Path:
+    """CONFIG as a file, on a corpus and with its runs in `folder`."""
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.replace("data: {", f"data: {{train: {corpus}, ").replace("run: {", f"run: {{root: {folder}, "))
+    return path
+
+
+def train(config: Path, world_size: int, *overrides: str, timeout: float = 240.0) -> list[dict[str, Any]]:
+    """Train in `world_size` processes; the lines of metrics.jsonl."""
+    statuses = run_ranks(_pretrain, world_size, config, overrides, timeout=timeout)
+    assert set(statuses) == {0}, statuses
+    return metrics(load(config, overrides).run.folder)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def scalars(lines: list[dict[str, Any]], tag: str) -> list[float]:
+    """One tag's values, in order."""
+    return [line[tag] for line in lines if tag in line]
+
+
+def _pretrain(config: Path, overrides: tuple[str, ...]) -> int:
+    from megakernel.training.pretrain import pretrain
+
+    place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
+    return pretrain(load(config, overrides), ProcessEnvironment(**place))
