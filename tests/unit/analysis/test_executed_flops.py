@@ -1,4 +1,10 @@
-"""The formulas against what torch executes and counts."""
+"""The formulas against what torch executes and counts.
+
+The chunked ops execute what the formulas need and three known extras, no more and no less: whole blocks
+where the mechanism looks at half of them, pairs inside a chunk of the scan, and the product that adds states.
+"""
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -6,61 +12,102 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megakernel.analysis.flops import attention_flops, feature_width
 from megakernel.config import Model
-from megakernel.ops import kernel_attention
+from megakernel.ops import flurka_attention, kernel_attention, window_attention
+from megakernel.ops.flurka_attention.chunked import GROUP as FLURKA_GROUP
+from megakernel.ops.flurka_attention.chunked import RUN
 from megakernel.ops.kernel_attention.chunked import CHUNK, GROUP
 
 HEADS, HEAD_DIM = 4, 16
+PROJECTIONS = {
+    "elu": None,
+    "hedgehog": torch.zeros(HEAD_DIM, HEAD_DIM),
+    "favor": torch.zeros(2 * HEAD_DIM, HEAD_DIM),
+}
 
 
-def model(attention: str, kv_heads: int) -> Model:
-    return Model(num_layers=1, hidden_size=64, num_heads=HEADS, num_kv_heads=kv_heads, attention=attention)
+def model(attention: str, kv_heads: int = HEADS) -> Model:
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": HEADS, "num_kv_heads": kv_heads}
+    return Model.model_validate({**sizes, "attention": attention})
 
 
-def executed(run) -> int:
+def tensors(seq_len: int, kv_heads: int = HEADS) -> list[torch.Tensor]:
+    return [torch.zeros(1, heads, seq_len, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads)]
+
+
+def needed(settings: Model, seq_len: int) -> dict[str, float]:
+    return attention_flops(settings, settings.attention, seq_len)
+
+
+def executed_per_token(seq_len: int, run: Callable[[], object]) -> float:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         run()
-    return counter.get_total_flops()
+    return counter.get_total_flops() / seq_len
 
 
-def tensors(seq_len: int, kv_heads: int) -> list[torch.Tensor]:
-    return [torch.zeros(1, heads, seq_len, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads)]
+def scan_extras(seq_len: int, group: int, chunk: int, keys: int, features: int, kv_heads: int) -> float:
+    """Pairs of a query with the `keys` of its chunk, and the product of states, per token."""
+    group = min(group, seq_len)
+    states = group // chunk + 1
+    pairs = HEADS * keys * (2 * features + 2 * (HEAD_DIM + 1))
+    return pairs + kv_heads * 2 * states**2 * features * (HEAD_DIM + 1) / group
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("seq_len", [2 * CHUNK, 2 * GROUP])
 @pytest.mark.parametrize(
-    ("preset", "feature_map", "projection"),
-    [
-        ("linear", "elu", None),
-        ("hedgehog", "hedgehog", torch.zeros(HEAD_DIM, HEAD_DIM)),
-        ("performer", "favor", torch.zeros(2 * HEAD_DIM, HEAD_DIM)),
-    ],
+    ("preset", "feature_map"), [("linear", "elu"), ("hedgehog", "hedgehog"), ("performer", "favor")]
 )
-def test_the_chunked_op_executes_the_formula_and_its_two_known_extras(
-    preset, feature_map, projection, seq_len, kv_heads
-):
+def test_kernel_attention_executes_the_formula_and_the_scan(preset, feature_map, seq_len, kv_heads):
     settings = model(preset, kv_heads)
     assert settings.attention.feature_map is not None
     features = feature_width(settings.attention.feature_map, HEAD_DIM)
-    needed = sum(attention_flops(settings, settings.attention, seq_len).values()) * seq_len
-
-    group = min(seq_len, GROUP)
-    states = group // CHUNK + 1
-    within_chunks = seq_len * HEADS * CHUNK * (2 * features + 2 * (HEAD_DIM + 1))
-    between_chunks = seq_len // group * kv_heads * 2 * states**2 * features * (HEAD_DIM + 1)
-
-    counted = executed(
+    executed = executed_per_token(
+        seq_len,
         lambda: kernel_attention(
-            *tensors(seq_len, kv_heads), feature_map=feature_map, projection=projection, backend="chunked"
-        )
+            *tensors(seq_len, kv_heads),
+            feature_map=feature_map,
+            projection=PROJECTIONS[feature_map],
+            backend="chunked",
+        ),
     )
-    assert counted == needed + within_chunks + between_chunks
+    extras = scan_extras(seq_len, GROUP, CHUNK, CHUNK, features, kv_heads)
+    assert executed == sum(needed(settings, seq_len).values()) + extras
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("seq_len", [2 * RUN, 2 * FLURKA_GROUP])
+@pytest.mark.parametrize("near", ["softmax", "kernel"])
+def test_flurka_executes_the_formula_whole_blocks_and_the_scan(near, seq_len, kv_heads):
+    settings = model({"softmax": "flurka", "kernel": "flurka_kernel"}[near], kv_heads)
+    parts = needed(settings, seq_len)
+    parts.pop("gate", None)  # a projection of the layer, not of the op
+    block, rank, features = 64, 8, 2 * HEAD_DIM
+    pool = torch.zeros(rank, block)
+    executed = executed_per_token(
+        seq_len,
+        lambda: flurka_attention(
+            *tensors(seq_len, kv_heads),
+            feature_map="hedgehog",
+            projection=PROJECTIONS["hedgehog"],
+            pool_keys=pool,
+            pool_values=pool,
+            near=near,
+            backend="chunked",
+        ),
+    )
+    scores = HEAD_DIM if near == "softmax" else features
+    whole_blocks = HEADS * block * (2 * scores + 2 * (HEAD_DIM + 1)) - parts["near"]
+    extras = scan_extras(seq_len, FLURKA_GROUP, RUN, RUN // block * rank, features, kv_heads)
+    assert executed == sum(parts.values()) + whole_blocks + extras
+
+
+def test_a_window_executes_whole_blocks_and_a_column_for_the_normalizer():
+    executed = executed_per_token(1024, lambda: window_attention(*tensors(1024), block_size=64))
+    pair = 2 * HEAD_DIM + 2 * HEAD_DIM
+    assert executed == sum(needed(model("local"), 1024).values()) * 64 / 32.5 * (pair + 2) / pair
 
 
 def test_torch_executes_both_halves_of_causal_softmax():
-    seq_len = 128
-    settings = model("softmax", HEADS)
-    q, k, v = tensors(seq_len, HEADS)
-    counted = executed(lambda: (q @ k.transpose(-1, -2)).softmax(-1) @ v)
-    needed = sum(attention_flops(settings, settings.attention, seq_len).values()) * seq_len
-    assert counted == needed * 2 * seq_len / (seq_len + 1)
+    q, k, v = tensors(128)
+    executed = executed_per_token(128, lambda: (q @ k.transpose(-1, -2)).softmax(-1) @ v)
+    assert executed == sum(needed(model("softmax"), 128).values()) * 128 / 64.5
