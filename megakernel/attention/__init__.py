@@ -1,0 +1,19 @@
+"""Attention mechanisms as modules over (B, H, N, d): what holds parameters and calls megakernel.ops."""
+
+from megakernel.attention.build import build
+from megakernel.attention.heads import ALL_HEADS, HeadShard
+from megakernel.attention.layer import AttentionLayer, Properties, SequenceState
+from megakernel.attention.rotary import Rotary
+from megakernel.attention.sequence import WHOLE, SequencePiece
+
+__all__ = [
+    "ALL_HEADS",
+    "WHOLE",
+    "AttentionLayer",
+    "HeadShard",
+    "Properties",
+    "Rotary",
+    "SequencePiece",
+    "SequenceState",
+    "build",
+]

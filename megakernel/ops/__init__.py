@@ -5,13 +5,14 @@ from megakernel.ops.flurka_attention.form import FlurkaState
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.softmax_attention import SoftmaxState, softmax_attention
 from megakernel.ops.state import KernelState, merge
-from megakernel.ops.window_attention import WindowState, window_attention
+from megakernel.ops.window import Tail
+from megakernel.ops.window_attention import window_attention
 
 __all__ = [
     "FlurkaState",
     "KernelState",
     "SoftmaxState",
-    "WindowState",
+    "Tail",
     "flurka_attention",
     "kernel_attention",
     "merge",

@@ -8,8 +8,6 @@ position // block_size.
 import torch
 from torch import Tensor
 
-from megakernel.ops.arguments import check_positions
-
 Positions = Tensor | int
 """(B, N) positions, or the position of the first token of rows that hold one document each."""
 
@@ -54,20 +52,3 @@ def reversed_positions(positions: Tensor) -> Tensor:
     following = torch.cat([starts[:, 1:], starts.new_full((len(starts), 1), length)], 1)
     ends = following.flip(1).cummin(1).values.flip(1)
     return (ends - 1 - places).flip(1)
-
-
-def resume_positions(positions: Positions | None, following: Positions | None, q: Tensor) -> Positions:
-    """The positions given, else those from `following` on (the next position of a state), else from 0 on."""
-    if isinstance(positions, Tensor):
-        check_positions(positions, q)
-        return positions
-    if positions is not None:
-        return positions
-    if isinstance(following, Tensor):
-        return following[:, None] + torch.arange(q.shape[2], device=q.device)
-    return following or 0
-
-
-def next_position(positions: Positions, length: int) -> Positions:
-    """Position of the token behind `length` tokens: one for all rows, or (B,)."""
-    return positions + length if isinstance(positions, int) else positions[:, -1] + 1

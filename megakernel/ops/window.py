@@ -54,6 +54,9 @@ class Layout(NamedTuple):
     halo: int
     """Tokens of a window before its chunk."""
 
+    length: int
+    """Tokens; the last chunks may hold fewer than L."""
+
     places: Tensor
     """(B, C, L) positions of the tokens in their documents; B is 1 where rows are alike."""
 
@@ -69,6 +72,13 @@ class Layout(NamedTuple):
         known = torch.cat([before.narrow(2, before.shape[2] - self.halo, self.halo), x], 2)
         extended = F.pad(known, (0, 0, 0, missing))
         return extended.unfold(2, self.halo + self.size, self.size).transpose(-1, -2)
+
+    def block_ends(self) -> Tensor:
+        """(B, C, L) bool: the token ends its block, and the first block of its window is complete."""
+        b = self.block_size
+        real = torch.arange(self.places[0].numel(), device=self.places.device) < self.length
+        ends = (self.places % b == b - 1) & (self.places >= b * self.blocks - 1)
+        return ends & real.view_as(self.places[0])
 
     def visible(self) -> Tensor:
         """(B, C, L, halo + L) bool: the token sees this key of its window."""
@@ -89,7 +99,7 @@ def cut(
     rows = position_rows(positions, length, device)
     places = pad_positions(rows, -length % (runs * size)).unflatten(1, (-1, size))
     halo = (blocks - 1) * block_size if aligned else blocks * block_size
-    return Layout(block_size, blocks, size, halo, places, runs, aligned)
+    return Layout(block_size, blocks, size, halo, length, places, runs, aligned)
 
 
 def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from megakernel.ops.arguments import check_feature_map, check_heads
+from megakernel.ops.arguments import check_feature_map, check_heads, check_positions
 from megakernel.ops.dispatch import choose
-from megakernel.ops.documents import Positions, next_position, resume_positions
+from megakernel.ops.documents import Positions
 from megakernel.ops.flurka_attention import chunked
 from megakernel.ops.flurka_attention.form import FlurkaState, Form, Weights
 from megakernel.ops.state import Exchange, start_state
@@ -30,20 +30,20 @@ def flurka_attention(
     far_weight: Tensor | None = None,
     rotary: Rotary | None = None,
     far_rope: str = "none",
-    positions: Positions | None = None,
+    positions: Positions = 0,
     initial_state: FlurkaState | None = None,
-    return_state: bool = False,
     exchange: Exchange | None = None,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, FlurkaState]:
+) -> tuple[Tensor, FlurkaState]:
     """Causal FLuRKA, linear in the number of tokens."""
     check_heads(q, k, v)
     check_feature_map(feature_map, projection, k)
-    positions = resume_positions(positions, initial_state and initial_state.position, q)
+    if isinstance(positions, Tensor):
+        check_positions(positions, q)
     size = pool_keys.shape[-1]
     if initial_state is None:
         far = start_state(feature_map, k, projection, v.shape[-1])
-        initial_state = FlurkaState(far, empty_tail(k, v, size * blocks), 0)
+        initial_state = FlurkaState(far, empty_tail(k, v, size * blocks))
     form = Form(feature_map, size, blocks, near, rotary, far_rope)
     weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight)
     out, far, tail = choose(IMPLEMENTATIONS, backend)(
@@ -58,4 +58,4 @@ def flurka_attention(
         tail=initial_state.tail,
         exchange=exchange,
     )
-    return (out, FlurkaState(far, tail, next_position(positions, q.shape[2]))) if return_state else out
+    return out, FlurkaState(far, tail)

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries, row_mask
-from megakernel.ops.dispatch import wide
+from megakernel.ops.chunks import chunk_queries, join_queries, row_mask
 from megakernel.ops.documents import Positions, open_documents, position_rows
 from megakernel.ops.feature_maps import Features, features
 from megakernel.ops.flurka_attention.form import Form, Weights
@@ -178,7 +177,7 @@ def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, T
     """
     form, layout = group.form, group.layout
     b, places = form.block_size, layout.places
-    ends = (places % b == b - 1) & (places >= b * form.blocks - 1)
+    ends = layout.block_ends()
     at = ends.int().argmax(-1)
     pool_keys, pool_values = _pools(at, group, keys.dtype)
     window = b if layout.aligned else keys.shape[3]

@@ -4,7 +4,6 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from megakernel.ops.documents import Positions
 from megakernel.ops.state import KernelState
 from megakernel.ops.window import Rotary, Tail
 
@@ -44,10 +43,7 @@ class FlurkaState(NamedTuple):
     """What a sequence carries from piece to piece: constant in the number of tokens."""
 
     far: KernelState
-    """The landmarks of blocks that every later token sees."""
+    """The landmarks of blocks that every later token of the open document sees."""
 
     tail: Tail
     """The last b * blocks tokens."""
-
-    position: Positions
-    """Position of the next token: one for all rows, or (B,)."""

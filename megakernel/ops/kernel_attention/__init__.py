@@ -2,11 +2,18 @@
 
 from torch import Tensor
 
-from megakernel.ops.arguments import check_cu_seqlens, check_feature_map, check_heads, check_mass, check_state
+from megakernel.ops.arguments import (
+    check_cu_seqlens,
+    check_feature_map,
+    check_heads,
+    check_mass,
+    check_positions,
+    check_state,
+)
 from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions, positions_from_cu_seqlens
 from megakernel.ops.kernel_attention import chunked, reference
-from megakernel.ops.state import KernelState
+from megakernel.ops.state import Exchange, KernelState
 
 IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
 """Backend -> implementation."""
@@ -25,6 +32,8 @@ def kernel_attention(
     initial_state: KernelState | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    positions: Positions | None = None,
+    exchange: Exchange | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, KernelState]:
     """Attention with the kernel phi(q).phi(k), linear in the number of tokens (MECHANISMS section 2).
@@ -42,6 +51,10 @@ def kernel_attention(
         return_state: also return the state after each row's last document.
         cu_seqlens: int32 or int64 starts of documents in the B * N tokens, and B * N at the end. A row whose first
             token is not listed continues `initial_state`; a listed start begins empty. Documents never cross rows.
+        positions: instead of cu_seqlens, (B, N) positions within documents, or the position of the first token of
+            rows that hold one document each. A position beyond the place in the row continues `initial_state`.
+        exchange: gets what these tokens add to the state and gives what enters, for a sequence cut over processes;
+            causal only, in place of `initial_state`. The state returned is then what these tokens add.
         backend: reference or chunked; None takes the environment's MEGAKERNEL_BACKEND, else chunked.
 
     Returns:
@@ -57,11 +70,14 @@ def kernel_attention(
         mass = check_mass(mass, k)
     if initial_state is not None:
         check_state(initial_state, k, v)
-    # Any position beyond the first place of a row says that the row continues what entered it.
-    positions: Positions = 0 if initial_state is None else 1
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch * length)
         positions = positions_from_cu_seqlens(cu_seqlens.to(q.device), batch, length)
+    elif isinstance(positions, Tensor):
+        check_positions(positions, q)
+    elif positions is None:
+        # Any position beyond the first place of a row says that the row continues what entered it.
+        positions = 0 if initial_state is None else 1
     out, state = choose(IMPLEMENTATIONS, backend)(
         q,
         k,
@@ -73,5 +89,6 @@ def kernel_attention(
         mass=mass,
         positions=positions,
         initial_state=initial_state,
+        exchange=exchange,
     )
     return (out, state) if return_state else out

@@ -34,9 +34,8 @@ def softmax_attention(
     positions: Positions = 0,
     key_mask: Tensor | None = None,
     initial_state: SoftmaxState | None = None,
-    return_state: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, SoftmaxState]:
+) -> tuple[Tensor, SoftmaxState]:
     """Attention with weights exp(q.k / sqrt(d)), normalized.
 
     Args:
@@ -48,11 +47,10 @@ def softmax_attention(
             document each.
         key_mask: (B, N) bool, False removes a key; not together with a state.
         initial_state: cache of the tokens before these.
-        return_state: also return the cache with these tokens.
         backend: reference or chunked.
 
     Returns:
-        (B, H, N, D), and the cache if asked for. A token that sees nothing gets 0.
+        (B, H, N, D), and the cache with these tokens. A token that sees nothing gets 0.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, naming the argument.
@@ -71,4 +69,4 @@ def softmax_attention(
     out = choose(IMPLEMENTATIONS, backend)(
         q, k, v, spans=spans, causal=causal and cached == 0, key_mask=key_mask
     )
-    return (out, SoftmaxState(k, v)) if return_state else out
+    return out, SoftmaxState(k, v)

@@ -1,27 +1,15 @@
 """Windowed softmax attention: the near part of FLuRKA alone."""
 
-from typing import NamedTuple
-
 from torch import Tensor
 
-from megakernel.ops.arguments import check_heads
+from megakernel.ops.arguments import check_heads, check_positions
 from megakernel.ops.dispatch import choose
-from megakernel.ops.documents import Positions, next_position, resume_positions
+from megakernel.ops.documents import Positions
 from megakernel.ops.window import Rotary, Tail, empty_tail
 from megakernel.ops.window_attention import chunked, reference
 
 IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
 """Backend -> implementation."""
-
-
-class WindowState(NamedTuple):
-    """What a sequence carries from piece to piece: constant in the number of tokens."""
-
-    tail: Tail
-    """The last block_size * blocks tokens."""
-
-    position: Positions
-    """Position of the next token: one for all rows, or (B,)."""
 
 
 def window_attention(
@@ -32,11 +20,10 @@ def window_attention(
     block_size: int,
     blocks: int = 1,
     rotary: Rotary | None = None,
-    positions: Positions | None = None,
-    initial_state: WindowState | None = None,
-    return_state: bool = False,
+    positions: Positions = 0,
+    initial_state: Tail | None = None,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, WindowState]:
+) -> tuple[Tensor, Tail]:
     """Causal softmax over a token's own block of its document, optionally with the block before.
 
     Args:
@@ -47,21 +34,21 @@ def window_attention(
         blocks: 1 own block, 2 own and previous block.
         rotary: rotates q and k by their positions; q and k are handed in unrotated.
         positions: (B, N) positions within documents, or the position of the first token of rows that hold one
-            document each; None continues `initial_state`, or starts at 0.
-        initial_state: what rows continue from.
-        return_state: also return the state after the last token.
+            document each. They say where a document that began in `initial_state` stands.
+        initial_state: the last block_size * blocks tokens before these.
         backend: reference or chunked.
 
     Returns:
-        (B, H, N, D) in the dtype of v, and the state if asked for.
+        (B, H, N, D) in the dtype of v, and the tail behind the last token.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, naming the argument.
     """
     check_heads(q, k, v)
-    positions = resume_positions(positions, initial_state and initial_state.position, q)
-    tail = initial_state.tail if initial_state else empty_tail(k, v, block_size * blocks)
+    if isinstance(positions, Tensor):
+        check_positions(positions, q)
+    tail = initial_state or empty_tail(k, v, block_size * blocks)
     out, tail = choose(IMPLEMENTATIONS, backend)(
         q, k, v, block_size=block_size, blocks=blocks, rotary=rotary, positions=positions, tail=tail
     )
-    return (out, WindowState(tail, next_position(positions, q.shape[2]))) if return_state else out
+    return out, tail

@@ -1,0 +1,138 @@
+"""Causal FLuRKA: landmarks of earlier blocks under a kernel, the own block exactly (MECHANISMS section 4)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megakernel.attention.features import Projection
+from megakernel.attention.heads import HeadShard, Seed
+from megakernel.attention.layer import AttentionLayer, Properties
+from megakernel.attention.local import halo
+from megakernel.attention.rotary import Rotary
+from megakernel.attention.sequence import SequencePiece
+from megakernel.config.attention import Attention
+from megakernel.ops import FlurkaState, flurka_attention
+from megakernel.ops.documents import Positions
+from megakernel.ops.state import start_state
+
+OWN_SHARE = 0.9
+"""Share of a landmark's initial weight on its own stretch of the block."""
+
+
+def pooling_logits(rank: int, block_size: int) -> Tensor:
+    """Initial logits (r, b) of E and F, whose rows are softmaxed.
+
+    Landmark s starts as a mean over its own stretch of b / r tokens: landmarks that started alike would stay alike,
+    since they would receive equal gradients. A tenth of the weight lies on the rest of the block, so that every token
+    gets a gradient. With r = b there is no rest to learn from: landmark s is token s, exact to rounding (a share of
+    e^-40 on others), and the layer starts as exact attention.
+    """
+    stretch = torch.arange(block_size) * rank // block_size
+    own = stretch == torch.arange(rank)[:, None]
+    if rank == block_size:
+        return torch.where(own, 0.0, -40.0)
+    inside = own.sum(1, keepdim=True)
+    outside = (block_size - inside).clamp(min=1)
+    gap = torch.log(OWN_SHARE / inside) - torch.log((1 - OWN_SHARE) / outside)
+    return torch.where(own, 0.0, -gap)
+
+
+class FlurkaAttention(AttentionLayer):
+    """Low-rank landmarks under a kernel for the far past, exact attention for the near.
+
+    far_mass (beta) scales the landmarks of a key head where near and far share phi; far_weight (gamma) scales them for
+    a query head beside a softmax under one normalizer. A gated layer normalizes both parts on their own, and neither
+    would have an effect.
+    """
+
+    def __init__(
+        self,
+        form: Attention,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        seed: Seed,
+        heads: HeadShard,
+    ):
+        super().__init__(num_heads, num_kv_heads, head_dim, True, heads)
+        assert form.compression is not None and form.near is not None and form.feature_map is not None
+        self.near, self.far_rope, self.block_size = form.near, form.far_rope, form.compression.block_size
+        self.feature_map = form.feature_map.name
+        self.projection = Projection(form.feature_map, self.kv_heads, head_dim, seed)
+
+        query_heads, kv_heads = len(self.query_heads), len(self.kv_heads)
+        logits = pooling_logits(form.compression.rank, self.block_size)
+        self.per_head = form.compression.per_head
+        if self.per_head:
+            logits = logits.repeat(kv_heads, 1, 1)
+        self.pool_keys = nn.Parameter(logits.clone())
+        self.pool_values = nn.Parameter(logits.clone())
+        if self.near.kind == "kernel":
+            self.far_mass = nn.Parameter(torch.zeros(kv_heads))
+        elif self.near.join == "shared":
+            self.far_weight = nn.Parameter(torch.zeros(query_heads))
+        else:
+            self.gate_bias = nn.Parameter(torch.full((query_heads,), self.near.gate_bias))
+            if self.near.gate == "token":
+                self.gate_weight = nn.Parameter(torch.zeros(query_heads, head_dim))
+
+    @property
+    def properties(self) -> Properties:
+        tail = 2 * self.head_dim * self.block_size * self.near.blocks
+        state = len(self.kv_heads) * (self.projection.features * (self.head_dim + 1) + tail)
+        return Properties(True, True, state_size=state, state_size_per_token=0, exchanges=("halo", "state"))
+
+    def sharded_parameters(self) -> dict[str, int]:
+        """All but E and F, which heads share unless they are per head."""
+        shared = () if self.per_head else ("pool_keys", "pool_values")
+        return {name: 0 for name in self.state_dict() if name not in shared}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        positions: Positions,
+        rotary: Rotary | None,
+        piece: SequencePiece,
+        key_mask: Tensor | None,
+        state: Any,
+    ) -> tuple[Tensor, Any]:
+        projection = self.projection()
+        if piece.size > 1:
+            tail = halo(piece, k, v, self.block_size * self.near.blocks)
+            state = FlurkaState(start_state(self.feature_map, k, projection, v.shape[-1]), tail)
+        return flurka_attention(
+            q,
+            k,
+            v,
+            feature_map=self.feature_map,
+            projection=projection,
+            pool_keys=self._pool(self.pool_keys),
+            pool_values=self._pool(self.pool_values),
+            near=self.near.kind,
+            blocks=self.near.blocks,
+            gate=self._gate(q),
+            far_mass=getattr(self, "far_mass", None),
+            far_weight=getattr(self, "far_weight", None),
+            rotary=rotary,
+            far_rope=self.far_rope,
+            positions=positions,
+            initial_state=state,
+            exchange=piece.start_prefix if piece.size > 1 else None,
+        )
+
+    def _pool(self, logits: Tensor) -> Tensor:
+        logits = logits if self.per_head else self.heads.shared(logits)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+
+    def _gate(self, q: Tensor) -> Tensor | None:
+        """Logits (B, H, N) or (H, 1) of the near part's share."""
+        if self.near.kind == "kernel" or self.near.join == "shared":
+            return None
+        bias = self.gate_bias[:, None]
+        if self.near.gate == "head":
+            return bias
+        return (q @ self.gate_weight[..., None].to(q.dtype))[..., 0] + bias

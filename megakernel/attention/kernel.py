@@ -1,0 +1,73 @@
+"""Kernel attention: phi(q).phi(k) with a running sum as state."""
+
+from typing import Any
+
+from torch import Tensor
+
+from megakernel.attention.features import Projection
+from megakernel.attention.heads import HeadShard, Seed
+from megakernel.attention.layer import AttentionLayer, Properties, rotate
+from megakernel.attention.rotary import Rotary
+from megakernel.attention.sequence import SequencePiece
+from megakernel.config.attention import FeatureMap
+from megakernel.ops import kernel_attention
+from megakernel.ops.documents import Positions
+
+
+class KernelAttention(AttentionLayer):
+    """phi(q)^T sum phi(k) v^T over phi(q)^T sum phi(k) (MECHANISMS section 2)."""
+
+    def __init__(
+        self,
+        feature_map: FeatureMap,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool,
+        seed: Seed,
+        heads: HeadShard,
+    ):
+        super().__init__(num_heads, num_kv_heads, head_dim, causal, heads)
+        self.feature_map = feature_map.name
+        self.projection = Projection(feature_map, self.kv_heads, head_dim, seed)
+
+    @property
+    def properties(self) -> Properties:
+        state = len(self.kv_heads) * self.projection.features * (self.head_dim + 1)
+        exchanges = ("state",) if self.causal else ()
+        return Properties(
+            self.causal, self.causal, state_size=state, state_size_per_token=0, exchanges=exchanges
+        )
+
+    def sharded_parameters(self) -> dict[str, int]:
+        """The projection."""
+        return {f"projection.{name}": 0 for name in self.projection.state_dict()}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        positions: Positions,
+        rotary: Rotary | None,
+        piece: SequencePiece,
+        key_mask: Tensor | None,
+        state: Any,
+    ) -> tuple[Tensor, Any]:
+        if piece.size > 1 and not self.causal:
+            raise ValueError("kernel attention with causal=False needs the whole sequence on one piece")
+        q, k = rotate(rotary, q, k, positions)
+        return kernel_attention(
+            q,
+            k,
+            v,
+            feature_map=self.feature_map,
+            projection=self.projection(),
+            causal=self.causal,
+            mass=None if key_mask is None else key_mask[:, None].to(v.dtype),
+            positions=positions,
+            initial_state=state,
+            return_state=True,
+            exchange=piece.start_prefix if piece.size > 1 else None,
+        )
