@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from megakernel.config import UserError
+
 
 def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
     """Make PyTorch, Megatron-core and DeepSpeed of this process use one device, and return it.
@@ -20,7 +22,7 @@ def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
     index of the CUDA device. Best called before Megatron-core and DeepSpeed are imported: then they warn.
 
     Raises:
-        ValueError: training.device is cuda and this process has no CUDA device of its own.
+        UserError: training.device is cuda and this process has no CUDA device of its own.
     """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,7 +51,7 @@ def quieten_ranks(rank: int) -> None:
 def _cuda_device(local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise ValueError(
+        raise UserError(
             f"training.device=cuda: local rank {local_rank} needs CUDA device {local_rank} and this machine "
             f"shows {count}; start one process per device, or set training.device=cpu"
         )

@@ -1,8 +1,7 @@
 """The mesh: world = tp x cp x dp x pp, the one object on which Megatron-core and DeepSpeed agree."""
 
-import os
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
 import torch
@@ -13,25 +12,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megakernel.attention.sequence import WHOLE, SequencePiece
-from megakernel.config.parallel import Parallel
+from megakernel.config import Parallel, UserError
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.device import quieten_ranks
 from megakernel.parallel.mpu import ModelParallelUnit
+from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.sequence import ContextPiece
-
-
-class Place(Protocol):
-    """Where this process stands in the world."""
-
-    @property
-    def rank(self) -> int:
-        """Counted over all machines."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Processes on all machines."""
-        ...
 
 
 class Mesh:
@@ -71,31 +57,30 @@ class Mesh:
         assert self.topology.get_rank(**coordinates) == self.rank, (coordinates, self.rank)
 
     @classmethod
-    def create(cls, parallel: Parallel, place: Place, device: torch.device) -> "Mesh":
+    def create(cls, parallel: Parallel, process: ProcessEnvironment, device: torch.device) -> "Mesh":
         """Join the other processes and build every group.
 
-        The rendezvous is torchrun's environment (MASTER_ADDR, MASTER_PORT); a world of one needs none.
+        They meet where torchrun's environment says (MASTER_ADDR, MASTER_PORT); one process meets nobody.
 
         Raises:
-            ValueError: tensor x context x pipeline does not divide the world; nothing is started then.
+            UserError: tensor x context x pipeline does not divide the world; nothing is started then.
         """
-        if place.world_size % parallel.model_size:
-            raise ValueError(
+        if process.world_size % parallel.model_size:
+            raise UserError(
                 f"parallel.tensor={parallel.tensor} x parallel.context={parallel.context} x "
-                f"parallel.pipeline={parallel.pipeline} does not divide {place.world_size} processes; "
+                f"parallel.pipeline={parallel.pipeline} does not divide {process.world_size} processes; "
                 f"start a multiple of {parallel.model_size} or change parallel"
             )
         timeout = timedelta(minutes=parallel.timeout_minutes)
-        alone = place.world_size == 1 and "MASTER_ADDR" not in os.environ
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=process.rank,
+            world_size=process.world_size,
             timeout=timeout,
-            store=dist.HashStore() if alone else None,
+            store=dist.HashStore() if process.world_size == 1 else None,
             device_id=device if device.type == "cuda" else None,
         )
-        quieten_ranks(place.rank)
+        quieten_ranks(process.rank)
         deepspeed.init_distributed(dist_init_required=False, timeout=timeout)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,

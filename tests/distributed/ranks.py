@@ -8,15 +8,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection, forkserver
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megakernel.config.parallel import Parallel
+from megakernel.config import Parallel
 from megakernel.parallel.device import prepare_device
 from megakernel.parallel.mesh import Mesh
+from megakernel.parallel.processes import ProcessEnvironment
 
 PRELOAD = ["pytest", "megakernel.parallel.mesh", "megatron.core.tensor_parallel", "deepspeed.pipe"]
 """Imported before the first fork; seconds once instead of in every process."""
@@ -57,12 +57,17 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             pipe.close()
 
 
+def this_process() -> ProcessEnvironment:
+    """This rank's place in the world, inside `run_ranks`."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return ProcessEnvironment(rank, world_size, rank, world_size, master_port=int(os.environ["MASTER_PORT"]))
+
+
 @contextmanager
 def cpu_mesh(**sizes: Any) -> Iterator[Mesh]:
     """The mesh of this rank, inside `run_ranks`; `sizes` are keys of the parallel section."""
-    device = prepare_device("cpu", int(os.environ["LOCAL_RANK"]))
-    place = SimpleNamespace(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    mesh = Mesh.create(Parallel(**sizes), place, device)
+    process = this_process()
+    mesh = Mesh.create(Parallel(**sizes), process, prepare_device("cpu", process.local_rank))
     yield mesh
     mesh.destroy()
 
@@ -72,16 +77,9 @@ Worker = tuple[Any, connection.Connection]
 
 def _start(rank: int, world_size: int, port: int, call: bytes) -> Worker:
     receive, send = _processes.Pipe(duplex=False)
-    environment = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # torchrun's own way to say that the store is already being served.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    environment = ProcessEnvironment(rank, world_size, rank, world_size, master_port=port).variables()
+    # torchrun's own way to say that the store is already being served.
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     process = _processes.Process(
         target=_work, args=(send, environment, call), name=f"rank {rank}", daemon=True
     )

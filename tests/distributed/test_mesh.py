@@ -1,7 +1,6 @@
 """One mesh on which Megatron-core and DeepSpeed agree."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +8,9 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core.parallel_state import RankGenerator
 
-from megakernel.config.parallel import Parallel
+from megakernel.config import Parallel, UserError
 from megakernel.parallel.mesh import Mesh
+from megakernel.parallel.processes import ProcessEnvironment
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 
 LAYOUTS = [
@@ -75,9 +75,8 @@ def test_sums_run_over_one_axis_and_agreement_over_the_world():
 
 
 def test_a_world_that_does_not_divide_is_refused_before_it_starts():
-    place = SimpleNamespace(rank=0, world_size=6)
-    with pytest.raises(ValueError, match=r"parallel\.tensor=2 .* does not divide 6 .* a multiple of 4"):
-        Mesh.create(Parallel(tensor=2, pipeline=2), place, torch.device("cpu"))
+    with pytest.raises(UserError, match=r"parallel\.tensor=2 .* does not divide 6 .* a multiple of 4"):
+        Mesh.create(Parallel(tensor=2, pipeline=2), ProcessEnvironment(world_size=6), torch.device("cpu"))
 
 
 def fail_on_one_rank():
