@@ -44,7 +44,7 @@ def _mechanism(model: Model, attention: Attention) -> int:
         return count
     assert near is not None
     owners = kv_heads if compression.per_head else 1
-    count += owners * 2 * compression.rank * compression.block_size + kv_heads
-    if near.kind == "softmax":
-        count += heads * (size + 1) if (near.join, near.gate) == ("gated", "token") else heads
-    return count
+    count += owners * 2 * compression.rank * compression.block_size
+    if near.kind == "kernel":
+        return count + kv_heads
+    return count + heads * (size + 1 if (near.join, near.gate) == ("gated", "token") else 1)

@@ -16,20 +16,22 @@ class MetricsWriter:
 
     metrics_file: one JSON object per written step; non-finite numbers are null there.
     tensorboard: folder of event files, or None.
-    done_steps: the step of the checkpoint that the run continues from, 0 for a new run. What an earlier
-    process wrote about later steps is removed from metrics.jsonl and hidden from readers of TensorBoard.
+    done_steps: the step of the checkpoint that the run continues from. What an earlier process wrote about
+    later steps is removed from metrics.jsonl and hidden from readers of TensorBoard; with 0, all it wrote.
     """
 
     def __init__(self, metrics_file: Path, tensorboard: Path | None, done_steps: int):
-        _keep_steps(metrics_file, done_steps)
+        last_kept = done_steps or -1
+        _keep_steps(metrics_file, last_kept)
         self._lines = metrics_file.open("a", encoding="utf-8")
         self._events = None
+        # Readers hide abandoned scalars only: a description that is there stays, and must not be doubled.
         self._described = tensorboard is not None and any(tensorboard.glob("events.out.*"))
         if tensorboard is not None:
             # Imported here because it takes seconds that the other ranks need not wait.
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(tensorboard), purge_step=done_steps + 1)
+            self._events = SummaryWriter(str(tensorboard), purge_step=last_kept + 1)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -66,13 +68,13 @@ class MetricsWriter:
             self._events.flush()
 
 
-def _keep_steps(metrics_file: Path, done_steps: int) -> None:
+def _keep_steps(metrics_file: Path, last_kept: int) -> None:
     """Drop the lines of later steps, and a last line that a kill cut short."""
     if not metrics_file.exists():
         return
     kept = metrics_file.with_name(metrics_file.name + ".partial")
     with metrics_file.open(encoding="utf-8") as old, kept.open("w", encoding="utf-8") as new:
-        new.writelines(line for line in old if _step(line) <= done_steps)
+        new.writelines(line for line in old if _step(line) <= last_kept)
     kept.replace(metrics_file)
 
 

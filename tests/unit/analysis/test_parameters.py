@@ -33,7 +33,7 @@ def test_a_small_model_by_hand():
         ({"attention": "performer"}, 0),
         ({"attention": "hedgehog"}, 2 * 4 * 16 * 16),
         ({"attention": "hedgehog", "num_kv_heads": 2}, 2 * (2 * 16 * 16 - 2 * 32 * 64)),
-        ({"attention": "flurka"}, 2 * (4 * 16 * 16 + 2 * 8 * 64 + 4 + 4 * 17)),
+        ({"attention": "flurka"}, 2 * (4 * 16 * 16 + 2 * 8 * 64 + 4 * 17)),
         ({"attention": "flurka_kernel"}, 2 * (4 * 16 * 16 + 2 * 8 * 64 + 4)),
         ({"attention": "local"}, 0),
     ],

@@ -57,6 +57,16 @@ def test_after_a_restart_the_curves_go_on_without_doubled_steps(folder):
     assert folder.curve() == expected
 
 
+def test_a_run_that_starts_over_has_its_evaluation_before_the_first_step_once(folder):
+    for _ in range(2):
+        with folder.continued_from(0) as writer:
+            writer.write(0, {"eval/loss": 5.5})
+            writer.write(1, {"train/loss": 5.0})
+    assert [line["step"] for line in folder.lines()] == [0, 1]
+    assert folder.curve("eval/loss") == [(0, 5.5)]
+    assert folder.curve() == [(1, 5.0)]
+
+
 def test_steps_that_are_not_reached_again_yet_are_gone_too(folder):
     folder.train(0, 7)
     folder.train(4, 5)
@@ -120,10 +130,10 @@ def test_the_configuration_is_described_once_in_the_folder_of_the_curves(folder)
             "training": {"steps": 5, "seq_len": 16, "global_batch_size": 1},
         }
     )
-    for _ in range(2):
-        with folder.continued_from(0) as writer:
+    for done_steps in (0, 0, 1):  # killed before the first checkpoint, then once after it
+        with folder.continued_from(done_steps) as writer:
             writer.describe(config)
-            writer.write(1, {"train/loss": 1.0})
+            writer.write(done_steps + 1, {"train/loss": 1.0})
     events = folder.events()
     [text] = events.Tensors("config/text_summary")
     assert b"    run:\n      name: r\n" in text.tensor_proto.string_val[0]
