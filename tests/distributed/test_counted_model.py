@@ -1,0 +1,70 @@
+"""The formulas of analysis against the model as it is built and run."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megakernel.analysis.flops import forward_flops
+from megakernel.analysis.parameters import parameter_count
+from megakernel.config import Model
+from megakernel.model import LanguageModel, ModelSettings
+
+from .ranks import cpu_mesh, run_ranks
+
+SEQ_LEN, VOCAB = 64, 384
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "max_positions": None}
+MODELS: list[dict[str, Any]] = [
+    {"attention": "softmax"},
+    {"attention": "softmax", "num_kv_heads": 2, "activation": "gelu", "bias": True, "qkv_bias": True},
+    {"attention": "softmax", "tie_embeddings": False, "norm": "layernorm"},
+    {"attention": "softmax", "position": "learned", "max_positions": SEQ_LEN},
+    {"attention": "hedgehog", "num_kv_heads": 2},
+    {"attention": "performer"},
+    {"attention": "local"},
+    {"attention": "flurka"},
+    {"attention": "flurka_kernel"},
+    {"attention": {"preset": "flurka", "near": {"join": "shared"}, "compression": {"per_head": True}}},
+    {"attention": {"preset": "flurka", "near": {"gate": "head"}}, "attention_pattern": ["main", "softmax"]},
+]
+
+
+def parameters_and_flops(models: list[Model]) -> list[tuple[int, int]]:
+    counted = []
+    with cpu_mesh() as mesh:
+        for model in models:
+            built = LanguageModel(ModelSettings(model, VOCAB, mesh))
+            tokens = torch.zeros(1, SEQ_LEN, dtype=torch.long)
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                built(tokens, torch.arange(SEQ_LEN)[None], tokens, torch.ones(1))
+            parameters = {id(p): p.numel() for p in built.parameters()}
+            counted.append((sum(parameters.values()), counter.get_total_flops()))
+    return counted
+
+
+@pytest.fixture(scope="module")
+def counted() -> list[tuple[Model, int, int]]:
+    models = [Model.model_validate({**SIZES, **changes}) for changes in MODELS]
+    [results] = run_ranks(parameters_and_flops, 1, models)
+    return [(model, *result) for model, result in zip(models, results)]
+
+
+def test_the_parameter_formula_counts_the_parameters_of_every_architecture(counted):
+    for model, parameters, _ in counted:
+        assert parameter_count(model, VOCAB, SEQ_LEN) == parameters, model
+
+
+def test_a_softmax_model_executes_the_projections_mlps_and_head_of_the_formula(counted):
+    """torch's counter does not know the fused softmax kernel of CPUs: what it counts is all the rest."""
+    softmax = [entry for entry in counted if entry[0].attention.is_full_softmax]
+    assert softmax
+    for model, _, executed in softmax:
+        parts = forward_flops(model, SEQ_LEN, VOCAB)
+        assert executed == SEQ_LEN * (parts["projections"] + parts["mlp"] + parts["head"]), model
+
+
+def test_every_architecture_executes_at_least_the_formula(counted):
+    for model, _, executed in counted:
+        if not any(model.layer_attention(layer).is_full_softmax for layer in range(model.num_layers)):
+            assert executed >= SEQ_LEN * sum(forward_flops(model, SEQ_LEN, VOCAB).values()), model
