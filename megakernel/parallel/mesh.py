@@ -18,6 +18,7 @@ from megakernel.parallel.device import quieten_ranks
 from megakernel.parallel.mpu import ModelParallelUnit
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.sequence import ContextPiece
+from megakernel.parallel.tensor import head_shard
 
 
 class Mesh:
@@ -31,6 +32,7 @@ class Mesh:
         model: tp x pp, which together hold one copy of the weights.
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
         sequence_piece: this process's piece of every sequence, for attention.
+        head_shard: this process's share of every attention layer's heads.
         topology: the same order for DeepSpeed's PipelineModule, where `data` is `gradient`.
         mpu: what `deepspeed.initialize` asks for when there is no pipeline.
         process_groups: what Megatron-core's layers ask for.
@@ -48,6 +50,7 @@ class Mesh:
         self.gradient = Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self.model = Axis.of(parallel_state.get_model_parallel_group())
         self.sequence_piece: SequencePiece = WHOLE if self.cp.size == 1 else ContextPiece(self.cp)
+        self.head_shard = head_shard(self.tp)
         self.topology = PipeModelDataParallelTopology(
             num_pp=self.pp.size, num_mp=self.tp.size, num_dp=self.gradient.size
         )

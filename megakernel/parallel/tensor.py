@@ -1,8 +1,16 @@
-"""Parameters that tensor ranks hold whole, though each of them sees only a part of what they act on."""
+"""Attention heads over the tensor ranks, and parameters that all of them hold whole."""
 
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from functools import partial
+
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megakernel.attention import AttentionLayer, HeadShard
+from megakernel.parallel.axis import Axis
 
 
 def replicated(parameter: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -14,3 +22,19 @@ def replicated(parameter: Tensor, group: ProcessGroup | None) -> Tensor:
     if group is None:
         return parameter
     return copy_to_tensor_model_parallel_region(parameter, group=group)
+
+
+def head_shard(tp: Axis) -> HeadShard:
+    """The heads of every attention layer that this process holds: consecutive ones, equally many on each."""
+    return HeadShard(tp.rank, tp.size, partial(replicated, group=tp.group))
+
+
+def mark_head_parameters(layer: AttentionLayer) -> None:
+    """Say of a layer's parameters which of them are cut between tensor ranks, in Megatron-core's way.
+
+    Without the mark DeepSpeed takes a parameter for a copy and counts it on the first tensor rank only.
+    """
+    parameters = dict(layer.named_parameters())
+    for name, dimension in layer.sharded_parameters().items():
+        if name in parameters:  # the others are buffers
+            set_tensor_model_parallel_attributes(parameters[name], True, dimension, 1)

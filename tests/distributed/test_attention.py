@@ -1,0 +1,104 @@
+"""Attention over pieces of the sequence and shards of the heads gives the numbers of one process."""
+
+import pytest
+import torch
+
+from megakernel import attention
+from megakernel.config import PRESETS
+from megakernel.parallel import mark_head_parameters
+from tests.distributed.ranks import cpu_mesh, run_ranks
+
+BATCH, HEADS, KEY_HEADS, TOKENS, DIM, BLOCK = 2, 8, 4, 64, 8, 8
+
+FORMS = {name: name for name in PRESETS} | {
+    "flurka": {"preset": "flurka", "compression": {"block_size": BLOCK, "rank": 2}},
+    "flurka_kernel": {"preset": "flurka_kernel", "compression": {"block_size": BLOCK, "rank": 2}},
+    "local": {"preset": "local", "near": {"block_size": BLOCK}},
+    "flurka, two blocks, shared join, rotated landmarks": {
+        "preset": "flurka",
+        "compression": {"block_size": BLOCK, "rank": 2, "per_head": True},
+        "near": {"blocks": 2, "join": "shared"},
+        "far_rope": "centroid",
+    },
+}
+
+
+def inputs():
+    """q, k, v, a weight for each output, and the positions of a whole document and of packed ones."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, heads, TOKENS, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    # Documents end inside pieces, at their edges, and beyond several of them.
+    packed = torch.cat([torch.arange(length) for length in (3, 13, 29, 3, 16)])
+    return tensors, torch.stack([torch.arange(TOKENS), packed])
+
+
+def layer(form, heads):
+    module = attention.build(
+        form, num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=DIM, seed=(1, 2), heads=heads
+    ).double()
+    # Initial values are too plain to tell heads apart.
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            whole = (HEADS if len(parameter) == len(module.query_heads) else KEY_HEADS, *parameter.shape[1:])
+            dimension = module.sharded_parameters().get(name)
+            shape = parameter.shape if dimension is None else whole
+            noise = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+            parameter += noise if dimension is None else noise.chunk(heads.size, dimension)[heads.rank]
+    return module
+
+
+def outputs_and_gradients(form, heads=attention.ALL_HEADS, piece=attention.WHOLE):
+    def mine(x):
+        return x.chunk(heads.size, 1)[heads.rank].chunk(piece.size, 2)[piece.rank]
+
+    tensors, positions = inputs()
+    q, k, v, weight = (mine(x).clone().requires_grad_() for x in tensors)
+    module = layer(form, heads)
+    out = module(
+        q,
+        k,
+        v,
+        positions=positions.chunk(piece.size, 1)[piece.rank],
+        rotary=attention.Rotary(DIM),
+        piece=piece,
+    )
+    (out * weight).sum().backward()
+    parameters = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return (out.detach(), q.grad, k.grad, v.grad), parameters, module.sharded_parameters()
+
+
+def on_ranks(form, sizes):
+    with cpu_mesh(**sizes) as mesh:
+        tensors, parameters, cut = outputs_and_gradients(form, mesh.head_shard, mesh.sequence_piece)
+        return tensors, {name: mesh.sum(grad, mesh.gradient) for name, grad in parameters.items()}, cut
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2}, {"context": 4}, {"tensor": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_over_ranks_is_attention_of_one_process(form, sizes):
+    expected, gradients, cut = outputs_and_gradients(FORMS[form])
+    shards, pieces = sizes.get("tensor", 1), sizes["context"]
+    for rank, (actual, parameters, _) in enumerate(run_ranks(on_ranks, shards * pieces, FORMS[form], sizes)):
+        shard, piece = rank % shards, rank // shards
+        for part, whole in zip(actual, expected):
+            mine = whole.chunk(shards, 1)[shard].chunk(pieces, 2)[piece]
+            # float64 sums in another order.
+            torch.testing.assert_close(part, mine, rtol=1e-10, atol=1e-10)
+        for name, gradient in parameters.items():
+            whole = gradients[name]
+            mine = whole.chunk(shards, cut[name])[shard] if name in cut else whole
+            torch.testing.assert_close(gradient, mine, rtol=1e-10, atol=1e-10)
+
+
+def marks(form):
+    with cpu_mesh(tensor=2) as mesh:
+        module = layer(form, mesh.head_shard)
+        mark_head_parameters(module)
+        return {name: getattr(p, "tensor_model_parallel", False) for name, p in module.named_parameters()}
+
+
+def test_head_parameters_are_marked_as_cut_and_shared_ones_are_not():
+    marked = run_ranks(marks, 2, FORMS["flurka"])[0]
+    assert {name for name, cut in marked.items() if not cut} == {"pool_keys", "pool_values"}
+    assert {"gate_weight", "gate_bias"} <= {name for name, cut in marked.items() if cut}
