@@ -5,12 +5,12 @@ from torch import Tensor
 from megakernel.ops.arguments import check_feature_map, check_heads, check_positions
 from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
-from megakernel.ops.flurka_attention import chunked
+from megakernel.ops.flurka_attention import chunked, reference
 from megakernel.ops.flurka_attention.form import FlurkaState, Form, Weights
 from megakernel.ops.state import Exchange, start_state
 from megakernel.ops.window import Rotary, empty_tail
 
-IMPLEMENTATIONS = {"chunked": chunked.attend}
+IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
 """Backend -> implementation."""
 
 

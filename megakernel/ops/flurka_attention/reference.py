@@ -1,1 +1,150 @@
-"""Causal FLuRKA from its formula, block by block and query by query; what the other backends are compared with."""
+"""Causal FLuRKA from its formula, token by token and block by block; what other backends are compared with."""
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.dispatch import wide
+from megakernel.ops.documents import Positions, open_documents, position_rows
+from megakernel.ops.flurka_attention.form import Form, Weights
+from megakernel.ops.kernel_attention.reference import per_query_head, phi
+from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.window import Tail, rotate_keys
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    form: Form,
+    weights: Weights,
+    gate: Tensor | None,
+    positions: Positions,
+    far: KernelState,
+    tail: Tail,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, KernelState, Tail]:
+    """Arguments and results of `chunked.attend`."""
+    batch, heads, length, _ = q.shape
+    dtype, device = wide(q.dtype), q.device
+    rows = position_rows(positions, length, device).expand(batch, -1)
+    tokens = [
+        _Row(
+            q[row].to(dtype),
+            torch.cat([tail.keys[row], k[row]], 1).to(dtype),
+            torch.cat([tail.values[row], v[row]], 1).to(dtype),
+            rows[row],
+            form,
+            weights,
+        )
+        for row in range(batch)
+    ]
+    own = torch.stack([row.landmark_sums(length) for row in tokens])
+    carries = open_documents(positions, length, batch, device)
+    leaving = own
+    if exchange is not None:
+        far = exchange(KernelState(own, own.new_zeros(own.shape[:2])), carries).wait()
+    entering = far.sums * torch.exp(far.log_scale)[..., None, None]
+    if exchange is None:
+        leaving = own + entering * carries[:, None, None, None]
+
+    out = []
+    for row in range(batch):
+        for i in range(length):
+            near, seen = tokens[row].near(i), tokens[row].far(i, entering[row])
+            out.append(_join(near, seen, None if gate is None else gate[row, :, i], tokens[row].sees_far(i), weights))
+    stacked = torch.stack(out).view(batch, length, heads, -1).transpose(1, 2)
+    return stacked.to(v.dtype), KernelState(leaving, leaving.new_zeros(leaving.shape[:2])), tail.after(k, v)
+
+
+def _join(near: Tensor, far: Tensor, gate: Tensor | None, sees_far: bool, weights: Weights) -> Tensor:
+    """(H, D) from the sums (H, D + 1) of the near and the far part."""
+    if not sees_far:
+        return near[:, :-1] / near[:, -1:]
+    if gate is not None:
+        share = torch.sigmoid(gate)[:, None]
+        return share * near[:, :-1] / near[:, -1:] + (1 - share) * far[:, :-1] / far[:, -1:]
+    if weights.far_weight is not None:
+        far = far * torch.exp(weights.far_weight)[:, None]
+    total = near + far
+    return total[:, :-1] / total[:, -1:]
+
+
+class _Row:
+    """One row of the batch: its tokens and the `before` tokens of its tail."""
+
+    def __init__(self, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, form: Form, weights: Weights):
+        self.form, self.weights, self.group = form, weights, q.shape[0] // keys.shape[0]
+        self.q, self.keys, self.values, self.at = q, keys, values, positions.tolist()
+        self.before = keys.shape[1] - q.shape[1]
+        self.positions = positions[None]
+
+    def sees_far(self, i: int) -> bool:
+        return self.at[i] >= self.form.block_size * self.form.blocks
+
+    def near(self, i: int) -> Tensor:
+        """Sums (H, D + 1) over the tokens of the window of token i."""
+        block = self.at[i] // self.form.block_size
+        oldest = max(0, block - self.form.blocks + 1) * self.form.block_size
+        here = self.before + i
+        window = range(here - (self.at[i] - oldest), here + 1)
+        q, keys = self.q[None, :, i : i + 1], self.keys[None, :, window.start : window.stop]
+        if rotary := self.form.near_rotary:
+            positions = torch.arange(oldest, self.at[i] + 1)[None]
+            q, keys = rotary(q, positions[:, -1:]), rotary(keys, positions)
+        if self.form.near == "kernel":
+            kernel = self._phi_q(q) @ self._phi_k(keys).repeat_interleave(self.group, 1).transpose(-1, -2)
+        else:
+            scores = q @ keys.repeat_interleave(self.group, 1).transpose(-1, -2)
+            kernel = torch.exp(scores * q.shape[-1] ** -0.5)
+        values = self._with_ones(self.values[:, window.start : window.stop])
+        return (kernel[0] @ values.repeat_interleave(self.group, 0))[:, 0]
+
+    def far(self, i: int, entering: Tensor) -> Tensor:
+        """Sums (H, D + 1) over the landmarks that token i sees, those of `entering` (H_kv, F, D + 1) included."""
+        state = self.landmark_sums(i)
+        if self.at[i] > i:
+            state = state + entering
+        q = self.q[None, :, i : i + 1]
+        if rotary := self.form.far_rotary:
+            q = rotary(q, self.positions[:, i : i + 1])
+        return (self._phi_q(q) @ state.repeat_interleave(self.group, 0))[0, :, 0]
+
+    def landmark_sums(self, i: int) -> Tensor:
+        """(H_kv, F, D + 1): the landmarks that become visible in this piece to a token at place i of its document.
+
+        Block J of a document becomes visible at the end of block J + blocks - 1. Place `length` is the token behind
+        the piece, if it continues the last document.
+        """
+        b, blocks = self.form.block_size, self.form.blocks
+        position = self.at[i] if i < len(self.at) else self.at[-1] + 1
+        document = self.before + i - position
+        phi_k = self._phi_k(self.keys[None, :, :1])
+        total = self.keys.new_zeros(self.keys.shape[0], phi_k.shape[-1], self.values.shape[-1] + 1)
+        for block in range(position // b - blocks + 1):
+            if document + (block + blocks) * b - 1 >= self.before:
+                total = total + self._landmarks(document + block * b, block)
+        return total
+
+    def _landmarks(self, start: int, block: int) -> Tensor:
+        """sum_s m_s phi(k_s) [v_s, 1] of one block, whose first token stands at `start`."""
+        b = self.form.block_size
+        keys = self.weights.pool_keys @ self.keys[:, start : start + b]
+        values = self.weights.pool_values @ self.values[:, start : start + b]
+        if rotary := self.form.far_rotary:
+            centre = torch.full((1, keys.shape[1]), block * b + (b - 1) / 2, dtype=torch.float64)
+            keys = rotary(keys[None], centre)[0]
+        mass = torch.tensor(b / keys.shape[1], dtype=keys.dtype)
+        if self.weights.far_mass is not None:
+            mass = mass * torch.exp(self.weights.far_mass)[:, None, None]
+        return (mass * self._phi_k(keys[None])[0]).transpose(-1, -2) @ self._with_ones(values)
+
+    def _phi_q(self, x: Tensor) -> Tensor:
+        return phi(self.form.feature_map, x, per_query_head(self.weights.projection, self.group))
+
+    def _phi_k(self, x: Tensor) -> Tensor:
+        return phi(self.form.feature_map, x, self.weights.projection)
+
+    @staticmethod
+    def _with_ones(values: Tensor) -> Tensor:
+        return torch.cat([values, torch.ones_like(values[..., :1])], -1)

@@ -40,7 +40,7 @@ def attend(
     if causal:
         pairs = pairs & (place[:, None] >= place)
 
-    phi_q = phi(feature_map, q.to(wide(q.dtype)), _per_query_head(projection, group))
+    phi_q = phi(feature_map, q.to(wide(q.dtype)), per_query_head(projection, group))
     phi_k = phi(feature_map, k.to(wide(k.dtype)), projection)
     if mass is not None:
         phi_k = phi_k * mass[..., None]
@@ -64,7 +64,7 @@ def attend(
     return out.to(v.dtype), KernelState(sums, sums.new_zeros(sums.shape[:2]))
 
 
-def _per_query_head(projection: Tensor | None, group: int) -> Tensor | None:
+def per_query_head(projection: Tensor | None, group: int) -> Tensor | None:
     return (
         projection if projection is None or projection.dim() == 2 else projection.repeat_interleave(group, 0)
     )
