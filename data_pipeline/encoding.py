@@ -1,5 +1,6 @@
 """Documents to tokens in worker processes; every worker imports it, so it stays light."""
 
+import os
 import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -108,6 +109,8 @@ def _start_worker(tokenizer: Path, dtype: str, seed: int, validation_fraction: f
     global _encoder
     # Ctrl-C reaches the whole process group; the parent ends the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The processes are the parallelism; threads of the tokenizer's own in each would fight over the cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = Encoder(tokenizers.load(tokenizer), dtype, seed, validation_fraction)
 
 

@@ -119,7 +119,8 @@ def _write_splits(
     dtype = token_dtype(tokenizer.vocab_size)
     writers = {split: TokenWriter(folder / split, dtype) for split in ("train", "validation")}
     with _progress(console) as progress:
-        task = progress.add_task("documents", total=source.total, tokens=0)
+        limits = [limit for limit in (source.total, request.max_documents) if limit is not None]
+        task = progress.add_task("documents", total=min(limits, default=None), tokens=0)
         for splits in encode_in_processes(
             batched(_documents(source, request)),
             workers,

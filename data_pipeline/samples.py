@@ -11,7 +11,6 @@ import os
 import shutil
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from data_pipeline.corpus import PreparedCorpus
 from megakernel.config.errors import UserError
 
 BLEND_PERIOD = 2**16
-"""Samples after which the pattern of the blend repeats; the smallest share a corpus can have is one of them."""
+"""Samples after which the pattern of the blend repeats, each corpus in it at least once."""
 
 _OPEN_EPOCHS = 2
 """A batch straddles two epochs at most, unless an epoch is shorter than a batch."""
@@ -68,14 +67,14 @@ class CorpusSamples:
             partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
             try:
                 self._dataset(epoch, partial)
-                # Whoever else built the same index meanwhile built the same files.
-                if not folder.is_dir():
-                    partial.rename(folder)
+                partial.rename(folder)
             except OSError as error:
-                raise UserError(
-                    f"data.index_cache={self._cache} cannot be written ({error.strerror}); "
-                    "set it to a writable folder"
-                ) from error
+                # Another job that built the same index meanwhile has built the same files.
+                if not folder.is_dir():
+                    raise UserError(
+                        f"data.index_cache={self._cache} cannot be written ({error.strerror}); "
+                        "set it to a writable folder"
+                    ) from error
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
 
@@ -113,10 +112,6 @@ class CorpusSamples:
     def _index_folder(self, epoch: int) -> Path:
         content = self._corpus.record(self._split).bin.sha256[:16]
         return self._cache / f"{self._split}-{content}-length{self._seq_len}-seed{self._seed}-epoch{epoch}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Worker processes that are not forked get the places, not the arrays mapped from them.
-        return {**self.__dict__, "_epochs": OrderedDict()}
 
 
 class BlendedSamples:

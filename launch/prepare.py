@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -77,13 +78,19 @@ def run(args: argparse.Namespace) -> int:
     # An orderly exit, so that a prepare ended by a scheduler leaves no half-made folder.
     previous = signal.signal(signal.SIGTERM, _exit_on_term)
     try:
-        manifest = prepare(request, args.out, workers=args.workers, overwrite=args.overwrite, console=console)
+        with warnings.catch_warnings():
+            # Megatron tells every process that imports it which GPU libraries are absent.
+            warnings.filterwarnings("ignore", module=r"megatron\.")
+            manifest = prepare(
+                request, args.out, workers=args.workers, overwrite=args.overwrite, console=console
+            )
     finally:
         signal.signal(signal.SIGTERM, previous)
     if manifest is None:
-        console.print(f"{args.out} is already prepared with these arguments; nothing to do")
+        said = f"{args.out} is already prepared with these arguments; nothing to do"
     else:
-        console.print(_summary(args.out, manifest))
+        said = _summary(args.out, manifest)
+    console.print(said, markup=False, soft_wrap=True)
     return 0
 
 
