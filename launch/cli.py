@@ -26,8 +26,8 @@ COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
 }
 
-_PLAIN_OS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS}
-"""What the machine refuses and its user can change: a full disk, a quota, permissions."""
+_PLAIN_OS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR}
+"""What the machine refuses and its user can change: a full disk, a quota, permissions, a file for a folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

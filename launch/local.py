@@ -116,7 +116,7 @@ def _watch(ranks: Sequence[RankProcess], received: list[int], leave_seconds: flo
         if first_left is not None and time.monotonic() - first_left[1] > leave_seconds:
             late = statuses.index(None)
             return _Failure(
-                late, f"rank {late} still runs {leave_seconds:.0f} s after rank {first_left[0]} has left"
+                late, f"rank {late} still runs {leave_seconds:g} s after rank {first_left[0]} has left"
             )
         time.sleep(_POLL_SECONDS)
 

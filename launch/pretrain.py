@@ -29,8 +29,9 @@ def run(args: argparse.Namespace) -> int:
     """Check the configuration against the world, then train as one process of it or start one."""
     config = load_config(args)
     process = joined()
-    world_size = process.world_size if process is not None else args.nproc or 1
-    if world_size < 1 or (process is not None and args.nproc not in (None, world_size)):
+    nproc = 1 if args.nproc is None else args.nproc
+    world_size = nproc if process is None else process.world_size
+    if world_size < 1 or args.nproc not in (None, world_size):
         raise UserError(
             f"--nproc {args.nproc} cannot be; leave it out under torchrun and srun, else give 1 or more"
         )

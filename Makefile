@@ -1,0 +1,63 @@
+# One command per job; `make help` lists them. Everything lives in $(VENV), which is made on first use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+NPROC ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install dev demo test lint format clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/installed ## make .venv and install Megakernel into it
+
+dev: $(VENV)/installed-dev ## the same with what tests and lint need
+
+demo: $(VENV)/installed ## prepare text, pretrain a small model on 2 processes, write a sample
+	$(BIN)/megakernel prepare --source stdlib --tokenizer byte --out data/stdlib
+	$(BIN)/megakernel pretrain configs/demo.yaml --nproc $(NPROC)
+	$(BIN)/megakernel generate runs/demo --prompt 'def ' --max-new-tokens 400 > runs/demo/sample.txt
+	@echo; cat runs/demo/sample.txt; echo
+	@echo "That sample is in runs/demo/sample.txt. To see the curves:"
+	@echo "  $(BIN)/tensorboard --logdir runs"
+
+test: $(VENV)/installed-dev ## run the test suite; PYTEST_ARGS=tests/unit for a part of it
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/installed-dev ## style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/installed-dev ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv and caches; data/ and runs/ stay
+	rm -rf $(VENV) build *.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.11 ..." if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c 'import ensurepip' || { echo "venv is missing: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Torch comes first: without a GPU as its CPU build, a tenth of the size, from wherever pip looks already or from
+# PyTorch's own index; where neither has one, and where there is a GPU, as the default build.
+$(VENV)/installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing $(TORCH)"
+	@if command -v nvidia-smi >/dev/null; then $(PIP) install -q '$(TORCH)'; else \
+		$(PIP) install -q '$(TORCH)+cpu' 2>/dev/null || \
+		$(PIP) install -q '$(TORCH)+cpu' --extra-index-url $(CPU_INDEX) --retries 1 || \
+		$(PIP) install -q '$(TORCH)'; fi
+	DS_BUILD_OPS=0 $(PIP) install -q -e . -c constraints.txt
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	DS_BUILD_OPS=0 $(PIP) install -q -e '.[dev]' -c constraints.txt
+	@touch $@

@@ -1,0 +1,101 @@
+import pytest
+
+from megakernel.config import ConfigError, data_parallel_size
+
+from .trees import config, problems
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "remedy"),
+    [
+        ({"parallel": {"tensor": 3}}, "model.num_heads", "set 3 or 6 or change parallel.tensor"),
+        ({"parallel": {"tensor": 4}, "model": {"num_kv_heads": 2}}, "model.num_kv_heads",
+         "set 4 or change parallel.tensor"),
+        ({"parallel": {"tensor": 4}, "model": {"ffn_hidden_size": 90}}, "model.ffn_hidden_size",
+         "set 88 or 92 or change parallel.tensor"),
+        ({"parallel": {"tensor": 4}, "model": {"vocab_multiple": 2}}, "model.vocab_multiple",
+         "set 4 or change parallel.tensor"),
+        ({"parallel": {"pipeline": 5}}, "parallel.pipeline", "set at most 4"),
+        ({"schedule": {"warmup_steps": 101}}, "schedule.warmup_steps", "set at most 100"),
+        ({"schedule": {"warmup_steps": 60, "decay_steps": 41}}, "schedule.decay_steps", "set at most 40"),
+        ({"model": {"position": "learned", "max_positions": 511}}, "model.max_positions", "set at least 512"),
+    ],
+)  # fmt: skip
+def test_sections_that_contradict_each_other_are_refused_with_the_nearest_right_value(sections, key, remedy):
+    assert problems(**sections)[key].remedy == remedy
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "parallel", "attention", "remedy"),
+    [
+        (510, {"context": 4}, "linear", "set 508 or 512"),
+        (520, {"context": 2}, "flurka", "set 512 or 640"),
+        (100, {"context": 2}, "flurka", "set 128"),
+        (510, {"tensor": 4, "sequence_parallel": True}, "flurka", "set 508 or 512"),
+        (128, {"context": 2}, {"preset": "flurka", "near": {"blocks": 2}}, "set 256"),
+        (500, {"context": 2}, "local", "set 384 or 512"),
+    ],
+)
+def test_a_sequence_that_is_not_cut_into_whole_blocks_names_the_nearest_that_is(
+    seq_len, parallel, attention, remedy
+):
+    found = problems(parallel=parallel, training={"seq_len": seq_len}, model={"attention": attention})
+    assert found["training.seq_len"].remedy == remedy
+    for choice in remedy.removeprefix("set ").split(" or "):
+        assert not problems(
+            parallel=parallel, training={"seq_len": int(choice)}, model={"attention": attention}
+        )
+
+
+def test_without_sequence_pieces_any_length_goes():
+    assert not problems(training={"seq_len": 511})
+
+
+def test_full_softmax_needs_heads_for_every_context_rank():
+    parallel = {"tensor": 2, "context": 4}
+    assert "parallel.context" in problems(model={"attention": "softmax"}, parallel=parallel)
+    assert "parallel.context" in problems(model={"attention_pattern": ["main", "softmax"]}, parallel=parallel)
+    assert not problems(model={"attention": "flurka"}, parallel=parallel)
+    assert not problems(model={"attention": "softmax"}, parallel={"tensor": 2, "context": 2})
+
+
+@pytest.mark.parametrize(
+    "deepspeed",
+    [
+        {"train_micro_batch_size_per_gpu": 2},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_clipping": 1.0},
+        {"bf16": {"enabled": True}},
+        {"fp16": {"enabled": False}},
+        {"optimizer": {"type": "Adam"}},
+        {"scheduler": {}},
+        {"steps_per_print": 10},
+    ],
+)
+def test_what_megakernel_decides_is_refused_in_the_deepspeed_section(deepspeed):
+    (problem,) = problems(deepspeed=deepspeed).values()
+    assert problem.key == f"deepspeed.{next(iter(deepspeed))}"
+    assert problem.remedy.startswith("remove it and set ")
+
+
+def test_only_the_stage_of_zero_is_decided_here():
+    found = problems(deepspeed={"zero_optimization": {"stage": 1, "overlap_comm": False}})
+    assert list(found) == ["deepspeed.zero_optimization.stage"]
+    assert not problems(
+        deepspeed={"zero_optimization": {"overlap_comm": False}, "wall_clock_breakdown": True}
+    )
+
+
+def test_data_parallel_is_what_is_left_of_the_world():
+    parallel = {"tensor": 2, "context": 2, "pipeline": 2}
+    assert data_parallel_size(config(parallel=parallel), 32) == 4
+
+
+def test_a_world_that_does_not_divide_names_the_nearest_that_do():
+    with pytest.raises(ConfigError, match=r"processes=7 .* = 2 x 2 x 1 = 4; start 4 or 8 or change parallel"):
+        data_parallel_size(config(parallel={"tensor": 2, "context": 2}), 7)
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
+    with pytest.raises(ConfigError, match=r"training.global_batch_size=8 .* = 2 x 3 = 6; set 6 or 12"):
+        data_parallel_size(config(training={"micro_batch_size": 2}), 3)

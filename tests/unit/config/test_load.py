@@ -1,0 +1,121 @@
+import pytest
+
+from megakernel.config import ConfigError, from_yaml, load, to_yaml
+
+from . import trees
+
+
+def test_the_resolved_text_loads_to_an_equal_configuration(tmp_path):
+    changes = [
+        "optimizer.clip_grad_norm=.inf",
+        "model.attention_pattern=[main, softmax]",
+        "training.skip_samples=[[3, 9]]",
+    ]
+    config = load(
+        trees.file(tmp_path),
+        [*changes, "data.validation={data/y: 2}", "deepspeed={wall_clock_breakdown: true}"],
+    )
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_a_file_is_laid_over_those_it_extends_in_order(tmp_path):
+    trees.file(tmp_path, "base.yaml", training={"steps": 1}, optimizer={"lr": 1.0, "beta1": 0.5})
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/lr.yaml").write_text("extends: wd.yaml\noptimizer: {lr: 2.0}")
+    (tmp_path / "more/wd.yaml").write_text("optimizer: {lr: 3.0, weight_decay: 0.5}")
+    (tmp_path / "run.yaml").write_text("extends: [base.yaml, more/lr.yaml]\ntraining: {steps: 7}")
+    config = load(tmp_path / "run.yaml")
+    assert config.training.steps == 7
+    assert (config.optimizer.lr, config.optimizer.beta1, config.optimizer.weight_decay) == (2.0, 0.5, 0.5)
+
+
+def test_two_ways_to_one_base_are_no_circle(tmp_path):
+    trees.file(tmp_path, "base.yaml")
+    (tmp_path / "a.yaml").write_text("extends: base.yaml")
+    (tmp_path / "run.yaml").write_text("extends: [base.yaml, a.yaml]")
+    assert load(tmp_path / "run.yaml") == trees.config()
+
+
+def test_a_circle_is_refused_with_its_way(tmp_path):
+    (tmp_path / "a.yaml").write_text("extends: b.yaml")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml")
+    with pytest.raises(ConfigError, match=r"goes in a circle \(a\.yaml -> b\.yaml -> a\.yaml\)"):
+        load(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("extends", ["3", "[1]", "{a: b}"])
+def test_extends_takes_names_of_files_only(tmp_path, extends):
+    (tmp_path / "run.yaml").write_text(f"extends: {extends}")
+    with pytest.raises(ConfigError, match=r"extends=.* names no files"):
+        load(tmp_path / "run.yaml")
+
+
+def test_an_extended_file_that_is_missing_is_named(tmp_path):
+    (tmp_path / "run.yaml").write_text("extends: gone.yaml")
+    with pytest.raises(ConfigError, match=r"gone\.yaml cannot be read"):
+        load(tmp_path / "run.yaml")
+
+
+def test_overrides_are_laid_over_the_file_in_order(tmp_path):
+    config = load(trees.file(tmp_path), ["training.steps=5", "optimizer.lr=1e-4", "training.steps=6"])
+    assert (config.training.steps, config.optimizer.lr) == (6, 1e-4)
+
+
+@pytest.mark.parametrize("attention", ["flurka", {"preset": "flurka"}, None])
+def test_one_key_of_a_preset_can_be_changed(tmp_path, attention):
+    path = trees.file(tmp_path, model={} if attention is None else {"attention": attention})
+    changed = load(path, ["model.attention.near.blocks=2"]).model.attention
+    assert changed.near.blocks == 2
+    assert changed.compression == load(path).model.attention.compression
+
+
+@pytest.mark.parametrize("override", ["softmax", "{preset: softmax}", "{similarity: softmax}"])
+def test_another_mechanism_keeps_nothing_of_the_one_it_replaces(tmp_path, override):
+    attention = load(
+        trees.file(tmp_path, model={"attention": "flurka"}), [f"model.attention={override}"]
+    ).model.attention
+    assert attention.is_full_softmax
+
+
+def test_corpora_replace_those_below(tmp_path):
+    path = trees.file(tmp_path, data={"train": {"data/a": 1.0, "data/b": 2.0}})
+    assert [str(corpus.path) for corpus in load(path, ["data.train={data/c: 1}"]).data.train] == ["data/c"]
+
+
+def test_all_bad_overrides_are_named(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load(
+            trees.file(tmp_path), ["steps", "training..steps=3", "training.steps=[", "model.attention=flurk"]
+        )
+    keys_and_values = [(problem.key, problem.value) for problem in caught.value.problems]
+    assert keys_and_values[:2] == [("", "steps"), ("", "training..steps=3")]
+    assert keys_and_values[2][0].startswith("training.steps")
+
+
+def test_environment_variables_are_put_in_and_keep_their_types(tmp_path):
+    path = trees.file(
+        tmp_path,
+        run={"root": "${SCRATCH}/runs"},
+        training={"steps": "${STEPS}", "eval_every": "${EVERY:-null}"},
+        parallel={"sequence_parallel": "${SP:-false}"},
+    )
+    config = load(path, env={"SCRATCH": "/scratch", "STEPS": "12"})
+    assert str(config.run.root) == "/scratch/runs"
+    assert (config.training.steps, config.training.eval_every, config.parallel.sequence_parallel) == (
+        12,
+        None,
+        False,
+    )
+
+
+def test_an_unset_variable_is_one_problem_beside_the_others(tmp_path):
+    path = trees.file(tmp_path, training={"steps": "${STEPS}", "seq_len": 0})
+    with pytest.raises(ConfigError) as caught:
+        load(path, env={})
+    assert [problem.key for problem in caught.value.problems] == ["training.steps", "training.seq_len"]
+    assert "export STEPS" in str(caught.value)
+
+
+def test_a_variable_in_a_value_that_is_overridden_is_not_asked_for(tmp_path):
+    path = trees.file(tmp_path, training={"steps": "${STEPS}"})
+    assert load(path, ["training.steps=3"], env={}).training.steps == 3

@@ -1,0 +1,137 @@
+import pytest
+
+from megakernel.config import Attention, ConfigError, load
+
+from . import trees
+from .trees import problems
+
+
+def test_all_problems_of_a_file_come_at_once_one_line_each(tmp_path):
+    path = trees.file(
+        tmp_path,
+        run={"name": "../x", "sed": 3},
+        modle={"x": 1},
+        data={"train": []},
+        training={"steps": 0, "dtype": "fp16", "micro_batch_size": 3},
+        parallel={"tensor": 3},
+        schedule={"warmup_steps": 1.5},
+        deepspeed={"train_batch_size": 4},
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert {problem.key for problem in caught.value.problems} == {
+        "run.name",
+        "run.sed",
+        "modle",
+        "data.train",
+        "training.steps",
+        "training.dtype",
+        "model.num_heads",
+        "model.vocab_multiple",
+        "schedule.warmup_steps",
+        "deepspeed.train_batch_size",
+    }
+    assert len(str(caught.value).splitlines()) == len(caught.value.problems)
+    assert all(problem.reason and problem.remedy for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "remedy"),
+    [
+        ({"training": {"step": 3}}, "training.step", "did you mean steps?"),
+        ({"modle": {}}, "modle", "did you mean model?"),
+        ({"training": {"lr": 3}}, "training.lr", "did you mean optimizer.lr?"),
+        ({"model": {"attention": {"nea": {}}}}, "model.attention.nea", "did you mean near?"),
+        ({"model": {"attention_pattern": ["main", {"near": {"block": 1}}]}},
+         "model.attention_pattern.1.near.block", "did you mean blocks?"),
+        ({"data": {"train": [{"path": "x", "wieght": 2}]}}, "data.train.0.wieght", "did you mean weight?"),
+        ({"checkpoint": {"zzz": 1}}, "checkpoint.zzz", "known here: every, keep, keep_every, weights_from"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_names_the_nearest_right_one(sections, key, remedy):
+    assert problems(**sections)[key].remedy == remedy
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "line"),
+    [
+        ({"training": {"steps": 0}}, "training.steps",
+         "training.steps=0 should be greater than 0; change it (Optimizer steps of the whole run)"),
+        ({"training": {"dtype": "fp32"}}, "training.dtype",
+         "training.dtype=fp32 is none of the choices; choose float32, bfloat16"),
+        ({"run": {"name": 3}}, "run.name",
+         "run.name=3 should be text; write it in quotes (Folder name under run.root)"),
+        ({"training": 3}, "training", "training=3 should be a mapping of keys; write its keys below it"),
+        ({"model": {"attention": "flurk"}}, "model.attention",
+         "model.attention=flurk is no attention preset; "
+         "choose flurka, flurka_kernel, linear, performer, local, softmax, hedgehog"),
+        ({"data": {"train": [{"weight": 2}]}}, "data.train.0.path",
+         "data.train.0.path is missing; add it (Folder with manifest.json)"),
+    ],
+)  # fmt: skip
+def test_a_line_says_key_value_reason_and_remedy(sections, key, line):
+    assert str(problems(**sections)[key]) == line
+
+
+def test_a_missing_section_names_its_keys():
+    with pytest.raises(ConfigError) as caught:
+        trees.validate({})
+    assert {"run.name", "model.num_layers", "data.train", "training.steps"} <= {
+        p.key for p in caught.value.problems
+    }
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        ({"similarity": "kernel"}, "feature_map"),
+        ({"feature_map": {"name": "elu"}}, "feature_map"),
+        ({"compression": {}, "near": {}}, "compression"),
+        ({"similarity": "kernel", "feature_map": {}, "compression": {}}, "near"),
+        ({"similarity": "kernel", "feature_map": {}, "near": {}}, "near"),
+        (
+            {"similarity": "kernel", "feature_map": {}, "compression": {}, "near": {"block_size": 8}},
+            "near.block_size",
+        ),
+        ({"near": {}}, "near.block_size"),
+        ({"near": {"block_size": 8, "kind": "kernel"}}, "near.kind"),
+        ({"far_rope": "centroid"}, "far_rope"),
+        ({"similarity": "kernel", "feature_map": {"samples": 8}}, "feature_map.samples"),
+        (
+            {"similarity": "kernel", "feature_map": {}, "near": {}, "compression": {"rank": 65}},
+            "compression.rank",
+        ),
+    ],
+)
+def test_answers_of_the_attention_algebra_that_do_not_go_together_are_refused(tree, key):
+    assert f"model.attention.{key}" in problems(model={"attention": tree})
+
+
+def test_a_section_built_by_hand_is_held_to_the_same_rules():
+    with pytest.raises(ValueError, match="feature_map=None is missing beside similarity: kernel"):
+        Attention(similarity="kernel")
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"model": {"hidden_size": 130}}, "model.hidden_size"),
+        ({"model": {"num_kv_heads": 3}}, "model.num_kv_heads"),
+        ({"model": {"head_dim": 31}}, "model.position"),
+        ({"model": {"max_positions": 512}}, "model.max_positions"),
+        (
+            {"model": {"position": "none", "attention": {"preset": "flurka", "far_rope": "centroid"}}},
+            "model.position",
+        ),
+        ({"model": {"attention_pattern": []}}, "model.attention_pattern"),
+        ({"training": {"micro_batch_size": 3}}, "training.global_batch_size"),
+        ({"training": {"skip_samples": [[5, 5]]}}, "training.skip_samples"),
+        ({"parallel": {"zero_stage": 2, "pipeline": 2}}, "parallel.zero_stage"),
+        ({"parallel": {"sequence_parallel": True}}, "parallel.sequence_parallel"),
+        ({"schedule": {"name": "constant", "decay_steps": 5}}, "schedule.decay_steps"),
+        ({"schedule": {"min_lr_ratio": 1.5}}, "schedule.min_lr_ratio"),
+        ({"checkpoint": {"every": 10, "keep_every": 25}}, "checkpoint.keep_every"),
+    ],
+)
+def test_keys_of_one_section_that_contradict_each_other_are_refused(sections, key):
+    assert key in problems(**sections)

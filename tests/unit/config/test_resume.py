@@ -1,0 +1,69 @@
+from pathlib import Path
+
+import pytest
+
+from megakernel.config import ConfigError, check_same_run, differences, to_yaml
+
+from .trees import config
+
+FOLDER = Path("runs/small")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training": {"steps": 200, "micro_batch_size": 2, "log_every": 1, "skip_samples": [[0, 8]]}},
+        {"parallel": {"tensor": 2, "zero_stage": 1}},
+        {"checkpoint": {"every": 5}, "logging": {"tensorboard": False}},
+        {"run": {"name": "moved", "root": "elsewhere"}},
+        {"data": {"num_workers": 0, "validation": "data/y"}},
+        {"deepspeed": {"zero_optimization": {"overlap_comm": False}}},
+    ],
+)
+def test_where_how_and_how_long_a_run_goes_may_change(changes):
+    accepted = check_same_run(to_yaml(config()), config(**changes), FOLDER)
+    assert len(accepted) >= 1
+    assert all(difference.may_change for difference in accepted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"run": {"seed": 1}}, "run.seed"),
+        ({"model": {"num_layers": 5}}, "model.num_layers"),
+        ({"model": {"attention": "softmax"}}, "model.attention.similarity"),
+        ({"data": {"train": "data/y"}}, "data.train"),
+        ({"data": {"isolate_documents": False}}, "data.isolate_documents"),
+        ({"training": {"global_batch_size": 16}}, "training.global_batch_size"),
+        ({"training": {"seq_len": 256}}, "training.seq_len"),
+        ({"training": {"dtype": "float32"}}, "training.dtype"),
+        ({"optimizer": {"lr": 1.0}}, "optimizer.lr"),
+        ({"schedule": {"warmup_steps": 1}}, "schedule.warmup_steps"),
+    ],
+)
+def test_what_determines_the_numbers_may_not(changes, key):
+    with pytest.raises(ConfigError, match="when the run began") as caught:
+        check_same_run(to_yaml(config()), config(**changes), FOLDER)
+    assert key in {problem.key for problem in caught.value.problems}
+
+
+def test_the_same_configuration_written_in_another_way_is_the_same_run():
+    presets = (
+        config(model={"attention": "flurka"}),
+        config(model={"attention": {"preset": "flurka", "near": {}}}),
+    )
+    assert differences(*presets) == []
+
+
+def test_a_refusal_names_both_values_and_the_way_out():
+    with pytest.raises(ConfigError) as caught:
+        check_same_run(to_yaml(config()), config(model={"num_layers": 5}), FOLDER)
+    assert str(caught.value) == (
+        "model.num_layers=5 was 4 when the run began; "
+        "set it back, or choose another run.name to start a new run beside runs/small"
+    )
+
+
+def test_a_damaged_record_is_named():
+    with pytest.raises(ConfigError, match=r"runs/small/config\.yaml:1 is not YAML"):
+        check_same_run("run: [", config(), FOLDER)

@@ -1,0 +1,47 @@
+from pathlib import Path
+
+import pytest
+
+from megakernel.analysis.parameters import parameter_count
+from megakernel.config import data_parallel_size, load
+
+from . import trees
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+PROCESSES = {"demo": 2, "pretrain-125m": 8, "pretrain-350m": 8, "pretrain-1b": 16, "pretrain-7b": 64}
+SIZES = {"125m": 125e6, "350m": 350e6, "1b": 1e9, "7b": 7e9}
+GPT2_TOKENS = 50_257
+
+
+def test_every_run_file_is_listed_here():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(PROCESSES)
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_a_run_file_works_on_the_machines_it_is_written_for(name):
+    config = load(CONFIGS / f"{name}.yaml")
+    assert config.run.name == name
+    assert data_parallel_size(config, PROCESSES[name]) >= 1
+
+
+@pytest.mark.parametrize(
+    "path", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
+def test_a_fragment_completes_a_run_file(path, tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text(f"extends: [{trees.file(tmp_path, 'base.yaml', training={'steps': 9000})}, {path}]")
+    assert load(run).run.name == "small"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_has_the_parameters_of_its_name_and_a_softmax_twin(size, tmp_path):
+    models = []
+    for name in (size, f"{size}-softmax"):
+        run = tmp_path / f"{name}.yaml"
+        run.write_text(f"extends: [{trees.file(tmp_path, 'base.yaml')}, {CONFIGS / 'model' / name}.yaml]")
+        models.append(load(run).model)
+    flurka, softmax = models
+    # A name is a round number: GPT-3 Medium's 350m has 361 million with SwiGLU's wider MLP.
+    assert parameter_count(flurka, GPT2_TOKENS, seq_len=8192) == pytest.approx(SIZES[size], rel=0.05)
+    assert softmax.attention.is_full_softmax
+    assert flurka.model_copy(update={"attention": softmax.attention}) == softmax

@@ -1,0 +1,37 @@
+"""The smallest complete configuration, to change one thing of."""
+
+from pathlib import Path
+from typing import Any
+
+from megakernel.config import Config, ConfigError, Problem
+from megakernel.config.merging import merged
+from megakernel.config.validation import validate
+from megakernel.config.yaml_text import write
+
+SMALLEST: dict[str, Any] = {
+    "run": {"name": "small"},
+    "model": {"num_layers": 4, "hidden_size": 128, "num_heads": 4},
+    "data": {"train": "data/x"},
+    "training": {"steps": 100, "seq_len": 512, "global_batch_size": 8},
+}
+
+
+def config(**sections: Any) -> Config:
+    """The smallest configuration with some keys changed."""
+    return validate(merged(SMALLEST, sections))
+
+
+def problems(**sections: Any) -> dict[str, Problem]:
+    """What is wrong with the smallest configuration after these changes, by key."""
+    try:
+        config(**sections)
+    except ConfigError as error:
+        return {problem.key: problem for problem in error.problems}
+    return {}
+
+
+def file(folder: Path, name: str = "run.yaml", **sections: Any) -> Path:
+    """The smallest configuration with some keys changed, as a file."""
+    path = folder / name
+    path.write_text(write(merged(SMALLEST, sections)))
+    return path

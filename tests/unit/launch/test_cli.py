@@ -1,0 +1,122 @@
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import megakernel
+from launch.cli import COMMANDS, main
+from launch.exit_status import ExitStatus
+from megakernel.config import from_yaml, load
+
+from ..config import trees
+
+
+def test_the_exit_statuses_are_those_other_tools_rely_on():
+    assert [int(status) for status in ExitStatus] == [0, 1, 2, 85, 143]
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"megakernel {megakernel.__version__}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself_with_an_example_that_parses(name, capsys, monkeypatch):
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    example = capsys.readouterr().out.partition("example:\n  ")[2].splitlines()[0]
+    program, *arguments = shlex.split(example)
+    assert (program, arguments[0]) == ("megakernel", name)
+    monkeypatch.setattr(COMMANDS[name], "run", lambda args: 0)
+    assert main(arguments) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["train"], ["config"], ["config", "x.yaml", "--frobnicate"], ["doctor", "x"]]
+)
+def test_a_command_line_that_makes_no_sense_is_a_usage_error(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == ExitStatus.USAGE
+    assert "usage: megakernel" in capsys.readouterr().err
+
+
+def test_config_prints_a_tree_that_loads_to_the_same(tmp_path, capsys):
+    path = trees.file(tmp_path)
+    assert main(["config", str(path), "training.steps=7", "model.attention=softmax"]) == 0
+    assert from_yaml(capsys.readouterr().out) == load(path, ["training.steps=7", "model.attention=softmax"])
+
+
+def test_problems_of_a_configuration_are_lines_and_no_traceback(tmp_path, capsys):
+    assert (
+        main(["config", str(trees.file(tmp_path)), "training.steps=0", "model.layers=2"]) == ExitStatus.USAGE
+    )
+    unknown, too_small = capsys.readouterr().err.splitlines()
+    assert unknown == "megakernel: error: model.layers=2 is an unknown key; did you mean num_layers?"
+    assert too_small.startswith("megakernel: error: training.steps=0 should be greater than 0; ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--nproc", "3"], "training.global_batch_size=8 is not a multiple"),
+        (["--nproc", "3", "parallel.tensor=2"], "processes=3 is not a multiple"),
+        (["--nproc", "0"], "--nproc 0 cannot be"),
+        (
+            ["parallel.pipeline=2", "--nproc", "4", "parallel.zero_stage=3"],
+            "parallel.zero_stage=3 with pipeline=2",
+        ),
+    ],
+)
+def test_pretrain_checks_everything_before_it_starts_a_process(
+    tmp_path, monkeypatch, capsys, arguments, complaint
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["pretrain", str(trees.file(tmp_path)), *arguments]) == ExitStatus.USAGE
+    assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_pretrain_refuses_the_folder_of_another_configuration(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs/small"
+    folder.mkdir(parents=True)
+    main(["config", str(trees.file(tmp_path))])
+    (folder / "config.yaml").write_text(capsys.readouterr().out)
+    assert main(["pretrain", str(tmp_path / "run.yaml"), "optimizer.lr=1.0"]) == ExitStatus.USAGE
+    assert "optimizer.lr=1.0 was 0.0003 when the run began" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+def test_under_torchrun_nproc_is_the_launchers_business(tmp_path, monkeypatch, capsys):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["pretrain", str(trees.file(tmp_path)), "--nproc", "4"]) == ExitStatus.USAGE
+    assert "leave it out under torchrun and srun" in capsys.readouterr().err
+
+
+def test_what_the_file_system_refuses_is_one_line(tmp_path, capsys):
+    path = trees.file(tmp_path)
+    assert main(["pretrain", str(path), f"run.root={path}"]) == ExitStatus.FAILED
+    assert capsys.readouterr().err.splitlines() == [
+        f"megakernel: error: [Errno 20] Not a directory: '{path}/small/logs'"
+    ]
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(COMMANDS["doctor"], "run", lambda args: {}["bug"])
+    with pytest.raises(KeyError):
+        main(["doctor"])
+
+
+def test_the_doctor_finds_this_machine_fit():
+    result = subprocess.run(
+        [sys.executable, "-m", "launch.cli", "doctor"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == ExitStatus.DONE, result.stdout
+    for name in ("torch", "megatron-core", "deepspeed", "gloo", "cpu"):
+        assert f"ok  {name} " in result.stdout

@@ -1,0 +1,91 @@
+import pytest
+
+from launch.environment import joined
+from megakernel.config import UserError
+from megakernel.parallel.processes import ProcessEnvironment
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "1234",
+}
+# As a task of `srun --nodes 2 --ntasks-per-node 2` sees it.
+SRUN = {
+    "SLURM_JOB_ID": "4321",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+
+
+def test_a_process_started_alone_joins_nothing():
+    assert joined({}) is None
+
+
+def test_torchrun_says_where_a_process_stands():
+    assert joined(TORCHRUN) == ProcessEnvironment(5, 8, 1, 4, "node7", 1234)
+
+
+def test_what_a_launcher_hands_on_is_what_its_rank_finds():
+    process = ProcessEnvironment(2, 3, 2, 3, "here", 99)
+    assert joined(process.variables()) == process
+
+
+def test_half_of_torchruns_variables_is_refused():
+    with pytest.raises(UserError, match="MASTER_ADDR is not"):
+        joined({key: value for key, value in TORCHRUN.items() if key != "MASTER_ADDR"})
+
+
+def test_srun_says_where_a_process_stands():
+    process = joined({**SRUN, "MASTER_ADDR": "10.0.0.1"})
+    assert process is not None
+    assert (process.rank, process.world_size, process.local_rank, process.local_world_size) == (3, 4, 1, 2)
+    assert process.master_address == "10.0.0.1"
+
+
+def test_all_tasks_of_a_step_meet_at_one_port_and_two_steps_at_two():
+    one_node = {**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
+    ports = [
+        process.master_port
+        for changes in ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "4322"})
+        if (process := joined({**one_node, **changes})) is not None and process.master_address == "127.0.0.1"
+    ]
+    assert len(ports) == 4
+    assert ports[0] == ports[1]
+    assert len(set(ports)) == 3
+    assert all(1024 < port < 32768 for port in ports)  # above the privileged, below the ephemeral
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"), [("4", [4]), ("2(x3)", [2, 2, 2]), ("2(x2),1", [2, 2, 1]), ("3,1(x2)", [3, 1, 1])]
+)
+def test_slurms_task_counts_are_read_per_node(counts, expected):
+    environments = [
+        joined({**SRUN, "MASTER_ADDR": "n1", "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)})
+        for node in range(len(expected))
+    ]
+    assert [process.local_world_size for process in environments if process is not None] == expected
+
+
+def test_a_batch_script_starts_its_own_processes():
+    batch = {key: value for key, value in SRUN.items() if "STEP" not in key}
+    assert joined({**batch, "SLURM_PROCID": "0"}) is None
+
+
+def test_an_interactive_shell_of_one_task_starts_its_own_processes():
+    assert joined({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+
+
+def test_a_node_that_slurm_cannot_resolve_is_refused_with_a_way_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # a machine without scontrol
+    with pytest.raises(UserError, match="export MASTER_ADDR"):
+        joined(SRUN)

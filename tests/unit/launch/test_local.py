@@ -1,0 +1,69 @@
+import os
+import signal
+
+import pytest
+
+from .launching import Launch
+
+
+def test_all_ranks_done_is_done_with_rank_0_on_the_console_and_every_rank_in_its_log(tmp_path):
+    launch = Launch(tmp_path, "finish", OMP_NUM_THREADS="3")
+    status, out, err = launch.finish()
+    assert (status, err) == (0, "")
+    assert out == "rank 0 of 2 with 3 threads\n"
+    assert launch.log(0).endswith(out)
+    assert launch.log(1).endswith("rank 1 of 2 with 3 threads\n")
+
+
+def test_ranks_share_the_cores_unless_told_otherwise(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    _, out, _ = Launch(tmp_path, "finish").finish()
+    assert f"with {max(1, len(os.sched_getaffinity(0)) // 2)} threads" in out
+
+
+def test_a_second_launch_goes_on_in_the_logs(tmp_path):
+    for _ in range(2):
+        launch = Launch(tmp_path, "finish", nproc=1)
+        assert launch.finish()[0] == 0
+    assert launch.log(0).count("rank 0 of 1") == 2
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_named_with_its_last_lines(tmp_path):
+    status, _, err = Launch(tmp_path, "raise").finish()
+    assert status == 1
+    first, *rest = err.splitlines()
+    assert first.startswith("megakernel: error: rank 1 failed with exit status 1; its output is in ")
+    assert first.endswith("logs/rank_1.log")
+    assert rest[-1].endswith("RuntimeError: boom in rank 1")
+
+
+def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path):
+    status, _, err = Launch(tmp_path, "killed").finish()
+    assert status == 1
+    assert "rank 1 was ended by SIGKILL, which is also what the kernel sends when memory runs out" in err
+
+
+def test_ranks_that_do_not_follow_one_that_left_are_ended(tmp_path):
+    status, _, err = Launch(tmp_path, "hang", leave_seconds=0.5).finish()
+    assert status == 1
+    assert "rank 1 still runs 0.5 s after rank 0 has left" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 85), (signal.SIGUSR1, 85), (signal.SIGUSR2, 85)],
+)
+def test_a_signal_reaches_the_ranks_and_their_common_status_is_the_launchers(tmp_path, number, status):
+    launch = Launch(tmp_path, "step")
+    launch.wait_for_a_step()
+    launch.process.send_signal(number)
+    assert launch.finish()[::2] == (status, "")
+
+
+def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path):
+    launch = Launch(tmp_path, "step")
+    launch.wait_for_a_step()
+    launch.process.kill()
+    launch.wait_for_death(0)
+    launch.wait_for_death(1)
+    launch.process.communicate()
