@@ -19,21 +19,26 @@ def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
     """Make PyTorch, Megatron-core and DeepSpeed of this process use one device, and return it.
 
     `auto` takes CUDA where there is a device. `local_rank`, counted over this machine's processes, is the
-    index of the CUDA device. Best called before Megatron-core and DeepSpeed are imported: then they warn.
+    index of the CUDA device. Best called before Megatron-core and DeepSpeed are imported, when they warn.
 
     Raises:
         UserError: training.device is cuda and this process has no CUDA device of its own.
     """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        _check_cuda_device(local_rank)
     os.environ["DS_ACCELERATOR"] = kind
     # Both libraries read these from the environment, which is empty when no launcher started the process.
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     # Megatron overlaps collectives with matrix products; one connection keeps the order they were queued in.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    device = _cuda_device(local_rank) if kind == "cuda" else torch.device("cpu")
     _quieten_libraries()
-    if kind == "cpu":
+    if kind == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
         _answer_for_cuda(device)
     _choose_deepspeed_accelerator(kind)
     _share_one_random_stream()
@@ -48,16 +53,13 @@ def quieten_ranks(rank: int) -> None:
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _cuda_device(local_rank: int) -> torch.device:
+def _check_cuda_device(local_rank: int) -> None:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
             f"training.device=cuda: local rank {local_rank} needs CUDA device {local_rank} and this machine "
             f"shows {count}; start one process per device, or set training.device=cpu"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 _NOISE = (

@@ -1,5 +1,6 @@
 """Real processes for tests: fresh ones for every call, forked from a server that imported everything once."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,9 @@ _SERVER_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
 }
+_GRACE = 5.0
+"""Seconds for ranks that hang to print where."""
+
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(PRELOAD)
 
@@ -40,16 +44,16 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
     The processes see torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) with a
     port of their own. `function`, `args` and the results are pickled, tensors by value. The first failure
-    kills the other ranks.
+    kills the other ranks; after `timeout` seconds each prints where it stands.
     """
     with _environment(_SERVER_ENVIRONMENT):
         forkserver.ensure_running()
     # The store listens before any rank starts, on a port the system chose: runs side by side cannot collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = pickle.dumps((function, args))
-    workers = [_start(rank, world_size, store.port, call) for rank in range(world_size)]
+    workers = [_start(rank, world_size, store.port, call, timeout) for rank in range(world_size)]
     try:
-        return _collect(workers, time.monotonic() + timeout)
+        return _collect(workers, time.monotonic() + timeout + _GRACE)
     finally:
         for process, pipe in workers:
             process.kill()
@@ -75,20 +79,21 @@ def cpu_mesh(**sizes: Any) -> Iterator[Mesh]:
 Worker = tuple[Any, connection.Connection]
 
 
-def _start(rank: int, world_size: int, port: int, call: bytes) -> Worker:
+def _start(rank: int, world_size: int, port: int, call: bytes, timeout: float) -> Worker:
     receive, send = _processes.Pipe(duplex=False)
     environment = ProcessEnvironment(rank, world_size, rank, world_size, master_port=port).variables()
     # torchrun's own way to say that the store is already being served.
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     process = _processes.Process(
-        target=_work, args=(send, environment, call), name=f"rank {rank}", daemon=True
+        target=_work, args=(send, environment, call, timeout), name=f"rank {rank}", daemon=True
     )
     process.start()
     send.close()
     return process, receive
 
 
-def _work(send: connection.Connection, environment: dict[str, str], call: bytes) -> None:
+def _work(send: connection.Connection, environment: dict[str, str], call: bytes, timeout: float) -> None:
+    faulthandler.dump_traceback_later(timeout)
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:

@@ -1,0 +1,52 @@
+"""A process settles on one device for all libraries, and needs nothing but Python on a machine without CUDA."""
+
+import os
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+from megakernel.config import Parallel, UserError
+from megakernel.parallel import Mesh, prepare_device
+from megakernel.parallel.processes import ProcessEnvironment
+from tests.distributed.ranks import cpu_mesh, run_ranks
+
+
+def alone():
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("auto", 0))
+    model = torch.nn.Linear(2, 2)
+    deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}},
+        mpu=mesh.mpu,
+    )
+    mesh.destroy()
+    return mesh.world_size, mesh.device.type, torch.distributed.is_initialized()
+
+
+def test_a_process_that_nobody_launched_is_a_world_of_one():
+    assert run_ranks(alone, 1) == [(1, "cpu", False)]
+
+
+def without_compiler(extensions):
+    os.environ |= {"PATH": "", "CXX": "/nonexistent", "TORCH_EXTENSIONS_DIR": str(extensions)}
+    with cpu_mesh(tensor=2) as mesh:
+        rows = torch.full((1, 2), float(mesh.rank))
+        gathered = gather_from_sequence_parallel_region(rows, group=mesh.tp.group)
+        return get_accelerator().device_name(), gathered.tolist()
+
+
+def test_collectives_of_both_libraries_need_no_compiler(tmp_path):
+    assert run_ranks(without_compiler, 2, tmp_path) == [("cpu", [[0, 0], [1, 1]])] * 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_missing_cuda_device_is_refused_with_a_remedy():
+    with pytest.raises(UserError, match=r"training\.device=cuda: .* shows 0; .* set training\.device=cpu"):
+        prepare_device("cuda", 0)
