@@ -40,11 +40,11 @@ class Projection(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Cast and move, but keep random matrices in float32 or better when the model becomes half precision."""
-        before = dict(self._buffers)
+        before = self._buffers.get("matrix")
         super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():
-            if buffer is not None and buffer.dtype.itemsize < 4:
-                self._buffers[name] = before[name].to(buffer.device)
+        after = self._buffers.get("matrix")
+        if before is not None and after is not None and after.dtype.itemsize < 4:
+            self._buffers["matrix"] = before.to(after.device)
         return self
 
     def forward(self) -> Tensor | None:

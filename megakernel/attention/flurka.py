@@ -23,10 +23,10 @@ OWN_SHARE = 0.9
 def pooling_logits(rank: int, block_size: int) -> Tensor:
     """Initial logits (r, b) of E and F, whose rows are softmaxed.
 
-    Landmark s starts as a mean over its own stretch of b / r tokens: landmarks that started alike would stay alike,
-    since they would receive equal gradients. A tenth of the weight lies on the rest of the block, so that every token
-    gets a gradient. With r = b there is no rest to learn from: landmark s is token s, exact to rounding (a share of
-    e^-40 on others), and the layer starts as exact attention.
+    Landmark s starts as a mean over its own stretch of b / r tokens: landmarks that started alike would stay
+    alike, since they would receive equal gradients. A tenth of the weight lies on the rest of the block, so
+    that every token gets a gradient. With r = b there is no rest to learn from: landmark s is token s, exact
+    to rounding (a share of e^-40 on others), and the layer starts as exact attention.
     """
     stretch = torch.arange(block_size) * rank // block_size
     own = stretch == torch.arange(rank)[:, None]
@@ -41,9 +41,9 @@ def pooling_logits(rank: int, block_size: int) -> Tensor:
 class FlurkaAttention(AttentionLayer):
     """Low-rank landmarks under a kernel for the far past, exact attention for the near.
 
-    far_mass (beta) scales the landmarks of a key head where near and far share phi; far_weight (gamma) scales them for
-    a query head beside a softmax under one normalizer. A gated layer normalizes both parts on their own, and neither
-    would have an effect.
+    far_mass (beta) scales the landmarks of a key head where near and far share phi; far_weight (gamma) scales
+    them for a query head beside a softmax under one normalizer. A gated layer normalizes both parts on their
+    own, and neither would have an effect.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class FlurkaAttention(AttentionLayer):
         heads: HeadShard,
     ):
         super().__init__(num_heads, num_kv_heads, head_dim, True, heads)
-        assert form.compression is not None and form.near is not None and form.feature_map is not None
+        assert form.compression is not None
+        assert form.near is not None
+        assert form.feature_map is not None
         self.near, self.far_rope, self.block_size = form.near, form.far_rope, form.compression.block_size
         self.feature_map = form.feature_map.name
         self.projection = Projection(form.feature_map, self.kv_heads, head_dim, seed)
@@ -79,6 +81,7 @@ class FlurkaAttention(AttentionLayer):
 
     @property
     def properties(self) -> Properties:
+        """What this layer can do."""
         tail = 2 * self.head_dim * self.block_size * self.near.blocks
         state = len(self.kv_heads) * (self.projection.features * (self.head_dim + 1) + tail)
         return Properties(True, True, state_size=state, state_size_per_token=0, exchanges=("halo", "state"))
@@ -100,6 +103,7 @@ class FlurkaAttention(AttentionLayer):
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
+        """See AttentionLayer."""
         projection = self.projection()
         if piece.size > 1:
             tail = halo(piece, k, v, self.block_size * self.near.blocks)

@@ -23,8 +23,8 @@ class HeadShard:
     size: int = 1
 
     shared: Callable[[Tensor], Tensor] = _own
-    """Applied to a parameter that all heads share before it is used. A tensor parallel layer passes the function that
-    is the identity forward and sums gradients over the shards backward."""
+    """Applied to a parameter that all heads share before it is used. A tensor parallel layer passes the
+    function that is the identity forward and sums gradients over the shards backward."""
 
     def of(self, count: int, name: str) -> range:
         """The heads of this shard among `count`; ValueError if they do not divide."""

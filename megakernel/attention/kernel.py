@@ -1,6 +1,6 @@
 """Kernel attention: phi(q).phi(k) with a running sum as state."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import FeatureMap
-from megakernel.ops import kernel_attention
+from megakernel.ops import KernelState, kernel_attention
 from megakernel.ops.documents import Positions
 
 
@@ -33,10 +33,14 @@ class KernelAttention(AttentionLayer):
 
     @property
     def properties(self) -> Properties:
+        """What this layer can do."""
         state = len(self.kv_heads) * self.projection.features * (self.head_dim + 1)
-        exchanges = ("state",) if self.causal else ()
         return Properties(
-            self.causal, self.causal, state_size=state, state_size_per_token=0, exchanges=exchanges
+            self.causal,
+            recurrent=self.causal,
+            state_size=state,
+            state_size_per_token=0,
+            exchanges=("state",) if self.causal else (),
         )
 
     def sharded_parameters(self) -> dict[str, int]:
@@ -55,10 +59,11 @@ class KernelAttention(AttentionLayer):
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
+        """See AttentionLayer."""
         if piece.size > 1 and not self.causal:
             raise ValueError("kernel attention with causal=False needs the whole sequence on one piece")
         q, k = rotate(rotary, q, k, positions)
-        return kernel_attention(
+        result = kernel_attention(
             q,
             k,
             v,
@@ -71,3 +76,4 @@ class KernelAttention(AttentionLayer):
             return_state=True,
             exchange=piece.start_prefix if piece.size > 1 else None,
         )
+        return cast(tuple[Tensor, KernelState], result)

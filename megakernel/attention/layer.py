@@ -46,7 +46,8 @@ class SequenceState(NamedTuple):
 class AttentionLayer(nn.Module, ABC):
     """Attention over (B, H, N, d) with the heads of one shard.
 
-    Parameters and buffers that belong to heads are named by `sharded_parameters`; what heads share is replicated.
+    Parameters and buffers that belong to heads are named by `sharded_parameters`; what heads share is
+    replicated.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class AttentionLayer(nn.Module, ABC):
             k: (B, H_kv, N, d).
             v: (B, H_kv, N, D).
             padding_mask: (B, N) bool, True for real tokens; padding may lie anywhere and gets 0.
-            positions: (B, N) position of each token within its own document, counting real tokens; None: every row
-                is one document.
+            positions: (B, N) position of each token within its own document, counting real tokens; None:
+                every row is one document.
             rotary: rotates queries and keys where the mechanism wants it; q and k come unrotated.
             piece: which piece of the sequence these tokens are.
 
@@ -123,7 +124,8 @@ class AttentionLayer(nn.Module, ABC):
             raise ValueError(
                 "padding_mask with a sequence in pieces: pad nothing, or keep the sequence whole"
             )
-        # Real tokens move to the front of their row, in order: blocks and windows then know nothing of padding.
+        # Real tokens move to the front of their row, in order: blocks and windows then know nothing of
+        # padding.
         mask = padding_mask.bool()
         order = mask.int().argsort(dim=1, descending=True, stable=True)
         q, k, v = (_reorder(x, order) for x in (q, k, v))
@@ -147,8 +149,8 @@ class AttentionLayer(nn.Module, ABC):
     ) -> tuple[Tensor, SequenceState]:
         """Continue sequences by N >= 1 tokens: a prompt at once, then token by token.
 
-        Shapes as in `forward`; state: what an earlier call returned, None at the start; positions: None continues.
-        Returns the output (B, H, N, D) and the state behind the last token. Causal layers only.
+        Shapes as in `forward`; state: what an earlier call returned, None at the start; positions: None
+        continues. Returns the output (B, H, N, D) and the state behind the last token. Causal layers only.
         """
         if not self.causal:
             raise ValueError("extend needs a causal layer; build it with causal=True")

@@ -24,6 +24,7 @@ class LocalAttention(AttentionLayer):
 
     @property
     def properties(self) -> Properties:
+        """What this layer can do."""
         state = 2 * len(self.kv_heads) * self.head_dim * self.block_size * self.blocks
         return Properties(True, recurrent=True, state_size=state, state_size_per_token=0, exchanges=("halo",))
 
@@ -39,6 +40,7 @@ class LocalAttention(AttentionLayer):
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
+        """See AttentionLayer."""
         if piece.size > 1:
             state = halo(piece, k, v, self.block_size * self.blocks)
         return window_attention(

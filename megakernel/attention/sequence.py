@@ -1,7 +1,8 @@
 """My piece of the sequence: the one thing an attention layer knows about sequence sharding.
 
-A layer holds N consecutive tokens of each row. `SequencePiece` lets it ask for what lies before them without knowing
-of processes: `parallel/` answers over a process group, `WHOLE` answers for a layer that holds everything.
+A layer holds N consecutive tokens of each row. `SequencePiece` lets it ask for what lies before them without
+knowing of processes: `parallel/` answers over a process group, `WHOLE` answers for a layer that holds
+everything.
 """
 
 from typing import Protocol
@@ -28,10 +29,10 @@ class SequencePiece(Protocol):
     def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
         """Begin the exclusive prefix of `state` over the pieces.
 
-        state: what this piece's tokens add to the state that leaves it. carries: (B,) bool, whether what entered
-        the piece also leaves it (False where a document starts inside). `wait()` gives what enters: the `merge`
-        (megakernel.ops.state) of the states of earlier pieces s, without those where a piece between s and this
-        one does not carry; the empty state on rank 0.
+        state: what this piece's tokens add to the state that leaves it. carries: (B,) bool, whether what
+        entered the piece also leaves it (False where a document starts inside). `wait()` gives what enters:
+        the `merge` (megakernel.ops.state) of the states of earlier pieces s, without those where a piece
+        between s and this one does not carry; the empty state on rank 0.
         """
         ...
 

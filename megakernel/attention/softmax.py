@@ -16,6 +16,7 @@ class SoftmaxAttention(AttentionLayer):
 
     @property
     def properties(self) -> Properties:
+        """What this layer can do."""
         per_token = 2 * len(self.kv_heads) * self.head_dim
         return Properties(
             self.causal, recurrent=False, state_size=0, state_size_per_token=per_token, exchanges=("heads",)
@@ -33,6 +34,7 @@ class SoftmaxAttention(AttentionLayer):
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
+        """See AttentionLayer."""
         q, k = rotate(rotary, q, k, positions)
         if piece.size == 1:
             return softmax_attention(

@@ -1,5 +1,7 @@
 """Checks of what users hand to ops: name, what was given, what is expected."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -51,12 +53,13 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
     """Increasing int32 or int64 document starts, then the number of tokens of the whole batch."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; expected a vector of int32 or int64"
+            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; "
+            "expected a vector of int32 or int64"
         )
     listed = cu_seqlens.tolist()
     if not listed or listed[-1] != tokens or listed[0] < 0:
         raise ValueError(f"cu_seqlens={listed}; expected starts from 0 on and B * N = {tokens} at the end")
-    if any(a >= b for a, b in zip(listed, listed[1:])):
+    if any(a >= b for a, b in pairwise(listed)):
         raise ValueError(f"cu_seqlens={listed}; expected strictly increasing offsets")
 
 
@@ -65,17 +68,19 @@ def check_positions(positions: Tensor, q: Tensor) -> None:
     expected = (q.shape[0], q.shape[2])
     if tuple(positions.shape) != expected or positions.is_floating_point():
         raise ValueError(
-            f"positions is {positions.dtype} of shape {tuple(positions.shape)}; expected integers of shape {expected}"
+            f"positions is {positions.dtype} of shape {tuple(positions.shape)}; "
+            f"expected integers of shape {expected}"
         )
 
 
-def check_mass(mass: Tensor, k: Tensor) -> Tensor:
-    """`mass` expanded to (B, H_kv, N)."""
+def expand_tokens(name: str, value: Tensor, like: Tensor) -> Tensor:
+    """One number per head and token: `value` expanded to the first three dimensions of `like`."""
+    expected = tuple(like.shape[:3])
     try:
-        return mass.expand(k.shape[:3])
+        return value.expand(expected)
     except RuntimeError:
         raise ValueError(
-            f"mass has shape {tuple(mass.shape)}; expected to broadcast to {tuple(k.shape[:3])}"
+            f"{name} has shape {tuple(value.shape)}; expected to broadcast to {expected}"
         ) from None
 
 
@@ -88,3 +93,29 @@ def check_state(state: KernelState, k: Tensor, v: Tensor) -> None:
             f"initial_state has sums {shape} and log_scale {tuple(state.log_scale.shape)}; "
             f"expected {(*lead, 'features', width)} and {lead}"
         )
+
+
+def check_choice(name: str, value: object, known: tuple) -> None:
+    """One of a few values."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, known))}")
+
+
+def check_pools(pool_keys: Tensor, pool_values: Tensor, k: Tensor) -> None:
+    """E and F, both (r, b) or (H_kv, r, b)."""
+    for name, pool in (("pool_keys", pool_keys), ("pool_values", pool_values)):
+        if (
+            pool.shape != pool_keys.shape
+            or pool.dim() not in (2, 3)
+            or pool.shape[:-2] not in ((), k.shape[1:2])
+        ):
+            raise ValueError(
+                f"{name} has shape {tuple(pool.shape)}; expected (rank, block) or ({k.shape[1]}, rank, block), "
+                "the same for both pools"
+            )
+
+
+def check_per_head(name: str, value: Tensor | None, heads: int) -> None:
+    """One number per head."""
+    if value is not None and tuple(value.shape) != (heads,):
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; expected ({heads},)")

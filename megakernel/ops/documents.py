@@ -1,8 +1,8 @@
 """Where documents lie inside rows.
 
-Everything an op needs to know about packing follows from the position of each token within its own document: a document
-starts where the position is 0, began before the row where it exceeds the place in the row, and the blocks of FLuRKA are
-position // block_size.
+Everything an op needs to know about packing follows from the position of each token within its own document:
+a document starts where the position is 0, began before the row where it exceeds the place in the row, and the
+blocks of FLuRKA are position // block_size.
 """
 
 import torch
@@ -15,7 +15,8 @@ Positions = Tensor | int
 def positions_from_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
     """Positions (B, N) from document starts in the flattened B * N tokens.
 
-    A row whose first token is not a start continues what came before: its positions exceed the place in the row.
+    A row whose first token is not a start continues what came before: its positions exceed the place in the
+    row.
     """
     places = torch.arange(batch * length, device=cu_seqlens.device)
     # A start before everything: rows without a listed start of their own continue.

@@ -1,6 +1,7 @@
 """Feature maps phi of similarity `kernel` (MECHANISMS section 2).
 
-Each map takes x (B, H_kv, C, L, d), L tokens in each of C chunks, and the projection of its key head, if it has one.
+Each map takes x (B, H_kv, C, L, d), L tokens in each of C chunks, and the projection of its key head, if it
+has one.
 """
 
 from collections.abc import Callable
@@ -17,9 +18,11 @@ class Features(NamedTuple):
     """(B, H_kv, C, L, F)"""
 
     log_scale: Tensor | None
-    """(B, H_kv, C, L), a constant to autograd, for maps without an upper bound; None where phi is `values` itself.
+    """(B, H_kv, C, L), a constant to autograd, for maps without an upper bound; None where phi is `values`
+    itself.
 
-    It depends on the single token only: a maximum over other tokens would let later keys reach earlier outputs.
+    It depends on the single token only: a maximum over other tokens would let later keys reach earlier
+    outputs.
     """
 
 
@@ -31,7 +34,7 @@ def _project(x: Tensor, projection: Tensor | None) -> Tensor:
 
 def _elu(x: Tensor, projection: Tensor | None) -> Features:
     # exp(x) below zero, not (exp(x) - 1) + 1: the sum cancels to 0 where |x| is large.
-    return Features(torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0))), None)
+    return Features(torch.exp(x.clamp(max=0)) + x.relu(), None)
 
 
 def _favor(x: Tensor, projection: Tensor | None) -> Features:

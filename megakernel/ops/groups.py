@@ -1,7 +1,7 @@
 """A differentiable loop over groups of tokens whose memory does not grow with what a group computes.
 
-Forward keeps the carry at group boundaries only; backward runs each group again. Everything a step makes (features,
-weights, states of chunks) lives for one group at a time.
+Forward keeps the carry at group boundaries only; backward runs each group again. Everything a step makes
+(features, weights, states of chunks) lives for one group at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Tensors = tuple[Tensor | None, ...]
+Tensors = tuple[Any, ...]
+"""Tensors, or None in place of an optional one."""
 
 Step = Callable[[int, Tensors, Tensors, Tensors], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 """(first token, carry, sequences of this group, shared) -> (outputs of this group, next carry)."""
@@ -21,8 +22,8 @@ def scan_groups(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run `step` over consecutive groups of `group` tokens.
 
-    sequences and outputs hold tokens along dimension 2. The carry goes from group to group; `shared` is given to all.
-    A sequence of one group runs as plain autograd, without recomputation. Differentiable once.
+    sequences and outputs hold tokens along dimension 2. The carry goes from group to group; `shared` is given
+    to all. A sequence of one group runs as plain autograd, without recomputation. Differentiable once.
     """
     length = next(x for x in sequences if x is not None).shape[2]
     if length <= group:

@@ -1,8 +1,9 @@
 """The scan core of kernel attention, shared by plain kernels and FLuRKA's far part.
 
-A group of C chunks; each chunk has rows of queries, Lk keys and a state that enters it. A query sees the visible keys of
-its own chunk and, if its document began before the chunk, the state; a key enters the state that leaves its chunk unless
-a document starts after it. States of all chunks come from one product with a C x C matrix of decays, not from a loop.
+A group of C chunks; each chunk has rows of queries, Lk keys and a state that enters it. A query sees the
+visible keys of its own chunk and, if its document began before the chunk, the state; a key enters the state
+that leaves its chunk unless a document starts after it. States of all chunks come from one product with a C x
+C matrix of decays, not from a loop.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,8 @@ from megakernel.ops.sums import Sums, add
 
 
 class Links(NamedTuple):
-    """Who sees whom. Rows of a chunk are ordered (m, G, L): L consecutive tokens, G query heads per key head, m runs.
+    """Who sees whom. Rows of a chunk are ordered (m, G, L): L consecutive tokens, G query heads per key head,
+    m runs.
 
     The leading B is 1 where all rows of the batch are alike.
     """
@@ -37,8 +39,9 @@ class Links(NamedTuple):
 def link(first: Tensor, keys: Tensor, *, delay: int) -> Links:
     """Links from places inside the chunk.
 
-    first: (B, C, m, L) place of the first token of the query's document, negative where it lies before the chunk;
-    queries stand at places 0 .. m L - 1. keys: (B, C, Lk) places of the keys. A key is seen from `delay` places on.
+    first: (B, C, m, L) place of the first token of the query's document, negative where it lies before the
+    chunk; queries stand at places 0 .. m L - 1. keys: (B, C, Lk) places of the keys. A key is seen from
+    `delay` places on.
     """
     *_, runs, length = first.shape
     places = torch.arange(runs * length, device=first.device).view(runs, length, 1)
@@ -51,8 +54,8 @@ def link(first: Tensor, keys: Tensor, *, delay: int) -> Links:
 def pairs(queries: Features, keys: Features, values: Tensor, visible: Tensor) -> Sums:
     """Sums over the visible keys of each chunk.
 
-    queries: (B, H_kv, C, m G L, F); keys: (B, H_kv, C, Lk, F); values: (B, H_kv, C, Lk, D + 1), each key's mass
-    times [v, 1], all 0 for a key that does not exist; visible: (B, C, m, L, Lk).
+    queries: (B, H_kv, C, m G L, F); keys: (B, H_kv, C, Lk, F); values: (B, H_kv, C, Lk, D + 1), each key's
+    mass times [v, 1], all 0 for a key that does not exist; visible: (B, C, m, L, Lk).
     """
     runs, length = visible.shape[2:4]
     visible = visible[:, None]
@@ -60,7 +63,8 @@ def pairs(queries: Features, keys: Features, values: Tensor, visible: Tensor) ->
     if keys.log_scale is None or queries.log_scale is None:
         weights = weights.masked_fill(~visible[:, :, :, :, None], 0.0)
         return Sums(weights.flatten(3, 5) @ values, None)
-    # A query's stabilizer is the maximum over the keys it sees: later keys must not reach it, not even by rounding.
+    # A query's stabilizer is the maximum over the keys it sees: later keys must not reach it, not even by
+    # rounding.
     logs = torch.where(visible, _existing(keys, values)[..., None, None, :], EMPTY)
     scale = logs.amax(-1)
     shrink = torch.where(visible, torch.exp(logs - scale[..., None]), 0.0)
@@ -115,8 +119,8 @@ def _states(
 ) -> KernelState:
     """The states that enter each chunk and leave the group, (B, H_kv, C + 1, ...), or only the last of them.
 
-    The state behind chunk c is a sum over what entered the group and what each chunk up to c added, as far as no
-    document started since: one triangular matrix of decays times the stack of additions.
+    The state behind chunk c is a sum over what entered the group and what each chunk up to c added, as far as
+    no document started since: one triangular matrix of decays times the stack of additions.
     """
     breaks = (~links.carries).cumsum(1)
     breaks = torch.cat([torch.zeros_like(breaks[:, :1]), breaks], 1)

@@ -16,8 +16,8 @@ EMPTY = -1e30
 class KernelState(NamedTuple):
     """sum_j m_j phi(k_j) [v_j, 1], stored as `sums * exp(log_scale)`.
 
-    The scale keeps unbounded feature maps in range; bounded maps leave it at 0. It is a constant to autograd: the
-    product does not depend on how it is split.
+    The scale keeps unbounded feature maps in range; bounded maps leave it at 0. It is a constant to autograd:
+    the product does not depend on how it is split.
     """
 
     sums: Tensor

@@ -1,7 +1,7 @@
 """Sums over keys, one per query: the common currency of every normalized attention.
 
-A set of keys gives query i the row sum_j w_ij [v_j, 1]. Rows of disjoint key sets add, whatever made the weights, and a
-quotient at the end turns the total into attention.
+A set of keys gives query i the row sum_j w_ij [v_j, 1]. Rows of disjoint key sets add, whatever made the
+weights, and a quotient at the end turns the total into attention.
 """
 
 from typing import NamedTuple

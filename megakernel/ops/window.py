@@ -1,8 +1,9 @@
 """Windows: the exact part of local and FLuRKA attention.
 
-Blocks of b tokens restart at every document. A token sees the tokens of its own block, or of its own and the previous
-one, up to itself. The sequence is cut into chunks of L tokens at fixed places, wherever documents begin; each chunk has
-one window of keys, its own tokens and the `halo` before them, and a mask says who sees whom. Nothing is gathered.
+Blocks of b tokens restart at every document. A token sees the tokens of its own block, or of its own and the
+previous one, up to itself. The sequence is cut into chunks of L tokens at fixed places, wherever documents
+begin; each chunk has one window of keys, its own tokens and the `halo` before them, and a mask says who sees
+whom. Nothing is gathered.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ Rotary = Callable[[Tensor, Tensor], Tensor]
 
 
 class Tail(NamedTuple):
-    """The last b * blocks tokens before a piece of the sequence, where a block that ends in the piece may have begun."""
+    """The last b * blocks tokens before a piece of the sequence: a block that ends in the piece may begin there."""
 
     keys: Tensor
     """(B, H_kv, b blocks, d), not rotated; anything where no token of the open document lies."""
@@ -113,11 +114,11 @@ def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> t
 def softmax_pairs(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Sums:
     """Sums with weights exp(q.k / sqrt(d)) over windows.
 
-    queries: (B, H_kv, C, G L, d); keys: (B, H_kv, C, W, d); values: (B, H_kv, C, W, D + 1); visible: (B, C, L, W).
+    queries: (B, H_kv, C, G L, d); keys: (B, H_kv, C, W, d); values: (B, H_kv, C, W, D + 1); visible: (B, C,
+    L, W).
     """
-    scores = (queries @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5).unflatten(
-        3, (-1, visible.shape[2])
-    )
+    scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-1, -2)
+    scores = scores.unflatten(3, (-1, visible.shape[2]))
     scores = scores.masked_fill(~visible[:, None, :, None], -torch.inf).flatten(3, 4)
     log_scale = scores.detach().amax(-1).clamp(min=EMPTY)
     return Sums(torch.exp(scores - log_scale[..., None]) @ values, log_scale)

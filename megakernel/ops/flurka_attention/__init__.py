@@ -2,11 +2,19 @@
 
 from torch import Tensor
 
-from megakernel.ops.arguments import check_feature_map, check_heads, check_positions
+from megakernel.ops.arguments import (
+    check_choice,
+    check_feature_map,
+    check_heads,
+    check_per_head,
+    check_pools,
+    check_positions,
+    expand_tokens,
+)
 from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.flurka_attention import chunked, reference
-from megakernel.ops.flurka_attention.form import FlurkaState, Form, Weights
+from megakernel.ops.flurka_attention.form import FarRope, FlurkaState, Form, NearKind, Weights
 from megakernel.ops.state import Exchange, start_state
 from megakernel.ops.window import Rotary, empty_tail
 
@@ -23,36 +31,79 @@ def flurka_attention(
     pool_keys: Tensor,
     pool_values: Tensor,
     projection: Tensor | None = None,
-    near: str = "softmax",
+    near: NearKind = "softmax",
     blocks: int = 1,
     gate: Tensor | None = None,
     far_mass: Tensor | None = None,
     far_weight: Tensor | None = None,
     rotary: Rotary | None = None,
-    far_rope: str = "none",
+    far_rope: FarRope = "none",
     positions: Positions = 0,
     initial_state: FlurkaState | None = None,
     exchange: Exchange | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, FlurkaState]:
-    """Causal FLuRKA, linear in the number of tokens."""
+    """Causal FLuRKA, linear in the number of tokens; its eq. 2 made causal as MECHANISMS section 4 says.
+
+    Token i of a document lies in block J = i // b. It attends exactly the tokens up to itself of block J (J - 1 too with
+    blocks=2), and through phi(q).phi(E K) the r landmarks of every earlier block, each with the mass (b / r) exp(beta).
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, H_kv, N, d), H a multiple of H_kv.
+        v: (B, H_kv, N, D).
+        feature_map: phi; see `kernel_attention`.
+        pool_keys: E (r, b) or (H_kv, r, b), the weights themselves, not logits.
+        pool_values: F, of the same shape.
+        projection: of the feature map; see `kernel_attention`.
+        near: similarity of the exact part, exp(q.k / sqrt(d)) or phi(q).phi(k).
+        blocks: 1 own block, 2 own and previous block.
+        gate: logits of the near part's share, broadcastable to (B, H, N): each part is normalized by itself. None: one
+            normalizer for both, which near="kernel" always has.
+        far_mass: beta (H_kv,); None is 0.
+        far_weight: gamma (H,), multiplies the far part by exp(gamma) under one normalizer; None is 0.
+        rotary: rotates by positions; q and k are handed in unrotated, because rotated keys cannot be pooled.
+        far_rope: none, or centroid: landmarks are rotated at the centre of their block.
+        positions: (B, N) positions within documents, or the position of the first token of rows that hold one document
+            each. They say where a document that began in `initial_state` stands.
+        initial_state: what rows continue from, wherever they were cut.
+        exchange: gets what these tokens add to the far state and gives what enters, for a sequence cut over processes;
+            the tail of `initial_state` is then the left neighbour's, and the far state returned what these tokens add.
+        backend: reference or chunked.
+
+    Returns:
+        (B, H, N, D) in the dtype of v, and the state behind the last token.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
+    """
     check_heads(q, k, v)
     check_feature_map(feature_map, projection, k)
+    check_pools(pool_keys, pool_values, k)
+    check_choice("near", near, ("softmax", "kernel"))
+    check_choice("blocks", blocks, (1, 2))
+    check_choice("far_rope", far_rope, ("none", "centroid"))
+    check_per_head("far_mass", far_mass, k.shape[1])
+    check_per_head("far_weight", far_weight, q.shape[1])
+    if gate is not None:
+        if near == "kernel":
+            raise ValueError(
+                "gate with near='kernel': phi(q) is shared and so is the normalizer; remove gate"
+            )
+        gate = expand_tokens("gate", gate, q)
     if isinstance(positions, Tensor):
         check_positions(positions, q)
     size = pool_keys.shape[-1]
     if initial_state is None:
         far = start_state(feature_map, k, projection, v.shape[-1])
         initial_state = FlurkaState(far, empty_tail(k, v, size * blocks))
-    form = Form(feature_map, size, blocks, near, rotary, far_rope)
-    weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight)
     out, far, tail = choose(IMPLEMENTATIONS, backend)(
         q,
         k,
         v,
-        form=form,
-        weights=weights,
-        gate=None if gate is None else gate.expand(q.shape[:3]),
+        form=Form(feature_map, size, blocks, near, rotary, far_rope),
+        weights=Weights(projection, pool_keys, pool_values, far_mass, far_weight),
+        gate=gate,
         positions=positions,
         far=initial_state.far,
         tail=initial_state.tail,

@@ -158,10 +158,16 @@ def _near_and_far(
         near = softmax_pairs(queries, near_keys, values, layout.visible())
 
     keys, far_values, links = _landmarks(windows, values[..., :-1], group)
-    merged = Features(*(None if x is None else _merge_chunks(x, layout.runs) for x in phi_q))
+    merged = Features(
+        _merge_chunks(phi_q.values, layout.runs),
+        None if phi_q.log_scale is None else _merge_chunks(phi_q.log_scale, layout.runs),
+    )
     seen, far = scan_chunks(merged, keys, far_values, far, links)
-    split = [None if x is None else x.unflatten(3, (layout.runs, -1)).flatten(2, 3) for x in seen]
-    return near, Sums(*split), far
+    split = Sums(
+        _split_chunks(seen.values, layout.runs),
+        None if seen.log_scale is None else _split_chunks(seen.log_scale, layout.runs),
+    )
+    return near, split, far
 
 
 def _merge_chunks(x: Tensor, runs: int) -> Tensor:
@@ -169,11 +175,16 @@ def _merge_chunks(x: Tensor, runs: int) -> Tensor:
     return x.unflatten(2, (-1, runs)).flatten(3, 4)
 
 
+def _split_chunks(x: Tensor, runs: int) -> Tensor:
+    """The inverse of `_merge_chunks`."""
+    return x.unflatten(3, (runs, -1)).flatten(2, 3)
+
+
 def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, Tensor, Links]:
     """Features and masses of the landmarks that become visible in this group, and who sees them.
 
-    keys, values: windows (B, H_kv, C, W, .). Where a block ends, the block `blocks` - 1 before it leaves the window of
-    all later tokens, and its landmarks enter the far part. No two such ends lie in one chunk.
+    keys, values: windows (B, H_kv, C, W, .). Where a block ends, the block `blocks` - 1 before it leaves the
+    window of all later tokens, and its landmarks enter the far part. No two such ends lie in one chunk.
     """
     form, layout = group.form, group.layout
     b, places = form.block_size, layout.places
@@ -203,17 +214,17 @@ def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, T
 def _pools(at: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """E and F as they lie in the windows, (B, H_kv, C, r, W), for blocks that become visible at place `at`."""
     form, layout = group.form, group.layout
-    pools = tuple(
-        (x if x.dim() == 3 else x[None]).to(dtype)[:, None]
+    keys, values = (
+        (x if x.dim() == 3 else x[None])[:, None].to(dtype)
         for x in (group.weights.pool_keys, group.weights.pool_values)
     )
     if layout.aligned:
-        return pools
+        return keys, values
     start = layout.halo + at - form.block_size * form.blocks + 1
     block = start[..., None] + torch.arange(form.block_size, device=at.device)
     window = torch.arange(layout.halo + layout.size, device=at.device)
     shift = (block[..., None] == window).to(dtype)[:, None]
-    return pools[0] @ shift, pools[1] @ shift
+    return keys @ shift, values @ shift
 
 
 def _join(near: Sums, far: Sums, gate: Tensor | None, places: Tensor, heads: int, group: _Group) -> Tensor:

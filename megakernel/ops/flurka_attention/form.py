@@ -7,20 +7,28 @@ from torch import Tensor
 from megakernel.ops.state import KernelState
 from megakernel.ops.window import Rotary, Tail
 
+NearKind = Literal["softmax", "kernel"]
+FarRope = Literal["none", "centroid"]
+
 
 class Form(NamedTuple):
     """The fixed answers of a layer (MECHANISMS section 4)."""
 
     feature_map: str
+
     block_size: int
-    blocks: Literal[1, 2]
-    near: Literal["softmax", "kernel"]
+    """b"""
+
+    blocks: int
+    """1: a token attends its own block exactly; 2: also the previous one."""
+
+    near: NearKind
     rotary: Rotary | None
-    far_rope: Literal["none", "centroid"]
+    far_rope: FarRope
 
     @property
     def near_rotary(self) -> Rotary | None:
-        """Rotation of the near part: a softmax always, a kernel only together with the far part, whose phi(q) it uses."""
+        """Rotation of the near part: of a softmax always, of a kernel with the far part, whose phi(q) it shares."""
         return self.rotary if self.near == "softmax" else self.far_rotary
 
     @property
@@ -33,10 +41,19 @@ class Weights(NamedTuple):
     """The learned tensors of a layer."""
 
     projection: Tensor | None
+    """(H_kv, M, d) or (M, d), of the feature map."""
+
     pool_keys: Tensor
+    """E, (r, b) or (H_kv, r, b)."""
+
     pool_values: Tensor
+    """F, of the shape of E."""
+
     far_mass: Tensor | None
+    """beta, (H_kv,): a landmark counts (b / r) exp(beta) times."""
+
     far_weight: Tensor | None
+    """gamma, (H,): the far part counts exp(gamma) times beside the near part."""
 
 
 class FlurkaState(NamedTuple):

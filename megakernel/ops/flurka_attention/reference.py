@@ -8,7 +8,7 @@ from megakernel.ops.documents import Positions, open_documents, position_rows
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.kernel_attention.reference import per_query_head, phi
 from megakernel.ops.state import Exchange, KernelState
-from megakernel.ops.window import Tail, rotate_keys
+from megakernel.ops.window import Tail
 
 
 def attend(
@@ -52,7 +52,9 @@ def attend(
     for row in range(batch):
         for i in range(length):
             near, seen = tokens[row].near(i), tokens[row].far(i, entering[row])
-            out.append(_join(near, seen, None if gate is None else gate[row, :, i], tokens[row].sees_far(i), weights))
+            out.append(
+                _join(near, seen, None if gate is None else gate[row, :, i], tokens[row].sees_far(i), weights)
+            )
     stacked = torch.stack(out).view(batch, length, heads, -1).transpose(1, 2)
     return stacked.to(v.dtype), KernelState(leaving, leaving.new_zeros(leaving.shape[:2])), tail.after(k, v)
 
@@ -73,7 +75,9 @@ def _join(near: Tensor, far: Tensor, gate: Tensor | None, sees_far: bool, weight
 class _Row:
     """One row of the batch: its tokens and the `before` tokens of its tail."""
 
-    def __init__(self, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, form: Form, weights: Weights):
+    def __init__(
+        self, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, form: Form, weights: Weights
+    ):
         self.form, self.weights, self.group = form, weights, q.shape[0] // keys.shape[0]
         self.q, self.keys, self.values, self.at = q, keys, values, positions.tolist()
         self.before = keys.shape[1] - q.shape[1]
@@ -111,10 +115,10 @@ class _Row:
         return (self._phi_q(q) @ state.repeat_interleave(self.group, 0))[0, :, 0]
 
     def landmark_sums(self, i: int) -> Tensor:
-        """(H_kv, F, D + 1): the landmarks that become visible in this piece to a token at place i of its document.
+        """(H_kv, F, D + 1): the landmarks seen at place i that became visible in this piece.
 
-        Block J of a document becomes visible at the end of block J + blocks - 1. Place `length` is the token behind
-        the piece, if it continues the last document.
+        Block J of a document becomes visible at the end of block J + blocks - 1. Place `length` is the token
+        behind the piece, if it continues the last document.
         """
         b, blocks = self.form.block_size, self.form.blocks
         position = self.at[i] if i < len(self.at) else self.at[-1] + 1

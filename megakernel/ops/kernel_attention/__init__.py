@@ -6,9 +6,9 @@ from megakernel.ops.arguments import (
     check_cu_seqlens,
     check_feature_map,
     check_heads,
-    check_mass,
     check_positions,
     check_state,
+    expand_tokens,
 )
 from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions, positions_from_cu_seqlens
@@ -49,12 +49,15 @@ def kernel_attention(
         mass: multiplies phi(k) per key, broadcastable to (B, H_kv, N); 0 removes a key.
         initial_state: what rows continue from.
         return_state: also return the state after each row's last document.
-        cu_seqlens: int32 or int64 starts of documents in the B * N tokens, and B * N at the end. A row whose first
-            token is not listed continues `initial_state`; a listed start begins empty. Documents never cross rows.
-        positions: instead of cu_seqlens, (B, N) positions within documents, or the position of the first token of
-            rows that hold one document each. A position beyond the place in the row continues `initial_state`.
-        exchange: gets what these tokens add to the state and gives what enters, for a sequence cut over processes;
-            causal only, in place of `initial_state`. The state returned is then what these tokens add.
+        cu_seqlens: int32 or int64 starts of documents in the B * N tokens, and B * N at the end. A row whose
+            first token is not listed continues `initial_state`; a listed start begins empty. Documents never
+            cross rows.
+        positions: instead of cu_seqlens, (B, N) positions within documents, or the position of the first
+            token of rows that hold one document each. A position beyond the place in the row continues
+            `initial_state`.
+        exchange: gets what these tokens add to the state and gives what enters, for a sequence cut over
+            processes; causal only, in place of `initial_state`. The state returned is then what these tokens
+            add.
         backend: reference or chunked; None takes the environment's MEGAKERNEL_BACKEND, else chunked.
 
     Returns:
@@ -67,7 +70,7 @@ def kernel_attention(
     check_feature_map(feature_map, projection, k)
     batch, _, length, _ = k.shape
     if mass is not None:
-        mass = check_mass(mass, k)
+        mass = expand_tokens("mass", mass, k)
     if initial_state is not None:
         check_state(initial_state, k, v)
     if cu_seqlens is not None:

@@ -47,8 +47,9 @@ def attend(
 ) -> tuple[Tensor, KernelState]:
     """Attention (B, H, N, D) and the state after the last token.
 
-    Arguments are those of `megakernel.ops.kernel_attention`, with `positions` in place of cu_seqlens and mass of shape
-    (B, H_kv, N). With `exchange`, what enters comes from there, and the state is what these tokens alone add.
+    Arguments are those of `megakernel.ops.kernel_attention`, with `positions` in place of cu_seqlens and mass
+    of shape (B, H_kv, N). With `exchange`, what enters comes from there, and the state is what these tokens
+    alone add.
     """
     start = start_state(feature_map, k, projection, v.shape[-1])
     state = initial_state or start

@@ -65,6 +65,7 @@ def attend(
 
 
 def per_query_head(projection: Tensor | None, group: int) -> Tensor | None:
-    return (
-        projection if projection is None or projection.dim() == 2 else projection.repeat_interleave(group, 0)
-    )
+    """The projections of key heads as those of their `group` query heads each."""
+    if projection is None or projection.dim() == 2:
+        return projection
+    return projection.repeat_interleave(group, 0)

@@ -63,7 +63,8 @@ def softmax_attention(
     if initial_state is not None:
         cached = initial_state.keys.shape[2]
         k, v = torch.cat([initial_state.keys, k], 2), torch.cat([initial_state.values, v], 2)
-    # One new token after its own cache, or uncut rows, need no mask: the fused kernels are fastest without one.
+    # One new token after its own cache, or uncut rows, need no mask: the fused kernels are fastest without
+    # one.
     if isinstance(positions, Tensor) or (cached and q.shape[2] > 1):
         spans = document_spans(position_rows(positions, q.shape[2], q.device), cached, causal)
     out = choose(IMPLEMENTATIONS, backend)(
