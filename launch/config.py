@@ -1,10 +1,12 @@
-"""`megakernel config`: the resolved configuration, and help on every key."""
+"""`megakernel config`: the resolved configuration, and what every key means."""
 
 import argparse
 import sys
+from collections.abc import Iterator
 
 from launch.config_arguments import add_config_arguments, load_config
-from megakernel.config import to_yaml
+from megakernel.config import Config, UserError, to_yaml
+from megakernel.config.section import Section
 
 HELP = "print the configuration of a run, every key with its value"
 EXAMPLE = "megakernel config configs/demo.yaml model.attention=softmax"
@@ -13,11 +15,18 @@ EXAMPLE = "megakernel config configs/demo.yaml model.attention=softmax"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_config_arguments(parser)
+    parser.add_argument(
+        "--explain", metavar="KEY", help="say what a key means, or all keys of a section (--explain schedule)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the configuration and print it as YAML that loads to an equal one."""
-    text = to_yaml(load_config(args))
+    """Check the configuration, and print it as YAML that loads to an equal one, or what its keys mean."""
+    config = load_config(args)
+    if args.explain is not None:
+        print("\n".join(_explained(config, args.explain)))
+        return 0
+    text = to_yaml(config)
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.syntax import Syntax
@@ -26,3 +35,27 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(text, end="")
     return 0
+
+
+def _explained(config: Config, key: str) -> list[str]:
+    lines = [
+        line
+        for name, value, meaning in _keys(config, "")
+        if name == key or name.startswith(f"{key}.")
+        for line in (f"{name}: {value}", f"    {meaning}")
+    ]
+    if not lines:
+        raise UserError(
+            f"--explain {key} is no key of this configuration; leave --explain out to see all of them"
+        )
+    return lines
+
+
+def _keys(section: Section, prefix: str) -> Iterator[tuple[str, object, str]]:
+    """Key, value and meaning of everything in a section."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _keys(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value, field.description or ""

@@ -7,7 +7,7 @@ import pytest
 import megakernel
 from launch.cli import COMMANDS, main
 from launch.exit_status import ExitStatus
-from megakernel.config import from_yaml, load
+from megakernel.config import Config, from_yaml, load
 
 from ..config import trees
 
@@ -49,6 +49,21 @@ def test_config_prints_a_tree_that_loads_to_the_same(tmp_path, capsys):
     path = trees.file(tmp_path)
     assert main(["config", str(path), "training.steps=7", "model.attention=softmax"]) == 0
     assert from_yaml(capsys.readouterr().out) == load(path, ["training.steps=7", "model.attention=softmax"])
+
+
+def test_config_explains_keys_by_their_docstrings(tmp_path, capsys):
+    path = str(trees.file(tmp_path))
+    assert main(["config", path, "--explain", "training.steps"]) == 0
+    assert capsys.readouterr().out == "training.steps: 100\n    Optimizer steps of the whole run.\n"
+    assert main(["config", path, "--explain", "training.step"]) == ExitStatus.USAGE
+
+
+def test_every_key_is_explained(tmp_path, capsys):
+    for section in Config.model_fields:
+        main(["config", str(trees.file(tmp_path)), "--explain", section])
+        lines = capsys.readouterr().out.splitlines()
+        assert all(line.startswith(section) for line in lines[::2])
+        assert all(len(line) > len("    ") for line in lines[1::2])
 
 
 def test_problems_of_a_configuration_are_lines_and_no_traceback(tmp_path, capsys):
