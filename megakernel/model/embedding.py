@@ -2,9 +2,7 @@
 
 import torch
 from megatron.core.tensor_parallel import VocabParallelEmbedding, scatter_to_sequence_parallel_region
-from torch import Tensor, nn
-
-from megakernel.parallel import replicated
+from torch import nn
 
 from .settings import ModelSettings, drawn_from
 from .stream import Stream
@@ -46,14 +44,16 @@ class LearnedPositions(nn.Module):
         super().__init__()
         rows = settings.model.max_positions
         assert rows is not None
-        self.group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
+        self.scatter_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
         with drawn_from(settings.seed, "positions"):
-            self.weight = nn.Parameter(torch.randn(rows, settings.model.hidden_size) * settings.model.init_std)
+            self.weight = nn.Parameter(
+                torch.randn(rows, settings.model.hidden_size) * settings.model.init_std
+            )
 
     def forward(self, stream: Stream) -> Stream:
         """Hidden states (N, B, C) plus the table's rows at positions (B, N)."""
         hidden, positions, *rest = stream
-        table = nn.functional.embedding(positions.transpose(0, 1), replicated(self.weight, self.group))
-        if self.group is not None:
-            table = scatter_to_sequence_parallel_region(table, group=self.group)
-        return (hidden + table, positions, *rest)
+        rows = nn.functional.embedding(positions.transpose(0, 1), self.weight)
+        if self.scatter_group is not None:  # backward gathers, so every tensor rank sees the whole gradient
+            rows = scatter_to_sequence_parallel_region(rows, group=self.scatter_group)
+        return (hidden + rows, positions, *rest)

@@ -22,7 +22,9 @@ class Norm(nn.Module):
         self.eps = settings.model.norm_eps
         self.group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
         self.weight = nn.Parameter(torch.ones(settings.model.hidden_size))
-        self.bias = nn.Parameter(torch.zeros(settings.model.hidden_size)) if self.kind == "layernorm" else None
+        self.bias = (
+            nn.Parameter(torch.zeros(settings.model.hidden_size)) if self.kind == "layernorm" else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., hidden_size) -> the same shape and dtype."""

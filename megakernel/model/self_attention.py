@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megakernel import attention
+from megakernel.parallel.sequence import ContextPiece
+from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from .settings import ModelSettings
 
@@ -33,7 +35,8 @@ class SelfAttention(nn.Module):
         self.head_dim = model.head_size
         self.kv_heads = model.kv_heads // mesh.tp.size
         self.queries_per_key = model.num_heads // model.kv_heads
-        self.piece = mesh.sequence_piece
+        self.piece = ContextPiece(mesh.cp) if mesh.cp.size > 1 else attention.WHOLE
+        self.isolate_documents = settings.isolate_documents
         self.recompute = settings.recompute == "selective"
         self.rotary = attention.Rotary(model.head_size, model.rope_base) if model.position == "rope" else None
         self.qkv = build_module(
@@ -53,8 +56,9 @@ class SelfAttention(nn.Module):
             head_dim=model.head_size,
             causal=True,
             seed=(settings.seed, index),
-            heads=mesh.head_shard,
+            heads=head_shard(mesh.tp),
         )
+        mark_head_parameters(self.core)
         self.output = build_module(
             submodules.output,
             model.num_heads * model.head_size,
@@ -76,14 +80,18 @@ class SelfAttention(nn.Module):
             heads = self._attend(q, k, v, positions)
         return self._merge(heads)
 
-    def extend(self, hidden: Tensor, positions: Tensor, state: Any) -> tuple[tuple[Tensor, Tensor | None], Any]:
+    def extend(
+        self, hidden: Tensor, positions: Tensor, state: Any
+    ) -> tuple[tuple[Tensor, Tensor | None], Any]:
         """`forward` for tokens that follow those in `state`; also the state that includes them."""
         q, k, v = self._project(hidden)
         heads, state = self.core.extend(q, k, v, state, positions=positions, rotary=self.rotary)
         return self._merge(heads), state
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        return self.core(q, k, v, positions=positions, rotary=self.rotary, piece=self.piece)
+        # Without documents to look for, the ops work on views of whole rows.
+        at = positions if self.isolate_documents else None
+        return self.core(q, k, v, positions=at, rotary=self.rotary, piece=self.piece)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         fused, _ = self.qkv(hidden)

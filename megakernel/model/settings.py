@@ -32,6 +32,9 @@ class ModelSettings:
     seed: int = 0
     """Run seed: weights are drawn from (seed, layer) alone, whole, and then cut."""
 
+    isolate_documents: bool = True
+    """Whether attention follows each token's position in its document, or takes every row for one document."""
+
     recompute: Recompute = "none"
     """What backward computes again instead of keeping."""
 

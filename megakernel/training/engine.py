@@ -12,11 +12,13 @@ from torch import Tensor
 from data_pipeline.batch import Batch
 from megakernel.config import Config
 from megakernel.model import IGNORED, LanguageModel, ModelSettings, pipeline
-from megakernel.parallel import Mesh
 
+from .checkpoint_files import record
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
 from .deferred_errors import DeferredErrors
 from .optimizer import build_optimizer
+from .universal import cuts
+from .universal_load import Comparison, compare, load_run, load_weights, whole_shapes
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,17 @@ class Engine:
         self.pipelined = mesh.pp.size > 1
         ds_config = deepspeed_config(config, mesh)
         model = pipeline(settings, self.loss_scale) if self.pipelined else LanguageModel(settings)
+        optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config))
+        self.cuts = cuts(model)
+        self.record = record(model, self.cuts, optimizer)
         self.engine, self.optimizer, *_ = deepspeed.initialize(
             model=model,
-            optimizer=build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config)),
+            optimizer=optimizer,
             config=ds_config,
             mpu=None if self.pipelined else mesh.mpu,
             dist_init_required=False,
         )
-        self.engine.checkpoint_engine = DeferredErrors(self.engine.checkpoint_engine)
+        self.write_errors = DeferredErrors.install(self.engine)
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """One update from this rank's micro-batches of a global batch."""
@@ -107,17 +112,30 @@ class Engine:
             streams.append((*(part.to(self.mesh.device, non_blocking=True) for part in parts), targets))
         return streams
 
-    def save(self, folder: Path, progress: dict[str, Any]) -> None:
-        """Write this rank's part of the state, and `progress`, into a folder that all ranks name alike."""
-        self.engine.save_checkpoint(
-            str(folder.parent), tag=folder.name, client_state=progress, save_latest=False
-        )
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the whole run whose gradients were not finite."""
+        return self.engine.skipped_steps
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Read the state that `save` wrote on the same layout; returns its `progress`."""
-        path, progress = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
-        if path is None:
-            raise ValueError(
-                f"{folder}: DeepSpeed could not read this checkpoint; remove it to use the one before"
-            )
-        return progress
+    def save(self, folder: Path) -> None:
+        """Write this process's part of the state into a folder that all processes name alike."""
+        place = {"save_dir": str(folder.parent), "tag": folder.name, "save_latest": False}
+        self.engine.save_checkpoint(**place, client_state=self.record)
+        self.write_errors.raise_first()
+
+    def load(self, folder: Path) -> None:
+        """Read the state that `save` wrote on the same layout."""
+        path, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        assert path is not None, folder
+
+    def load_universal(self, folder: Path) -> None:
+        """Read the state that `save` wrote on any layout, in its universal form."""
+        load_run(self.engine, self.cuts, self.mesh.tp, folder)
+
+    def load_weights(self, folder: Path) -> Comparison:
+        """Read the weights alone from a universal form, those that fit; returns what did and what did not."""
+        own = whole_shapes(self.engine.module, self.cuts, self.mesh.tp)
+        shapes = {name: shape for part in self.mesh.gather_objects(own) for name, shape in part.items()}
+        comparison = compare(shapes, folder)
+        load_weights(self.engine.module, self.cuts, self.mesh.tp, folder, comparison.common)
+        return comparison

@@ -1,8 +1,6 @@
 """The training loop: what happens between two optimizer steps."""
 
-from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
@@ -57,13 +55,16 @@ class Trainer:
             self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_every, self.ranks
         )
         self.skipped_in_a_row = 0
+        self.scalars: dict[str, float] = {}
 
     def run(self) -> Stop:
         """Train to the last step, or to a request to stop; the state is saved in both cases."""
         steps = self.config.training.steps
         done = resume(self.engine, self.checkpoints, self.config, self._note)
         if done >= steps:
-            self._note(f"{self.folder.path} is done: {done} of {steps} steps; raise training.steps to train on")
+            self._note(
+                f"{self.folder.path} is done: {done} of {steps} steps; raise training.steps to train on"
+            )
             return Stop.NONE
         with ExitStack() as stack:
             stop_file = self.folder.stop_file if self.mesh.rank == 0 else None
@@ -72,6 +73,7 @@ class Trainer:
             self.throughput = self._throughput()
             if done == 0:
                 self._evaluate(0)
+                self._write(0)
             batches = self.batches.from_step(done)
             for step in range(done, steps):
                 self._step(step, batches)
@@ -80,7 +82,9 @@ class Trainer:
                 self._after_step(step + 1, stop)
                 if stop:
                     requests.saved()
-                    self._note(f"stopped by {stop.name} after step {step + 1}; start the same command to continue")
+                    self._note(
+                        f"stopped by {stop.name} after step {step + 1}; start the same command to continue"
+                    )
                     return stop
         return Stop.NONE
 
@@ -116,7 +120,7 @@ class Trainer:
             "train/tokens": float(step * self._tokens_per_step),
             "train/skipped_steps": float(self.engine.skipped_steps),
         }
-        self._write(step, scalars)
+        self.scalars |= scalars
         if self.mesh.rank == 0:
             self.console.step(step, scalars, self.engine.skipped_steps)
 
@@ -125,6 +129,7 @@ class Trainer:
         last = step == training.steps
         if last or (training.eval_every is not None and step % training.eval_every == 0):
             self._evaluate(step)
+        self._write(step)
         if last or stop or step % every == 0:
             self._save(step)
 
@@ -134,7 +139,7 @@ class Trainer:
         with self.throughput.aside():
             loss = self.engine.evaluate(list(self.validation))
         scalars = {"eval/loss": loss, "eval/bits_per_byte": bits_per_byte(loss, self.corpora, "validation")}
-        self._write(step, scalars)
+        self.scalars |= scalars
         if self.mesh.rank == 0:
             self.console.evaluation(step, scalars)
 
@@ -171,12 +176,16 @@ class Trainer:
     def _throughput(self) -> Throughput:
         training, logging = self.config.training, self.config.logging
         flops = training_flops_per_token(self.config.model, training.seq_len, self.corpora.vocab_size)
-        peak = logging.peak_tflops or peak_tflops(_device_name(self.mesh.device))
+        # The table holds bfloat16 peaks.
+        known = peak_tflops(_device_name(self.mesh.device)) if training.dtype == "bfloat16" else None
+        peak = logging.peak_tflops or known
         return Throughput(self.mesh.device, self.mesh.world_size, flops, peak)
 
-    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self.writer is not None:
-            self.writer.write(step, scalars)
+    def _write(self, step: int) -> None:
+        """What logging and evaluating found out about a step, as one entry."""
+        if self.writer is not None and self.scalars:
+            self.writer.write(step, self.scalars)
+        self.scalars = {}
 
     def _note(self, text: str) -> None:
         if self.mesh.rank == 0:
@@ -202,6 +211,7 @@ def model_settings(config: Config, mesh: Mesh, vocab_size: int) -> ModelSettings
         vocab_size=padded_vocab_size(wanted, model.vocab_multiple),
         mesh=mesh,
         seed=config.run.seed,
+        isolate_documents=config.data.isolate_documents,
         recompute=config.training.activation_checkpointing,
         loss_chunk_size=config.training.loss_chunk_size,
     )

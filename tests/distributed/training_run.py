@@ -26,7 +26,7 @@ training:
   dtype: float32
   log_every: 1
   eval_samples: 6
-optimizer: {lr: 3e-3}
+optimizer: {lr: 1e-3}
 schedule: {warmup_steps: 2}
 data: {num_workers: 0}
 """
