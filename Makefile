@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
-CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NPROC ?= 2
 
@@ -47,13 +46,11 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import ensurepip' || { echo "venv is missing: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Torch comes first: without a GPU as its CPU build, a tenth of the size, from wherever pip looks already or from
-# PyTorch's own index; where neither has one, and where there is a GPU, as the default build.
+# Torch comes first. Without a GPU its CPU build is a tenth of the size: taken where pip finds one.
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing $(TORCH)"
 	@if command -v nvidia-smi >/dev/null; then $(PIP) install -q '$(TORCH)'; else \
 		$(PIP) install -q '$(TORCH)+cpu' 2>/dev/null || \
-		$(PIP) install -q '$(TORCH)+cpu' --extra-index-url $(CPU_INDEX) --retries 1 || \
 		$(PIP) install -q '$(TORCH)'; fi
 	DS_BUILD_OPS=0 $(PIP) install -q -e . -c constraints.txt
 	@touch $@

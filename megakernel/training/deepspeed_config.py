@@ -28,6 +28,9 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
         "train_batch_size": config.training.micro_batch_size * accumulation * mesh.gradient.size,
         "gradient_clipping": config.optimizer.clip_grad_norm if deepspeed_clips(config) else 0.0,
         "zero_optimization": {"stage": config.parallel.zero_stage},
+        # By default each tensor rank sends its slice of a stage's output, as if all ranks held the same; with
+        # sequence parallelism each holds other tokens.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }

@@ -1,10 +1,7 @@
 """A whole run of one process, from joining the others to leaving them."""
 
 from megakernel.config import Config
-from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
-
-from .trainer import Trainer
 
 
 def pretrain(config: Config, process: ProcessEnvironment) -> int:
@@ -12,7 +9,13 @@ def pretrain(config: Config, process: ProcessEnvironment) -> int:
 
     Raises UserError for what the user can mend.
     """
+    from megakernel.parallel import prepare_device
+
     device = prepare_device(config.training.device, process.local_rank)
+    # Megatron-core and DeepSpeed choose their device when they are imported, so not before this line.
+    from megakernel.parallel import Mesh
+    from megakernel.training.trainer import Trainer
+
     mesh = Mesh.create(config.parallel, process, device)
     try:
         return Trainer(config, mesh).run().exit_status

@@ -13,6 +13,10 @@ LAYOUTS = {
     "pp2": (2, "parallel.pipeline=2"),
     "tp2 cp2": (4, "parallel.tensor=2 parallel.context=2"),
     "tp2 pp2": (4, "parallel.tensor=2 parallel.pipeline=2"),
+    "tp2 sequence parallel pp2": (
+        4,
+        "parallel.tensor=2 parallel.sequence_parallel=true parallel.pipeline=2",
+    ),
     "cp2 pp2": (4, "parallel.context=2 parallel.pipeline=2"),
     "tp2 cp2 dp2": (8, "parallel.tensor=2 parallel.context=2"),
     "dp2 zero 1": (2, "parallel.zero_stage=1"),
