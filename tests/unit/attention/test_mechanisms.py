@@ -1,0 +1,274 @@
+"""What every mechanism promises (MECHANISMS section 8), on every point of the algebra."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.attention import AttentionLayer, HeadShard, Rotary, SequenceState, build
+from megakernel.attention.features import Projection
+from tests.unit.attention.mechanisms import (
+    HEADS,
+    MECHANISMS,
+    WIDTH,
+    assert_close,
+    gradients,
+    layer,
+    packed,
+    shard_of,
+    tokens,
+)
+from tests.unit.attention.pieces import in_pieces
+
+every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
+
+ROTARY = Rotary(WIDTH)
+
+DOCUMENTS = packed(24, (3, 4, 13), (8, 17))
+
+
+@every_mechanism
+@pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
+@pytest.mark.parametrize("rotary", [None, ROTARY], ids=["plain", "rotary"])
+def test_equals_the_quadratic_reference(name, positions, rotary, monkeypatch):
+    module = layer(name)
+    q, k, v = tokens(2, 24)
+    out = module(q, k, v, positions=positions, rotary=rotary)
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
+    expected = module(q, k, v, positions=positions, rotary=rotary)
+    assert_close(out, expected)
+    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
+        assert_close(actual, wanted)
+
+
+@every_mechanism
+def test_gradients_are_the_slopes(name):
+    module = layer(name)
+    q, k, v = tokens(1, 9)
+    positions = packed(9, (2,))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, *_: module(q, k, v, positions=positions, rotary=ROTARY),
+        (q, k, v, *module.parameters()),
+    )
+
+
+@every_mechanism
+@pytest.mark.parametrize("positions", [None, packed(272, (5, 61, 200))], ids=["one_document", "packed"])
+def test_later_tokens_leave_earlier_outputs_bit_identical(name, positions):
+    module = layer(name, dtype=torch.float32)
+    q, k, v = (x.detach() for x in tokens(1, 272, dtype=torch.float32))
+    out = module(q, k, v, positions=positions, rotary=ROTARY)
+    # Edges of documents, of blocks of 4 and 5, of chunks of 128 and of the far scan's 256 tokens.
+    edges = {4, 5, 8, 61, 64, 128, 200, 204, 256}
+    for t in sorted({edge + step for edge in edges for step in (-1, 0, 1)}):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, :, t:] = 50 * torch.randn_like(x[:, :, t:])
+        assert torch.equal(module(*changed, positions=positions, rotary=ROTARY)[:, :, :t], out[:, :, :t])
+
+
+@every_mechanism
+def test_later_groups_leave_earlier_outputs_bit_identical(name):
+    module = layer(name, dtype=torch.float32)
+    q, k, v = (x.detach() for x in tokens(1, 4200, dtype=torch.float32))
+    out = module(q, k, v)
+    for t in (4095, 4096, 4097):
+        changed = [torch.cat([x[:, :, :t], -3 * x[:, :, t:]], 2) for x in (q, k, v)]
+        assert torch.equal(module(*changed)[:, :, :t], out[:, :, :t])
+
+
+def extend_by(
+    module: AttentionLayer, parts: list[int], q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None
+):
+    outputs, state = [], None
+    places = torch.tensor([0, *parts]).cumsum(0).tolist()
+    for start, end in zip(places, places[1:]):
+        here = None if positions is None else positions[:, start:end]
+        parts_of = (x[:, :, start:end] for x in (q, k, v))
+        out, state = module.extend(*parts_of, state, positions=here, rotary=ROTARY)
+        outputs.append(out)
+    return torch.cat(outputs, 2)
+
+
+@every_mechanism
+@pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
+@pytest.mark.parametrize("parts", [[1] * 24, [11, 1, 1, 11], [4, 8, 5, 7], [23, 1]], ids=str)
+def test_parts_of_a_sequence_give_the_whole(name, positions, parts):
+    module = layer(name)
+    q, k, v = tokens(2, 24)
+    whole = module(q, k, v, positions=positions, rotary=ROTARY)
+    extended = extend_by(module, parts, q, k, v, positions)
+    assert_close(extended, whole)
+    for actual, wanted in zip(gradients(module, extended, q, k, v), gradients(module, whole, q, k, v)):
+        assert_close(actual, wanted)
+
+
+@every_mechanism
+def test_a_prompt_of_default_chunks_continues_token_by_token(name):
+    module = layer(name)
+    q, k, v = (x.detach() for x in tokens(1, 300))
+    assert_close(extend_by(module, [290, *[1] * 10], q, k, v, None), module(q, k, v, rotary=ROTARY))
+
+
+@every_mechanism
+def test_padding_anywhere_changes_nothing(name):
+    module = layer(name)
+    q, k, v = (x.detach() for x in tokens(2, 24))
+    mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4
+    out = module(q, k, v, mask, rotary=ROTARY)
+    for row, real in enumerate(mask):
+        alone = module(*(x[row : row + 1, :, real] for x in (q, k, v)), rotary=ROTARY)
+        assert_close(out[row : row + 1, :, real], alone)
+        assert not out[row, :, ~real].any()
+
+
+@every_mechanism
+def test_padding_between_packed_documents_changes_nothing(name):
+    module = layer(name)
+    q, k, v = (x.detach() for x in tokens(1, 24))
+    real = torch.ones(24, dtype=torch.bool)
+    real[[0, 5, 9, 10, 23]] = False
+    compact = packed(19, (7, 12))
+    positions = torch.zeros(1, 24, dtype=torch.int64)
+    positions[:, real] = compact
+    out = module(q, k, v, real[None], positions=positions, rotary=ROTARY)
+    alone = module(*(x[:, :, real] for x in (q, k, v)), positions=compact, rotary=ROTARY)
+    assert_close(out[:, :, real], alone)
+
+
+@every_mechanism
+@pytest.mark.parametrize("length", [1, 3, 21])
+def test_any_length_and_rows_of_padding_alone(name, length):
+    module = layer(name)
+    q, k, v = tokens(2, length)
+    mask = torch.tensor([True, False])[:, None].expand(2, length)
+    out = module(q, k, v, mask)
+    assert_close(out[:1], module(q[:1], k[:1], v[:1]))
+    assert not out[1].any()
+    assert all(gradient.isfinite().all() for gradient in gradients(module, out, q, k, v))
+
+
+@every_mechanism
+@pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
+def test_constant_values_give_constant_output(name, positions):
+    module = layer(name)
+    q, k, v = tokens(2, 24)
+    constant = torch.full_like(v, 1.5)
+    assert_close(module(q, k, constant, positions=positions, rotary=ROTARY), torch.full_like(q, 1.5))
+
+
+@every_mechanism
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_of_heads_give_the_unsharded_numbers(name, size):
+    kv_heads = max(2, size)
+    whole = layer(name, kv_heads=kv_heads)
+    q, k, v = tokens(2, 24, kv_heads=kv_heads)
+    expected = whole(q, k, v, positions=DOCUMENTS, rotary=ROTARY)
+    parts = [shard_of(whole, name, HeadShard(rank, size), kv_heads) for rank in range(size)]
+    outputs = [
+        part(*(x.chunk(size, 1)[rank] for x in (q, k, v)), positions=DOCUMENTS, rotary=ROTARY)
+        for rank, part in enumerate(parts)
+    ]
+    out = torch.cat(outputs, 1)
+    assert_close(out, expected)
+
+    wanted = dict(zip(dict(whole.named_parameters()), gradients(whole, expected, q)[1:]))
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (out * weights).sum().backward()
+    for key, gradient in wanted.items():
+        shards = [dict(part.named_parameters())[key].grad for part in parts]
+        dimension = parts[0].sharded_parameters().get(key)
+        assert_close(sum(shards) if dimension is None else torch.cat(shards, dimension), gradient)
+
+
+@every_mechanism
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "positions",
+    [None, packed(32, (3, 4, 13), (17,)), packed(32, (8, 16, 24), (7, 15, 25))],
+    ids=["one_document", "packed", "cut_at_pieces"],
+)
+def test_pieces_of_a_sequence_give_the_whole(name, size, positions):
+    module = layer(name, kv_heads=4)
+    q, k, v = tokens(2, 32, kv_heads=4)
+    expected = module(q, k, v, positions=positions, rotary=ROTARY)
+
+    def work(piece):
+        here = [x.chunk(size, 2)[piece.rank] for x in (q, k, v)]
+        at = None if positions is None else positions.chunk(size, 1)[piece.rank]
+        return module(*here, positions=at, rotary=ROTARY, piece=piece)
+
+    out = torch.cat(in_pieces(size, work), 2)
+    assert_close(out, expected)
+    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
+        assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["linear", "performer", "hedgehog", "flurka", "flurka_shared_favor", "flurka_kernel"]
+)
+def test_half_precision_at_scale_10_and_65536_tokens_stays_close(name):
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (10 * torch.randn(1, 1, 65536, 16, generator=draw).bfloat16() for _ in range(3))
+    tree = {key: part for key, part in MECHANISMS[name].items() if key != "compression"}
+    module = build(tree, num_heads=1, head_dim=16)
+    with torch.no_grad():
+        out = module.bfloat16()(q, k, v).double()
+        expected = module.double()(q.double(), k.double(), v.double())
+    assert out.isfinite().all()
+    # bf16 keeps 8 bits: an output is off by 0.4% of itself at most, and sums of cancelling terms by that of the terms.
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2 * expected.std().item())
+
+
+def test_random_matrices_stay_in_full_precision_and_in_the_state_dict():
+    module = build("performer", num_heads=4, head_dim=8, seed=(1, 2)).bfloat16()
+    assert module.state_dict()["projection.matrix"].dtype == torch.float32
+    assert isinstance(module.projection, Projection)
+    again = build("performer", num_heads=4, head_dim=8, seed=(1, 2))
+    other = build("performer", num_heads=4, head_dim=8, seed=(1, 3))
+    assert torch.equal(module.projection(), again.projection())
+    assert not torch.equal(module.projection(), other.projection())
+
+
+@every_mechanism
+def test_declared_state_size_is_what_a_sequence_carries(name):
+    module = layer(name)
+    sizes = []
+    for length in (40, 50):
+        q, k, v = (x.detach() for x in tokens(1, length))
+        _, state = module.extend(q, k, v)
+        sizes.append(_numbers(state))
+    properties = module.properties
+    # The log scale of each key head is bookkeeping, and not counted.
+    assert sizes[0] == properties.state_size + 40 * properties.state_size_per_token
+    assert sizes[1] == properties.state_size + 50 * properties.state_size_per_token
+    assert properties.recurrent == (properties.state_size_per_token == 0)
+
+
+def _numbers(state: SequenceState) -> int:
+    flat, stack = [], [state.inner]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            flat.append(item)
+        else:
+            stack.extend(item)
+    return sum(x.numel() for x in flat if x.dim() > 2)
+
+
+def test_bidirectional_padding_and_documents():
+    q, k, v = (x.detach() for x in tokens(2, 24))
+    mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4
+    for name in ("softmax", "linear", "performer"):
+        module = layer(name, causal=False)
+        out = module(q, k, v, mask, rotary=ROTARY)
+        for row, real in enumerate(mask):
+            alone = module(*(x[row : row + 1, :, real] for x in (q, k, v)), rotary=ROTARY)
+            assert_close(out[row : row + 1, :, real], alone)
+        both = module(q, k, v, positions=DOCUMENTS)
+        first = module(*(x[:1, :, 4:13] for x in (q, k, v)))
+        assert_close(both[:1, :, 4:13], first)
+
+
+def test_heads_of_a_shard_divide():
+    with pytest.raises(ValueError, match="num_kv_heads=2 does not divide over 4 shards"):
+        build("linear", num_heads=HEADS, num_kv_heads=2, head_dim=WIDTH, heads=HeadShard(0, 4))
