@@ -30,11 +30,11 @@ def head_shard(tp: Axis) -> HeadShard:
 
 
 def mark_head_parameters(layer: AttentionLayer) -> None:
-    """Say of a layer's parameters which of them are cut between tensor ranks, in Megatron-core's way.
+    """Say of a layer's parameters and buffers which are cut between tensor ranks, in Megatron-core's way.
 
-    Without the mark DeepSpeed takes a parameter for a copy and counts it on the first tensor rank only.
+    Without the mark DeepSpeed takes a parameter for a copy and counts it on the first tensor rank only, and a
+    checkpoint for another layout would hold the first rank's piece.
     """
-    parameters = dict(layer.named_parameters())
+    tensors = layer.state_dict(keep_vars=True)
     for name, dimension in layer.sharded_parameters().items():
-        if name in parameters:  # the others are buffers
-            set_tensor_model_parallel_attributes(parameters[name], True, dimension, 1)
+        set_tensor_model_parallel_attributes(tensors[name], True, dimension, 1)

@@ -21,7 +21,7 @@ from .engine import Engine, StepResult
 from .environment import package_versions
 from .metrics_writer import MetricsWriter
 from .ranks import Ranks
-from .resume import resume
+from .resume import resume, start_from_weights
 from .run_folder import RunFolder
 from .schedule import learning_rate
 from .stop import Stop
@@ -54,13 +54,20 @@ class Trainer:
         self.checkpoints = CheckpointFolder(
             self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_every, self.ranks
         )
+        self.layout = {
+            "tensor": mesh.tp.size,
+            "context": mesh.cp.size,
+            "data": mesh.dp.size,
+            "pipeline": mesh.pp.size,
+            "zero_stage": config.parallel.zero_stage,
+        }
         self.skipped_in_a_row = 0
         self.scalars: dict[str, float] = {}
 
     def run(self) -> Stop:
         """Train to the last step, or to a request to stop; the state is saved in both cases."""
         steps = self.config.training.steps
-        done = resume(self.engine, self.checkpoints, self.config, self._note)
+        done = self._begin()
         if done >= steps:
             self._note(
                 f"{self.folder.path} is done: {done} of {steps} steps; raise training.steps to train on"
@@ -87,6 +94,14 @@ class Trainer:
                     )
                     return stop
         return Stop.NONE
+
+    def _begin(self) -> int:
+        """Load what the run starts from; returns the steps it has behind it."""
+        done = resume(self.engine, self.checkpoints, self.layout, self.ranks, self._note)
+        source = self.config.checkpoint.weights_from
+        if done == 0 and source is not None:
+            start_from_weights(source, self.engine, self.folder.checkpoints, self.ranks, self._note)
+        return done
 
     def _step(self, step: int, batches) -> None:
         training = self.config.training
@@ -144,18 +159,11 @@ class Trainer:
             self.console.evaluation(step, scalars)
 
     def _save(self, step: int) -> None:
-        mesh, parallel = self.mesh, self.config.parallel
         progress = Progress(
             step=step,
             consumed_samples=step * self.config.training.global_batch_size,
             consumed_tokens=step * self._tokens_per_step,
-            layout={
-                "tensor": mesh.tp.size,
-                "context": mesh.cp.size,
-                "data": mesh.dp.size,
-                "pipeline": mesh.pp.size,
-                "zero_stage": parallel.zero_stage,
-            },
+            layout=self.layout,
             versions=package_versions(),
         )
         with self.throughput.aside():

@@ -1,0 +1,115 @@
+"""Universal checkpoints into a DeepSpeed engine, whatever its layout and ZeRO stage."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+from torch import Tensor, nn
+
+from megakernel.parallel.axis import Axis
+
+from .universal import MOMENTS, STEP, WEIGHT, Cut, read_counters, read_tensor, tensor_names
+
+
+def load_run(engine: Any, cuts: Mapping[str, Cut], tp: Axis, folder: Path) -> None:
+    """Put weights, AdamW's state and the engine's counters in place. engine: from deepspeed.initialize."""
+    optimizer = engine.basic_optimizer
+    parameters = dict(engine.module.named_parameters())
+    states = {name: read_tensor(folder, name, (*MOMENTS, STEP)) for name in parameters}
+    steps = {int(state[STEP]) for state in states.values() if state}
+    load_weights(engine.module, cuts, tp, folder, set(cuts))
+    if steps:  # no state means that no update was made
+        assert len(steps) == 1, steps
+        _begin_state(engine, steps.pop())
+        for name, parameter in parameters.items():
+            for key in MOMENTS:
+                value = cuts[name].piece(states[name][key], tp.rank, tp.size).to(parameter.device)
+                if parameter in optimizer.state:  # without ZeRO
+                    optimizer.state[parameter][key].copy_(value)
+                else:
+                    safe_set_full_optimizer_state(parameter, value, key)
+    for counter, value in read_counters(folder).items():
+        setattr(engine, counter, value)
+
+
+def load_weights(module: nn.Module, cuts: Mapping[str, Cut], tp: Axis, folder: Path, names: set[str]) -> None:
+    """Put those of this process's parameters and buffers in place that are among `names`.
+
+    module: with or without DeepSpeed around it; float32 master weights are set too.
+    """
+    for name, target in _tensors(module):
+        if name not in names:
+            continue
+        whole = read_tensor(folder, name, [WEIGHT])[WEIGHT]
+        value = cuts[name].piece(whole, tp.rank, tp.size).to(target.device)
+        # Every rank writes the same; under ZeRO 3 the first one's copy is what is sharded again.
+        with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
+            target.data.copy_(value)
+        safe_set_full_fp32_param(target, value.float())
+
+
+def _begin_state(engine: Any, step: int) -> None:
+    """AdamW's state after `step` updates, still of zeros, in every tensor that the optimizer steps.
+
+    torch makes it in the first update, and DeepSpeed links it to the parameters after that one.
+    """
+    wrapper, optimizer = engine.optimizer, engine.basic_optimizer
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for tensor in getattr(
+        wrapper, "fp32_partitioned_groups_flat", stepped
+    ):  # ZeRO 3 keeps them out of the groups
+        moments = {key: torch.zeros_like(tensor) for key in MOMENTS}
+        optimizer.state[tensor] = {STEP: torch.tensor(float(step)), **moments}
+    if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):  # ZeRO 1 and 2, bfloat16
+        wrapper._lazy_init_hp_params_optimizer_state()
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a checkpoint's weights and a model have in common."""
+
+    common: set[str]
+    """Tensors of equal shape on both sides."""
+
+    missing: list[str]
+    """Tensors of the model that the checkpoint has not."""
+
+    unexpected: list[str]
+    """Tensors of the checkpoint that the model has not."""
+
+    misshapen: list[str]
+    """One line for each tensor whose shapes differ."""
+
+
+def compare(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> Comparison:
+    """Compare the whole model's tensors, name -> whole shape, with those of a universal checkpoint."""
+    there = tensor_names(folder)
+    found = {name: tuple(read_tensor(folder, name, [WEIGHT])[WEIGHT].shape) for name in there & shapes.keys()}
+    return Comparison(
+        common={name for name, shape in found.items() if shape == shapes[name]},
+        missing=sorted(shapes.keys() - there),
+        unexpected=sorted(there - shapes.keys()),
+        misshapen=[
+            f"{name} is {shape} in the checkpoint and {shapes[name]} in the model"
+            for name, shape in sorted(found.items())
+            if shape != shapes[name]
+        ],
+    )
+
+
+def whole_shapes(module: nn.Module, cuts: Mapping[str, Cut], tp: Axis) -> dict[str, tuple[int, ...]]:
+    """Name -> shape over all tensor ranks, of this process's parameters and buffers."""
+    return {
+        # ZeRO 3 leaves an empty tensor behind.
+        name: cuts[name].whole_shape(getattr(tensor, "ds_shape", tensor.shape), tp.size)
+        for name, tensor in _tensors(module)
+    }
