@@ -1,8 +1,13 @@
 """`megakernel evaluate`: how well a trained model predicts its validation text."""
 
 import argparse
+import json
+from typing import TYPE_CHECKING
 
 from launch.run_arguments import add_run_arguments
+
+if TYPE_CHECKING:
+    from megakernel.evaluation import Evaluation
 
 HELP = "measure loss, perplexity and bits per byte of a run on its validation data, by position"
 EXAMPLE = "megakernel evaluate runs/demo --samples 256 --seq-len 2048"
@@ -22,8 +27,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint and print the result."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     from megakernel.evaluation import evaluate_run
 
-    return evaluate_run(
-        args.run_folder, step=args.step, samples=args.samples, seq_len=args.seq_len, as_json=args.json
-    )
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task("evaluating", total=None)
+        result = evaluate_run(
+            args.run_folder,
+            step=args.step,
+            samples=args.samples,
+            seq_len=args.seq_len,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if args.json:
+        print(json.dumps(result.as_dict(), indent=1))
+    else:
+        _print_table(result)
+    return 0
+
+
+def _print_table(result: "Evaluation") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("position", "predictions", "loss", "perplexity", caption_justify="left", caption_style="")
+    for column in table.columns:
+        column.justify = "right"
+    for bucket in result.by_position:
+        span = f"{bucket.first}-{bucket.last}"
+        table.add_row(span, f"{bucket.tokens:,}", f"{bucket.loss:.4f}", f"{bucket.perplexity:.2f}")
+    table.add_section()
+    table.add_row("all", f"{result.tokens:,}", f"{result.loss:.4f}", f"{result.perplexity:.2f}", style="bold")
+    console = Console(highlight=False)
+    console.print(f"{result.run} at step {result.step}: {result.samples} samples of {result.seq_len} tokens")
+    console.print(table)
+    console.print(f"{result.bits_per_byte:.4f} bits/byte", style="bold")

@@ -1,0 +1,50 @@
+"""Cross entropy by position."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from data_pipeline.loader import ValidationBatches
+from megakernel.model import IGNORED, LanguageModel
+
+from .result import PositionBucket
+
+_STARTS = 2 ** torch.arange(4, 32)
+"""First positions of all buckets but the first, which begins at 0: 16, 32, 64, ..."""
+
+
+@torch.no_grad()
+def measure(
+    model: LanguageModel,
+    batches: ValidationBatches,
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> list[PositionBucket]:
+    """The mean loss of every bucket of positions that holds a prediction.
+
+    progress: called after each forward pass with the passes done and all passes.
+    """
+    sums = torch.zeros(len(_STARTS) + 1, dtype=torch.float64)
+    counts = torch.zeros(len(_STARTS) + 1, dtype=torch.int64)
+    longest = 0
+    for done, batch in enumerate(batches, start=1):
+        labels = batch.labels.where(batch.loss_mask, IGNORED)
+        num_targets = batch.loss_mask.sum().reshape(1)  # what `losses` has no need of
+        stream = (batch.tokens, batch.positions, labels, num_targets)
+        losses = model.losses(*(part.to(device) for part in stream))
+        _add(sums, counts, losses.cpu(), batch.positions, batch.loss_mask)
+        longest = max(longest, int(batch.positions.max()))
+        progress(done, len(batches))
+    return [
+        PositionBucket(first, min(max(2 * first, 16) - 1, longest), tokens, total / tokens)
+        for first, tokens, total in zip([0, *_STARTS.tolist()], counts.tolist(), sums.tolist())
+        if tokens
+    ]
+
+
+def _add(sums: Tensor, counts: Tensor, losses: Tensor, positions: Tensor, counted: Tensor) -> None:
+    """Add a batch's losses and predictions (B, N) to their buckets; float64 keeps millions of terms exact enough."""
+    bucket = torch.bucketize(positions[counted], _STARTS, right=True)
+    sums += torch.bincount(bucket, weights=losses[counted].double(), minlength=len(sums))
+    counts += torch.bincount(bucket, minlength=len(counts))

@@ -1,0 +1,72 @@
+"""What an evaluation measured."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PositionBucket:
+    """Predictions from tokens at similar places in their documents."""
+
+    first: int
+    """First position of the bucket; position p sees p tokens before it."""
+
+    last: int
+    """Last position."""
+
+    tokens: int
+    """Predictions."""
+
+    loss: float
+    """Mean cross entropy in nats."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(self.loss)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A checkpoint's predictions of its validation samples."""
+
+    run: str
+    """Folder of the run."""
+
+    step: int
+    """Optimizer steps behind the checkpoint."""
+
+    samples: int
+    """Validation samples."""
+
+    seq_len: int
+    """Tokens per sample."""
+
+    tokens: int
+    """Predictions: labels that count."""
+
+    loss: float
+    """Mean cross entropy in nats per token."""
+
+    bits_per_byte: float
+    """The loss in bits per UTF-8 byte of the split's text."""
+
+    by_position: list[PositionBucket]
+    """The loss by position in the document (in the sample where documents are not isolated), empty buckets left out.
+
+    A document that began before its sample counts from the sample's start: a position is what the model can see.
+    """
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(self.loss)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        tree = asdict(self)
+        buckets = tree.pop("by_position")
+        for bucket, source in zip(buckets, self.by_position):
+            bucket["perplexity"] = source.perplexity
+        return {**tree, "perplexity": self.perplexity, "by_position": buckets}

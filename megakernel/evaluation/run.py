@@ -1,0 +1,92 @@
+"""From a run folder to an evaluation: what is cheap to check comes before the libraries are loaded."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from data_pipeline.corpus import Corpora
+from megakernel.config import Config, UserError
+from megakernel.parallel.device import prepare_device
+from megakernel.training.trained_run import TrainedRun
+
+from .result import Evaluation
+
+
+def evaluate_run(
+    folder: Path,
+    *,
+    step: int | None = None,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Evaluate a checkpoint on its run's validation data, in this process.
+
+    Args:
+        folder: folder of the run.
+        step: which checkpoint; None takes the newest good one.
+        samples: validation samples; None takes training.eval_samples. One pass over the corpora at most.
+        seq_len: tokens per sample, also more than in training; None takes training.seq_len.
+        progress: called after each forward pass with the passes done and all passes.
+
+    With the defaults the loss is the eval/loss that training measured at that step.
+
+    Raises:
+        UserError: no run, no such checkpoint, no corpus, or values that do not fit them.
+    """
+    run = TrainedRun.find(folder, step)
+    config = _evaluated_config(run.config, samples, seq_len)
+    corpora = Corpora(config.data)
+    _check_length(config, corpora)
+    # Megatron-core and DeepSpeed look for a device, and say so, when they are imported.
+    device = prepare_device("cpu" if config.training.device == "cpu" else "auto", local_rank=0)
+    from data_pipeline.loader import ValidationBatches
+    from data_pipeline.order import Share
+    from megakernel.training.bits import bits_per_byte
+    from megakernel.training.one_process import one_process_model
+
+    from .perplexity import measure
+
+    batches = ValidationBatches(config, corpora, Share())
+    with one_process_model(run, corpora.vocab_size, device) as model:
+        by_position = measure(model, batches, device, progress)
+    tokens = sum(bucket.tokens for bucket in by_position)
+    loss = sum(bucket.loss * bucket.tokens for bucket in by_position) / tokens
+    return Evaluation(
+        run=str(folder),
+        step=run.checkpoint.step,
+        samples=batches.samples,
+        seq_len=config.training.seq_len,
+        tokens=tokens,
+        loss=loss,
+        bits_per_byte=bits_per_byte(loss, corpora, "validation"),
+        by_position=by_position,
+    )
+
+
+def _evaluated_config(config: Config, samples: int | None, seq_len: int | None) -> Config:
+    """The configuration of a run with another evaluation."""
+    training = config.training
+    samples = training.eval_samples if samples is None else samples
+    seq_len = training.seq_len if seq_len is None else seq_len
+    if samples < 1:
+        raise UserError(f"samples={samples} leaves nothing to evaluate; give --samples 1 or more")
+    if seq_len < 1:
+        raise UserError(f"seq_len={seq_len} leaves nothing to predict; give --seq-len 1 or more")
+    rows = config.model.max_positions or training.seq_len
+    if config.model.position == "learned" and seq_len > rows:
+        raise UserError(
+            f"seq_len={seq_len} exceeds the model's {rows} learned positions; give at most {rows}"
+        )
+    # As many tokens per forward pass as in training, so that longer samples need no more memory.
+    rows = max(1, training.micro_batch_size * training.seq_len // seq_len)
+    changes = {"eval_samples": samples, "seq_len": seq_len, "micro_batch_size": rows}
+    return config.model_copy(update={"training": training.model_copy(update=changes)})
+
+
+def _check_length(config: Config, corpora: Corpora) -> None:
+    for corpus in corpora.validation:
+        tokens, seq_len = corpus.record("validation").tokens, config.training.seq_len
+        if tokens <= seq_len:
+            raise UserError(
+                f"seq_len={seq_len}: {corpus.folder} has only {tokens} validation tokens; give at most {tokens - 1}"
+            )

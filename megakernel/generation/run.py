@@ -1,0 +1,113 @@
+"""From a run folder and a prompt to text: what is cheap to check comes before the libraries are loaded."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from data_pipeline import tokenizers
+from data_pipeline.manifest import Manifest
+from data_pipeline.tokenizers import Tokenizer
+from megakernel.config import Config, UserError
+from megakernel.parallel.device import prepare_device
+from megakernel.training.trained_run import TrainedRun
+
+from .sampling import Sampling
+from .text_stream import TextStream
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
+
+
+def generate_text(
+    folder: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    step: int | None = None,
+) -> Iterator[str]:
+    """Continue a prompt; yields text as it comes, without the prompt.
+
+    The text ends where the model ends the document, or after max_new_tokens tokens.
+
+    Args:
+        folder: folder of the run.
+        prompt: text to continue. An empty one is a new document: the model then continues its end-of-document token.
+        max_new_tokens: most tokens to add.
+        sampling: how tokens are drawn.
+        seed: of the draws; the same arguments give the same text.
+        step: which checkpoint; None takes the newest good one.
+
+    Raises:
+        UserError: no run, no such checkpoint, no tokenizer, or more tokens than the model has positions for.
+    """
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens} adds nothing; give 1 or more")
+    run = TrainedRun.find(folder, step)
+    tokenizer = _tokenizer(run.config)
+    tokens = tokenizer.encode(prompt) or [tokenizer.eod]
+    _check_positions(run.config, len(tokens), max_new_tokens)
+    return _generate(run, tokenizer, tokens, max_new_tokens, sampling, seed)
+
+
+def _generate(
+    run: TrainedRun,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+) -> Iterator[str]:
+    # Megatron-core and DeepSpeed look for a device, and say so, when they are imported.
+    device = prepare_device("cpu" if run.config.training.device == "cpu" else "auto", local_rank=0)
+    from megakernel.training.one_process import one_process_model
+
+    from .decoder import Decoder
+
+    text = TextStream(tokenizer, prompt)
+    with one_process_model(run, tokenizer.vocab_size, device) as model:
+        decoder = Decoder(model, tokenizer.eod, run.config.data.isolate_documents)
+        for token in _continuation(decoder, tokenizer, prompt, sampling, seed, max_new_tokens):
+            yield text.add(token)
+    yield text.end()
+
+
+def _continuation(
+    decoder: "Decoder",
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    sampling: Sampling,
+    seed: int,
+    max_new_tokens: int,
+) -> Iterator[int]:
+    """Tokens behind the prompt, up to and without the end of the document."""
+    draws = torch.Generator().manual_seed(seed)
+    logits = decoder.read(prompt)
+    for _ in range(max_new_tokens):
+        # The embedding is padded: rows beyond the vocabulary stand for nothing.
+        token = sampling.draw(logits[: tokenizer.vocab_size], draws)
+        if token == tokenizer.eod:
+            return
+        yield token
+        logits = decoder.read([token])
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    corpus = config.data.train[0].path
+    try:
+        Manifest.read(corpus)
+    except UserError as error:
+        raise UserError(f"the run's tokenizer lies in data.train={error}") from None
+    return tokenizers.load(corpus / "tokenizer")
+
+
+def _check_positions(config: Config, prompt: int, new: int) -> None:
+    rows = config.model.max_positions or config.training.seq_len
+    if config.model.position == "learned" and prompt + new > rows + 1:
+        raise UserError(
+            f"max_new_tokens={new} after a prompt of {prompt} tokens exceeds the model's {rows} learned positions; "
+            f"give at most {max(rows + 1 - prompt, 0)}, or a shorter prompt"
+        )

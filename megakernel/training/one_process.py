@@ -1,0 +1,32 @@
+"""A trained model in this process alone, to evaluate and to generate with."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megakernel.config import Parallel
+from megakernel.model import LanguageModel
+from megakernel.parallel import Mesh
+from megakernel.parallel.processes import ProcessEnvironment
+
+from .trained_run import TrainedRun
+from .trainer import model_settings
+from .weights import load_weights
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@contextmanager
+def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) -> Iterator[LanguageModel]:
+    """The run's whole model on `device` and in the dtype of training, in evaluation mode.
+
+    vocab_size: ids of the run's tokenizer. Process groups live while the context does; one context at a time.
+    """
+    mesh = Mesh.create(Parallel(), ProcessEnvironment(), device)
+    try:
+        model = LanguageModel(model_settings(run.config, mesh, vocab_size))
+        load_weights(model, run.checkpoint.folder)
+        yield model.to(device, _DTYPES[run.config.training.dtype]).eval()
+    finally:
+        mesh.destroy()

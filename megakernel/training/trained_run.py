@@ -1,0 +1,62 @@
+"""A run as one finds it: its configuration and one of its checkpoints. Loads no torch, so that errors come at once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megakernel.config import Config, UserError, from_yaml
+
+from .checkpoint import Checkpoint, step_of
+from .checkpoint_folder import CheckpointFolder
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run folder and the checkpoint to take from it."""
+
+    config: Config
+    """What the run was trained with."""
+
+    checkpoint: Checkpoint
+    """The chosen checkpoint, whole."""
+
+    passed_over: dict[Path, str]
+    """Newer checkpoints that are broken -> reason."""
+
+    @classmethod
+    def find(cls, folder: Path, step: int | None = None) -> "TrainedRun":
+        """The run in `folder` at a step, or at its newest good checkpoint.
+
+        Raises UserError for a folder that is none of a run, a run that has not saved yet, a step without a checkpoint,
+        and a checkpoint that is broken.
+        """
+        config_file = folder / "config.yaml"
+        if not config_file.is_file():
+            raise UserError(
+                f"{folder} is not the folder of a run (it has no config.yaml); {_runs_beside(folder)}"
+            )
+        config = from_yaml(config_file.read_text(encoding="utf-8"), str(config_file))
+        root = folder / "checkpoints"
+        if step is not None:
+            return cls(config, _at_step(root, step), {})
+        found = CheckpointFolder(root, config.checkpoint.keep).newest_good()
+        if found.checkpoint is None:
+            raise UserError(
+                f"{folder} has no checkpoint yet; let it train to step "
+                f"{min(config.checkpoint.every, config.training.steps)}, where it saves its first"
+            )
+        return cls(config, found.checkpoint, found.broken)
+
+
+def _at_step(root: Path, step: int) -> Checkpoint:
+    try:
+        return Checkpoint.read(root / f"step_{step}")
+    except ValueError as error:
+        others = sorted(s for path in root.glob("step_*") if (s := step_of(path)) is not None and s != step)
+        choice = f"choose one of {', '.join(map(str, others))}" if others else "the run has no other yet"
+        reason = f"cannot be used ({error})" if (root / f"step_{step}").is_dir() else "has no checkpoint"
+        raise UserError(f"step {step} of {root.parent} {reason}; {choice}") from None
+
+
+def _runs_beside(folder: Path) -> str:
+    runs = sorted(str(path.parent) for path in folder.parent.glob("*/config.yaml"))
+    return f"choose one of {', '.join(runs)}" if runs else "make one with `megakernel pretrain CONFIG`"

@@ -1,0 +1,56 @@
+import math
+
+import pytest
+import torch
+
+from data_pipeline.batch import Batch
+from megakernel.evaluation.perplexity import measure
+
+
+class LossIsPosition:
+    """A model whose loss at a position is the position."""
+
+    def losses(self, tokens, positions, labels, num_targets):
+        return positions.float()
+
+
+def batch(positions, counted=None):
+    positions = torch.as_tensor(positions)
+    counted = torch.ones_like(positions, dtype=torch.bool) if counted is None else torch.as_tensor(counted)
+    return Batch(tokens=positions, labels=positions, loss_mask=counted, positions=positions)
+
+
+def measured(*batches):
+    return measure(LossIsPosition(), batches, torch.device("cpu"), lambda done, total: None)
+
+
+def test_buckets_double_and_the_last_ends_where_the_samples_do():
+    buckets = measured(batch([list(range(100))]))
+    assert [(bucket.first, bucket.last) for bucket in buckets] == [(0, 15), (16, 31), (32, 63), (64, 99)]
+    assert [bucket.tokens for bucket in buckets] == [16, 16, 32, 36]
+    assert [bucket.loss for bucket in buckets] == [7.5, 23.5, 47.5, 81.5]
+    assert buckets[0].perplexity == math.exp(7.5)
+
+
+def test_buckets_take_what_every_batch_and_every_document_has():
+    packed = [*range(20), *range(12)]
+    buckets = measured(batch([packed, packed]), batch([packed]))
+    assert [bucket.tokens for bucket in buckets] == [3 * 28, 3 * 4]
+
+
+def test_labels_that_do_not_count_are_in_no_bucket():
+    counted = [[place not in (3, 20) for place in range(24)]]
+    buckets = measured(batch([list(range(24))], counted))
+    assert [bucket.tokens for bucket in buckets] == [15, 7]
+    assert buckets[0].loss == pytest.approx((sum(range(16)) - 3) / 15)
+
+
+def test_a_bucket_without_predictions_is_left_out():
+    buckets = measured(batch([[0, 1, 40]]))
+    assert [(bucket.first, bucket.last) for bucket in buckets] == [(0, 15), (32, 40)]
+
+
+def test_progress_ends_with_all_passes_done():
+    steps = []
+    measure(LossIsPosition(), [batch([[0]])] * 3, torch.device("cpu"), lambda *step: steps.append(step))
+    assert steps == [(1, 3), (2, 3), (3, 3)]

@@ -1,0 +1,128 @@
+"""Token by token from the state equals the parallel forward over the whole text."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from torch.utils import _pytree as pytree
+
+from megakernel.config import PRESETS, Model, Parallel
+from megakernel.generation.decoder import Decoder
+from megakernel.model import LanguageModel, ModelSettings
+from megakernel.parallel import Mesh, prepare_device
+from megakernel.parallel.processes import ProcessEnvironment
+
+EOD = 60
+COMPRESSED = {"compression": {"block_size": 8, "rank": 2}}
+# Blocks of 8 tokens instead of 64, so that short texts have many.
+ATTENTION = {name: name for name in PRESETS} | {
+    "flurka": {"preset": "flurka", **COMPRESSED},
+    "flurka_two_blocks": {
+        "preset": "flurka",
+        **COMPRESSED,
+        "near": {"blocks": 2, "join": "shared"},
+        "far_rope": "centroid",
+    },
+    "flurka_kernel": {"preset": "flurka_kernel", **COMPRESSED},
+    "local": {"preset": "local", "near": {"block_size": 8}},
+}
+MIXED = [ATTENTION["flurka"], "softmax", "performer", ATTENTION["local"]]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("cpu", 0))
+    yield mesh
+    mesh.destroy()
+
+
+def build(mesh, **parts):
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_multiple": 64}
+    model = LanguageModel(ModelSettings(Model(**sizes | parts), vocab_size=64, mesh=mesh, seed=3)).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        # Gates, masses and maps begin at points where parts of a mechanism do not show.
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def parallel_logits(model, tokens, positions):
+    stream = (torch.tensor([tokens]), torch.tensor([positions]))
+    with torch.no_grad():
+        for layer in model.walk[:-1]:
+            stream = layer(stream)
+        return linear(stream[0], model.output_matrix)[:, 0]
+
+
+def text(count):
+    return torch.randint(EOD, (count,), generator=torch.Generator().manual_seed(9)).tolist()
+
+
+def greedy(model, prompt, count):
+    """Tokens chosen greedily behind the prompt, and the logits they were chosen from."""
+    decoder = Decoder(model, EOD, isolate_documents=True, chunk_size=16)
+    tokens, logits = list(prompt), []
+    logits.append(decoder.read(prompt))
+    for _ in range(count):
+        tokens.append(int(logits[-1][:EOD].argmax()))
+        logits.append(decoder.read(tokens[-1:]))
+    return tokens, torch.stack(logits)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        *({"attention": tree} for tree in ATTENTION.values()),
+        {"attention_pattern": MIXED, "num_layers": 4},
+        {
+            "attention": "softmax",
+            "position": "learned",
+            "max_positions": 64,
+            "norm": "layernorm",
+            "bias": True,
+        },
+        {"attention": ATTENTION["flurka"], "position": "none", "tie_embeddings": False, "qkv_bias": True},
+    ],
+    ids=[*ATTENTION, "mixed", "learned_positions", "no_positions"],
+)
+def test_greedy_text_and_its_logits_are_those_of_the_parallel_forward(mesh, parts):
+    model = build(mesh, **parts)
+    prompt = text(37)  # read in chunks of 16, 16 and 5, which are not whole blocks of it all
+    tokens, logits = greedy(model, prompt, 20)
+    expected = parallel_logits(model, tokens, list(range(len(tokens))))[len(prompt) - 1 :]
+    # Logits of size 1 in float32, summed in another order.
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert expected[:-1, :EOD].argmax(1).tolist() == tokens[len(prompt) :]
+
+
+def numbers(decoder):
+    leaves = pytree.tree_leaves(decoder.states)
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def after(model, count):
+    decoder = Decoder(model, EOD, isolate_documents=True)
+    for token in text(count):
+        decoder.read([token])
+    return decoder
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTION if name != "softmax"])
+def test_state_is_as_large_after_500_tokens_as_after_10(mesh, name):
+    model = build(mesh, attention=ATTENTION[name], num_layers=1)
+    assert numbers(after(model, 10)) == numbers(after(model, 500))
+
+
+def test_a_softmax_layer_keeps_its_keys_and_values(mesh):
+    model = build(mesh, attention="softmax", num_layers=1)
+    key_and_value = 2 * 2 * 8
+    assert numbers(after(model, 50)) - numbers(after(model, 10)) == 40 * key_and_value
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_positions_restart_behind_a_document_only_where_training_isolates_documents(mesh, isolate):
+    model = build(mesh, attention_pattern=MIXED, num_layers=4)
+    tokens = [*text(10), EOD, *text(9)]
+    positions = [*range(11), *range(9)] if isolate else list(range(20))
+    logits = Decoder(model, EOD, isolate, chunk_size=7).read(tokens)
+    torch.testing.assert_close(logits, parallel_logits(model, tokens, positions)[-1], atol=1e-4, rtol=1e-4)
