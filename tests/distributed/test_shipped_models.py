@@ -1,0 +1,62 @@
+"""Every shipped model builds, without memory for its weights, and has the parameters that its formula counts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megakernel.analysis.parameters import parameter_count
+from megakernel.config import load
+from megakernel.model import LanguageModel, ModelSettings, padded_vocab_size
+from tests.distributed.ranks import cpu_mesh, run_ranks
+
+ROOT = Path(__file__).parents[2]
+GPT2_VOCAB = 50_257
+SEQ_LEN = 8192
+RUN = [
+    "data.train=none",
+    "run.name=x",
+    "training.steps=1",
+    f"training.seq_len={SEQ_LEN}",
+    "training.global_batch_size=1",
+]
+
+
+def build_on_meta(paths):
+    counts = {}
+    with cpu_mesh() as mesh, torch.device("meta"):
+        for path in paths:
+            model = load(path, RUN).model
+            vocab_size = padded_vocab_size(GPT2_VOCAB, model.vocab_multiple)
+            built = LanguageModel(ModelSettings(model=model, vocab_size=vocab_size, mesh=mesh))
+            assert all(parameter.is_meta for parameter in built.parameters())
+            counts[path.stem] = (
+                sum(p.numel() for p in built.parameters()),
+                parameter_count(model, GPT2_VOCAB, SEQ_LEN),
+            )
+    return counts
+
+
+@pytest.fixture(scope="module")
+def counts():
+    paths = sorted((ROOT / "configs" / "model").glob("*.yaml"))
+    assert len(paths) == 8
+    return run_ranks(build_on_meta, 1, paths)[0]
+
+
+def test_every_shipped_model_builds_on_the_meta_device(counts):
+    for name, (built, formula) in counts.items():
+        assert built == formula, name
+
+
+def test_shipped_models_have_the_size_of_their_name(counts):
+    for name, (built, _) in counts.items():
+        size = name.removesuffix("-softmax")
+        stated = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+        assert built == pytest.approx(stated, rel=0.05), name
+
+
+def test_flurka_and_softmax_twins_are_equally_large(counts):
+    for name in ("125m", "350m", "1b", "7b"):
+        # gates, landmarks and feature maps
+        assert counts[name][0] == pytest.approx(counts[f"{name}-softmax"][0], rel=0.01)

@@ -1,0 +1,74 @@
+"""Training and attention on one CUDA device (`pytest -m gpu`)."""
+
+import json
+
+import pytest
+import torch
+
+from launch.cli import main
+from megakernel import attention
+
+pytestmark = pytest.mark.gpu
+
+PRESETS = ["softmax", "local", "linear", "performer", "hedgehog", "flurka", "flurka_kernel"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_on_cuda_equals_float64_on_cpu(preset, packed):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 300, 32, dtype=torch.float64) for heads in (4, 2, 2))
+    positions = torch.cat([torch.arange(130), torch.arange(170)]).expand(2, -1) if packed else None
+    module = attention.build(preset, num_heads=4, num_kv_heads=2, head_dim=32)
+    expected, expected_grad = _run(module.double(), q, k, v, positions)
+    found, found_grad = _run(module.float().cuda(), *(x.float().cuda() for x in (q, k, v)), positions)
+    # float32 sums of 300 terms, and TF32 off.
+    assert _error(found, expected) < 1e-5
+    assert _error(found_grad, expected_grad) < 1e-4
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_attention_in_bfloat16_is_near_float64(preset):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 2000, 64, dtype=torch.bfloat16) for _ in range(3))
+    module = attention.build(preset, num_heads=4, head_dim=64)
+    expected, _ = _run(module.double(), q.double(), k.double(), v.double(), None)
+    found, _ = _run(module.float().cuda(), q.cuda(), k.cuda(), v.cuda(), None)
+    assert _error(found, expected) < 2e-2  # MECHANISMS section 8, property 8
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_training_on_cuda_lowers_the_loss_in_bfloat16(zero_stage, tmp_path):
+    losses = _train(tmp_path, "training.dtype=bfloat16", f"parallel.zero_stage={zero_stage}")
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_training_on_cuda_gives_the_losses_of_the_cpu(tmp_path):
+    cuda = _train(tmp_path / "cuda", "training.dtype=float32", "training.steps=5")
+    cpu = _train(tmp_path / "cpu", "training.dtype=float32", "training.steps=5", "training.device=cpu")
+    assert cuda == pytest.approx(cpu, rel=1e-4)  # another order of float32 sums in every matrix product
+
+
+def _run(module, q, k, v, positions):
+    q = q.requires_grad_()
+    at = None if positions is None else positions.to(q.device)
+    out = module(q, k, v, positions=at, rotary=attention.Rotary(q.shape[-1]))
+    out.double().square().sum().backward()
+    return out.detach(), q.grad
+
+
+def _error(found, expected):
+    found, expected = found.double().cpu(), expected.double()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def _train(folder, *overrides):
+    data = folder / "data"
+    prepare = (
+        f"prepare --source stdlib --tokenizer byte --out {data} --max-documents 60 --validation-fraction 0.1"
+    )
+    assert main(prepare.split()) == 0
+    common = [f"data.train={data}", f"run.root={folder}", "training.log_every=1", "training.steps=40"]
+    assert main(["pretrain", "configs/demo.yaml", *common, *overrides, "--nproc", "1"]) == 0
+    lines = (folder / "demo" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["train/loss"] for line in lines if "train/loss" in line]
