@@ -94,7 +94,7 @@ class LanguageModel(nn.Module):
         """
         entering: list[Any] = states or [None] * self.settings.model.num_layers
         stream: Stream = (tokens, positions)
-        leaving = []
+        leaving: list[Any] = []
         for layer in self.walk[:-1]:
             if isinstance(layer, TransformerLayer):
                 hidden, state = layer.extend(stream[0], positions, entering[len(leaving)])
@@ -110,8 +110,10 @@ class LanguageModel(nn.Module):
     @property
     def output_matrix(self) -> Tensor:
         """This tensor rank's rows (V / tp, C) of the head."""
-        if TIED in self.tied_modules:
-            return self.tied_modules[TIED].tokens.weight
-        head = self.walk[-1]
-        assert isinstance(head, OutputHead)
-        return head.linear.weight
+        if TIED not in self.tied_modules:
+            head = self.walk[-1]
+            assert isinstance(head, OutputHead)
+            return head.linear.weight
+        embedding = self.tied_modules[TIED]
+        assert isinstance(embedding, TokenEmbedding)
+        return embedding.tokens.weight

@@ -1,6 +1,7 @@
 """AdamW, its parameter groups, and global-norm clipping where DeepSpeed brings none of its own."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,8 @@ from megakernel.parallel import Mesh
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Matrices of projections, MLPs and embeddings decay; norms, biases and all that a mechanism owns do not."""
-    decayed, free = [], []
+    decayed: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves an empty tensor behind
         mechanism = ".core." in name
@@ -67,7 +69,11 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """The optimizer that DeepSpeed wraps; its learning rate is set anew before every step."""
     groups = parameter_groups(model, settings.weight_decay)
-    options = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    options: dict[str, Any] = {
+        "lr": settings.lr,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+    }
     if deepspeed_clips:
         return torch.optim.AdamW(groups, **options)
     return ClippedAdamW(groups, mesh, settings.clip_grad_norm, **options)

@@ -36,13 +36,14 @@ data: {num_workers: 0}
 def write_config(folder: Path, corpus: Path) -> Path:
     """CONFIG as a file, on a corpus and with its runs in `folder`."""
     path = folder / "config.yaml"
-    path.write_text(CONFIG.replace("data: {", f"data: {{train: {corpus}, ").replace("run: {", f"run: {{root: {folder}, "))
+    text = CONFIG.replace("data: {", f"data: {{train: {corpus}, ").replace("run: {", f"run: {{root: {folder}, ")
+    path.write_text(text)
     return path
 
 
 def train(config: Path, world_size: int, *overrides: str, timeout: float = 240.0) -> list[dict[str, Any]]:
     """Train in `world_size` processes; the lines of metrics.jsonl."""
-    statuses = run_ranks(_pretrain, world_size, config, overrides, timeout=timeout)
+    statuses = run_ranks(pretrain_here, world_size, config, overrides, timeout=timeout)
     assert set(statuses) == {0}, statuses
     return metrics(load(config, overrides).run.folder)
 
@@ -57,7 +58,7 @@ def scalars(lines: list[dict[str, Any]], tag: str) -> list[float]:
     return [line[tag] for line in lines if tag in line]
 
 
-def _pretrain(config: Path, overrides: tuple[str, ...]) -> int:
+def pretrain_here(config: Path, overrides: tuple[str, ...]) -> int:
     from megakernel.training.pretrain import pretrain
 
     place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
