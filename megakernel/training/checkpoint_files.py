@@ -1,6 +1,6 @@
 """What lies where in the files that DeepSpeed writes, for each ZeRO stage and with or without a pipeline."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -10,14 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint
-from .universal import MOMENTS, STEP, WEIGHT, Cut
+from .cut import Cut
+from .universal import STATE, STEP, WEIGHT
 
 _RECORD = "megakernel"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
+_FLAT = "single_partition_of_fp32_groups", "base_optimizer_state"
+_FLAT_ZERO_3 = "fp32_flat_groups", "optimizer_state_dict"
+"""Entries of a shard with the flat groups' weights and with their optimizer's state."""
+
 
 def record(model: nn.Module, cuts: Mapping[str, Cut], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What `ModelRank` needs to know beside DeepSpeed's own entries: client state for save_checkpoint.
+    """What `CheckpointTensors` needs to know beside DeepSpeed's own entries: client state for save_checkpoint.
 
     Made before deepspeed.initialize, which replaces the optimizer's parameters.
     """
@@ -27,8 +32,44 @@ def record(model: nn.Module, cuts: Mapping[str, Cut], optimizer: torch.optim.Opt
     return {_RECORD: {"cuts": plain, "parameters": order}}
 
 
-class ModelRank:
-    """The files of one model-parallel rank (a tensor rank of a pipeline stage) in a checkpoint.
+class CheckpointTensors:
+    """A checkpoint of any layout and ZeRO stage, seen as whole tensors (`universal.WholeTensors`)."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        layout = checkpoint.progress.layout
+        stages = [
+            [_ModelRank(checkpoint, stage, tensor) for tensor in range(layout["tensor"])]
+            for stage in range(layout["pipeline"])
+        ]
+        self._first = stages[0][0]
+        # A tied embedding lies on the first and on the last stage: either copy will do.
+        self._homes = {name: tensor_ranks for tensor_ranks in stages for name in tensor_ranks[0].cuts}
+
+    @property
+    def names(self) -> set[str]:
+        """All parameters and buffers."""
+        return set(self._homes)
+
+    def cut(self, name: str) -> Cut:
+        """How the checkpoint's tensor ranks share a tensor."""
+        return self._homes[name][0].cuts[name]
+
+    def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
+        """Those of `keys` that are known of a tensor."""
+        pieces = [tensor_rank.read(name, set(keys)) for tensor_rank in self._homes[name]]
+        return {
+            key: tensor if key == STEP else self.cut(name).join([piece[key] for piece in pieces])
+            for key, tensor in pieces[0].items()
+        }
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What the engine has counted, by the name of its attribute."""
+        return self._first.counters
+
+
+class _ModelRank:
+    """The files of one model-parallel rank: a tensor rank of a pipeline stage.
 
     Tensors are mapped, not read: only the bytes of those that are asked for come from the disk.
     """
@@ -48,42 +89,34 @@ class ModelRank:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What the engine has counted, by the name of its attribute."""
+        """What the engine has counted."""
         return {name: self._main[name] for name in _COUNTERS}
 
-    def state(self, name: str) -> dict[str, Tensor]:
-        """This rank's piece of a tensor: WEIGHT, and MOMENTS and STEP of a parameter that was ever updated."""
-        if name not in self._places:
-            return {WEIGHT: self._module[name]}
-        if self._zero_stage == 0:
-            state = self._main["optimizer"]["state"].get(self._places[name], {})
-            return {
-                WEIGHT: self._module[name],
-                **{key: state[key] for key in (*MOMENTS, STEP) if key in state},
-            }
-        return self._joined_shards(name)
+    def read(self, name: str, keys: set[str]) -> dict[str, Tensor]:
+        """This rank's piece. A buffer has a WEIGHT alone, and so has a parameter that was never updated."""
+        if name in self._numbers and self._zero_stage > 0:
+            return self._joined_shards(name, keys)
+        state = {WEIGHT: self._module[name]}
+        if name in self._numbers:
+            state |= self._main["optimizer"]["state"].get(self._numbers[name], {})
+        return {key: tensor for key, tensor in state.items() if key in keys}
 
-    def _joined_shards(self, name: str) -> dict[str, Tensor]:
+    def _joined_shards(self, name: str, keys: set[str]) -> dict[str, Tensor]:
         """A parameter's state from what each data-parallel rank has of it in its flat groups."""
-        weights, states = (
-            ("fp32_flat_groups", "optimizer_state_dict")
-            if self._zero_stage == 3
-            else ("single_partition_of_fp32_groups", "base_optimizer_state")
-        )
+        weights, states = _FLAT_ZERO_3 if self._zero_stage == 3 else _FLAT
         fragments: dict[str, list[Tensor]] = {}
-        joined: dict[str, Tensor] = {}
         for shard in self._shards:
             for group, start, numel in self._places_in(shard, name):
-                state = shard[states]["state"].get(group, {})
-                flat = {WEIGHT: shard[weights][group], **{key: state[key] for key in MOMENTS if key in state}}
-                for key, tensor in flat.items():
-                    fragments.setdefault(key, []).append(tensor[start : start + numel])
-                if STEP in state:
-                    joined[STEP] = state[STEP]
+                flat = {WEIGHT: shard[weights][group], **shard[states]["state"].get(group, {})}
+                for key in keys & flat.keys():
+                    fragment = flat[key] if key == STEP else flat[key][start : start + numel]
+                    fragments.setdefault(key, []).append(fragment)
         shape = next(shapes[name] for shapes in self._main["param_shapes"] if name in shapes)
-        for key, pieces in fragments.items():
-            joined[key] = torch.cat(pieces)[: shape.numel()].view(shape)  # ZeRO 3 pads the last shard
-        return joined
+        return {
+            # ZeRO 3 pads the last shard.
+            key: pieces[0] if key == STEP else torch.cat(pieces)[: shape.numel()].view(shape)
+            for key, pieces in fragments.items()
+        }
 
     def _places_in(self, shard: dict[str, Any], name: str) -> Iterator[tuple[int, int, int]]:
         """(group, start, numel) of a parameter's fragment in a shard; nothing where the shard has none."""
@@ -106,7 +139,7 @@ class ModelRank:
     @cached_property
     def _shards(self) -> list[dict[str, Any]]:
         """The optimizer state of each data-parallel rank."""
-        shards = []
+        shards: list[dict[str, Any]] = []
         for rank in count():
             found = list(
                 self._folder.glob(f"*zero_pp_rank_{rank}_mp_rank_{self._number:02d}_optim_states.pt")
@@ -117,7 +150,7 @@ class ModelRank:
         raise AssertionError
 
     @cached_property
-    def _places(self) -> dict[str, int]:
+    def _numbers(self) -> dict[str, int]:
         """Name of a parameter -> its number in the optimizer."""
         return {name: number for number, name in enumerate(self._main[_RECORD]["parameters"])}
 

@@ -14,10 +14,11 @@ from megakernel.config import Config
 from megakernel.model import IGNORED, LanguageModel, ModelSettings, pipeline
 
 from .checkpoint_files import record
+from .cut import cuts
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
 from .deferred_errors import DeferredErrors
 from .optimizer import build_optimizer
-from .universal import cuts
+from .universal import UniversalFolder, WholeTensors
 from .universal_load import Comparison, compare, load_run, load_weights, whole_shapes
 
 
@@ -130,12 +131,12 @@ class Engine:
 
     def load_universal(self, folder: Path) -> None:
         """Read the state that `save` wrote on any layout, in its universal form."""
-        load_run(self.engine, self.cuts, self.mesh.tp, folder)
+        load_run(self.engine, self.cuts, self.mesh.tp, UniversalFolder(folder))
 
-    def load_weights(self, folder: Path) -> Comparison:
-        """Read the weights alone from a universal form, those that fit; returns what did and what did not."""
+    def load_weights(self, source: WholeTensors) -> Comparison:
+        """Take the weights alone, those that fit; returns what did and what did not."""
         own = whole_shapes(self.engine.module, self.cuts, self.mesh.tp)
         shapes = {name: shape for part in self.mesh.gather_objects(own) for name, shape in part.items()}
-        comparison = compare(shapes, folder)
-        load_weights(self.engine.module, self.cuts, self.mesh.tp, folder, comparison.common)
+        comparison = compare(shapes, source)
+        load_weights(self.engine.module, self.cuts, self.mesh.tp, source, comparison.common)
         return comparison

@@ -7,13 +7,12 @@ it, and want as many pipeline stages as before; so Megakernel converts and loads
 import shutil
 from pathlib import Path
 
-from megakernel.config import UserError
-
-from .checkpoint import Checkpoint, step_of
-from .checkpoint_files import ModelRank
-from .checkpoint_folder import PARTIAL, CheckpointFolder, SaveFailed
+from .checkpoint import Checkpoint
+from .checkpoint_files import CheckpointTensors
+from .checkpoint_folder import PARTIAL, SaveFailed
 from .ranks import RankFailed, Ranks
-from .universal import STEP, write_counters, write_tensor
+from .trained_run import find_checkpoint
+from .universal import UniversalFolder
 
 UNIVERSAL = "universal"
 """The folder of the universal form inside a checkpoint; it lives and goes with the checkpoint."""
@@ -31,31 +30,14 @@ def reshape_run(run: Path, step: int | None = None) -> Path:
     return reshape(find_checkpoint(run, step), Ranks())
 
 
-def find_checkpoint(run: Path, step: int | None = None) -> Checkpoint:
-    """A run's newest good checkpoint, or that of a step; UserError where there is none."""
-    root = run / "checkpoints"
-    if step is None:
-        newest = CheckpointFolder(root, keep=1).newest_good().checkpoint
-        if newest is None:
-            raise UserError(f"{run} has no checkpoint; give the folder of a run that has saved one")
-        return newest
-    try:
-        return Checkpoint.read(root / f"step_{step}")
-    except ValueError as error:
-        steps = sorted(found for path in root.glob("step_*") if (found := step_of(path)) is not None)
-        raise UserError(f"step {step} of {run} cannot be used ({error}); its checkpoints: {steps}") from None
-
-
-def reshape(checkpoint: Checkpoint, ranks: Ranks, into: Path | None = None) -> Path:
+def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
     """Convert a checkpoint, every rank a share of its tensors; the folder of its universal form.
 
-    What was converted before is used again. into: a folder on a disk that all ranks share, where not in the
-    checkpoint itself.
+    What was converted before is used again.
     """
     final = checkpoint.folder / UNIVERSAL
     if ranks.first(final.is_dir):
         return final
-    final = into or final
     partial = final.with_name(final.name + PARTIAL)
     try:
         ranks.first(lambda: _empty(partial))
@@ -78,20 +60,8 @@ def _empty(folder: Path) -> None:
 
 def _convert(checkpoint: Checkpoint, folder: Path, rank: int, size: int) -> None:
     """Write this rank's share of the tensors."""
-    layout = checkpoint.progress.layout
-    stages = [
-        [ModelRank(checkpoint, stage, tensor) for tensor in range(layout["tensor"])]
-        for stage in range(layout["pipeline"])
-    ]
+    tensors, universal = CheckpointTensors(checkpoint), UniversalFolder(folder)
     if rank == 0:
-        write_counters(folder, stages[0][0].counters)
-    # A tied embedding lies on the first and on the last stage: either copy will do.
-    homes = {name: tensor_ranks for tensor_ranks in stages for name in tensor_ranks[0].cuts}
-    for name in sorted(homes)[rank::size]:
-        cut = homes[name][0].cuts[name]
-        pieces = [tensor_rank.state(name) for tensor_rank in homes[name]]
-        whole = {
-            key: tensor if key == STEP else cut.join([piece[key] for piece in pieces])
-            for key, tensor in pieces[0].items()
-        }
-        write_tensor(folder, name, whole, cut)
+        universal.write_counters(tensors.counters)
+    for name in sorted(tensors.names)[rank::size]:
+        universal.write(name, tensors.read(name), tensors.cut(name))

@@ -1,16 +1,17 @@
 """Where a start of a run begins: its newest good checkpoint, weights of another run, or the first step."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from megakernel.config import UserError
 
 from .checkpoint import Checkpoint
-from .checkpoint_folder import PARTIAL, CheckpointFolder
+from .checkpoint_files import CheckpointTensors
+from .checkpoint_folder import CheckpointFolder
 from .engine import Engine
 from .ranks import Ranks
-from .reshape import find_checkpoint, reshape
+from .reshape import reshape
+from .trained_run import find_checkpoint
 
 Note = Callable[[str], None]
 
@@ -37,16 +38,14 @@ def resume(
     return found.checkpoint.step
 
 
-def start_from_weights(source: Path, engine: Engine, scratch: Path, ranks: Ranks, note: Note) -> None:
+def start_from_weights(source: Path, engine: Engine, ranks: Ranks, note: Note) -> None:
     """Take the weights alone, from a run's newest good checkpoint or from a checkpoint folder, of any layout.
 
-    scratch: folder on a disk that all ranks share. Says which weights stay as they were drawn, and which were left.
+    Says which weights stay as they were drawn, and which were left out.
     Raises UserError, alike on all ranks, where there is no checkpoint or shapes do not fit.
     """
     checkpoint = ranks.first(lambda: _source(source))
-    converted = scratch / f"weights_from{PARTIAL}"
-    comparison = engine.load_weights(reshape(checkpoint, ranks, into=converted))
-    ranks.first(lambda: shutil.rmtree(converted, ignore_errors=True))
+    comparison = engine.load_weights(CheckpointTensors(checkpoint))
     if comparison.misshapen:
         remedy = "give the model the checkpoint's sizes, or choose another checkpoint"
         lines = [f"checkpoint.weights_from={source}: {line}; {remedy}" for line in comparison.misshapen]

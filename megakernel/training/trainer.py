@@ -1,6 +1,7 @@
 """The training loop: what happens between two optimizer steps."""
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ class Trainer:
         for change in changes:
             self._note(f"{change.key} was {change.recorded!r} and is now {change.wanted!r}")
         share = Share(mesh.dp.rank, mesh.dp.size, mesh.cp.rank, mesh.cp.size)
-        places = {"builds_index": mesh.rank == 0, "barrier": mesh.barrier}
+        places: dict[str, Any] = {"builds_index": mesh.rank == 0, "barrier": mesh.barrier}
         self.batches = TrainingBatches(config, self.corpora, share, **places)
         evaluates = config.training.eval_samples > 0
         self.validation = ValidationBatches(config, self.corpora, share, **places) if evaluates else None
@@ -100,7 +101,7 @@ class Trainer:
         done = resume(self.engine, self.checkpoints, self.layout, self.ranks, self._note)
         source = self.config.checkpoint.weights_from
         if done == 0 and source is not None:
-            start_from_weights(source, self.engine, self.folder.checkpoints, self.ranks, self._note)
+            start_from_weights(source, self.engine, self.ranks, self._note)
         return done
 
     def _step(self, step: int, batches) -> None:
@@ -122,8 +123,8 @@ class Trainer:
         if self.skipped_in_a_row >= self.config.training.max_skipped_steps:
             raise UserError(
                 f"training.max_skipped_steps={self.skipped_in_a_row}: that many steps in a row had a loss or gradient "
-                f"that is not finite, up to step {step}; no checkpoint holds them. Lower optimizer.lr, or pass over the "
-                "data with training.skip_samples, and start the same command again"
+                f"that is not finite, up to step {step}; no checkpoint holds them. Lower optimizer.lr, or pass over "
+                "the data with training.skip_samples, and start the same command again"
             )
 
     def _log(self, step: int, result: StepResult, rate: float) -> None:

@@ -1,8 +1,7 @@
-"""Universal checkpoints into a DeepSpeed engine, whatever its layout and ZeRO stage."""
+"""Whole tensors into a DeepSpeed engine, whatever its layout and ZeRO stage."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -12,31 +11,34 @@ from torch import Tensor, nn
 
 from megakernel.parallel.axis import Axis
 
-from .universal import MOMENTS, STEP, WEIGHT, Cut, read_counters, read_tensor, tensor_names
+from .cut import Cut
+from .universal import MOMENTS, STEP, WEIGHT, UniversalFolder, WholeTensors
 
 
-def load_run(engine: Any, cuts: Mapping[str, Cut], tp: Axis, folder: Path) -> None:
+def load_run(engine: Any, cuts: Mapping[str, Cut], tp: Axis, source: UniversalFolder) -> None:
     """Put weights, AdamW's state and the engine's counters in place. engine: from deepspeed.initialize."""
     optimizer = engine.basic_optimizer
     parameters = dict(engine.module.named_parameters())
-    states = {name: read_tensor(folder, name, (*MOMENTS, STEP)) for name in parameters}
+    states = {name: source.read(name, (*MOMENTS, STEP)) for name in parameters}
     steps = {int(state[STEP]) for state in states.values() if state}
-    load_weights(engine.module, cuts, tp, folder, set(cuts))
+    load_weights(engine.module, cuts, tp, source, set(cuts))
     if steps:  # no state means that no update was made
         assert len(steps) == 1, steps
         _begin_state(engine, steps.pop())
         for name, parameter in parameters.items():
             for key in MOMENTS:
-                value = cuts[name].piece(states[name][key], tp.rank, tp.size).to(parameter.device)
+                moment = cuts[name].piece(states[name][key], tp.rank, tp.size).to(parameter.device)
                 if parameter in optimizer.state:  # without ZeRO
-                    optimizer.state[parameter][key].copy_(value)
+                    optimizer.state[parameter][key].copy_(moment)
                 else:
-                    safe_set_full_optimizer_state(parameter, value, key)
-    for counter, value in read_counters(folder).items():
-        setattr(engine, counter, value)
+                    safe_set_full_optimizer_state(parameter, moment, key)
+    for counter, count in source.counters.items():
+        setattr(engine, counter, count)
 
 
-def load_weights(module: nn.Module, cuts: Mapping[str, Cut], tp: Axis, folder: Path, names: set[str]) -> None:
+def load_weights(
+    module: nn.Module, cuts: Mapping[str, Cut], tp: Axis, source: WholeTensors, names: set[str]
+) -> None:
     """Put those of this process's parameters and buffers in place that are among `names`.
 
     module: with or without DeepSpeed around it; float32 master weights are set too.
@@ -44,7 +46,7 @@ def load_weights(module: nn.Module, cuts: Mapping[str, Cut], tp: Axis, folder: P
     for name, target in _tensors(module):
         if name not in names:
             continue
-        whole = read_tensor(folder, name, [WEIGHT])[WEIGHT]
+        whole = source.read(name, [WEIGHT])[WEIGHT]
         value = cuts[name].piece(whole, tp.rank, tp.size).to(target.device)
         # Every rank writes the same; under ZeRO 3 the first one's copy is what is sharded again.
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
@@ -90,10 +92,10 @@ class Comparison:
     """One line for each tensor whose shapes differ."""
 
 
-def compare(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> Comparison:
-    """Compare the whole model's tensors, name -> whole shape, with those of a universal checkpoint."""
-    there = tensor_names(folder)
-    found = {name: tuple(read_tensor(folder, name, [WEIGHT])[WEIGHT].shape) for name in there & shapes.keys()}
+def compare(shapes: Mapping[str, tuple[int, ...]], source: WholeTensors) -> Comparison:
+    """Compare the whole model's tensors, name -> whole shape, with those of a checkpoint."""
+    there = source.names
+    found = {name: tuple(source.read(name, [WEIGHT])[WEIGHT].shape) for name in there & shapes.keys()}
     return Comparison(
         common={name for name, shape in found.items() if shape == shapes[name]},
         missing=sorted(shapes.keys() - there),

@@ -1,0 +1,51 @@
+"""A run that was killed goes on as if nothing had happened."""
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import RankFailedError, run_ranks
+from tests.distributed.training_run import pretrain_here, scalars, train, write_config
+
+STEPS = 8
+LAYOUTS = {
+    "dp2": "",
+    "dp2 zero 1": "parallel.zero_stage=1",
+    "dp2 zero 2": "parallel.zero_stage=2",
+    "dp2 zero 3": "parallel.zero_stage=3",
+    "pp2": "parallel.pipeline=2",
+    "bfloat16 dp2 zero 1": "parallel.zero_stage=1 training.dtype=bfloat16",
+}
+OPTIONS = (f"training.steps={STEPS}", "checkpoint.every=2", "logging.tensorboard=false")
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_killed_at_any_step_and_continued_the_numbers_are_the_same_bit_for_bit(layout, corpus, tmp_path):
+    overrides = [*OPTIONS, *LAYOUTS[layout].split()]
+    config = write_config(tmp_path, corpus)
+    whole = train(config, 2, *overrides, "run.name=whole")
+    step = random.Random(layout).randrange(3, STEPS)
+    with pytest.raises(RankFailedError, match="exit status -9"):
+        run_ranks(_killed_at, 2, config, (*overrides, "run.name=killed"), step)
+    assert list((tmp_path / "killed/checkpoints").glob("step_*"))
+    continued = train(config, 2, *overrides, "run.name=killed")
+    for tag in ("step", "train/loss", "train/grad_norm", "eval/loss"):
+        assert scalars(continued, tag) == scalars(whole, tag), tag
+
+
+def _killed_at(config: Path, overrides: tuple[str, ...], step: int) -> int:
+    """Train, and die by SIGKILL wherever this process is when it has told of a step."""
+    read, write = os.pipe()
+    os.dup2(write, 1)
+    threading.Thread(target=_kill_me_at, args=(read, f"step {step}/"), daemon=True).start()
+    return pretrain_here(config, overrides)
+
+
+def _kill_me_at(console: int, line_start: str) -> None:
+    with os.fdopen(console) as lines:
+        next(line for line in lines if line.startswith(line_start))
+    os.kill(os.getpid(), signal.SIGKILL)
