@@ -13,7 +13,7 @@ from .attention import Attention
 from .errors import MISSING, Problem, nearest_multiples
 from .model import Model
 from .parallel import Parallel
-from .training import Schedule, Training
+from .training import Training
 
 Rule = Callable[..., Iterator[Problem]]
 
@@ -83,16 +83,6 @@ def _full_attention_has_heads_for_every_piece(model: Model, parallel: Parallel) 
         yield Problem("parallel.context", parallel.context, reason, remedy)
 
 
-def _schedule_fits_training(schedule: Schedule, training: Training) -> Iterator[Problem]:
-    warmup, decay = schedule.warmup_steps, schedule.decay_steps or 0
-    if warmup > training.steps:
-        reason = f"exceeds training.steps={training.steps}"
-        yield Problem("schedule.warmup_steps", warmup, reason, f"set at most {training.steps}")
-    elif warmup + decay > training.steps:
-        reason = f"and warmup_steps={warmup} exceed training.steps={training.steps}"
-        yield Problem("schedule.decay_steps", decay, reason, f"set at most {training.steps - warmup}")
-
-
 def _positions_reach_the_end(model: Model, training: Training) -> Iterator[Problem]:
     if model.max_positions is not None and model.max_positions < training.seq_len:
         reason = f"is less than training.seq_len={training.seq_len}"
@@ -143,7 +133,6 @@ _RULES: list[Rule] = [
     _every_stage_has_layers,
     _sequence_is_cut_evenly,
     _full_attention_has_heads_for_every_piece,
-    _schedule_fits_training,
     _positions_reach_the_end,
     _deepspeed_keeps_to_its_own,
 ]

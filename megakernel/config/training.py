@@ -36,7 +36,10 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """Learning rate over steps: linear warmup, then the named decay down to min_lr_ratio x peak."""
+    """Learning rate over steps: linear warmup, then the named decay down to min_lr_ratio x peak.
+
+    A run that is shorter than its warmup or decay is the beginning of the schedule.
+    """
 
     name: Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"] = "cosine"
     """Decay; `wsd` is warmup, stable, then a linear decay over the last decay_steps."""

@@ -16,8 +16,6 @@ from .trees import config, problems
         ({"parallel": {"tensor": 4}, "model": {"vocab_multiple": 2}}, "model.vocab_multiple",
          "set 4 or change parallel.tensor"),
         ({"parallel": {"pipeline": 5}}, "parallel.pipeline", "set at most 4"),
-        ({"schedule": {"warmup_steps": 101}}, "schedule.warmup_steps", "set at most 100"),
-        ({"schedule": {"warmup_steps": 60, "decay_steps": 41}}, "schedule.decay_steps", "set at most 40"),
         ({"model": {"position": "learned", "max_positions": 511}}, "model.max_positions", "set at least 512"),
     ],
 )  # fmt: skip
