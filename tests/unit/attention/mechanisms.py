@@ -1,5 +1,6 @@
 """The points of the algebra that every property is tested on, and inputs for them."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def packed(length: int, *starts: tuple[int, ...]) -> Tensor:
     rows = []
     for row in starts:
         edges = [0, *row, length]
-        rows.append(torch.cat([torch.arange(end - start) for start, end in zip(edges, edges[1:])]))
+        rows.append(torch.cat([torch.arange(end - start) for start, end in pairwise(edges)]))
     return torch.stack(rows)
 
 

@@ -1,5 +1,7 @@
 """What every mechanism promises (MECHANISMS section 8), on every point of the algebra."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,7 +83,7 @@ def extend_by(
 ):
     outputs, state = [], None
     places = torch.tensor([0, *parts]).cumsum(0).tolist()
-    for start, end in zip(places, places[1:]):
+    for start, end in pairwise(places):
         here = None if positions is None else positions[:, start:end]
         parts_of = (x[:, :, start:end] for x in (q, k, v))
         out, state = module.extend(*parts_of, state, positions=here, rotary=ROTARY)

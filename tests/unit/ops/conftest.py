@@ -1,0 +1,16 @@
+import pytest
+
+from megakernel.ops.flurka_attention import chunked as flurka
+from megakernel.ops.kernel_attention import chunked as kernel
+from megakernel.ops.softmax_attention import blocked as softmax
+from megakernel.ops.window_attention import chunked as window
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of 4 tokens and groups of 8, so that a short sequence crosses many of their edges."""
+    monkeypatch.setattr(kernel, "CHUNK", 4)
+    for module in (kernel, flurka, window):
+        monkeypatch.setattr(module, "GROUP", 8)
+    monkeypatch.setattr(flurka, "RUN", 8)
+    monkeypatch.setattr(softmax, "BLOCK", 8)

@@ -1,0 +1,172 @@
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.attention import Rotary
+from megakernel.ops import (
+    FlurkaState,
+    KernelState,
+    Tail,
+    flurka_attention,
+    kernel_attention,
+    window_attention,
+)
+from tests.unit.ops.comparing import assert_same, random
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+B, H, KV, N, WIDTH, VALUES, BLOCK, RANK = 2, 4, 2, 23, 4, 3, 4, 2
+
+
+def inputs(length: int = N, seed: int = 0) -> list[Tensor]:
+    shapes = ((B, H, length, WIDTH), (B, KV, length, WIDTH), (B, KV, length, VALUES))
+    return [random(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
+
+
+def learned(near: str, join: str, length: int = N, per_head: bool = False, feature_map: str = "elu") -> dict:
+    pool = (KV, RANK, BLOCK) if per_head else (RANK, BLOCK)
+    tensors = {"pool_keys": random(*pool, seed=11), "pool_values": random(*pool, seed=12)}
+    if feature_map == "favor":
+        tensors["projection"] = random(KV, 6, WIDTH, seed=9)
+    if near == "kernel":
+        tensors["far_mass"] = random(KV, seed=13)
+    elif join == "gated":
+        tensors["gate"] = random(B, H, length, seed=14)
+    else:
+        tensors["far_weight"] = random(H, seed=15)
+    return tensors
+
+
+FORMS = [("softmax", "gated"), ("softmax", "shared"), ("kernel", "shared")]
+SETTINGS = list(itertools.product(FORMS, ["elu", "favor"], [1, 2], ["none", "centroid"]))
+
+
+def rows(*documents: list[int]) -> Tensor:
+    """Positions of rows whose documents start with the given positions and lengths [first, length, 0, length, ...]."""
+    return torch.stack(
+        [torch.cat([f + torch.arange(n) for f, n in zip(row[::2], row[1::2])]) for row in documents]
+    )
+
+
+POSITIONS = {
+    "whole_rows": 0,
+    "packed": rows([0, 3, 0, 12, 0, 8], [0, 9, 0, 1, 0, 13]),
+    "continued": rows([13, 5, 0, 18], [13, 23]),
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+@pytest.mark.parametrize(("form", "feature_map", "blocks", "far_rope"), SETTINGS)
+def test_equals_the_reference(kind, form, feature_map, blocks, far_rope):
+    near, join = form
+    per_head = (feature_map == "favor") == (blocks == 1)
+    q, k, v = inputs()
+    tensors = learned(near, join, per_head=per_head, feature_map=feature_map)
+    options = {
+        "feature_map": feature_map,
+        "near": near,
+        "blocks": blocks,
+        "far_rope": far_rope,
+        "rotary": Rotary(WIDTH),
+    }
+    leaves, state = [q, k, v, *tensors.values()], None
+    if kind == "continued":
+        with torch.no_grad():
+            past = tensors | ({"gate": tensors["gate"][..., :13]} if "gate" in tensors else {})
+            _, before = flurka_attention(*inputs(13, seed=40), **options, **past)
+        carried = [
+            x.clone().requires_grad_() for x in (before.far.sums, before.tail.keys, before.tail.values)
+        ]
+        state = FlurkaState(KernelState(carried[0], before.far.log_scale), Tail(*carried[1:]))
+        leaves += carried
+
+    def run(backend):
+        out, left = flurka_attention(
+            q, k, v, **options, **tensors, positions=POSITIONS[kind], initial_state=state, backend=backend
+        )
+        return out, left.far.sums * torch.exp(left.far.log_scale)[..., None, None], left.tail.keys
+
+    assert_same(run, leaves)
+
+
+@pytest.mark.parametrize("positions", ["whole_rows", "packed"])
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("size", [1, 4])
+def test_as_many_landmarks_as_tokens_is_exact_kernel_attention(positions, blocks, size):
+    q, k, v = inputs()
+    identity = torch.eye(size, dtype=torch.float64)
+    at = POSITIONS[positions]
+    out, _ = flurka_attention(
+        q,
+        k,
+        v,
+        feature_map="elu",
+        pool_keys=identity,
+        pool_values=identity,
+        near="kernel",
+        blocks=blocks,
+        positions=at,
+    )
+    exact = kernel_attention(q, k, v, feature_map="elu", positions=at)
+    torch.testing.assert_close(out, exact)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_the_first_block_of_a_document_is_the_near_part_alone_exactly(form, blocks):
+    q, k, v = (x.detach() for x in inputs(BLOCK * blocks))
+    tensors = learned(*form, length=BLOCK * blocks)
+    out, _ = flurka_attention(q, k, v, feature_map="elu", near=form[0], blocks=blocks, **tensors)
+    if form[0] == "softmax":
+        near, _ = window_attention(q, k, v, block_size=BLOCK, blocks=blocks)
+        assert torch.equal(out, near) if form[1] == "gated" else torch.allclose(out, near)
+    else:
+        torch.testing.assert_close(out, kernel_attention(q, k, v, feature_map="elu"))
+
+
+def test_landmarks_stand_for_the_tokens_of_their_block():
+    # All keys alike: every token of the past weighs the same, whether it is seen itself or through a landmark.
+    q, _, v = inputs()
+    k = random(1, 1, 1, WIDTH).expand(B, KV, N, WIDTH)
+    uniform = torch.full((RANK, BLOCK), 1 / BLOCK, dtype=torch.float64)
+    out, _ = flurka_attention(
+        q, k, v, feature_map="elu", near="kernel", pool_keys=uniform, pool_values=uniform
+    )
+    mean = v.cumsum(2) / torch.arange(1, N + 1)[:, None]
+    torch.testing.assert_close(out, mean.repeat_interleave(H // KV, 1))
+
+
+def test_gradients_are_the_slopes_across_groups():
+    q, k, v = (x.detach()[:1, :, :11].requires_grad_() for x in inputs())
+    tensors = {name: x.detach() for name, x in learned("softmax", "shared").items()}
+    positions = rows([2, 2, 0, 9])
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: flurka_attention(q, k, v, feature_map="elu", positions=positions, **tensors)[0],
+        (q, k, v),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"near": "window"}, "near='window'; expected one of 'softmax', 'kernel'"),
+        ({"blocks": 3}, "blocks=3; expected one of 1, 2"),
+        ({"far_rope": "all"}, "far_rope='all'; expected one of 'none', 'centroid'"),
+        ({"pool_values": torch.zeros(3, BLOCK)}, r"pool_values has shape \(3, 4\)"),
+        ({"pool_keys": torch.zeros(5, RANK, BLOCK)}, r"pool_keys has shape \(5, 2, 4\)"),
+        (
+            {"gate": torch.zeros(B, H, 3)},
+            r"gate has shape \(2, 4, 3\); expected to broadcast to \(2, 4, 23\)",
+        ),
+        ({"near": "kernel", "gate": torch.zeros(H, 1)}, "remove gate"),
+        ({"far_mass": torch.zeros(H)}, r"far_mass has shape \(4,\); expected \(2,\)"),
+        ({"far_weight": torch.zeros(KV)}, r"far_weight has shape \(2,\); expected \(4,\)"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(changes, message):
+    q, k, v = inputs()
+    pools = {"pool_keys": torch.zeros(RANK, BLOCK), "pool_values": torch.zeros(RANK, BLOCK)}
+    with pytest.raises(ValueError, match=message):
+        flurka_attention(q, k, v, feature_map="elu", **(pools | changes))

@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from megakernel.ops import flurka_attention, kernel_attention, window_attention
+from megakernel.ops.groups import scan_groups
+from tests.unit.ops.comparing import random
+
+
+def _moving_sum(start, carry, sequences, shared):
+    x, missing = sequences
+    assert missing is None
+    running = carry[0][:, :, None] + (x * shared[0]).cumsum(2)
+    return (running.tanh(),), (running[:, :, -1],)
+
+
+def test_groups_give_the_values_and_gradients_of_one_pass():
+    x, weight, carry = random(2, 3, 11, 4), random(4, seed=1), random(2, 3, 4, seed=2)
+    results = []
+    for group in (11, 4, 1):
+        (out,), (left,) = scan_groups(_moving_sum, (carry,), (x, None), (weight,), group=group)
+        slopes = torch.autograd.grad(out.square().sum() + left.sin().sum(), (x, weight, carry))
+        results.append((out, left, *slopes))
+    for other in results[1:]:
+        for one, many in zip(results[0], other):
+            torch.testing.assert_close(many, one)
+
+
+def test_gradients_stop_where_none_are_wanted():
+    x, weight, carry = random(1, 1, 6, 2).detach(), random(2, seed=1), random(1, 1, 2, seed=2).detach()
+    (out,), _ = scan_groups(_moving_sum, (carry,), (x, None), (weight,), group=2)
+    (slope,) = torch.autograd.grad(out.sum(), weight)
+    (whole,), _ = scan_groups(_moving_sum, (carry,), (x, None), (weight,), group=6)
+    torch.testing.assert_close(slope, torch.autograd.grad(whole.sum(), weight)[0])
+
+
+def _kernel(q, k, v):
+    return kernel_attention(q, k, v, feature_map="elu")
+
+
+def _flurka(q, k, v):
+    pool = torch.full((2, 16), 1 / 16)
+    return flurka_attention(q, k, v, feature_map="elu", pool_keys=pool, pool_values=pool)[0]
+
+
+def _window(q, k, v):
+    return window_attention(q, k, v, block_size=16)[0]
+
+
+@pytest.mark.parametrize("op", [_kernel, _flurka, _window])
+def test_a_long_sequence_keeps_its_inputs_and_little_more_for_backward(op):
+    length, width = 16384, 8
+    q, k, v = (torch.randn(1, 1, length, width, requires_grad=True) for _ in range(3))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        op(q, k, v)
+    numbers = sum(x.numel() for x in kept)
+    # q, k and v, and a few states: no features, weights or chunk states of the whole sequence.
+    assert numbers <= 1.05 * 3 * length * width

@@ -1,0 +1,250 @@
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.ops import KernelState, kernel_attention
+from tests.unit.ops.comparing import assert_same, random
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+B, H, KV, N, WIDTH, VALUES = 2, 4, 2, 23, 4, 3
+
+every_map = pytest.mark.parametrize("feature_map", ["elu", "favor", "hedgehog", "relu", "identity"])
+
+
+def inputs(length: int = N, kv_heads: int = KV, seed: int = 0) -> list[Tensor]:
+    shapes = ((B, H, length, WIDTH), (B, kv_heads, length, WIDTH), (B, kv_heads, length, VALUES))
+    return [random(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
+
+
+def projection_of(feature_map: str, kv_heads: int = KV) -> Tensor | None:
+    rows = {"favor": 6, "hedgehog": WIDTH}.get(feature_map)
+    return None if rows is None else random(kv_heads, rows, WIDTH, seed=9)
+
+
+def whole_state(state: KernelState) -> Tensor:
+    return state.sums * torch.exp(state.log_scale)[..., None, None]
+
+
+@every_map
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 9, 23, 30, 31, 46]], ids=["whole_rows", "packed"])
+def test_equals_the_quadratic_reference(feature_map, causal, kv_heads, cu_seqlens):
+    q, k, v = inputs(kv_heads=kv_heads)
+    projection = projection_of(feature_map, kv_heads)
+    mass = random(B, 1, N, seed=5)
+
+    def run(backend):
+        out, state = kernel_attention(
+            q,
+            k,
+            v,
+            feature_map=feature_map,
+            projection=projection,
+            causal=causal,
+            # Weights of both signs have denominators near 0, in which all digits are lost.
+            normalize=feature_map != "identity",
+            mass=mass.square(),
+            cu_seqlens=None if cu_seqlens is None else torch.tensor(cu_seqlens),
+            return_state=True,
+            backend=backend,
+        )
+        return out, whole_state(state)
+
+    assert_same(run, [x for x in (q, k, v, projection, mass) if x is not None])
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "favor"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("cu_seqlens", [None, [9, 30, 46]], ids=["whole_rows", "packed"])
+def test_continues_a_state_as_the_reference_does(feature_map, causal, normalize, cu_seqlens):
+    q, k, v = inputs()
+    projection = projection_of(feature_map)
+    options = {"feature_map": feature_map, "projection": projection}
+    with torch.no_grad():
+        _, state = kernel_attention(*inputs(5, seed=40), **options, return_state=True)
+    sums = state.sums.clone().requires_grad_()
+
+    def run(backend):
+        out, left = kernel_attention(
+            q,
+            k,
+            v,
+            **options,
+            causal=causal,
+            normalize=normalize,
+            initial_state=KernelState(sums, state.log_scale),
+            cu_seqlens=None if cu_seqlens is None else torch.tensor(cu_seqlens),
+            return_state=True,
+            backend=backend,
+        )
+        return out, whole_state(left)
+
+    assert_same(run, [q, k, v, sums])
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_documents_of_a_packed_row_are_strangers(backend, dtype):
+    q, k, v = inputs()
+    packed = kernel_attention(
+        q, k, v, feature_map="elu", cu_seqlens=torch.tensor([0, 9, 23, 46], dtype=dtype), backend=backend
+    )
+    alone = kernel_attention(q[:1, :, 9:], k[:1, :, 9:], v[:1, :, 9:], feature_map="elu", backend=backend)
+    torch.testing.assert_close(packed[:1, :, 9:], alone)
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "favor"])
+@pytest.mark.parametrize("cut", [1, 8, 9, 10, 22])
+def test_a_packed_row_may_be_cut_anywhere(feature_map, cut):
+    q, k, v = (x.detach()[:1] for x in inputs())
+    options = {"feature_map": feature_map, "projection": projection_of(feature_map), "return_state": True}
+    starts = [0, 9, 17]
+    whole, state = kernel_attention(q, k, v, cu_seqlens=torch.tensor([*starts, N]), **options)
+    left = torch.tensor([*(s for s in starts if s < cut), cut])
+    right = torch.tensor([*(s - cut for s in starts if s >= cut), N - cut])
+    out_left, between = kernel_attention(*(x[:, :, :cut] for x in (q, k, v)), cu_seqlens=left, **options)
+    out_right, end = kernel_attention(
+        *(x[:, :, cut:] for x in (q, k, v)), cu_seqlens=right, initial_state=between, **options
+    )
+    torch.testing.assert_close(torch.cat([out_left, out_right], 2), whole)
+    torch.testing.assert_close(whole_state(end), whole_state(state))
+
+
+def test_positions_say_what_cu_seqlens_say():
+    q, k, v = inputs()
+    positions = torch.cat([torch.arange(9), torch.arange(14), torch.arange(23)]).view(B, N)
+    listed = kernel_attention(q, k, v, feature_map="elu", cu_seqlens=torch.tensor([0, 9, 23, 46]))
+    assert torch.equal(kernel_attention(q, k, v, feature_map="elu", positions=positions), listed)
+
+
+@every_map
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_masked_keys_do_not_exist(feature_map, backend, causal):
+    q, k, v = inputs()
+    mass = torch.ones(B, 1, N, dtype=torch.float64)
+    mass[:, :, 5:9] = 0
+    options = {"feature_map": feature_map, "projection": projection_of(feature_map), "causal": causal}
+    loud = k.clone()
+    loud[:, :, 5:9] *= 30
+    masked = kernel_attention(q, loud, v, mass=mass, backend=backend, **options)
+    real = [i for i in range(N) if not 5 <= i < 9]
+    without = kernel_attention(*(x[:, :, real] for x in (q, k, v)), backend=backend, **options)
+    torch.testing.assert_close(masked[:, :, real], without)
+
+
+@every_map
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_rows_without_keys_are_zero_and_have_finite_gradients(feature_map, backend):
+    q, k, v = inputs()
+    out = kernel_attention(
+        q,
+        k,
+        v,
+        feature_map=feature_map,
+        projection=projection_of(feature_map),
+        mass=torch.zeros(1, 1, 1, dtype=torch.float64),
+        backend=backend,
+    )
+    assert not out.any()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "favor", "hedgehog"])
+def test_gradients_are_the_slopes(feature_map):
+    q, k, v = (x[:1, :, :10] for x in inputs(10))
+    projection = projection_of(feature_map)
+    mass = random(1, KV, 10, seed=5)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, mass, *_: kernel_attention(
+            q,
+            k,
+            v,
+            feature_map=feature_map,
+            projection=projection,
+            mass=mass,
+            cu_seqlens=torch.tensor([0, 6, 10]),
+        ),
+        [x.detach().requires_grad_() for x in (q, k, v, mass)] + ([] if projection is None else [projection]),
+    )
+
+
+def test_favor_estimates_softmax():
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 32, 8, generator=draw, dtype=torch.float64) / 2 for _ in range(3))
+    omega = torch.randn(100_000, 8, generator=draw, dtype=torch.float64)
+    out = kernel_attention(q, k, v, feature_map="favor", projection=omega)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    # The estimate's error falls like M^-1/2, here 0.3%.
+    torch.testing.assert_close(out, exact, atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_is_summed_in_float32(dtype):
+    q, k, v = (x.detach().to(dtype) for x in inputs())
+    out, state = kernel_attention(
+        q, k, v, feature_map="favor", projection=projection_of("favor"), return_state=True
+    )
+    assert out.dtype == dtype
+    assert state.sums.dtype == state.log_scale.dtype == torch.float32
+
+
+def test_environment_names_the_backend(monkeypatch):
+    q, k, v = inputs()
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "fast")
+    with pytest.raises(ValueError, match="MEGAKERNEL_BACKEND='fast': expected one of chunked, reference"):
+        kernel_attention(q, k, v, feature_map="elu")
+    # What the call says comes first.
+    kernel_attention(q, k, v, feature_map="elu", backend="chunked")
+    with pytest.raises(ValueError, match="backend='slow'"):
+        kernel_attention(q, k, v, feature_map="elu", backend="slow")
+
+
+def with_shape(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": with_shape(2, 4, 23)}, r"q has shape \(2, 4, 23\)"),
+        ({"q": with_shape(2, 4, 23, 4, dtype=torch.int64)}, "q has dtype torch.int64"),
+        ({"k": with_shape(2, 2, 22, 4)}, r"k has shape \(2, 2, 22, 4\); expected \(2, heads, 23, 4\)"),
+        (
+            {"v": with_shape(2, 2, 23, 3, dtype=torch.float32)},
+            "v is torch.float32 on cpu; expected torch.float64",
+        ),
+        ({"v": with_shape(2, 1, 23, 3)}, r"v has shape \(2, 1, 23, 3\)"),
+        (
+            {"k": with_shape(2, 3, 23, 4), "v": with_shape(2, 3, 23, 3)},
+            "q has 4 heads and k 3; expected a multiple",
+        ),
+        ({"feature_map": "cosine"}, "feature_map='cosine'; expected one of elu"),
+        ({"feature_map": "favor"}, "projection is None; favor needs one"),
+        ({"projection": with_shape(4, 4)}, r"projection is of shape \(4, 4\); elu takes none"),
+        ({"feature_map": "favor", "projection": with_shape(6, 5)}, r"projection has shape \(6, 5\)"),
+        (
+            {"mass": with_shape(2, 3, 23)},
+            r"mass has shape \(2, 3, 23\); expected to broadcast to \(2, 2, 23\)",
+        ),
+        ({"cu_seqlens": torch.tensor([0, 9, 4, 46])}, "expected strictly increasing offsets"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, r"expected starts from 0 on and B \* N = 46 at the end"),
+        ({"cu_seqlens": torch.tensor([0.0, 46.0])}, "expected a vector of int32 or int64"),
+        (
+            {"positions": torch.zeros(2, 22, dtype=torch.int64)},
+            r"positions is torch.int64 of shape \(2, 22\)",
+        ),
+        (
+            {"initial_state": KernelState(with_shape(2, 2, 4, 3), with_shape(2, 2))},
+            r"initial_state has sums \(2, 2, 4, 3\)",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(changes, message):
+    q, k, v = inputs()
+    arguments = {"q": q, "k": k, "v": v, "feature_map": "elu", **changes}
+    with pytest.raises(ValueError, match=message):
+        kernel_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)

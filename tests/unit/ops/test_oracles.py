@@ -1,0 +1,91 @@
+"""Arrays made by other people's implementations (../shared/oracles), in float64."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.ops import kernel_attention
+from megakernel.ops.feature_maps import features
+
+ORACLES = Path(__file__).parents[4] / "shared" / "oracles"
+
+pytestmark = pytest.mark.skipif(not ORACLES.is_dir(), reason=f"no oracle arrays in {ORACLES}")
+
+EPS = 1e-6
+"""What the idiap and Google implementations add to a denominator or to a feature."""
+
+
+def arrays(name: str, *keys: str) -> list[Tensor]:
+    with np.load(ORACLES / f"{name}.npz") as file:
+        return [torch.from_numpy(file[key]) for key in keys]
+
+
+def assert_equal(actual: Tensor, expected: Tensor, relative: float = 1e-9) -> None:
+    torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=relative, atol=relative)
+
+
+def with_eps(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """Kernel attention with EPS in the denominator, as idiap has it; ours has none."""
+    values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    sums = kernel_attention(q, k, values, normalize=False, **options)
+    return sums[..., :-1] / (sums[..., -1:] + EPS)
+
+
+def key_mass(lengths: Tensor, count: int) -> Tensor:
+    return (torch.arange(count) < lengths[:, None])[:, None].double()
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_linear_attention_equals_idiap(backend):
+    q, k, v, lengths, out, masked = arrays("linear_elu", "q", "k", "v", "lengths", "out", "out_masked")
+    options = {"feature_map": "elu", "causal": False, "backend": backend}
+    assert_equal(with_eps(q, k, v, **options), out)
+    assert_equal(with_eps(q, k, v, mass=key_mass(lengths, 96), **options), masked)
+    # Without eps the denominators, which are above 1, change by a millionth.
+    assert_equal(kernel_attention(q, k, v, **options), out, relative=EPS)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_causal_linear_attention_equals_idiap(backend):
+    q, k, v, lengths = arrays("linear_elu", "q", "k", "v", "lengths")
+    out, masked = arrays("linear_elu", "causal_out_f32", "causal_out_masked_f32")
+    options = {"feature_map": "elu", "backend": backend}
+    # The official kernel ran in float32.
+    assert_equal(with_eps(q, k, v, **options), out, relative=1e-5)
+    assert_equal(with_eps(q, k, v, mass=key_mass(lengths, 96), **options), masked, relative=1e-5)
+
+
+def test_favor_features_equal_google():
+    q, k, omega, phi_q, phi_k = arrays("performer_google", "q", "k", "projection", "phi_q", "phi_k")
+    for x, expected, over_tokens in ((q, phi_q, False), (k, phi_k, True)):
+        ours = features("favor", x[:, :, None], omega)
+        # Their stabilizer is the maximum of omega.x, for keys over the whole sequence; and they add eps to a feature.
+        largest = ours.log_scale[:, :, 0] + x.square().sum(-1) * x.shape[-1] ** -0.5 / 2
+        stabilizer = largest.amax(-1, keepdim=True) if over_tokens else largest
+        scale = torch.exp(ours.log_scale[:, :, 0] - stabilizer)
+        assert_equal(ours.values[:, :, 0] * scale[..., None] + omega.shape[0] ** -0.5 * EPS, expected)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_attention_over_googles_features_equals_google(backend):
+    phi_q, phi_k, v = arrays("performer_google", "phi_q", "phi_k", "v")
+    out, causal_out = arrays("performer_google", "out", "causal_out")
+    options = {"feature_map": "identity", "backend": backend, "normalize": False}
+    values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    for expected, causal in ((out, False), (causal_out, True)):
+        sums = kernel_attention(phi_q, phi_k, values, causal=causal, **options)
+        denominator = sums[..., -1:]
+        # Theirs adds twice eps to a denominator that is not above eps.
+        assert_equal(sums[..., :-1] / (denominator + 2 * EPS * (denominator <= EPS)), expected)
+
+
+def test_attention_over_smoothed_fourier_features_equals_idiap():
+    phi_q, phi_k, v, lengths = arrays("rff_idiap", "phi_q", "phi_k", "v", "lengths")
+    out, masked = arrays("rff_idiap", "smooth_out", "smooth_out_masked")
+    phi_q, phi_k = (torch.cat([phi, torch.ones_like(phi[..., :1])], -1) for phi in (phi_q, phi_k))
+    options = {"feature_map": "identity", "causal": False}
+    assert_equal(with_eps(phi_q, phi_k, v, **options), out)
+    assert_equal(with_eps(phi_q, phi_k, v, mass=key_mass(lengths, 96), **options), masked)

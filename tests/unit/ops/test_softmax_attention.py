@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from megakernel.ops import softmax_attention, window_attention
+from tests.unit.ops.comparing import assert_same, random
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+B, H, KV, N, WIDTH = 2, 4, 2, 23, 4
+
+PACKED = torch.stack(
+    [
+        torch.cat([torch.arange(3), torch.arange(12), torch.arange(8)]),
+        torch.cat([torch.arange(9), torch.arange(1), torch.arange(13)]),
+    ]
+)
+
+
+def inputs(length: int = N):
+    shapes = ((B, H, length, WIDTH), (B, KV, length, WIDTH), (B, KV, length, WIDTH))
+    return [random(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(("causal", "masked"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
+def test_softmax_equals_the_reference(causal, masked, positions):
+    q, k, v = inputs()
+    key_mask = torch.rand(B, N, generator=torch.Generator().manual_seed(0)) > 0.3 if masked else None
+
+    def run(backend):
+        options = {"causal": causal, "positions": positions, "key_mask": key_mask, "backend": backend}
+        return softmax_attention(q, k, v, **options)[:1]
+
+    assert_same(run, [q, k, v])
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("positions", [0, 3, PACKED], ids=["whole_rows", "inside_a_block", "packed"])
+def test_window_equals_the_reference(blocks, positions):
+    q, k, v = inputs()
+
+    def run(backend):
+        return window_attention(q, k, v, block_size=4, blocks=blocks, positions=positions, backend=backend)[
+            :1
+        ]
+
+    assert_same(run, [q, k, v])
+
+
+def test_a_window_as_long_as_the_sequence_is_softmax():
+    q, k, v = inputs()
+    torch.testing.assert_close(window_attention(q, k, v, block_size=N)[0], softmax_attention(q, k, v)[0])
+
+
+def test_packed_rows_need_no_square_mask(monkeypatch):
+    # A mask of a block of 8 queries reaches back to the start of their documents and no further.
+    seen = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, attn_mask, **options: (
+            seen.append(attn_mask.shape[-1]) or attend(*args, attn_mask=attn_mask, **options)
+        ),
+    )
+    q, k, v = inputs(64)
+    softmax_attention(q, k, v, positions=torch.arange(64).remainder(16).expand(B, -1))
+    assert max(seen) == 16
