@@ -12,7 +12,7 @@ from megakernel.parallel.processes import ProcessEnvironment
 
 from .trained_run import TrainedRun
 from .trainer import model_settings
-from .weights import load_weights
+from .weights import load_whole_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -26,7 +26,7 @@ def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) ->
     mesh = Mesh.create(Parallel(), ProcessEnvironment(), device)
     try:
         model = LanguageModel(model_settings(run.config, mesh, vocab_size))
-        load_weights(model, run.checkpoint.folder)
+        load_whole_weights(model, run.checkpoint)
         yield model.to(device, _DTYPES[run.config.training.dtype]).eval()
     finally:
         mesh.destroy()

@@ -1,5 +1,6 @@
 """A run as one finds it: its configuration and one of its checkpoints. Loads no torch, so that errors come at once."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from megakernel.config import Config, UserError, from_yaml
 
 from .checkpoint import Checkpoint, step_of
 from .checkpoint_folder import CheckpointFolder
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -19,15 +22,11 @@ class TrainedRun:
     checkpoint: Checkpoint
     """The chosen checkpoint, whole."""
 
-    passed_over: dict[Path, str]
-    """Newer checkpoints that are broken -> reason."""
-
     @classmethod
     def find(cls, folder: Path, step: int | None = None) -> "TrainedRun":
         """The run in `folder` at a step, or at its newest good checkpoint.
 
-        Raises UserError for a folder that is none of a run, a run that has not saved yet, a step without a checkpoint,
-        and a checkpoint that is broken.
+        Raises UserError for a folder that is none of a run, and as `find_checkpoint` does.
         """
         config_file = folder / "config.yaml"
         if not config_file.is_file():
@@ -35,16 +34,25 @@ class TrainedRun:
                 f"{folder} is not the folder of a run (it has no config.yaml); {_runs_beside(folder)}"
             )
         config = from_yaml(config_file.read_text(encoding="utf-8"), str(config_file))
-        root = folder / "checkpoints"
-        if step is not None:
-            return cls(config, _at_step(root, step), {})
-        found = CheckpointFolder(root, config.checkpoint.keep).newest_good()
-        if found.checkpoint is None:
-            raise UserError(
-                f"{folder} has no checkpoint yet; let it train to step "
-                f"{min(config.checkpoint.every, config.training.steps)}, where it saves its first"
-            )
-        return cls(config, found.checkpoint, found.broken)
+        return cls(config, find_checkpoint(folder, step))
+
+
+def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
+    """The checkpoint of a run at a step, or its newest good one; newer ones that are broken are logged.
+
+    Raises UserError for a run that has not saved yet, a step without a checkpoint, and where none is whole.
+    """
+    root = folder / "checkpoints"
+    if step is not None:
+        return _at_step(root, step)
+    found = CheckpointFolder(root, keep=1).newest_good()
+    for path, reason in found.broken.items():
+        _log.warning("%s cannot be used (%s); taking the one before", path, reason)
+    if found.checkpoint is None:
+        raise UserError(
+            f"{folder} has no checkpoint; let its run train on until it saves one (checkpoint.every)"
+        )
+    return found.checkpoint
 
 
 def _at_step(root: Path, step: int) -> Checkpoint:

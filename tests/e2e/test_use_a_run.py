@@ -1,0 +1,165 @@
+"""What one does with a trained run: evaluate it and generate with it, whatever layout trained it."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from launch.cli import main
+from launch.exit_status import ExitStatus
+from megakernel.evaluation import evaluate_run
+from megakernel.generation import Sampling, generate_text
+from tests.distributed.training_run import metrics, train, write_config
+
+SEQ_LEN = 128
+OPTIONS = ("training.steps=4", "training.eval_every=2", "checkpoint.every=2", "logging.tensorboard=false")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "stdlib"
+    command = f"prepare --source stdlib --tokenizer byte --out {folder} --max-documents 60 --validation-fraction 0.1"
+    assert main(command.split()) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, corpus):
+    return write_config(tmp_path_factory.mktemp("runs"), corpus)
+
+
+@pytest.fixture(scope="module")
+def run(config):
+    train(config, 1, *OPTIONS, "run.name=one")
+    return config.parent / "one"
+
+
+def eval_loss(run, step):
+    (loss,) = (line["eval/loss"] for line in metrics(run) if line["step"] == step and "eval/loss" in line)
+    return loss
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_an_evaluation_is_the_one_that_training_wrote(run, step):
+    result = evaluate_run(run, step=step)
+    # The same samples and weights; float32 losses are added up in another order.
+    assert result.loss == pytest.approx(eval_loss(run, step), rel=1e-6)
+    assert (result.step, result.samples, result.seq_len) == (step, 6, SEQ_LEN)
+    assert result.tokens == sum(bucket.tokens for bucket in result.by_position) <= 6 * SEQ_LEN
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (4, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.zero_stage=1"]),
+        (2, ["parallel.context=2", "parallel.zero_stage=3"]),
+        (1, ["parallel.zero_stage=1", "training.dtype=bfloat16"]),
+    ],
+    ids=["tp2_pp2_zero1", "cp2_zero3", "bfloat16_zero1"],
+)
+def test_one_process_evaluates_what_any_layout_trained(config, world_size, layout):
+    name = f"processes_{world_size}"
+    train(config, world_size, *OPTIONS, f"run.name={name}", *layout)
+    run = config.parent / name
+    # Sharded layers add float32 numbers in another order; bfloat16 is evaluated in bfloat16, as it was trained.
+    assert evaluate_run(run).loss == pytest.approx(eval_loss(run, 4), rel=1e-6)
+
+
+def test_samples_may_be_longer_and_more_than_in_training(run):
+    result = evaluate_run(run, samples=8, seq_len=4 * SEQ_LEN)
+    assert (result.samples, result.seq_len) == (8, 4 * SEQ_LEN)
+    assert result.by_position[-1].last == 4 * SEQ_LEN - 1
+
+
+def test_json_is_all_that_stands_on_stdout(run):
+    command = [sys.executable, "-m", "launch.cli", "evaluate", str(run), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == evaluate_run(run).as_dict()
+
+
+def test_a_broken_newest_checkpoint_is_passed_over_and_named(run, tmp_path, caplog):
+    damaged = shutil.copytree(run, tmp_path / "damaged")
+    weights = damaged / "checkpoints/step_4/mp_rank_00_model_states.pt"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert evaluate_run(damaged).loss == evaluate_run(run, step=2).loss
+    assert "step_4 cannot be used" in caplog.text
+
+
+def text(run, prompt="import", seed=0, temperature=1.0, count=30):
+    sampling = Sampling(temperature)
+    return "".join(generate_text(run, prompt, max_new_tokens=count, sampling=sampling, seed=seed))
+
+
+def test_a_seed_determines_the_text(run):
+    assert text(run, seed=1) == text(run, seed=1) != text(run, seed=2)
+
+
+def test_the_likeliest_text_depends_on_no_seed(run):
+    assert text(run, temperature=0, seed=1) == text(run, temperature=0, seed=2)
+
+
+def test_an_empty_prompt_begins_a_document(run):
+    assert text(run, prompt="") != ""
+
+
+def test_generate_prints_the_prompt_and_what_follows(run, capsys):
+    command = ["generate", str(run), "--prompt", "import é", "--max-new-tokens", "30", "--temperature", "1"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"import é{text(run, 'import é')}\n"
+
+
+@pytest.fixture(scope="module")
+def learned(config):
+    train(config, 1, *OPTIONS, "run.name=learned", "training.steps=2", "model.position=learned")
+    return config.parent / "learned"
+
+
+@pytest.fixture
+def untrained(run, tmp_path):
+    folder = tmp_path / "untrained"
+    folder.mkdir()
+    shutil.copy(run / "config.yaml", folder)
+    return folder
+
+
+@pytest.fixture
+def orphan(run, corpus, tmp_path):
+    """A run whose corpus is gone."""
+    folder = shutil.copytree(run, tmp_path / "orphan")
+    recorded = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(recorded.replace(str(corpus), str(tmp_path / "gone")))
+    return folder
+
+
+GENERATE = ("generate", "--prompt", "x")
+EVALUATE = ("evaluate",)
+
+
+@pytest.mark.parametrize(
+    ("folder", "command", "explanation"),
+    [
+        ("nowhere", EVALUATE, "is not the folder of a run"),
+        ("nowhere", GENERATE, "is not the folder of a run"),
+        ("untrained", EVALUATE, "has no checkpoint"),
+        ("run", (*EVALUATE, "--step", "3"), "choose one of 2, 4"),
+        ("run", (*GENERATE, "--step", "3"), "choose one of 2, 4"),
+        ("run", (*EVALUATE, "--samples", "0"), "give --samples 1 or more"),
+        ("run", (*EVALUATE, "--seq-len", "0"), "give --seq-len 1 or more"),
+        ("run", (*EVALUATE, "--seq-len", "100000000"), "validation tokens; give at most"),
+        ("run", (*GENERATE, "--max-new-tokens", "0"), "give 1 or more"),
+        ("run", (*GENERATE, "--top-p", "2"), "top_p=2.0 is no share"),
+        ("orphan", EVALUATE, "make it with `megakernel prepare --out"),
+        ("orphan", GENERATE, "make it with `megakernel prepare --out"),
+        ("learned", (*EVALUATE, "--seq-len", str(SEQ_LEN + 1)), f"give at most {SEQ_LEN}"),
+        ("learned", (*GENERATE, "--max-new-tokens", str(SEQ_LEN + 1)), f"give at most {SEQ_LEN}"),
+    ],
+)
+def test_what_cannot_be_is_one_line_with_the_remedy(folder, command, explanation, request, tmp_path, capsys):
+    path = tmp_path / folder if folder == "nowhere" else request.getfixturevalue(folder)
+    name, *options = command
+    assert main([name, str(path), *options]) == ExitStatus.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megakernel: error: ")
+    assert explanation in line
