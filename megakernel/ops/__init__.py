@@ -6,6 +6,7 @@ from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.softmax_attention import SoftmaxState, softmax_attention
 from megakernel.ops.state import KernelState, merge
 from megakernel.ops.window import Tail
+from megakernel.ops.weighted_attention import WeightedState, weighted_attention
 from megakernel.ops.window_attention import window_attention
 
 __all__ = [
@@ -13,9 +14,11 @@ __all__ = [
     "KernelState",
     "SoftmaxState",
     "Tail",
+    "WeightedState",
     "flurka_attention",
     "kernel_attention",
     "merge",
     "softmax_attention",
+    "weighted_attention",
     "window_attention",
 ]

@@ -3,6 +3,7 @@ import pytest
 from megakernel.ops.flurka_attention import chunked as flurka
 from megakernel.ops.kernel_attention import chunked as kernel
 from megakernel.ops.softmax_attention import blocked as softmax
+from megakernel.ops.weighted_attention import streamed as weighted
 from megakernel.ops.window_attention import chunked as window
 
 
@@ -14,3 +15,5 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(module, "GROUP", 8)
     monkeypatch.setattr(flurka, "RUN", 8)
     monkeypatch.setattr(softmax, "BLOCK", 8)
+    monkeypatch.setattr(weighted, "QUERIES", 4)
+    monkeypatch.setattr(weighted, "KEYS", 8)

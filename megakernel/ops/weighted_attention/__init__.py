@@ -1,0 +1,154 @@
+"""Attention that weighs every pair by a softmax or gaussian similarity, with one or several keys at a position."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.arguments import check_choice, check_heads, check_positions
+from megakernel.ops.dispatch import choose, wide
+from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.softmax_attention.spans import Spans, document_spans
+from megakernel.ops.weighted_attention import reference, streamed
+from megakernel.ops.weighted_attention.form import Form, Join, Similarity
+
+IMPLEMENTATIONS = {"chunked": streamed.attend, "reference": reference.attend}
+"""Backend -> implementation."""
+
+RESPONSIBILITIES = {"chunked": streamed.responsibilities, "reference": reference.responsibilities}
+"""Backend -> implementation of `responsibilities`."""
+
+
+class WeightedState(NamedTuple):
+    """The key-value cache: grows with the sequence."""
+
+    keys: Tensor
+    """(B, H_kv, M, S, d) as they were attended."""
+
+    values: Tensor
+    """(B, H_kv, S, D)"""
+
+
+def weighted_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    similarity: Similarity = "gaussian",
+    variances: Sequence[float] | None = None,
+    join: Join = "sum",
+    mass: Tensor | None = None,
+    normalize: bool = True,
+    causal: bool = True,
+    positions: Positions = 0,
+    initial_state: WeightedState | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, WeightedState]:
+    """Attention over positions at each of which M keys stand (Transformer-MGK, eqs. 5 and 7; Skyformer, eq. 3).
+
+    A query weighs position j by sum_r m_jr s_r(q, k_jr), where s_r is exp(q.k / sqrt(d)) or
+    exp(-|q - k|^2 / 2 sigma_r^2); memory grows with N, time with its square.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, H_kv, N, d), or (B, H_kv, M, N, d) for M keys at a position; H a multiple of H_kv.
+        v: (B, H_kv, N, D).
+        similarity: softmax (dot product) or gaussian (distance).
+        variances: sigma_r^2 of each of the M keys in units of sqrt(d), for gaussian; None takes 1.
+        join: sum over the keys of a position, or max: the largest alone.
+        mass: m, broadcastable to (B, H_kv, M, S) with S the cached tokens and these; 0 removes a key.
+        normalize: divide by the sum of weights; false is kernelized attention.
+        causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
+        positions: (B, N) positions within documents, or the position of the first token of rows that hold one
+            document each.
+        initial_state: cache of the tokens before these.
+        backend: reference or chunked.
+
+    Returns:
+        (B, H, N, D) in the dtype of v, and the cache with these tokens. A token that sees nothing gets 0.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
+    """
+    check_choice("join", join, ("sum", "max"))
+    k = _with_components(q, k, v)
+    cached = 0
+    if initial_state is not None:
+        cached = initial_state.keys.shape[3]
+        k = torch.cat([initial_state.keys, k], 3)
+        v = torch.cat([initial_state.values, v], 2)
+    form = _form(similarity, variances, join, normalize, k)
+    spans = _spans(q, positions, cached, causal)
+    out = choose(IMPLEMENTATIONS, backend)(q, k, v, form=form, mass=_mass(mass, k), spans=spans)
+    return out, WeightedState(k, v)
+
+
+@torch.no_grad()
+def responsibilities(
+    q: Tensor,
+    k: Tensor,
+    *,
+    similarity: Similarity = "gaussian",
+    variances: Sequence[float] | None = None,
+    mass: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    causal: bool = True,
+    positions: Positions = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """What an M-step averages: the share of each key in its position's weight, summed over the queries that see it.
+
+    Arguments as in `weighted_attention`; query_mask (B, N) bool, False where a query does not count. Returns
+    (B, H_kv, M, N), float32 or better: over M they sum to the number of (query head, query) that see the position.
+    """
+    k = _with_components(q, k, k if k.dim() == 4 else k[:, :, 0])
+    form = _form(similarity, variances, "sum", True, k)
+    spans = _spans(q, positions, 0, causal)
+    if query_mask is not None:
+        spans = Spans(spans.first, spans.last.masked_fill(~query_mask, -1))
+    return choose(RESPONSIBILITIES, backend)(q, k, form=form, mass=_mass(mass, k), spans=spans)
+
+
+def _with_components(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if k.dim() == 4:
+        k = k[:, :, None]
+    if k.dim() != 5 or k.shape[2] == 0:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)}; expected (batch, heads, tokens, width) or (batch, heads, keys, tokens, width)"
+        )
+    check_heads(q, k[:, :, 0], v)
+    return k
+
+
+def _form(
+    similarity: Similarity, variances: Sequence[float] | None, join: Join, normalize: bool, k: Tensor
+) -> Form:
+    check_choice("similarity", similarity, ("softmax", "gaussian"))
+    keys = k.shape[2]
+    if variances is None:
+        return Form(similarity, (1.0,) * keys, join, normalize)
+    if similarity != "gaussian" or len(variances) != keys or min(variances) <= 0:
+        raise ValueError(
+            f"variances={list(variances)} with {similarity} and {keys} keys at a position; "
+            "expected one positive number per key, for gaussian only"
+        )
+    return Form(similarity, tuple(variances), join, normalize)
+
+
+def _mass(mass: Tensor | None, k: Tensor) -> Tensor:
+    expected = tuple(k.shape[:4])
+    if mass is None:
+        return k.new_ones(expected, dtype=wide(k.dtype))
+    try:
+        return mass.to(wide(k.dtype)).expand(expected)
+    except RuntimeError:
+        raise ValueError(
+            f"mass has shape {tuple(mass.shape)}; expected to broadcast to {expected}"
+        ) from None
+
+
+def _spans(q: Tensor, positions: Positions, cached: int, causal: bool) -> Spans:
+    if isinstance(positions, Tensor):
+        check_positions(positions, q)
+    return document_spans(position_rows(positions, q.shape[2], q.device), cached, causal)

@@ -1,0 +1,58 @@
+"""How much a query weighs a position where several keys stand (MECHANISMS sections 1, 5 and 6)."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.state import EMPTY
+
+Similarity = Literal["softmax", "gaussian"]
+Join = Literal["sum", "max"]
+
+
+class Form(NamedTuple):
+    """The fixed answers of a layer."""
+
+    similarity: Similarity
+    """exp(q.k / sqrt(d)), or exp(-|q - k|^2 / 2 sigma_r^2)."""
+
+    variances: tuple[float, ...]
+    """sigma_r^2 of each key r in units of sqrt(d); all 1 under softmax."""
+
+    join: Join
+    """A position weighs the sum over its keys, or its largest."""
+
+    normalize: bool
+    """Whether a query's weights are divided by their sum."""
+
+
+def component_logs(form: Form, q: Tensor, k: Tensor, mass: Tensor) -> Tensor:
+    """log of mass times similarity for every query and key, (B, H_kv, R, M, L).
+
+    q: (B, H_kv, R, d); k: (B, H_kv, M, L, d); mass: (B, H_kv, M, L) >= 0. A key without mass gets `EMPTY`.
+    """
+    width = q.shape[-1]
+    products = (q @ k.flatten(2, 3).transpose(-1, -2)).unflatten(-1, k.shape[2:4])
+    precision = torch.tensor(form.variances, dtype=q.dtype, device=q.device).mul(width**0.5).reciprocal()
+    if form.similarity == "gaussian":
+        # |q - k|^2 / 2 by products: differences of all pairs would need d times the memory.
+        products = products - k.square().sum(-1)[:, :, None] / 2 - q.square().sum(-1)[..., None, None] / 2
+    logs = products * precision[:, None]
+    exists = mass > 0
+    log_mass = torch.where(exists, mass.clamp(min=torch.finfo(mass.dtype).tiny), 1.0).log()
+    return (logs + log_mass[:, :, None]).masked_fill(~exists[:, :, None], EMPTY)
+
+
+def position_logs(form: Form, q: Tensor, k: Tensor, mass: Tensor, visible: Tensor) -> Tensor:
+    """log weight of every position, (B, H_kv, G, n, L), -inf where there is none; tensors as in `component_logs`.
+
+    visible: (B, n, L) bool, which positions each of the n queries sees; the R = G n rows are n queries of G heads.
+    """
+    logs = component_logs(form, q, k, mass)
+    if logs.shape[3] == 1:
+        joined = logs[..., 0, :]
+    else:
+        joined = logs.logsumexp(-2) if form.join == "sum" else logs.amax(-2)
+    seen = visible[:, None, None] & (mass > 0).any(2)[:, :, None, None]
+    return joined.unflatten(2, (-1, visible.shape[1])).masked_fill(~seen, -torch.inf)

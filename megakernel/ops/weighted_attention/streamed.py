@@ -1,0 +1,134 @@
+"""Weighted attention in blocks of queries and keys: all pairs are weighed, and few weights exist at once.
+
+Forward keeps one log-sum-exp per query. Backward weighs each block of pairs again: given the log-sum-exp and the
+inner product of output and its gradient, a quotient of sums over all keys has the gradient of a plain sum, block by
+block, and autograd differentiates the weights of one block whatever similarity or mixture made them.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megakernel.ops.dispatch import wide
+from megakernel.ops.softmax_attention.spans import Spans
+from megakernel.ops.state import EMPTY
+from megakernel.ops.sums import Sums, add, normalized, unnormalized
+from megakernel.ops.weighted_attention.form import Form, component_logs, position_logs
+
+QUERIES = 256
+"""Queries of one block."""
+
+KEYS = 512
+"""Positions of keys of one block."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> Tensor:
+    """(B, H, N, D). k (B, H_kv, M, S, d), mass (B, H_kv, M, S); spans: which positions each query sees."""
+    group = q.shape[1] // k.shape[1]
+    # Query heads of one key head become rows beside each other: (B, H_kv, G, N, d).
+    out = _Stream.apply(q.unflatten(1, (-1, group)), k, v, mass, form, spans)
+    return out.flatten(1, 2)
+
+
+def responsibilities(q: Tensor, k: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> Tensor:
+    """Share of each key in its position's weight, summed over the queries that see it: (B, H_kv, M, S).
+
+    Arguments as in `attend`. A query that must not count has an empty span.
+    """
+    rows = q.unflatten(1, (k.shape[1], -1))
+    sums = torch.zeros_like(mass)
+    for queries, keys in _blocks(spans):
+        some = mass[..., keys]
+        logs = component_logs(form, _wide_rows(rows, queries), _wide(k[..., keys, :]), some)
+        share = logs.softmax(-2).unflatten(2, (rows.shape[2], -1))
+        visible = _visible(spans, queries, keys)[:, None, None, :, None]
+        seen = share.masked_fill(~visible, 0.0).sum((2, 3))
+        sums[..., keys] += torch.where((some > 0).any(2, keepdim=True), seen, 0.0)
+    return sums
+
+
+def _blocks(spans: Spans) -> Iterator[tuple[slice, slice]]:
+    """Pairs of a block of queries and a block of keys that some of them may see."""
+    count = spans.first.shape[1]
+    for start, low, high in zip(range(0, count, QUERIES), *spans.bounds(QUERIES)):
+        queries = slice(start, min(start + QUERIES, count))
+        for first in range(low, high, KEYS):
+            yield queries, slice(first, min(first + KEYS, high))
+
+
+def _visible(spans: Spans, queries: slice, keys: slice) -> Tensor:
+    return spans.mask(queries, keys.start, keys.stop)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype))
+
+
+def _wide_rows(q: Tensor, queries: slice) -> Tensor:
+    """(B, H_kv, G, N, d) -> (B, H_kv, G n, d), some queries."""
+    return _wide(q[:, :, :, queries]).flatten(2, 3)
+
+
+def _with_ones(v: Tensor) -> Tensor:
+    """Values with the normalizer's column."""
+    return F.pad(_wide(v), (0, 1), value=1.0)[:, :, None]
+
+
+class _Stream(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, mass, form, spans):
+        batch, kv_heads, group, count, _ = q.shape
+        finish = normalized if form.normalize else unnormalized
+        total = q.new_zeros(batch, kv_heads, group, count, v.shape[-1] + 1, dtype=wide(q.dtype))
+        scale = total.new_full(total.shape[:-1], EMPTY)
+        for queries, keys in _blocks(spans):
+            logs = position_logs(
+                form,
+                _wide_rows(q, queries),
+                _wide(k[..., keys, :]),
+                mass[..., keys],
+                _visible(spans, queries, keys),
+            )
+            largest = logs.amax(-1).clamp(min=EMPTY)
+            found = Sums(torch.exp(logs - largest[..., None]) @ _with_ones(v[:, :, keys]), largest)
+            before = Sums(total[:, :, :, queries], scale[:, :, :, queries])
+            total[:, :, :, queries], scale[:, :, :, queries] = add(before, found)
+        out = finish(Sums(total, scale))
+        # log of what a weight is divided by: its row's sum, or nothing.
+        row_sums = total[..., -1]
+        divisor = torch.zeros_like(scale)
+        if form.normalize:
+            divisor = scale + row_sums.masked_fill(row_sums == 0, 1.0).log()
+        ctx.form, ctx.spans = form, spans
+        ctx.save_for_backward(q, k, v, mass, out, divisor)
+        return out.to(v.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        q, k, v, mass, out, divisor = ctx.saved_tensors
+        grad = grad.to(out.dtype)
+        # The normalizer's own share in the gradient: it multiplies the column of ones.
+        of_ones = -(grad * out).sum(-1, keepdim=True) if ctx.form.normalize else torch.zeros_like(out[..., :1])
+        pull = torch.cat([grad, of_ones], -1)
+        sums = [torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v, mass)]
+        for queries, keys in _blocks(ctx.spans):
+            places = (q[:, :, :, queries], k[..., keys, :], v[:, :, keys], mass[..., keys])
+            leaves = [x.detach().to(out.dtype).requires_grad_() for x in places]
+            rows, some, values, weights = leaves
+            visible = _visible(ctx.spans, queries, keys)
+            with torch.enable_grad():
+                logs = position_logs(ctx.form, rows.flatten(2, 3), some, weights, visible)
+                shares = torch.exp(logs - divisor[:, :, :, queries, None])
+                block = (shares @ _with_ones(values) * pull[:, :, :, queries]).sum()
+            totals = (
+                sums[0][:, :, :, queries],
+                sums[1][..., keys, :],
+                sums[2][:, :, keys],
+                sums[3][..., keys],
+            )
+            for total, part in zip(totals, torch.autograd.grad(block, leaves)):
+                total += part
+        return (*(x.to(like.dtype) for x, like in zip(sums, (q, k, v, mass))), None, None)

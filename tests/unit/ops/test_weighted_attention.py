@@ -1,0 +1,191 @@
+import pytest
+import torch
+
+from megakernel.ops import softmax_attention, weighted_attention
+from megakernel.ops.weighted_attention import WeightedState, responsibilities, streamed
+from tests.unit.ops.comparing import assert_same, random
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+B, H, KV, M, N, WIDTH, VALUES = 2, 4, 2, 2, 23, 4, 3
+
+PACKED = torch.stack(
+    [
+        torch.cat([torch.arange(3), torch.arange(12), torch.arange(8)]),
+        torch.cat([torch.arange(9), torch.arange(1), torch.arange(13)]),
+    ]
+)
+
+KINDS = {
+    "softmax": {"similarity": "softmax"},
+    "gaussian": {"similarity": "gaussian"},
+    "kernelized": {"similarity": "gaussian", "normalize": False},
+    "uneven_variances": {"similarity": "gaussian", "variances": (1.0, 1 / 3)},
+    "hard": {"similarity": "gaussian", "join": "max"},
+    "hard_softmax": {"similarity": "softmax", "join": "max"},
+}
+
+
+def inputs(keys: int = M, length: int = N):
+    shapes = ((B, H, length, WIDTH), (B, KV, keys, length, WIDTH), (B, KV, length, VALUES))
+    return [random(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
+def test_equals_the_reference(kind, causal, positions):
+    q, k, v = inputs()
+    mass = random(KV, M, 1, seed=3)
+
+    def run(backend):
+        options = {"causal": causal, "positions": positions, "mass": mass.square(), "backend": backend}
+        return weighted_attention(q, k, v, **KINDS[kind], **options)[:1]
+
+    assert_same(run, [q, k, v, mass])
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_without_mass_are_not_there(normalize, causal):
+    q, k, v = inputs()
+    mass = (torch.rand(B, KV, M, N, generator=torch.Generator().manual_seed(0)) > 0.4).double()
+    mass[0, :, :, :9] = 0  # the first queries see nothing at all
+
+    def run(backend):
+        return weighted_attention(q, k, v, mass=mass, causal=causal, normalize=normalize, backend=backend)[:1]
+
+    assert_same(run, [q, k, v])
+    if causal:
+        assert not run("chunked")[0][0, :, :9].any()
+
+
+def test_the_gradient_is_the_slope_under_any_split_into_blocks():
+    q, k, v = inputs(length=10)
+    mass = random(B, KV, M, 10, seed=3)
+    for options in KINDS.values():
+        assert torch.autograd.gradcheck(
+            lambda q, k, v, mass, options=options: weighted_attention(
+                q, k, v, mass=mass.square(), positions=PACKED[:, :10], **options
+            )[0],
+            (q, k, v, mass),
+        )
+
+
+def test_one_key_under_softmax_is_softmax_attention():
+    q, k, v = inputs(keys=1)
+    expected, _ = softmax_attention(q, k[:, :, 0], v, positions=PACKED)
+    torch.testing.assert_close(
+        weighted_attention(q, k[:, :, 0], v, similarity="softmax", positions=PACKED)[0], expected
+    )
+
+
+def test_equal_keys_are_one_key():
+    q, k, v = inputs(keys=1)
+    twice = k.expand(-1, -1, 2, -1, -1)
+    priors = torch.tensor([0.3, 0.7])[:, None].double()
+    torch.testing.assert_close(
+        weighted_attention(q, twice, v, mass=priors, normalize=False)[0],
+        weighted_attention(q, k, v, normalize=False)[0],
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_continues_the_sequence(kind):
+    q, k, v = inputs()
+    whole, _ = weighted_attention(q, k, v, **KINDS[kind])
+    first, state = weighted_attention(q[:, :, :15], k[:, :, :, :15], v[:, :, :15], **KINDS[kind])
+    rest, _ = weighted_attention(
+        q[:, :, 15:], k[:, :, :, 15:], v[:, :, 15:], positions=15, initial_state=state, **KINDS[kind]
+    )
+    torch.testing.assert_close(torch.cat([first, rest], 2), whole)
+
+
+def test_distant_keys_do_not_underflow():
+    # exp(-|q - k|^2 / 2) is 0 even in float64 here, and its quotients are not.
+    q, k, v = (x.detach() for x in inputs())
+    far = weighted_attention(q + 100, k, v, causal=False)[0]
+    assert far.isfinite().all()
+    torch.testing.assert_close(far, weighted_attention(q + 100, k, v, causal=False, backend="reference")[0])
+    ones = torch.ones_like(v)
+    torch.testing.assert_close(weighted_attention(q + 100, k, ones)[0], ones.repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("similarity", ["softmax", "gaussian"])
+def test_long_rows_of_large_bf16_inputs_stay_near_float64(similarity):
+    length, new = 65_536, 8
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (
+        (10 * torch.randn(1, 1, count, 16, generator=draw)).bfloat16() for count in (new, length, length)
+    )
+    state = WeightedState(k[:, :, None, :-new], v[:, :, :-new])
+    options = {"similarity": similarity, "positions": length - new}
+
+    def run(*tensors, state):
+        return weighted_attention(*tensors, initial_state=WeightedState(*state), **options)[0]
+
+    with torch.no_grad():
+        out = run(q, k[:, :, -new:], v[:, :, -new:], state=state)
+        exact = run(
+            *(x.double() for x in (q, k[:, :, -new:], v[:, :, -new:])), state=[x.double() for x in state]
+        )
+    assert out.isfinite().all()
+    # bf16 keeps 8 bits of the output.
+    assert (out.double() - exact).norm() / exact.norm() < 2e-2
+
+
+def test_no_more_pairs_than_one_block_exist_at_once(monkeypatch):
+    sizes = []
+    weigh = streamed.position_logs
+    monkeypatch.setattr(
+        streamed, "position_logs", lambda *args: sizes.append((result := weigh(*args)).shape[-2:]) or result
+    )
+    q, k, v = inputs(length=64)
+    weighted_attention(q, k, v, causal=False)[0].sum().backward()
+    assert set(sizes) == {(4, 8)}
+
+
+def test_blocks_that_nobody_sees_are_not_computed(monkeypatch):
+    seen = []
+    weigh = streamed.position_logs
+    monkeypatch.setattr(streamed, "position_logs", lambda *args: seen.append(args[4].any()) or weigh(*args))
+    q, k, v = inputs(length=64)
+    weighted_attention(q, k, v, positions=torch.arange(64).remainder(16).expand(B, -1))
+    assert all(seen)
+    assert len(seen) == 4 * (1 + 1 + 2 + 2), "16 queries in 4 blocks see up to 16 keys in blocks of 8"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
+def test_responsibilities_equal_the_reference_and_add_up_to_the_queries(causal, positions):
+    q, k, _ = inputs()
+    mass = torch.tensor([0.7, 0.4])[:, None]
+    real = torch.rand(B, N, generator=torch.Generator().manual_seed(0)) > 0.3
+    options = {
+        "variances": (1.0, 0.5),
+        "mass": mass,
+        "query_mask": real,
+        "causal": causal,
+        "positions": positions,
+    }
+    shares = responsibilities(q, k, **options)
+    torch.testing.assert_close(shares, responsibilities(q, k, backend="reference", **options))
+    if causal and isinstance(positions, int):
+        queries = real.flip(1).cumsum(1).flip(1) * (H // KV)
+        torch.testing.assert_close(shares.sum(2), queries[:, None].double().expand(B, KV, N))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"similarity": "cosine"}, "similarity='cosine'"),
+        ({"join": "mean"}, "join='mean'"),
+        ({"variances": (1.0,)}, "1.0"),
+        ({"variances": (1.0, -1.0)}, "one positive number per key"),
+        ({"similarity": "softmax", "variances": (1.0, 1.0)}, "for gaussian only"),
+        ({"mass": torch.ones(3)}, "mass has shape"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        weighted_attention(*inputs(), **changes)
