@@ -1,9 +1,12 @@
 """What one forward pass reads."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+
+PADDING = -1
+"""Position of what only fills a row."""
 
 
 @dataclass(frozen=True)
@@ -14,13 +17,19 @@ class Batch:
     """(B, N) int64."""
 
     labels: Tensor
-    """(B, N) int64: the next token; the last one lies beyond this piece's edge."""
+    """int64: what is to be predicted, for each token (B, N) or for each example (E,).
+
+    A causal model's is the next token, of which the last lies beyond this piece's edge.
+    """
 
     loss_mask: Tensor
-    """(B, N) bool: which labels count."""
+    """bool, as `labels`: which of them count."""
 
     positions: Tensor
-    """(B, N) int64: place in the token's own document, or in the sample where documents are not isolated."""
+    """(B, N) int64: place in the token's own document, or in the sample where documents are not isolated.
+
+    PADDING marks what is no token; padding lies anywhere and positions count past it.
+    """
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -32,6 +41,20 @@ class Batch:
         starts = (self.positions.flatten() == 0).nonzero().flatten()
         end = starts.new_tensor([self.positions.numel()])
         return torch.cat([starts, end]).to(torch.int32)
+
+    def counting(self, samples: Tensor) -> "Batch":
+        """The same batch where only the labels of these samples count; samples: (B,) bool, or (E,)."""
+        per_label = samples.reshape(-1, *(1,) * (self.loss_mask.dim() - 1))
+        return replace(self, loss_mask=self.loss_mask & per_label)
+
+    def piece(self, rank: int, size: int) -> "Batch":
+        """Piece `rank` of `size` equal contiguous pieces of every row; whole examples are never cut."""
+        if size == 1:
+            return self
+        assert self.labels.dim() == 2, "labels of whole rows"
+        length = self.tokens.shape[1] // size
+        cut = slice(rank * length, (rank + 1) * length)
+        return Batch(*(getattr(self, f.name)[:, cut].contiguous() for f in fields(self)))
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`; from pinned memory the copy runs beside the device's work."""

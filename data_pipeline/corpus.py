@@ -110,14 +110,14 @@ def _open(key: str, config: CorpusConfig, split: str) -> PreparedCorpus:
 
 def _check_files(key: str, corpus: PreparedCorpus, split: str) -> None:
     record = corpus.record(split)
-    for ending, expected in (("bin", record.bin.size), ("idx", record.idx.size)):
-        file = corpus.folder / f"{split}.{ending}"
+    for name, expected in corpus.manifest.files(split).items():
+        file = corpus.folder / name
         if not file.is_file():
-            raise UserError(f"{key}={corpus.folder} lacks {file.name}; {_AGAIN}")
-        if (size := file.stat().st_size) != expected:
+            raise UserError(f"{key}={corpus.folder} lacks {name}; {_AGAIN}")
+        if (size := file.stat().st_size) != expected.size:
             raise UserError(
-                f"{key}={corpus.folder} holds a truncated or foreign {file.name} ({size} bytes, not "
-                f"{expected}); {_AGAIN}"
+                f"{key}={corpus.folder} holds a truncated or foreign {name} ({size} bytes, not "
+                f"{expected.size}); {_AGAIN}"
             )
     with (corpus.folder / f"{split}.idx").open("rb") as stream:
         magic, _, _, sequences, _ = _INDEX_HEADER.unpack(stream.read(_INDEX_HEADER.size))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline import tokenizers
+from data_pipeline.document import Document, Label
 from data_pipeline.tokenizers import Tokenizer
 
 # Large enough that pickling costs little beside encoding, small enough that a worker's share fits in memory.
@@ -24,7 +25,10 @@ class Encoded:
     """Consecutive documents of one split."""
 
     tokens: list[np.ndarray] = field(default_factory=list)
-    """One array per document, its end-of-document token last."""
+    """One array per text, its end-of-document token last."""
+
+    labels: list[Label] = field(default_factory=list)
+    """One per example, if they are labelled."""
 
     bytes: int = 0
     """UTF-8 bytes of their texts."""
@@ -46,24 +50,28 @@ class Encoder:
         self._seed = seed
         self._validation_fraction = validation_fraction
 
-    def encode(self, documents: list[str]) -> dict[str, Encoded]:
+    def encode(self, documents: list[Document]) -> dict[str, Encoded]:
         """The documents' tokens by split, in order."""
         splits = {"train": Encoded(), "validation": Encoded()}
-        for text, ids in zip(documents, self._tokenizer.encode_batch(documents)):
-            content = text.encode()
+        ids = iter(self._tokenizer.encode_batch([text for document in documents for text in document.texts]))
+        for document in documents:
+            content = "".join(document.texts).encode()
             split = splits[split_of(content, self._seed, self._validation_fraction)]
-            split.tokens.append(np.array([*ids, self._tokenizer.eod], dtype=self._dtype))
+            for _ in document.texts:
+                split.tokens.append(np.array([*next(ids), self._tokenizer.eod], dtype=self._dtype))
+            if document.label is not None:
+                split.labels.append(document.label)
             split.bytes += len(content)
         return splits
 
 
-def batched(documents: Iterable[str]) -> Iterator[list[str]]:
+def batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Consecutive documents in lists of about a million characters."""
-    batch: list[str] = []
+    batch: list[Document] = []
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += len(document)
+        characters += sum(map(len, document.texts))
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -72,7 +80,7 @@ def batched(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def encode_in_processes(
-    batches: Iterable[list[str]],
+    batches: Iterable[list[Document]],
     workers: int,
     tokenizer: Path,
     dtype: str,
@@ -114,5 +122,5 @@ def _start_worker(tokenizer: Path, dtype: str, seed: int, validation_fraction: f
     _encoder = Encoder(tokenizers.load(tokenizer), dtype, seed, validation_fraction)
 
 
-def _encode(documents: list[str]) -> dict[str, Encoded]:
+def _encode(documents: list[Document]) -> dict[str, Encoded]:
     return _encoder.encode(documents)

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
+from data_pipeline.objective import Objective, open_objective
 from data_pipeline.order import ConsumptionOrder, Share, rows_by_pass
-from data_pipeline.samples import BlendedSamples
 from megakernel.config.tree import Config
 
 
@@ -21,44 +19,17 @@ def _alone() -> None:
 
 
 class _Rows(Dataset[Batch]):
-    """Rows of the stream as batches; what torch's DataLoader reads from."""
+    """Samples as batches; what torch's DataLoader reads from."""
 
-    def __init__(self, samples: BlendedSamples, share: Share, eod: int, isolate_documents: bool):
-        self._samples = samples
+    def __init__(self, objective: Objective, share: Share):
+        self._objective = objective
         self._share = share
-        self._eod = eod
-        self._isolate_documents = isolate_documents
 
     def __getitems__(self, indices: Sequence[int | None]) -> Batch:
-        """The share's piece of these samples; None is a row of which no label counts."""
-        rows = torch.stack([self._samples[index or 0] for index in indices])
-        batch = cut(rows, self._eod, self._isolate_documents, self._share)
+        """The share's piece of these samples; None is a sample of which no label counts."""
+        whole = self._objective.batch([index or 0 for index in indices])
         counts = torch.tensor([index is not None for index in indices])
-        return Batch(batch.tokens, batch.labels, batch.loss_mask & counts[:, None], batch.positions)
-
-
-def cut(rows: Tensor, eod: int, isolate_documents: bool, share: Share) -> Batch:
-    """A share's piece of whole samples.
-
-    rows: (B, seq_len + 1) int64. The end-of-document token belongs to the document it ends, so where
-    documents are isolated the next token has position 0, and what follows an end is no label. Positions
-    count from the start of the document or of the sample, whichever is later: a document that began on an
-    earlier piece goes on at a position > 0.
-    """
-    tokens, labels = rows[:, :-1], rows[:, 1:]
-    places = torch.arange(tokens.shape[1])
-    if isolate_documents:
-        ends = tokens == eod
-        starts = torch.zeros_like(tokens)
-        starts[:, 1:] = torch.where(ends[:, :-1], places[1:], 0)
-        positions = places - starts.cummax(dim=1).values
-        loss_mask = ~ends
-    else:
-        positions = places.expand_as(tokens)
-        loss_mask = torch.ones_like(tokens, dtype=torch.bool)
-    length = tokens.shape[1] // share.piece_size
-    piece = slice(share.piece_rank * length, (share.piece_rank + 1) * length)
-    return Batch(*(part[:, piece].contiguous() for part in (tokens, labels, loss_mask, positions)))
+        return whole.counting(counts).piece(self._share.piece_rank, self._share.piece_size)
 
 
 class TrainingBatches:
@@ -81,18 +52,11 @@ class TrainingBatches:
         self._order = ConsumptionOrder(config.training, share)
         self._steps = config.training.steps
         self._num_workers = config.data.num_workers
-        samples = BlendedSamples(
-            corpora.train,
-            "train",
-            config.training.seq_len,
-            config.run.seed,
-            _index_cache(config),
-            "data.train",
-        )
+        objective = open_objective(config, corpora, "train")
         if builds_index:
-            samples.build(self._order.stream_length)
+            objective.build(self._order.stream_length)
         barrier()
-        self._rows = _Rows(samples, share, corpora.eod, config.data.isolate_documents)
+        self._rows = _Rows(objective, share)
 
     def batches_for(self, step: int) -> list[Batch]:
         """The micro-batches of optimizer step `step` (from 0), read now."""
@@ -130,16 +94,13 @@ class ValidationBatches:
         barrier: Callable[[], None] = _alone,
     ):
         """Open the validation corpora's sample index; arguments and errors as for `TrainingBatches`."""
-        key = "data.validation" if config.data.validation else "data.train"
-        samples = BlendedSamples(
-            corpora.validation, "validation", config.training.seq_len, 0, _index_cache(config), key
-        )
-        self.samples = min(config.training.eval_samples, samples.one_pass)
+        objective = open_objective(config, corpora, "validation")
+        self.samples = min(config.training.eval_samples, objective.one_pass)
         """Samples of the set: training.eval_samples, or one pass over the corpora where they hold fewer."""
         if builds_index:
-            samples.build(self.samples)
+            objective.build(self.samples)
         barrier()
-        self._rows = _Rows(samples, share, corpora.eod, config.data.isolate_documents)
+        self._rows = _Rows(objective, share)
         self._passes = rows_by_pass(self.samples, config.training.micro_batch_size, share)
 
     def __len__(self) -> int:
@@ -154,7 +115,3 @@ class ValidationBatches:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def _index_cache(config: Config) -> Path:
-    return config.data.index_cache or config.data.train[0].path / ".index_cache"

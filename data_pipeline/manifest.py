@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from data_pipeline.document import Label
 from megakernel.config.errors import UserError
 
 FILE = "manifest.json"
@@ -56,6 +57,19 @@ class TokenizerRecord(_Record):
     hash: str
 
 
+class LabelsRecord(_Record):
+    """The classes of a labelled corpus."""
+
+    documents: int
+    """Documents per example, one after the other in the token files."""
+
+    classes: list[Label]
+    """Class i as the source names it."""
+
+    files: dict[str, FileRecord]
+    """SPLIT.labels.npy by split."""
+
+
 class Manifest(_Record):
     """Everything known about a prepared folder without opening its token files."""
 
@@ -70,11 +84,22 @@ class Manifest(_Record):
     splits: dict[str, SplitRecord]
     """`train` and `validation`; a split without documents is absent."""
 
+    labels: LabelsRecord | None = None
+    """None where documents have no labels."""
+
     skipped: dict[str, int]
     """Documents that are in no split, by reason."""
 
     versions: dict[str, str]
     created: str
+
+    def files(self, split: str) -> dict[str, FileRecord]:
+        """Name -> record of every file of a split."""
+        record = self.splits[split]
+        files = {f"{split}.bin": record.bin, f"{split}.idx": record.idx}
+        if self.labels is not None:
+            files[f"{split}.labels.npy"] = self.labels.files[split]
+        return files
 
     def write(self, folder: Path) -> None:
         """Write `folder`/manifest.json."""

@@ -22,9 +22,11 @@ from rich.progress import (
 )
 
 from data_pipeline import tokenizers
+from data_pipeline.document import Columns, Document
 from data_pipeline.encoding import batched, encode_in_processes
+from data_pipeline.labels import write_labels
 from data_pipeline.manifest import FILE as MANIFEST
-from data_pipeline.manifest import FileRecord, Manifest, SplitRecord, TokenizerRecord
+from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
 from data_pipeline.sources import Source, open_source
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.errors import UserError
@@ -49,6 +51,12 @@ class Request:
     text_key: str = "text"
     """Column of tables that holds the text."""
 
+    labels: str | None = None
+    """Column of tables that holds the class of a row; None: documents without labels."""
+
+    second_text_key: str | None = None
+    """Column with the text that the first one is compared with, in labelled examples of two documents."""
+
     split: str = "train"
     """Split of a hub dataset that is read."""
 
@@ -57,6 +65,12 @@ class Request:
 
     max_documents: int | None = None
     """Read no more than these first documents."""
+
+    @property
+    def columns(self) -> Columns:
+        """What is read of a table."""
+        second = () if self.second_text_key is None else (self.second_text_key,)
+        return Columns((self.text_key, *second), self.labels)
 
     def arguments(self) -> dict[str, Any]:
         """As JSON, with paths made absolute so that the folder they were typed in does not matter."""
@@ -75,19 +89,24 @@ def prepare(
     """
     if not 0 <= request.validation_fraction < 1:
         raise UserError(f"--validation-fraction {request.validation_fraction} must lie in [0, 1)")
+    if request.second_text_key is not None and request.labels is None:
+        raise UserError(
+            f"--second-text-key {request.second_text_key} needs labels beside it; add --labels KEY"
+        )
     if out.exists():
         _check_prepared(out)
         if not overwrite:
             _check_made_by(request, out)
             return None
     source = open_source(
-        request.source, text_key=request.text_key, split=request.split, include=list(request.include)
+        request.source, columns=request.columns, split=request.split, include=list(request.include)
     )
     with _appearing_whole(out) as folder:
         with console.status("tokenizer"):
-            tokenizer = tokenizers.make(request.tokenizer, _documents(source, request))
+            texts = (text for document in _documents(source, request) for text in document.texts)
+            tokenizer = tokenizers.make(request.tokenizer, texts)
             tokenizer.save(folder / "tokenizer")
-        splits = _write_splits(source, request, tokenizer, workers, folder, console)
+        splits, labels = _write_splits(source, request, tokenizer, workers, folder, console)
         manifest = Manifest(
             source=source.describe(),
             arguments=request.arguments(),
@@ -95,6 +114,7 @@ def prepare(
                 kind=tokenizer.kind, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, hash=tokenizer.hash
             ),
             splits=splits,
+            labels=labels,
             skipped=dict(source.skipped),
             versions={
                 name: version(name) for name in ("megatron-core", "datasets", "tokenizers", "transformers")
@@ -105,14 +125,14 @@ def prepare(
     return manifest
 
 
-def _documents(source: Source, request: Request) -> Iterator[str]:
+def _documents(source: Source, request: Request) -> Iterator[Document]:
     return islice(iter(source), request.max_documents)
 
 
 def _write_splits(
     source: Source, request: Request, tokenizer: Tokenizer, workers: int, folder: Path, console: Console
-) -> dict[str, SplitRecord]:
-    """Encode and write every document; a record for each split that got any."""
+) -> tuple[dict[str, SplitRecord], LabelsRecord | None]:
+    """Encode and write every document; a record for each split that got any, and one of their labels."""
     # Megatron's dataset package takes seconds to import; --help and a wrong path need not wait for it.
     from data_pipeline.token_files import TokenWriter, token_dtype
 
@@ -135,7 +155,10 @@ def _write_splits(
             progress.update(task, completed=read, tokens=sum(writer.tokens for writer in writers.values()))
     records = {split: writer.finish() for split, writer in writers.items() if writer.documents}
     _check_splits(records, request)
-    return records
+    if request.labels is None:
+        return records, None
+    classes, files = write_labels(folder, {split: writers[split].labels for split in records})
+    return records, LabelsRecord(documents=len(request.columns.texts), classes=classes, files=files)
 
 
 def _check_splits(records: dict[str, SplitRecord], request: Request) -> None:
@@ -180,9 +203,9 @@ def _check_made_by(request: Request, out: Path) -> None:
             f"--out {out} was prepared with {key}={manifest.arguments.get(key)!r}, not {wanted[key]!r}; "
             "choose another --out, or add --overwrite"
         )
-    for split, record in manifest.splits.items():
-        for ending, expected in (("bin", record.bin), ("idx", record.idx)):
-            file = out / f"{split}.{ending}"
+    for split in manifest.splits:
+        for name, expected in manifest.files(split).items():
+            file = out / name
             if not file.is_file() or FileRecord.of(file) != expected:
                 raise UserError(
                     f"{file} is missing or changed since it was prepared; add --overwrite to make it again"

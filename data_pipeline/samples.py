@@ -1,4 +1,4 @@
-"""The endless stream of samples: Megatron's GPTDataset one epoch at a time, blended by Megatron's weights.
+"""The endless stream of samples of text: Megatron's GPTDataset one epoch at a time.
 
 Megatron plans a whole run at once: how it shuffles, and where it separates the last epoch, depends on the
 number of samples asked for, so raising `training.steps` would reorder what comes after a restart. Here
@@ -14,17 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from torch import Tensor
 
+from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
 from megakernel.config.errors import UserError
-
-BLEND_PERIOD = 2**16
-"""Samples after which the pattern of the blend repeats, each corpus in it at least once."""
 
 _OPEN_EPOCHS = 2
 """A batch straddles two epochs at most, unless an epoch is shorter than a batch."""
@@ -114,11 +111,8 @@ class CorpusSamples:
         return self._cache / f"{self._split}-{content}-length{self._seq_len}-seed{self._seed}-epoch{epoch}"
 
 
-class BlendedSamples:
-    """The stream that training consumes: several corpora, each with its share of the samples.
-
-    Megatron's blending takes the next sample from the corpus that is furthest behind its weight.
-    """
+class BlendedSamples(Blend[Tensor]):
+    """The stream of several corpora's tokens; a sample is (seq_len + 1,) int64."""
 
     def __init__(
         self, corpora: list[PreparedCorpus], split: str, seq_len: int, seed: int, cache: Path, key: str
@@ -129,32 +123,8 @@ class BlendedSamples:
         """
         for corpus in corpora:
             _check_holds_a_sample(corpus, split, seq_len, key)
-        self._parts = [CorpusSamples(corpus, split, seq_len, seed, cache) for corpus in corpora]
-        self._which = np.zeros(BLEND_PERIOD, dtype=np.int16)
-        self._rank = np.zeros(BLEND_PERIOD, dtype=np.int64)
-        weights = np.array([corpus.weight for corpus in corpora], dtype=np.float64)
-        helpers.build_blending_indices(
-            self._which, self._rank, weights / weights.sum(), len(corpora), BLEND_PERIOD, False
-        )
-        self._counts = np.bincount(self._which, minlength=len(corpora))
-
-    @property
-    def one_pass(self) -> int:
-        """Samples after which, at the latest, every corpus begins to repeat."""
-        return sum(part.per_epoch for part in self._parts)
-
-    def build(self, samples: int) -> None:
-        """Make the indices of the first `samples` samples, those that are not there yet."""
-        periods, rest = divmod(samples, BLEND_PERIOD)
-        needed = periods * self._counts + np.bincount(self._which[:rest], minlength=len(self._parts))
-        for part, count in zip(self._parts, needed):
-            part.build(int(count))
-
-    def __getitem__(self, index: int) -> Tensor:
-        """Sample `index`: (seq_len + 1,) int64."""
-        period, place = divmod(index, BLEND_PERIOD)
-        part = self._which[place]
-        return self._parts[part][int(period * self._counts[part] + self._rank[place])]
+        parts = [CorpusSamples(corpus, split, seq_len, seed, cache) for corpus in corpora]
+        super().__init__(parts, [corpus.weight for corpus in corpora])
 
 
 def _check_holds_a_sample(corpus: PreparedCorpus, split: str, seq_len: int, key: str) -> None:

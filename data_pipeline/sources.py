@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TextIO
 
+from data_pipeline.document import Columns, Document
 from megakernel.config.errors import UserError
 
 TABLES = {
@@ -38,18 +39,18 @@ class Source(ABC):
         self.skipped: Counter[str] = Counter()
         """Documents of the latest reading that were passed over, by reason."""
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Document]:
         """The documents that have text; the others are counted in `skipped`."""
         self.skipped.clear()
         for document in self._read():
-            if document:
+            if all(document.texts):
                 yield document
             else:
                 self.skipped["empty"] += 1
 
     @abstractmethod
-    def _read(self) -> Iterator[str | None]:
-        """All documents, None or empty ones among them."""
+    def _read(self) -> Iterator[Document]:
+        """All documents, those with an empty text among them."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -59,31 +60,31 @@ class Source(ABC):
 class Files(Source):
     """Files in the given order; tables (`TABLES`) give a document a row, other files are a document each."""
 
-    def __init__(self, files: list[Path], text_key: str, description: dict[str, Any]):
+    def __init__(self, files: list[Path], columns: Columns, description: dict[str, Any]):
         """Open nothing yet; the files exist."""
         super().__init__(None if any(map(table_kind, files)) else len(files))
         self._files = files
-        self._text_key = text_key
+        self._columns = columns
         self._description = description
 
     def describe(self) -> dict[str, Any]:
         """Kind, paths or version, and number of files."""
         return {**self._description, "files": len(self._files)}
 
-    def _read(self) -> Iterator[str | None]:
+    def _read(self) -> Iterator[Document]:
         for file in self._files:
             if kind := table_kind(file):
                 where = {"path": kind, "data_files": str(file), "split": "train"}
-                yield from _column(where, self._text_key, str(file))
+                yield from _rows(where, self._columns, str(file))
             else:
                 yield from self._text(file)
 
-    def _text(self, file: Path) -> Iterator[str]:
+    def _text(self, file: Path) -> Iterator[Document]:
         with file.open(encoding="utf-8", newline="") as stream:
             try:
-                yield _part(stream)
+                yield Document((_part(stream),))
                 while part := _part(stream):
-                    yield part
+                    yield Document((part,))
             except UnicodeDecodeError:
                 self.skipped["not UTF-8"] += 1
 
@@ -91,40 +92,49 @@ class Files(Source):
 class Hub(Source):
     """A dataset `datasets.load_dataset` knows by name, streamed."""
 
-    def __init__(self, name: str, config: str | None, split: str, text_key: str):
+    def __init__(self, name: str, config: str | None, split: str, columns: Columns):
         """Open nothing yet."""
         super().__init__()
         self._where = {"path": name, "name": config, "split": split}
-        self._text_key = text_key
+        self._columns = columns
 
     def describe(self) -> dict[str, Any]:
         """Name, configuration and split."""
         return {"kind": "hub", **self._where}
 
-    def _read(self) -> Iterator[str | None]:
-        return _column(self._where, self._text_key, f"hf:{self._where['path']}")
+    def _read(self) -> Iterator[Document]:
+        return _rows(self._where, self._columns, f"hf:{self._where['path']}")
 
 
-def open_source(spec: list[str], *, text_key: str, split: str, include: list[str]) -> Source:
+def open_source(spec: list[str], *, columns: Columns, split: str, include: list[str]) -> Source:
     """The source that `--source SPEC...` names: `stdlib`, `hf:NAME[:CONFIG]`, or files and directories.
 
     include: name patterns that files inside directories must match, any if empty. Raises UserError for a
-    path that is not there and for a directory without a matching file.
+    path that is not there, for a directory without a matching file, and for labels of what is no table.
     """
     if spec == ["stdlib"]:
         root = Path(sysconfig.get_paths()["stdlib"])
         python = ".".join(map(str, sys.version_info[:3]))
-        return Files(_standard_library(root), text_key, {"kind": "stdlib", "python": python})
+        return _files(_standard_library(root), columns, {"kind": "stdlib", "python": python})
     if len(spec) == 1 and spec[0].startswith("hf:"):
         name, _, config = spec[0].removeprefix("hf:").partition(":")
-        return Hub(name, config or None, split, text_key)
+        return Hub(name, config or None, split, columns)
     files = [file for path in spec for file in _expand(Path(path), include)]
-    return Files(files, text_key, {"kind": "files", "paths": [str(Path(path).resolve()) for path in spec]})
+    return _files(files, columns, {"kind": "files", "paths": [str(Path(path).resolve()) for path in spec]})
 
 
 def table_kind(file: Path) -> str | None:
     """The `datasets` reader of a table, None for a plain text file."""
     return next((kind for ending, kind in TABLES.items() if file.name.endswith(ending)), None)
+
+
+def _files(files: list[Path], columns: Columns, description: dict[str, Any]) -> Files:
+    if columns.label is not None and (plain := [file for file in files if table_kind(file) is None]):
+        raise UserError(
+            f"--labels {columns.label} is a column of tables and {plain[0]} is none; "
+            f"give files that end in {', '.join(TABLES)}, or choose them with --include"
+        )
+    return Files(files, columns, description)
 
 
 def _expand(path: Path, include: list[str]) -> list[Path]:
@@ -155,19 +165,40 @@ def _standard_library(root: Path) -> list[Path]:
     return [root / file for file in sorted(files) if not _NOT_LIBRARY_TEXT.intersection(file.parts)]
 
 
-def _column(where: dict[str, Any], key: str, name: str) -> Iterator[str | None]:
-    """Column `key` of a streamed dataset; UserError where it cannot be read or holds no such text."""
+def _rows(where: dict[str, Any], columns: Columns, name: str) -> Iterator[Document]:
+    """The rows of a streamed dataset; UserError where it cannot be read or its columns hold something else."""
     from datasets import load_dataset
 
     try:
         for rows in load_dataset(**where, streaming=True).iter(batch_size=256):
-            if key not in rows:
-                raise UserError(f"no column {key!r} among {', '.join(rows)}; set --text-key")
-            for text in rows[key]:
-                if not isinstance(text, str | None):
-                    raise UserError(f"column {key!r} holds {type(text).__name__}, not text; set --text-key")
-                yield text
+            for key in columns.names:
+                if key not in rows:
+                    raise UserError(
+                        f"no column {key!r} among {', '.join(rows)}; set --{_option(key, columns)}"
+                    )
+            for values in zip(*(rows[key] for key in columns.names)):
+                yield _document(values, columns)
     # datasets, pyarrow, fsspec and the hub client share no exception type for "this cannot be read".
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise UserError(f"--source {name} cannot be read: {first_line or type(error).__name__}") from error
+
+
+def _document(values: tuple[Any, ...], columns: Columns) -> Document:
+    for key, value in zip(columns.names, values):
+        allowed, wanted = (int | str, "a class") if key == columns.label else (str | None, "text")
+        if not isinstance(value, allowed):
+            found = type(value).__name__
+            raise UserError(f"column {key!r} holds {found}, not {wanted}; set --{_option(key, columns)}")
+    texts = tuple(text or "" for text in values[: len(columns.texts)])
+    if columns.label is None:
+        return Document(texts)
+    label = values[-1]
+    return Document(texts, int(label) if isinstance(label, bool) else label)
+
+
+def _option(key: str, columns: Columns) -> str:
+    """The option of `megakernel prepare` that names a column."""
+    if key == columns.label:
+        return "labels"
+    return "text-key" if key == columns.texts[0] else "second-text-key"

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from data_pipeline.document import Label
 from data_pipeline.encoding import Encoded
 from data_pipeline.manifest import FileRecord, SplitRecord
 
@@ -20,6 +21,7 @@ class TokenWriter:
     def __init__(self, prefix: Path, dtype: type[Any]):
         """prefix: path of both files without their endings."""
         self.documents = 0
+        self.labels: list[Label] = []
         self.tokens = 0
         self._bytes = 0
         self._prefix = prefix
@@ -34,6 +36,7 @@ class TokenWriter:
             self._builder.add_document(tokens, [tokens.size])
             self.tokens += tokens.size
         self.documents += len(encoded.tokens)
+        self.labels += encoded.labels
         self._bytes += encoded.bytes
 
     def finish(self) -> SplitRecord:

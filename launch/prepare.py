@@ -44,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=_at_least(0), default=Request.seed, help="which documents are held out"
     )
     parser.add_argument("--text-key", default=Request.text_key, help="column that holds the text of a row")
+    parser.add_argument(
+        "--labels", metavar="KEY", help="column that holds the class of a row, for a classifier"
+    )
+    parser.add_argument(
+        "--second-text-key",
+        metavar="KEY",
+        help="column with the document that the first is compared with (labelled rows only)",
+    )
     parser.add_argument("--split", default=Request.split, help="split of a hub dataset to read")
     parser.add_argument(
         "--include",
@@ -70,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         validation_fraction=args.validation_fraction,
         seed=args.seed,
         text_key=args.text_key,
+        labels=args.labels,
+        second_text_key=args.second_text_key,
         split=args.split,
         include=tuple(args.include),
         max_documents=args.max_documents,
@@ -114,6 +124,8 @@ def _summary(out: Path, manifest: Manifest) -> str:
         f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes / 1e6:,.1f} MB"
         for name, split in manifest.splits.items()
     ]
+    if manifest.labels is not None:
+        lines += [f"  classes: {', '.join(map(str, manifest.labels.classes))}"]
     lines += [
         f"  skipped {count:,} documents: {reason}" for reason, count in manifest.skipped.items() if count
     ]

@@ -1,10 +1,11 @@
 """One YAML file becomes one typed, validated tree. Reads no torch, so every command can afford it."""
 
-from .attention import PRESETS, Attention, BlockCompression, FeatureMap, Near, expand_preset
-from .data import Corpus, Data
+from .attention import PRESETS, Attention, FeatureMap, Near, expand_preset
+from .compression import BlockCompression, Compression, LinformerCompression, PoolCompression
+from .data import Corpus, Data, Masking
 from .errors import MISSING, ConfigError, Problem, UserError
 from .load import from_yaml, load, to_yaml
-from .model import Model
+from .model import Classifier, Model
 from .parallel import Parallel
 from .resume import Difference, check_same_run, differences
 from .training import Checkpoint, Logging, Optimizer, Schedule, Training
@@ -17,17 +18,22 @@ __all__ = [
     "Attention",
     "BlockCompression",
     "Checkpoint",
+    "Classifier",
+    "Compression",
     "Config",
     "ConfigError",
     "Corpus",
     "Data",
     "Difference",
     "FeatureMap",
+    "LinformerCompression",
     "Logging",
+    "Masking",
     "Model",
     "Near",
     "Optimizer",
     "Parallel",
+    "PoolCompression",
     "Problem",
     "Run",
     "Schedule",

@@ -1,10 +1,12 @@
 """The data section: which prepared corpora are read, and how documents are treated."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from .errors import Problem
 from .section import Section
 
 
@@ -34,6 +36,26 @@ Corpora = Annotated[list[Corpus], BeforeValidator(_as_corpora), Field(min_length
 """A folder, a list of folders, a mapping folder -> weight, or a list of {path, weight}."""
 
 
+class Masking(Section):
+    """Which tokens a masked language model has to find again, and what stands in their place (BERT's recipe)."""
+
+    rate: float = Field(default=0.15, gt=0, le=1)
+    """Share of the tokens that are predicted; the ends of documents never are."""
+
+    mask_share: float = Field(default=0.8, ge=0, le=1)
+    """Share of those that become the mask token."""
+
+    random_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of those that become another token at random; the rest stays as it is."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Shares of more than the whole."""
+        if self.mask_share + self.random_share > 1:
+            reason = f"and mask_share={self.mask_share} add up to more than 1"
+            remedy = f"set at most {1 - self.mask_share:g}"
+            yield Problem("random_share", self.random_share, reason, remedy)
+
+
 class Data(Section):
     """Prepared token files."""
 
@@ -44,7 +66,12 @@ class Data(Section):
     """Corpora whose validation split is evaluated; None takes those of data.train."""
 
     isolate_documents: bool = True
-    """Attention, states and positions restart at every document, and no token is predicted across its end."""
+    """Attention, states and positions restart at every document, and no token is predicted across its end.
+
+    A classifier's documents are isolated in any case: each has a row of its own."""
+
+    masking: Masking | None = None
+    """Which tokens a masked_lm predicts; None takes BERT's 15 %, of them 80 % masked and 10 % random."""
 
     index_cache: Path | None = None
     """Folder of Megatron's sample indices; None takes `.index_cache` inside the first corpus."""

@@ -21,11 +21,30 @@ LayerAttention = Annotated[
 """`main` for model.attention, or a preset's name or tree of its own."""
 
 
-class Model(Section):
-    """A decoder language model."""
+class Classifier(Section):
+    """The head of a model that assigns documents to classes."""
 
-    kind: Literal["causal_lm"] = "causal_lm"
-    """What the model predicts."""
+    num_classes: int = Field(ge=2)
+    """Classes; as many as the prepared data has."""
+
+    pooling: Literal["mean", "cls"] = "mean"
+    """What stands for a document: the mean over its tokens, or a special token put before them."""
+
+    head: Literal["linear", "mlp"] = "linear"
+    """From there to the classes: one matrix, or a hidden layer of hidden_size with gelu."""
+
+    documents: Literal[1, 2] = 1
+    """Documents per example; of two, each read on its own, the head sees [a, b, a*b, a-b]."""
+
+
+class Model(Section):
+    """A transformer: a decoder, or an encoder in which every token sees every other."""
+
+    kind: Literal["causal_lm", "masked_lm", "classifier"] = "causal_lm"
+    """What the model predicts: the next token, tokens that were hidden, or the class of a document."""
+
+    classifier: Classifier | None = None
+    """The head of kind: classifier."""
 
     num_layers: int = Field(gt=0)
     """Transformer layers."""
@@ -54,8 +73,8 @@ class Model(Section):
     norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the variance inside the norm."""
 
-    position: Literal["rope", "learned", "none"] = "rope"
-    """Rotary positions inside attention, a learned table added to the embedding, or neither."""
+    position: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
+    """Rotary positions inside attention, a learned or a fixed table added to the embedding, or none."""
 
     rope_base: float = Field(default=10_000.0, gt=0)
     """Base of the rotary frequencies."""
@@ -88,6 +107,24 @@ class Model(Section):
     """Repeated over the layers; `main` is model.attention. [main, main, softmax]: every third is softmax."""
 
     @property
+    def is_causal(self) -> bool:
+        """Whether a token sees only itself and what came before."""
+        return self.kind == "causal_lm"
+
+    @property
+    def special_ids(self) -> int:
+        """Ids behind the tokenizer's that encoders know: the mask, then the token that stands for a document.
+
+        All encoders have both, so that a classifier can start from the weights of a masked language model.
+        """
+        return 0 if self.is_causal else 2
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows of tokens that one sample of training fills."""
+        return self.classifier.documents if self.classifier is not None else 1
+
+    @property
     def kv_heads(self) -> int:
         """Key/value heads."""
         return self.num_kv_heads or self.num_heads
@@ -114,7 +151,13 @@ class Model(Section):
         return self.attention if entry == "main" else entry
 
     def problems(self) -> Iterator[Problem]:
-        """Head counts and widths that do not fit each other."""
+        """Head counts and widths that do not fit each other, and keys of another kind of model."""
+        if self.kind == "classifier" and self.classifier is None:
+            remedy = "add classifier: {num_classes: 2}, or as many as the data has"
+            yield Problem("classifier", None, "is missing beside kind: classifier", remedy)
+        if self.kind != "classifier" and self.classifier is not None:
+            reason = f"has no effect on kind: {self.kind}"
+            yield Problem("classifier", "{...}", reason, "remove it or take kind: classifier")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             reason = f"is not a multiple of num_heads={self.num_heads}"
             yield Problem("hidden_size", self.hidden_size, reason, "change one of them or set head_dim")

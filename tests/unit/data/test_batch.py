@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from data_pipeline.batch import Batch
-from data_pipeline.loader import cut
-from data_pipeline.order import Share
+from data_pipeline.packed_text import next_tokens
 
 EOD = 9
 # Three documents in one row; ends at the edges and side by side; an end before and at the edge of a piece.
@@ -17,7 +16,7 @@ ROWS = torch.tensor(
 
 
 def whole(isolate: bool = True) -> Batch:
-    return cut(ROWS, EOD, isolate, Share())
+    return next_tokens(ROWS, EOD, isolate)
 
 
 def test_labels_are_the_next_tokens():
@@ -71,7 +70,7 @@ def test_cu_seqlens_are_the_document_starts_and_the_end():
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("isolate", [True, False])
 def test_pieces_put_together_are_the_whole(size: int, isolate: bool):
-    pieces = [cut(ROWS, EOD, isolate, Share(piece_rank=rank, piece_size=size)) for rank in range(size)]
+    pieces = [whole(isolate).piece(rank, size) for rank in range(size)]
     for name in ("tokens", "labels", "loss_mask", "positions"):
         assert torch.equal(
             torch.cat([getattr(piece, name) for piece in pieces], 1), getattr(whole(isolate), name)
@@ -79,13 +78,13 @@ def test_pieces_put_together_are_the_whole(size: int, isolate: bool):
 
 
 def test_the_last_label_of_a_piece_is_the_first_token_of_the_next():
-    left, right = (cut(ROWS, EOD, True, Share(piece_rank=rank, piece_size=2)) for rank in range(2))
+    left, right = (whole().piece(rank, 2) for rank in range(2))
     assert torch.equal(left.labels[:, -1], right.tokens[:, 0])
     assert torch.equal(right.labels[:, -1], ROWS[:, -1])
 
 
 def test_a_document_begun_on_an_earlier_piece_does_not_start_again():
-    piece = cut(ROWS, EOD, True, Share(piece_rank=1, piece_size=2))
+    piece = whole().piece(1, 2)
     assert piece.positions[0].tolist() == [3, 4, 0, 1, 2, 3]
     # Row 0 continues and starts at 2; row 1 continues all along; row 2 starts at its first token, 12.
     assert piece.cu_seqlens.tolist() == [2, 12, 18]

@@ -157,7 +157,7 @@ def test_corpora_are_blended_by_their_weights(corpus: Path, other_corpus: Path, 
 def test_a_blend_reads_on_where_its_pattern_repeats(
     corpus: Path, other_corpus: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("data_pipeline.samples.BLEND_PERIOD", 16)
+    monkeypatch.setattr("data_pipeline.blend.BLEND_PERIOD", 16)
     config = configure({str(corpus): 3.0, str(other_corpus): 1.0}, steps=10)
     rows_read = [row for step in range(10) for row in global_batch(config, step)]
     assert len(set(rows_read)) == 80, "no sample is read twice before a corpus has been read once"

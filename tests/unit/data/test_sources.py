@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from data_pipeline import sources
+from data_pipeline.document import Columns
 from data_pipeline.sources import open_source
 from tests.unit.data.conftest import documents, write_jsonl
 
@@ -17,7 +18,8 @@ TEXTS = documents(7, seed=5)
 def read(
     *spec: str, text_key: str = "text", split: str = "train", include: tuple[str, ...] = ()
 ) -> list[str]:
-    return list(open_source(list(spec), text_key=text_key, split=split, include=list(include)))
+    source = open_source(list(spec), columns=Columns((text_key,)), split=split, include=list(include))
+    return [text for document in source for text in document.texts]
 
 
 def test_jsonl_gives_a_document_a_row(tmp_path: Path):
@@ -57,10 +59,10 @@ def test_documents_without_text_are_counted(tmp_path: Path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "fine.txt").write_text("fine")
     (tmp_path / "rows.jsonl").write_text('{"text": "row"}\n{"text": null}\n{"text": ""}\n')
-    source = open_source([str(tmp_path)], text_key="text", split="train", include=[])
-    assert list(source) == ["fine", "row"]
+    source = open_source([str(tmp_path)], columns=Columns(), split="train", include=[])
+    assert [document.texts for document in source] == [("fine",), ("row",)]
     assert source.skipped == {"not UTF-8": 1, "empty": 3}
-    assert list(source) == ["fine", "row"], "a source can be read again"
+    assert [document.texts for document in source] == [("fine",), ("row",)], "a source can be read again"
     assert source.skipped.total() == 4
 
 
@@ -75,11 +77,11 @@ def test_a_file_too_long_for_memory_is_cut_at_line_ends(tmp_path: Path, monkeypa
 
 
 def test_the_standard_library_is_its_sources_without_tests():
-    source = open_source(["stdlib"], text_key="text", split="train", include=[])
+    source = open_source(["stdlib"], columns=Columns(), split="train", include=[])
     description = source.describe()
     assert description["kind"] == "stdlib"
     assert description["python"] == ".".join(map(str, sys.version_info[:3]))
-    texts = list(source)
+    texts = [text for document in source for text in document.texts]
     assert 5e6 < sum(map(len, texts)) < 30e6
     assert any("class Thread:" in text for text in texts)
     assert not any("class TestThread" in text for text in texts)

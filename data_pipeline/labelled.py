@@ -1,0 +1,116 @@
+"""Documents with a class each: the objective of a classifier."""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from torch import Tensor
+
+from data_pipeline.batch import PADDING, Batch
+from data_pipeline.blend import Blend
+from data_pipeline.corpus import PreparedCorpus
+from data_pipeline.document import Label
+from data_pipeline.labels import read_labels
+from megakernel.config.errors import UserError
+from megakernel.config.model import Classifier
+
+
+class Example(NamedTuple):
+    """What is classified."""
+
+    documents: list[np.ndarray]
+    """Tokens of one or two documents, each with its end."""
+
+    label: int
+    """Number of the class."""
+
+
+class CorpusExamples:
+    """The examples of one corpus' split, epoch after epoch, each in an order of its own."""
+
+    def __init__(self, corpus: PreparedCorpus, split: str, documents: int, seed: int):
+        self._tokens = IndexedDataset(str(corpus.prefix(split)))
+        self._labels = read_labels(corpus.folder, split)
+        self._documents = documents
+        self._seed = seed
+        self.per_epoch = len(self._labels)
+        # A batch straddles two epochs at most, unless an epoch is shorter than a batch.
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    def build(self, samples: int) -> None:
+        """Nothing: the order is drawn while reading."""
+
+    def __getitem__(self, index: int) -> Example:
+        """Example `index` of the endless stream."""
+        epoch, place = divmod(index, self.per_epoch)
+        row = int(self._order(epoch)[place])
+        first = row * self._documents
+        documents = [self._tokens[at] for at in range(first, first + self._documents)]
+        return Example(documents, int(self._labels[row]))
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self._seed, epoch)).permutation(self.per_epoch)
+
+
+class LabelledDocuments:
+    """Every document in a row of its own, cut or padded to seq_len tokens; an example's rows side by side."""
+
+    def __init__(
+        self,
+        corpora: list[PreparedCorpus],
+        split: str,
+        seq_len: int,
+        seed: int,
+        documents: int,
+        first: Sequence[int],
+    ):
+        """documents: per example. first: ids put before every document."""
+        parts = [CorpusExamples(corpus, split, documents, seed) for corpus in corpora]
+        self._examples = Blend(parts, [corpus.weight for corpus in corpora])
+        self._seq_len = seq_len
+        self._first = np.array(first, dtype=np.int64)
+        self.one_pass = self._examples.one_pass
+        self.build = self._examples.build
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """See `Objective`: tokens and positions (examples x documents, seq_len), labels (examples,)."""
+        examples = [self._examples[index] for index in indices]
+        rows = [self._row(document) for example in examples for document in example.documents]
+        tokens, positions = map(torch.stack, zip(*rows))
+        labels = torch.tensor([example.label for example in examples])
+        return Batch(tokens, labels, torch.ones_like(labels, dtype=torch.bool), positions)
+
+    def _row(self, document: np.ndarray) -> tuple[Tensor, Tensor]:
+        ids = np.concatenate([self._first, document])[: self._seq_len]
+        tokens = torch.zeros(self._seq_len, dtype=torch.int64)
+        tokens[: len(ids)] = torch.from_numpy(ids)
+        places = torch.arange(self._seq_len)
+        return tokens, places.where(places < len(ids), PADDING)
+
+
+def check_labels(corpora: Iterable[tuple[str, PreparedCorpus]], form: Classifier) -> None:
+    """UserError unless all corpora, each with the key that names it, hold examples for a classifier of this form."""
+    known: list[Label] = []
+    for key, corpus in corpora:
+        labels = corpus.manifest.labels
+        if labels is None:
+            raise UserError(
+                f"{key}={corpus.folder} has no labels to classify by; prepare it with --labels KEY, "
+                "or choose another model.kind"
+            )
+        wanted = {"documents": labels.documents, "num_classes": len(labels.classes)}
+        for name, count in wanted.items():
+            if getattr(form, name) != count:
+                raise UserError(
+                    f"model.classifier.{name}={getattr(form, name)} does not fit {key}={corpus.folder}, "
+                    f"where it is {count}; set {count}"
+                )
+        known = known or labels.classes
+        if labels.classes != known:
+            raise UserError(
+                f"{key}={corpus.folder} has the classes {labels.classes}, corpora before it {known}; "
+                "give corpora of the same classes"
+            )

@@ -1,0 +1,40 @@
+"""SPLIT.labels.npy: the class of every example of a split."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.document import Label
+from data_pipeline.manifest import FileRecord
+from megakernel.config.errors import UserError
+
+
+def write_labels(
+    folder: Path, labels: Mapping[str, Sequence[Label]]
+) -> tuple[list[Label], dict[str, FileRecord]]:
+    """Write each split's labels as numbers of classes; returns the classes in order, and the files' records.
+
+    Raises UserError for fewer than two classes, and for labels of numbers and words side by side.
+    """
+    values = {label for split in labels.values() for label in split}
+    if len({type(value) for value in values}) > 1:
+        raise UserError("--labels holds numbers and words; write all of them in one way")
+    if len(values) < 2:
+        raise UserError(f"--labels holds {len(values)} class; give examples of at least two")
+    classes: list[Label] = sorted(values)
+    number = {label: at for at, label in enumerate(classes)}
+    records = {}
+    for split, of_split in labels.items():
+        np.save(_file(folder, split), np.array([number[label] for label in of_split], dtype=np.int64))
+        records[split] = FileRecord.of(_file(folder, split))
+    return classes, records
+
+
+def read_labels(folder: Path, split: str) -> np.ndarray:
+    """(examples,) int64."""
+    return np.load(_file(folder, split), mmap_mode="r")
+
+
+def _file(folder: Path, split: str) -> Path:
+    return folder / f"{split}.labels.npy"

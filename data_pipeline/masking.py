@@ -1,0 +1,82 @@
+"""Tokens that are hidden from a masked language model, which has to find them again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_pipeline.batch import Batch
+from data_pipeline.packed_text import document_positions
+from data_pipeline.samples import BlendedSamples
+from megakernel.config.data import Masking
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer's ids, 0 to `size` - 1, and those that encoders know beside them."""
+
+    size: int
+    eod: int
+
+    @property
+    def mask(self) -> int:
+        """Stands for a hidden token."""
+        return self.size
+
+    @property
+    def document(self) -> int:
+        """Stands for a whole document, before its tokens."""
+        return self.size + 1
+
+
+def hide(
+    tokens: Tensor, masking: Masking, vocabulary: Vocabulary, seed: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """One row (N,) as the model sees it, and which of its tokens are to be predicted (N,) bool.
+
+    A function of (row, seed) alone. Ends of documents are never hidden.
+    """
+    draw = np.random.default_rng(seed)
+    chosen, kind = torch.from_numpy(draw.random((2, len(tokens))))
+    others = torch.from_numpy(draw.integers(vocabulary.size, size=len(tokens)))
+    hidden = (chosen < masking.rate) & (tokens != vocabulary.eod)
+    masked = hidden & (kind < masking.mask_share)
+    swapped = hidden & ~masked & (kind < masking.mask_share + masking.random_share)
+    return torch.where(masked, vocabulary.mask, torch.where(swapped, others, tokens)), hidden
+
+
+class MaskedTokens:
+    """The objective of a masked language model.
+
+    What is hidden in a sample depends on (seed, its place in the stream): a text that comes again in a later
+    epoch has other tokens hidden, and neither a restart nor a layout changes any.
+    """
+
+    def __init__(
+        self,
+        samples: BlendedSamples,
+        masking: Masking,
+        vocabulary: Vocabulary,
+        seed: int,
+        isolate_documents: bool,
+    ):
+        self._samples = samples
+        self._masking = masking
+        self._vocabulary = vocabulary
+        self._seed = seed
+        self._isolate_documents = isolate_documents
+        self.one_pass = samples.one_pass
+        self.build = samples.build
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """See `Objective`."""
+        labels = torch.stack([self._samples[index][:-1] for index in indices])
+        rows = [
+            hide(row, self._masking, self._vocabulary, (self._seed, index))
+            for row, index in zip(labels, indices)
+        ]
+        tokens, hidden = map(torch.stack, zip(*rows))
+        positions = document_positions(labels, self._vocabulary.eod, self._isolate_documents)
+        return Batch(tokens, labels, hidden, positions)

@@ -1,0 +1,53 @@
+"""What a model of each kind learns from."""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from data_pipeline.batch import Batch
+from data_pipeline.corpus import Corpora
+from data_pipeline.labelled import LabelledDocuments, check_labels
+from data_pipeline.masking import MaskedTokens, Vocabulary
+from data_pipeline.packed_text import NextTokens
+from data_pipeline.samples import BlendedSamples
+from megakernel.config.data import Masking
+from megakernel.config.tree import Config
+
+
+class Objective(Protocol):
+    """An endless stream of samples, and what is to be predicted of each."""
+
+    one_pass: int
+    """Samples after which, at the latest, every corpus begins to repeat."""
+
+    def build(self, samples: int) -> None:
+        """Make what reading the first `samples` samples needs and is not there yet."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These samples of the stream, in whole rows."""
+
+
+def open_objective(config: Config, corpora: Corpora, split: Literal["train", "validation"]) -> Objective:
+    """The split's samples for the configured kind of model.
+
+    Training follows the run's seed; validation is the same for every seed. Raises UserError for corpora that
+    hold too little, or not what this kind of model reads.
+    """
+    validation_key = "data.validation" if config.data.validation else "data.train"
+    named = [("data.train", corpus) for corpus in corpora.train]
+    named += [(validation_key, corpus) for corpus in corpora.validation]
+    if split == "train":
+        parts, key, seed = corpora.train, "data.train", config.run.seed
+    else:
+        parts, key, seed = corpora.validation, validation_key, 0
+    model, data, seq_len = config.model, config.data, config.training.seq_len
+    vocabulary = Vocabulary(corpora.vocab_size, corpora.eod)
+    if model.classifier is not None:
+        check_labels(named, model.classifier)
+        first = [vocabulary.document] if model.classifier.pooling == "cls" else []
+        return LabelledDocuments(parts, split, seq_len, seed, model.classifier.documents, first)
+    cache = data.index_cache or data.train[0].path / ".index_cache"
+    samples = BlendedSamples(parts, split, seq_len, seed, cache, key)
+    if model.kind == "masked_lm":
+        masking = data.masking or Masking()
+        return MaskedTokens(samples, masking, vocabulary, seed, data.isolate_documents)
+    return NextTokens(samples, corpora.eod, data.isolate_documents)
