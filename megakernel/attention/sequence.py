@@ -36,6 +36,14 @@ class SequencePiece(Protocol):
         """
         ...
 
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the pieces, on each of them; its gradient is the sum of theirs."""
+        ...
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """(..., n, d) of mine -> (..., size * n, d) of all pieces in order; differentiable."""
+        ...
+
     def tokens_to_heads(self, x: Tensor) -> Tensor:
         """(B, H, N, d) my tokens of all heads -> (B, H / size, N * size, d) all tokens of my heads (Ulysses)."""
         ...
@@ -66,6 +74,14 @@ class WholeSequence:
     def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
         """The empty state: nothing enters the whole sequence."""
         return _Nothing(state)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Mine is all there is."""
+        return x
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """Mine are all there are."""
+        return x
 
     def tokens_to_heads(self, x: Tensor) -> Tensor:
         """All heads are mine already."""

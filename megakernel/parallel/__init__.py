@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megakernel.parallel.device import prepare_device
     from megakernel.parallel.mesh import Mesh
-    from megakernel.parallel.tensor import mark_head_parameters, replicated
+    from megakernel.parallel.tensor import mark_head_parameters, replicated, total
 
-__all__ = ["Mesh", "mark_head_parameters", "prepare_device", "replicated"]
+__all__ = ["Mesh", "mark_head_parameters", "prepare_device", "replicated", "total"]
 
 _HOMES = {
     "Mesh": "mesh",
     "mark_head_parameters": "tensor",
     "prepare_device": "device",
     "replicated": "tensor",
+    "total": "tensor",
 }
 
 

@@ -5,12 +5,13 @@ The kernel state is all that every process sends to every other, and its size do
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megakernel.ops.state import EMPTY, KernelState, PendingState
 from megakernel.parallel.axis import Axis
+from megakernel.parallel.tensor import total
 
 
 class ContextPiece:
@@ -42,6 +43,15 @@ class ContextPiece:
         """Send `state` to every piece and begin to receive theirs: see `SequencePiece.start_prefix`."""
         exchange = _StateExchange(self.rank, self.size, self._group)
         return _PendingPrefix(exchange, _Start.apply(state.sums, state.log_scale, carries, exchange))
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the pieces, on each of them."""
+        return total(x, self._group)
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """(..., n, d) of mine -> (..., size * n, d) of all pieces in order."""
+        tokens_first = x.movedim(-2, 0).contiguous()
+        return gather_from_sequence_parallel_region(tokens_first, group=self._group).movedim(0, -2)
 
     def tokens_to_heads(self, x: Tensor) -> Tensor:
         """(B, H, N, d) with my tokens of all heads -> (B, H / size, N * size, d), all tokens of my heads."""

@@ -2,11 +2,11 @@
 
 from functools import partial
 
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
 from megakernel.attention import AttentionLayer, HeadShard
@@ -21,7 +21,48 @@ def replicated(parameter: Tensor, group: ProcessGroup | None) -> Tensor:
     """
     if group is None:
         return parameter
-    return copy_to_tensor_model_parallel_region(parameter, group=group)
+    return _SummedBackward.apply(parameter, group)
+
+
+def total(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of `x` over the processes of `group`, on each of them, which all go on to use it.
+
+    The gradient of a part is therefore the sum of the gradients of the total.
+    """
+    return _Total.apply(x, group)
+
+
+def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return x
+    # Of a copy: Megatron-core's own sum works in place, and loses its result where x is not contiguous.
+    summed = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
+class _SummedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group), None  # type: ignore[attr-defined]
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        return _sum(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group), None  # type: ignore[attr-defined]
 
 
 def head_shard(tp: Axis) -> HeadShard:

@@ -33,6 +33,7 @@ def softmax_attention(
     causal: bool = True,
     positions: Positions = 0,
     key_mask: Tensor | None = None,
+    mass: Tensor | None = None,
     initial_state: SoftmaxState | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, SoftmaxState]:
@@ -41,11 +42,14 @@ def softmax_attention(
     Args:
         q: (B, H, N, d).
         k: (B, H_kv, N, d), H a multiple of H_kv.
-        v: (B, H_kv, N, D).
+        v: (B, H_kv, N, D). Where nothing is causal or packed, keys and values may be another number of tokens than
+            the queries.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
         positions: (B, N) positions within documents, or the position of the first token of rows that hold one
             document each.
         key_mask: (B, N) bool, False removes a key; not together with a state.
+        mass: (B, N) multiplies the weight of a key, which counts so many times; 0 removes it. For keys of whole
+            rows only.
         initial_state: cache of the tokens before these.
         backend: reference or chunked.
 
@@ -55,7 +59,7 @@ def softmax_attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, naming the argument.
     """
-    check_heads(q, k, v)
+    check_heads(q, k, v, cross=not causal and isinstance(positions, int))
     cached = 0
     spans = None
     if isinstance(positions, Tensor):
@@ -68,6 +72,6 @@ def softmax_attention(
     if isinstance(positions, Tensor) or (cached and q.shape[2] > 1):
         spans = document_spans(position_rows(positions, q.shape[2], q.device), cached, causal)
     out = choose(IMPLEMENTATIONS, backend)(
-        q, k, v, spans=spans, causal=causal and cached == 0, key_mask=key_mask
+        q, k, v, spans=spans, causal=causal and cached == 0, key_mask=key_mask, mass=mass
     )
     return out, SoftmaxState(k, v)

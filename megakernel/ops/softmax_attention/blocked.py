@@ -11,12 +11,22 @@ BLOCK = 512
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, spans: Spans | None, causal: bool, key_mask: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans: Spans | None,
+    causal: bool,
+    key_mask: Tensor | None,
+    mass: Tensor | None = None,
 ) -> Tensor:
     """(B, H, N, D). spans: what each query may see; None: all keys, or with `causal` those up to its own."""
     grouped = q.shape[1] != k.shape[1]
     if spans is None:
         mask = None if key_mask is None else key_mask[:, None, None]
+        if mass is not None:
+            # A finite logarithm of 0: rows without any key stay finite.
+            mask = mass.log().clamp(min=torch.finfo(q.dtype).min / 2).to(q.dtype)[:, None, None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     outputs = []
     starts = range(0, q.shape[2], BLOCK)

@@ -59,6 +59,12 @@ class ThreadPiece:
             reduce(lambda total, part: merge(keep(total, part[1]), part[0]), earlier, empty_state(state))
         )
 
+    def total(self, x: Tensor) -> Tensor:
+        return torch.stack(self.table.gather(self.rank, x)).sum(0)
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        return torch.cat(self.table.gather(self.rank, x), -2)
+
     def tokens_to_heads(self, x: Tensor) -> Tensor:
         return torch.cat(self.table.gather(self.rank, x), 2).chunk(self.size, 1)[self.rank]
 

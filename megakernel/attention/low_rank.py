@@ -1,0 +1,121 @@
+"""Low rank without causality: every query meets the same landmarks, under softmax or a kernel (MECHANISMS 3 and 4)."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megakernel.attention.compression import Compressor, Landmarks
+from megakernel.attention.features import build_projection
+from megakernel.attention.heads import HeadShard, Seed
+from megakernel.attention.layer import AttentionLayer, Properties
+from megakernel.attention.rotary import Rotary
+from megakernel.attention.sequence import SequencePiece
+from megakernel.config.attention import Attention
+from megakernel.ops import kernel_attention, softmax_attention
+from megakernel.ops.documents import Positions, position_rows
+
+
+class LowRankAttention(AttentionLayer):
+    """Linformer, softmax(Q (E K)^T / sqrt(d)) (F V), and FLuRKA, phi(Q) (phi(K~)^T V~) row-normalized.
+
+    With `compresses_input` K~ = (E X) W_K and V~ = (F X) W_V (FLuRKA eq. 2), else K~ = E K and V~ = F V (eq. 1).
+    A row is one document: landmarks mix all of its tokens.
+    """
+
+    def __init__(
+        self,
+        form: Attention,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_positions: int | None,
+        seed: Seed,
+        heads: HeadShard,
+    ):
+        super().__init__(num_heads, num_kv_heads, head_dim, False, heads)
+        assert form.compression is not None
+        self.compresses_input = form.compresses_input
+        self.far_rope = form.far_rope
+        self.compressor = Compressor(form.compression, max_positions, self.kv_heads, seed, heads)
+        self.projection = None
+        if form.feature_map is not None:
+            self.projection = build_projection(form.feature_map, self.kv_heads, head_dim, seed, heads)
+
+    @property
+    def properties(self) -> Properties:
+        """What this layer can do."""
+        return Properties(False, False, state_size=0, state_size_per_token=0, exchanges=("landmarks",))
+
+    def sharded_parameters(self) -> dict[str, int]:
+        """The projection, and E and F where they are per head."""
+        pools = {f"compressor.{name}": 0 for name in self.compressor.sharded}
+        if self.projection is None:
+            return pools
+        return pools | {f"projection.{name}": at for name, at in self.projection.sharded_parameters().items()}
+
+    def compress(self, x: Tensor, *, first: int, length: int) -> Tensor:
+        """What n tokens of the layer's input contribute to the input's landmarks.
+
+        x: (n, B, C), the tokens from place `first` on of rows of `length`, zeros where they are padding. Returns
+        (2, L, B, C), E x and F x, or (1, L, B, C) where keys and values share E; parts of a row add up.
+        """
+        flat = self.compressor((x.flatten(1),), first=first, length=length)
+        return torch.stack(flat).unflatten(-1, x.shape[1:])
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        positions: Positions,
+        rotary: Rotary | None,
+        piece: SequencePiece,
+        key_mask: Tensor | None,
+        state: Any,
+    ) -> tuple[Tensor, Any]:
+        """See AttentionLayer; k and v hold landmarks where the layer compresses its input."""
+        length = q.shape[2] * piece.size
+        if not self.compresses_input:
+            k, v = self._compressed(k, v, key_mask, piece)
+        counts = None if key_mask is None else key_mask.sum(1)
+        landmarks = self.compressor.finish(k, v, length=length, counts=counts)
+        if rotary is not None and self.far_rope == "centroid":
+            q = rotary(q, position_rows(positions, q.shape[2], q.device))
+            landmarks = landmarks._replace(keys=rotary(landmarks.keys, self._centres(length, counts, q)))
+        return self._attend(q, landmarks), None
+
+    def _attend(self, q: Tensor, landmarks: Landmarks) -> Tensor:
+        keys, values, mass = landmarks
+        if self.projection is None:
+            return softmax_attention(q, keys, values, causal=False, mass=mass)[0]
+        out = kernel_attention(
+            q,
+            keys,
+            values,
+            feature_map=self.projection.feature_map,
+            projection=self.projection(),
+            causal=False,
+            mass=None if mass is None else mass[:, None],
+        )
+        return cast(Tensor, out)
+
+    def _compressed(
+        self, k: Tensor, v: Tensor, key_mask: Tensor | None, piece: SequencePiece
+    ) -> tuple[Tensor, Tensor]:
+        if key_mask is not None:
+            k, v = (x * key_mask[:, None, :, None].to(x.dtype) for x in (k, v))
+        tokens = k.shape[2]
+        parts = self.compressor((k, v), first=piece.rank * tokens, length=piece.size * tokens)
+        # One message for both.
+        keys, values = piece.total(torch.cat(parts, -1)).split([k.shape[-1], v.shape[-1]], -1)
+        return keys, values
+
+    def _centres(self, length: int, counts: Tensor | None, like: Tensor) -> Tensor:
+        """(B, L) or (1, L): where the real tokens of each landmark's block have their centre."""
+        size, rank = self.compressor.block_size, self.compressor.rank
+        starts = torch.arange(0, length, size, device=like.device)
+        ends = torch.tensor([length], device=like.device) if counts is None else counts
+        last = torch.minimum(starts + size, ends[:, None]).clamp(min=1) - 1
+        return ((starts + last) / 2).repeat_interleave(rank, 1)
