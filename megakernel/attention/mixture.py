@@ -1,0 +1,199 @@
+"""Several keys at one position, and attention that weighs every pair (MECHANISMS sections 5 and 6)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megakernel.attention.heads import HeadShard, Seed, generator
+from megakernel.attention.layer import AttentionLayer, Properties, rotate
+from megakernel.attention.rotary import Rotary
+from megakernel.attention.sequence import SequencePiece
+from megakernel.config.attention import Attention
+from megakernel.config.mixture import Mixture
+from megakernel.ops import weighted_attention
+from megakernel.ops.documents import Positions
+from megakernel.ops.weighted_attention import responsibilities
+
+
+class KeyMixture(nn.Module):
+    """The M keys at a position and how much each counts: shifts b of shifted keys, priors pi of a soft mixture."""
+
+    def __init__(self, mixture: Mixture, kv_heads: range, head_dim: int, seed: Seed):
+        super().__init__()
+        self.keys_per_position = mixture.keys
+        self.shifted = mixture.kind == "shifted"
+        device = torch.get_default_device()
+        if self.shifted:
+            # A place of its own beside the head: a random feature map of the layer draws from (seed, head).
+            place = (*(seed if isinstance(seed, tuple) else (seed,)), 1)
+            draws = [
+                torch.randn(mixture.keys, head_dim, generator=generator(place, head), device="cpu")
+                for head in kv_heads
+            ]
+            self.shift = nn.Parameter(torch.stack(draws).to(device))
+        self.soft = mixture.estep == "soft"
+        self.m_step = mixture.m_step
+        if self.soft:
+            equal = torch.full((len(kv_heads), mixture.keys), 1 / mixture.keys)
+            if self.m_step:
+                self.register_buffer("weights", equal)
+            else:
+                self.weights = nn.Parameter(equal)
+
+    def keys(self, k: Tensor) -> Tensor:
+        """(B, H_kv, M, N, d) from that, or from (B, H_kv, N, d) where keys are shifted."""
+        if not self.shifted:
+            return k
+        return k[:, :, None] + self.shift.to(k.dtype)[:, :, None]
+
+    def priors(self) -> Tensor:
+        """pi (H_kv, M) in [0, 1], float32 or better."""
+        assert self.soft
+        return self.weights.to(torch.promote_types(self.weights.dtype, torch.float32)).clamp(0, 1)
+
+
+class PairwiseAttention(AttentionLayer):
+    """Every pair weighed by a softmax or gaussian similarity, with one or M keys at a position.
+
+    Pieces of a sequence trade tokens for heads, so that each sees whole rows.
+    """
+
+    def __init__(
+        self,
+        form: Attention,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool,
+        seed: Seed,
+        heads: HeadShard,
+    ):
+        super().__init__(num_heads, num_kv_heads, head_dim, causal, heads)
+        assert form.similarity != "kernel"
+        self.similarity, self.normalize = form.similarity, form.normalize
+        self.keys_per_head = form.keys_per_head
+        self.variances: list[float] | None = None
+        self.mixture: KeyMixture | None = None
+        if form.mixture is not None:
+            self.variances = form.mixture.sigma2
+            self.mixture = KeyMixture(form.mixture, self.kv_heads, head_dim, seed)
+            if self.mixture.m_step:
+                counted = torch.zeros(len(self.kv_heads), form.mixture.keys, dtype=torch.float64)
+                self.register_buffer("counted", counted, persistent=False)
+
+    @property
+    def properties(self) -> Properties:
+        """What this layer can do."""
+        keys = 1 if self.mixture is None else self.mixture.keys_per_position
+        per_token = len(self.kv_heads) * (keys + 1) * self.head_dim
+        return Properties(
+            self.causal, recurrent=False, state_size=0, state_size_per_token=per_token, exchanges=("heads",)
+        )
+
+    def sharded_parameters(self) -> dict[str, int]:
+        """Shifts and priors."""
+        return {name: 0 for name in self.state_dict()}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        positions: Positions,
+        rotary: Rotary | None,
+        piece: SequencePiece,
+        key_mask: Tensor | None,
+        state: Any,
+    ) -> tuple[Tensor, Any]:
+        """See AttentionLayer."""
+        priors = None
+        if self.mixture is not None:
+            k = self.mixture.keys(k)
+            priors = self.mixture.priors() if self.mixture.soft else None
+        q, k = rotate(rotary, q, k, positions)
+        if piece.size > 1:
+            q, k, v, priors, positions = _whole_rows(piece, q, k, v, priors, positions)
+        mass = None if priors is None else priors[..., None]
+        if key_mask is not None:
+            real = key_mask[:, None, None].to(torch.float32)
+            mass = real if mass is None else mass * real
+        out, state = weighted_attention(
+            q,
+            k,
+            v,
+            similarity=self.similarity,
+            variances=self.variances,
+            join="sum" if self.mixture is None or self.mixture.soft else "max",
+            mass=mass,
+            normalize=self.normalize,
+            causal=self.causal,
+            positions=positions,
+            initial_state=state,
+        )
+        if self.mixture is not None and self.mixture.m_step and self.training:
+            self._count(q, k, mass, key_mask, positions, piece)
+        if piece.size > 1:
+            return piece.heads_to_tokens(out), None
+        return out, state
+
+    def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
+        """The M-step: priors become the mean responsibilities of the step."""
+        if self.mixture is None or not self.mixture.m_step:
+            return
+        counted = total(self.counted)
+        self.mixture.weights.copy_(counted / counted.sum(-1, keepdim=True))
+        self.counted.zero_()
+
+    def _count(
+        self,
+        q: Tensor,
+        k: Tensor,
+        mass: Tensor | None,
+        key_mask: Tensor | None,
+        positions: Positions,
+        piece: SequencePiece,
+    ) -> None:
+        """Add the responsibilities of these tokens. Activations that are computed again count twice in all keys alike."""
+        shares = responsibilities(
+            q,
+            k,
+            similarity=self.similarity,
+            variances=self.variances,
+            mass=mass,
+            query_mask=key_mask,
+            causal=self.causal,
+            positions=positions,
+        )
+        mine = shares.sum((0, 3), dtype=self.counted.dtype)
+        heads = len(self.kv_heads) if len(self.kv_heads) % piece.size == 0 else len(self.query_heads)
+        each = heads // piece.size
+        everywhere = mine.new_zeros(heads, mine.shape[1])
+        everywhere[piece.rank * each : (piece.rank + 1) * each] = mine
+        self.counted += everywhere.unflatten(0, (len(self.kv_heads), -1)).sum(1)
+
+
+def _whole_rows(
+    piece: SequencePiece, q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None, positions: Positions
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Positions]:
+    """All tokens of this piece's heads, and what belongs to these heads."""
+    if q.shape[1] % piece.size:
+        raise ValueError(
+            f"{q.shape[1]} heads do not divide over {piece.size} pieces of the sequence; change one"
+        )
+    if k.shape[1] % piece.size:
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        priors = None if priors is None else priors.repeat_interleave(group, 0)
+    if priors is not None:
+        priors = priors.chunk(piece.size)[piece.rank]
+    components = k.shape[2] if k.dim() == 5 else 1
+    k = piece.tokens_to_heads(k.flatten(1, -3)).unflatten(1, (-1, components))
+    whole: Positions = 0
+    if isinstance(positions, Tensor):
+        # Each piece hands every other its positions the way it hands over a head.
+        per_head = positions[:, None, :, None].expand(-1, piece.size, -1, -1)
+        whole = piece.tokens_to_heads(per_head)[:, 0, :, 0]
+    return piece.tokens_to_heads(q), k, piece.tokens_to_heads(v), priors, whole
