@@ -3,6 +3,7 @@
 Conventions, all per token of one sequence of `seq_len` tokens that is a single document:
 * a multiplication and an addition count 2, matrix products alone are counted; norms, softmax, exponentials,
   rotations and the embedding lookup are not;
+* full attention of an encoder counts N keys per token, padding included;
 * causal attention counts the pairs it may look at, (N + 1) / 2 keys per token, half of what PaLM's appendix
   counts: a kernel that skips the other half does the same work;
 * kernel attention counts one update and one reading of the state per token, D + 1 columns with the
@@ -18,14 +19,18 @@ from megakernel.config import Attention, FeatureMap, Model
 BACKWARD = 2
 
 
-def flops_per_token(model: Model, seq_len: int, vocab_size: int) -> float:
-    """Forward FLOPs per token. vocab_size: tokens of the tokenizer; padding rows are not necessary work."""
-    return sum(forward_flops(model, seq_len, vocab_size).values())
+def flops_per_token(model: Model, seq_len: int, vocab_size: int, predicted: float = 1.0) -> float:
+    """Forward FLOPs per token. vocab_size: tokens of the tokenizer; padding rows are not necessary work.
+
+    predicted: share of the tokens that a language model's head predicts, data.masking.rate of a masked_lm.
+    """
+    parts = forward_flops(model, seq_len, vocab_size)
+    return sum(parts.values()) - (1 - predicted) * parts["head"]
 
 
-def training_flops_per_token(model: Model, seq_len: int, vocab_size: int) -> float:
+def training_flops_per_token(model: Model, seq_len: int, vocab_size: int, predicted: float = 1.0) -> float:
     """Forward and backward FLOPs per token, the numerator of MFU."""
-    return (1 + BACKWARD) * flops_per_token(model, seq_len, vocab_size)
+    return (1 + BACKWARD) * flops_per_token(model, seq_len, vocab_size, predicted)
 
 
 def recomputed_flops_per_token(
@@ -53,7 +58,8 @@ def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, floa
         parts["projections"] += 2 * width * size * (2 * model.num_heads + 2 * model.kv_heads)
         parts["mlp"] += 2 * width * model.ffn_size * matrices
         parts.update(attention_flops(model, model.layer_attention(layer), seq_len))
-    parts["head"] += 2 * width * vocab_size
+    # A classifier's head works once for a document.
+    parts["head"] += 0 if model.classifier is not None else 2 * width * vocab_size
     return dict(parts)
 
 
@@ -63,7 +69,7 @@ def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[st
     phi, near, compression = attention.feature_map, attention.near, attention.compression
     if phi is None:
         block = attention.block_size or seq_len
-        keys = mean_local_keys(seq_len, block, near.blocks if near else 1)
+        keys = mean_local_keys(seq_len, block, near.blocks if near else 1) if model.is_causal else seq_len
         return {"near": heads * keys * 4 * size}
 
     features, mapping = feature_width(phi, size), _mapping_flops(phi, size)

@@ -1,6 +1,6 @@
 """Number of trained parameters of a model, before it is built."""
 
-from megakernel.config import Attention, Model
+from megakernel.config import Attention, Classifier, Model
 
 
 def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
@@ -10,12 +10,23 @@ def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
     seq_len: rows of a learned position table where model.max_positions is not set.
     """
     width = model.hidden_size
-    table = -(-vocab_size // model.vocab_multiple) * model.vocab_multiple * width
-    count = table if model.tie_embeddings else 2 * table
+    rows = -(-(vocab_size + model.special_ids) // model.vocab_multiple) * model.vocab_multiple
+    count = rows * width
+    if model.classifier is not None:
+        count += _classifier(model.classifier, width)
+    elif not model.tie_embeddings:
+        count += rows * width
     if model.position == "learned":
         count += (model.max_positions or seq_len) * width
     layers = sum(_layer(model, model.layer_attention(layer)) for layer in range(model.num_layers))
     return count + layers + _norm(model)
+
+
+def _classifier(form: Classifier, width: int) -> int:
+    seen = width * (4 if form.documents == 2 else 1)
+    if form.head == "linear":
+        return (seen + 1) * form.num_classes
+    return (seen + 1) * width + (width + 1) * form.num_classes
 
 
 def _layer(model: Model, attention: Attention) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .attention import Attention
+from .data import Data
 from .errors import MISSING, Problem, nearest_multiples
 from .model import Model
 from .parallel import Parallel
@@ -89,6 +90,34 @@ def _positions_reach_the_end(model: Model, training: Training) -> Iterator[Probl
         yield Problem("model.max_positions", model.max_positions, reason, f"set at least {training.seq_len}")
 
 
+def _encoders_see_both_ways(model: Model) -> Iterator[Problem]:
+    for key, attention in _named_attentions(model):
+        if not model.is_causal and attention.looks_back_only:
+            reason = f"does not suit model.kind: {model.kind}, whose tokens see each other: "
+            remedy = "take softmax, linear, performer or hedgehog, or model.kind: causal_lm"
+            yield Problem(key, MISSING, reason + attention.looks_back_only, remedy)
+
+
+def _encoders_are_cut_where_they_can_be(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if model.is_causal or parallel.context == 1:
+        return
+    remedy = "set 1; parallel.tensor with sequence_parallel shares long rows too"
+    if model.kind == "classifier":
+        reason = "would cut documents that are padded and pooled as a whole"
+        yield Problem("parallel.context", parallel.context, reason, remedy)
+        return
+    for key, attention in _named_attentions(model):
+        if attention.is_cut_by_time:
+            reason = f"does not suit {key} of a {model.kind}: {attention.is_cut_by_time}"
+            yield Problem("parallel.context", parallel.context, reason, f"{remedy}, or take softmax layers")
+
+
+def _masking_has_an_effect(model: Model, data: Data) -> Iterator[Problem]:
+    if data.masking is not None and model.kind != "masked_lm":
+        reason = f"has no effect on model.kind: {model.kind}"
+        yield Problem("data.masking", "{...}", reason, "remove it or take model.kind: masked_lm")
+
+
 _DECIDED_HERE = {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
@@ -128,11 +157,24 @@ def _attentions(model: Model) -> list[Attention]:
     return [model.layer_attention(layer) for layer in range(model.num_layers)]
 
 
+def _named_attentions(model: Model) -> Iterator[tuple[str, Attention]]:
+    """Every attention of the model, with the key where it is written."""
+    pattern = model.attention_pattern or ["main"]
+    if "main" in pattern:
+        yield "model.attention", model.attention
+    for place, entry in enumerate(pattern):
+        if isinstance(entry, Attention):
+            yield f"model.attention_pattern.{place}", entry
+
+
 _RULES: list[Rule] = [
     _tensor_ranks_share_evenly,
     _every_stage_has_layers,
     _sequence_is_cut_evenly,
     _full_attention_has_heads_for_every_piece,
     _positions_reach_the_end,
+    _encoders_see_both_ways,
+    _encoders_are_cut_where_they_can_be,
+    _masking_has_an_effect,
     _deepspeed_keeps_to_its_own,
 ]

@@ -1,7 +1,15 @@
 """Transformer language models from Megatron-core parts around `megakernel.attention`."""
 
-from .language_model import LanguageModel, layer_list, pipeline
+from .language_model import MEASURES, LanguageModel, layer_list, pipeline
 from .settings import ModelSettings, padded_vocab_size
 from .stream import IGNORED
 
-__all__ = ["IGNORED", "LanguageModel", "ModelSettings", "layer_list", "padded_vocab_size", "pipeline"]
+__all__ = [
+    "IGNORED",
+    "MEASURES",
+    "LanguageModel",
+    "ModelSettings",
+    "layer_list",
+    "padded_vocab_size",
+    "pipeline",
+]

@@ -1,8 +1,10 @@
-"""The first layers: token ids to hidden states, and learned positions."""
+"""The first layers: token ids to hidden states, and positions that are added to them."""
+
+from abc import ABC, abstractmethod
 
 import torch
 from megatron.core.tensor_parallel import VocabParallelEmbedding, scatter_to_sequence_parallel_region
-from torch import nn
+from torch import Tensor, nn
 
 from .settings import ModelSettings, drawn_from
 from .stream import Stream
@@ -37,23 +39,58 @@ class TokenEmbedding(nn.Module):
         return (hidden, *rest)
 
 
-class LearnedPositions(nn.Module):
-    """Adds a learned vector for each token's position in its document."""
+class AddedPositions(nn.Module, ABC):
+    """Adds a vector for each token's position in its document."""
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
+        self.scatter_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
+
+    @abstractmethod
+    def rows(self, positions: Tensor) -> Tensor:
+        """The vectors (N, B, C) at positions (N, B); those of padding are never looked at."""
+
+    def forward(self, stream: Stream) -> Stream:
+        """Hidden states (N, B, C) plus the vectors of positions (B, N)."""
+        hidden, positions, *rest = stream
+        rows = self.rows(positions.transpose(0, 1))
+        if self.scatter_group is not None:  # backward gathers, so every tensor rank sees the whole gradient
+            rows = scatter_to_sequence_parallel_region(rows, group=self.scatter_group)
+        return (hidden + rows.to(hidden.dtype), positions, *rest)
+
+
+class LearnedPositions(AddedPositions):
+    """A table of one learned vector for each position."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__(settings)
         rows = settings.model.max_positions
         assert rows is not None
-        self.scatter_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
         with drawn_from(settings.seed, "positions"):
             self.weight = nn.Parameter(
                 torch.randn(rows, settings.model.hidden_size) * settings.model.init_std
             )
 
-    def forward(self, stream: Stream) -> Stream:
-        """Hidden states (N, B, C) plus the table's rows at positions (B, N)."""
-        hidden, positions, *rest = stream
-        rows = nn.functional.embedding(positions.transpose(0, 1), self.weight)
-        if self.scatter_group is not None:  # backward gathers, so every tensor rank sees the whole gradient
-            rows = scatter_to_sequence_parallel_region(rows, group=self.scatter_group)
-        return (hidden + rows, positions, *rest)
+    def rows(self, positions: Tensor) -> Tensor:
+        """See AddedPositions."""
+        return nn.functional.embedding(positions.clamp(min=0), self.weight)
+
+
+class SinusoidalPositions(AddedPositions):
+    """Waves of wavelengths from 2 pi to 10,000 x 2 pi tokens, a sine and a cosine of each.
+
+    They begin as large as the embeddings, init_std, so that neither drowns the other.
+    """
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__(settings)
+        self.width = settings.model.hidden_size
+        self.amplitude = settings.model.init_std * 2**0.5
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """See AddedPositions."""
+        # Angles in float64: at position 10^6 a float32 angle is off by 0.06.
+        exponents = torch.arange(0, self.width, 2, device=positions.device, dtype=torch.float64) / self.width
+        angles = positions[..., None] * 10_000.0**-exponents
+        waves = torch.cat([angles.sin(), angles.cos()], -1)[..., : self.width]
+        return self.amplitude * waves

@@ -1,4 +1,4 @@
-"""The last layer: hidden states to the loss, in chunks of tokens so that a long sequence's logits never exist whole."""
+"""The vocabulary head: hidden states to the loss, in chunks of tokens so that a sequence's logits never exist whole."""
 
 import torch
 import torch.nn.functional as F
@@ -58,14 +58,22 @@ def mean_loss(weight: Tensor, stream: Stream, settings: ModelSettings) -> Tensor
     this is the global mean, whatever the layout (DESIGN decision 11).
     """
     hidden, _, labels, num_targets = stream
-    return token_losses(weight, hidden, labels, settings).sum() / num_targets.squeeze()
+    hidden = for_vocabulary(hidden, settings).flatten(0, 1)
+    targets = labels.transpose(0, 1).reshape(-1)
+    if not settings.model.is_causal:  # few tokens are hidden, and the others need no logits
+        counts = targets != IGNORED
+        hidden, targets = hidden[counts], targets[counts]
+    return _losses(weight, hidden, targets, settings.loss_chunk_size).sum() / num_targets.squeeze()
 
 
 def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: ModelSettings) -> Tensor:
     """Cross entropy of each token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED."""
     hidden = for_vocabulary(hidden, settings).flatten(0, 1)
-    targets = labels.transpose(0, 1).reshape(-1)
-    rows = settings.loss_chunk_size
+    return _losses(weight, hidden, labels.transpose(0, 1).reshape(-1), settings.loss_chunk_size)
+
+
+def _losses(weight: Tensor, hidden: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """Cross entropy (T,) of hidden states (T, C), the logits of `rows` tokens at a time."""
     recompute = torch.is_grad_enabled() and len(targets) > rows
     losses = []
     for chunk, target in zip(hidden.split(rows), targets.split(rows)):

@@ -9,27 +9,39 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor, nn
 
-from .embedding import LearnedPositions, TokenEmbedding
+from .classifier import ClassifierHead
+from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
 from .head import FinalNorm, OutputHead, for_vocabulary, mean_loss, token_losses
 from .layer import TransformerLayer, layer_spec
 from .settings import ModelSettings
 from .stream import Stream
 
+MEASURES = {"causal_lm": ("loss",), "masked_lm": ("loss",), "classifier": ("loss", "accuracy")}
+"""What the head of each kind of model measures outside training, as shares of means over the global batch."""
+
 TIED = "embedding"
 """Name of the embedding that is also the head."""
 
 
+POSITIONS: dict[str, type[nn.Module]] = {"learned": LearnedPositions, "sinusoidal": SinusoidalPositions}
+"""Layers behind the embedding, by model.position; other kinds of positions have none."""
+
+
 def layer_list(settings: ModelSettings) -> list[LayerSpec]:
-    """Embedding, transformer layers, final norm, head; each maps a Stream to a Stream, the head to the loss."""
+    """Embedding, transformer layers, final norm, head; each maps a Stream to a Stream, the head to the loss.
+
+    Outside training the head may measure more than the loss: see MEASURES.
+    """
     model = settings.model
     spec = layer_spec()
     body = [LayerSpec(spec.module, settings, index, spec.submodules) for index in range(model.num_layers)]
-    positions = [LayerSpec(LearnedPositions, settings)] if model.position == "learned" else []
-    if not model.tie_embeddings:
-        first, last = LayerSpec(TokenEmbedding, settings), LayerSpec(OutputHead, settings)
-    else:
+    positions = [LayerSpec(POSITIONS[model.position], settings)] if model.position in POSITIONS else []
+    first, last = LayerSpec(TokenEmbedding, settings), LayerSpec(OutputHead, settings)
+    if model.tie_embeddings:
         tied = partial(TiedLayerSpec, TIED, TokenEmbedding, settings, tied_weight_attr="tokens.weight")
         first, last = tied(), tied(forward_fn=partial(_tied_loss, settings=settings))
+    if model.classifier is not None:  # its embedding keeps the name it has in a language model
+        last = LayerSpec(ClassifierHead, settings)
     return [first, *positions, *body, LayerSpec(FinalNorm, settings), last]
 
 
@@ -75,7 +87,7 @@ class LanguageModel(nn.Module):
         return module if spec.forward_fn is None else partial(spec.forward_fn, module)
 
     def forward(self, *stream: Tensor) -> Tensor:
-        """Token ids, positions, labels (B, N) and num_targets (1,) -> the loss of `mean_loss`."""
+        """Token ids (B, N), positions, labels and num_targets -> what the head makes of them, in training the loss."""
         for layer in self.walk[:-1]:
             stream = layer(stream)
         return self.walk[-1](stream)

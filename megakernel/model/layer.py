@@ -28,7 +28,7 @@ class LayerSubmodules:
 
 
 def layer_spec() -> ModuleSpec:
-    """The decoder layer as a Megatron-core spec; a variant replaces a part."""
+    """The layer as a Megatron-core spec; a variant replaces a part."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=LayerSubmodules(

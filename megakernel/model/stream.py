@@ -8,9 +8,10 @@ Stream: TypeAlias = tuple[Tensor, ...]
 """(x, positions, labels, num_targets).
 
 x is (B, N) token ids before the embedding and (N, B, C) hidden states after it (N / tp tokens under sequence
-parallelism). positions (B, N) int64: each token's place in its document. labels (B, N) int64: the next token, IGNORED
-where it does not count. num_targets (1,) int64: labels that count in the whole global batch. Only x carries
-gradients, which is what DeepSpeed's pipeline sends backwards.
+parallelism). positions (B, N) int64: each token's place in its document, negative where there is no token but padding.
+labels int64, for each token (B, N) or for each example (E,), IGNORED where it does not count. num_targets (1,) int64:
+labels that count in the whole global batch. Only x carries gradients, which is what DeepSpeed's pipeline sends
+backwards.
 """
 
 IGNORED = -100

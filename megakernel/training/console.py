@@ -1,7 +1,7 @@
 """One line per logged step for whoever watches; coloured on a terminal, plain in a log file."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TextIO
 
@@ -21,7 +21,7 @@ class Console:
         parts = [
             (f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", "bold"),
             (f"loss {scalars['train/loss']:.4f}", "bold cyan"),
-            (f"{scalars['train/bits_per_byte']:.4f} bits/byte", "cyan"),
+            *_beside_the_loss("train", scalars, "cyan"),
             (f"lr {scalars['train/lr']:.2e}", ""),
             (f"grad norm {scalars['train/grad_norm']:.3f}", ""),
             (f"{scalars['throughput/tokens_per_sec']:,.0f} tokens/s", "green"),
@@ -40,7 +40,7 @@ class Console:
             [
                 (f"eval at step {step}", "bold"),
                 (f"loss {scalars['eval/loss']:.4f}", "bold magenta"),
-                (f"{scalars['eval/bits_per_byte']:.4f} bits/byte", "magenta"),
+                *_beside_the_loss("eval", scalars, "magenta"),
             ]
         )
 
@@ -51,3 +51,10 @@ class Console:
     def _print(self, parts: list[tuple[str, str]]) -> None:
         self._out.print(Text("  ").join(Text(text, style) for text, style in parts))
         self._out.file.flush()
+
+
+def _beside_the_loss(tag: str, scalars: Mapping[str, float], style: str) -> Iterator[tuple[str, str]]:
+    if (bits := scalars.get(f"{tag}/bits_per_byte")) is not None:
+        yield f"{bits:.4f} bits/byte", style
+    if (accuracy := scalars.get(f"{tag}/accuracy")) is not None:
+        yield f"accuracy {accuracy:.1%}", style

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data_pipeline.batch import Batch
 from megakernel.config import Config
-from megakernel.model import IGNORED, LanguageModel, ModelSettings, pipeline
+from megakernel.model import IGNORED, MEASURES, LanguageModel, ModelSettings, pipeline
 
 from .checkpoint_files import record
 from .cut import cuts
@@ -88,19 +88,25 @@ class Engine:
             total += loss.detach()
         return self.mesh.sum(total, self.mesh.gradient).item()
 
-    def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean cross entropy in nats over the targets of all ranks' batches; no gradients."""
+    def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """What MEASURES names, means over the targets of all ranks' batches; no gradients."""
         self.engine.eval()
         streams = self._streams(batches)
+        names = MEASURES[self.config.model.kind]
+        total = torch.zeros(len(names), device=self.mesh.device)
         with torch.no_grad():
             if self.pipelined:
                 pairs = iter([(stream, stream[-1]) for stream in streams])
-                mean = self.engine.eval_batch(pairs, num_micro_batches=len(streams))
-                return float(mean) * len(streams) / self.micro_batches
-            total = torch.zeros((), device=self.mesh.device)
-            for stream in streams:
-                total += self.engine(*stream)
-        return self.mesh.sum(total, self.mesh.gradient).item()
+                # DeepSpeed hands one number alone from the last stage to the others.
+                mean = self.engine.eval_batch(pairs, num_micro_batches=len(streams), bcast_loss=False)
+                if self.mesh.is_last_stage:
+                    total += mean * len(streams) / self.micro_batches
+                total = self.mesh.sum(total, self.mesh.pp)
+            else:
+                for stream in streams:
+                    total += self.engine(*stream)
+                total = self.mesh.sum(total, self.mesh.gradient)
+        return dict(zip(names, total.tolist()))
 
     def _streams(self, batches: Sequence[Batch]) -> list[tuple[Tensor, ...]]:
         """The layers' input of each micro-batch; all share the number of targets of the whole global batch."""

@@ -9,7 +9,7 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.order import Share
 from megakernel.analysis.flops import training_flops_per_token
-from megakernel.config import Config, UserError
+from megakernel.config import Config, Masking, UserError
 from megakernel.model import ModelSettings, padded_vocab_size
 from megakernel.parallel import Mesh
 
@@ -110,7 +110,7 @@ class Trainer:
         with self.throughput.loading():
             micro_batches = next(batches)
         result = self.engine.train_step(micro_batches, rate)
-        self.throughput.step(training.global_batch_size * training.seq_len)
+        self.throughput.step(self._tokens_per_step)
         self._guard(step + 1, result)
         if (step + 1) % training.log_every == 0 or step + 1 == training.steps:
             self._log(step + 1, result, rate)
@@ -130,12 +130,12 @@ class Trainer:
     def _log(self, step: int, result: StepResult, rate: float) -> None:
         scalars = self.throughput.scalars() | {
             "train/loss": result.loss,
-            "train/bits_per_byte": bits_per_byte(result.loss, self.corpora, "train"),
             "train/lr": rate,
             "train/grad_norm": result.grad_norm,
             "train/tokens": float(step * self._tokens_per_step),
             "train/skipped_steps": float(self.engine.skipped_steps),
         }
+        scalars |= self._bits("train", result.loss, "train")
         self.scalars |= scalars
         if self.mesh.rank == 0:
             self.console.step(step, scalars, self.engine.skipped_steps)
@@ -153,11 +153,18 @@ class Trainer:
         if self.validation is None:
             return
         with self.throughput.aside():
-            loss = self.engine.evaluate(list(self.validation))
-        scalars = {"eval/loss": loss, "eval/bits_per_byte": bits_per_byte(loss, self.corpora, "validation")}
+            measured = self.engine.evaluate(list(self.validation))
+        scalars = {f"eval/{name}": value for name, value in measured.items()}
+        scalars |= self._bits("eval", measured["loss"], "validation")
         self.scalars |= scalars
         if self.mesh.rank == 0:
             self.console.evaluation(step, scalars)
+
+    def _bits(self, tag: str, loss: float, split: str) -> dict[str, float]:
+        """Only a causal model's loss is a code length of the text."""
+        if not self.config.model.is_causal:
+            return {}
+        return {f"{tag}/bits_per_byte": bits_per_byte(loss, self.corpora, split)}
 
     def _save(self, step: int) -> None:
         progress = Progress(
@@ -172,7 +179,8 @@ class Trainer:
 
     @property
     def _tokens_per_step(self) -> int:
-        return self.config.training.global_batch_size * self.config.training.seq_len
+        training = self.config.training
+        return training.global_batch_size * training.seq_len * self.config.model.rows_per_sample
 
     def _open_writer(self, stack: ExitStack, done: int) -> MetricsWriter | None:
         if self.mesh.rank != 0:
@@ -184,7 +192,11 @@ class Trainer:
 
     def _throughput(self) -> Throughput:
         training, logging = self.config.training, self.config.logging
-        flops = training_flops_per_token(self.config.model, training.seq_len, self.corpora.vocab_size)
+        masking = self.config.data.masking or Masking()
+        predicted = masking.rate if self.config.model.kind == "masked_lm" else 1.0
+        flops = training_flops_per_token(
+            self.config.model, training.seq_len, self.corpora.vocab_size, predicted
+        )
         # The table holds bfloat16 peaks.
         known = peak_tflops(_device_name(self.mesh.device)) if training.dtype == "bfloat16" else None
         peak = logging.peak_tflops or known
@@ -206,10 +218,14 @@ def model_settings(config: Config, mesh: Mesh, vocab_size: int) -> ModelSettings
 
     Raises UserError where model.vocab_size is smaller than the tokenizer's vocabulary.
     """
-    wanted = config.model.vocab_size or vocab_size
-    if wanted < vocab_size:
+    needed = vocab_size + config.model.special_ids
+    wanted = config.model.vocab_size or needed
+    if wanted < needed:
+        beside = (
+            f", and {config.model.special_ids} of a {config.model.kind}" if config.model.special_ids else ""
+        )
         raise UserError(
-            f"model.vocab_size={wanted} is smaller than the corpus's tokenizer ({vocab_size} ids); "
+            f"model.vocab_size={wanted} is smaller than the corpus's tokenizer ({vocab_size} ids{beside}); "
             "remove the key or raise it"
         )
     model = config.model
@@ -220,7 +236,7 @@ def model_settings(config: Config, mesh: Mesh, vocab_size: int) -> ModelSettings
         vocab_size=padded_vocab_size(wanted, model.vocab_multiple),
         mesh=mesh,
         seed=config.run.seed,
-        isolate_documents=config.data.isolate_documents,
+        isolate_documents=config.data.isolate_documents and model.classifier is None,
         recompute=config.training.activation_checkpointing,
         loss_chunk_size=config.training.loss_chunk_size,
     )
