@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megakernel.attention.features import Projection
+from megakernel.attention.features import build_projection
 from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties
 from megakernel.attention.local import halo
@@ -60,8 +60,7 @@ class FlurkaAttention(AttentionLayer):
         assert form.near is not None
         assert form.feature_map is not None
         self.near, self.far_rope, self.block_size = form.near, form.far_rope, form.compression.block_size
-        self.feature_map = form.feature_map.name
-        self.projection = Projection(form.feature_map, self.kv_heads, head_dim, seed)
+        self.projection = build_projection(form.feature_map, self.kv_heads, head_dim, seed, heads)
 
         query_heads, kv_heads = len(self.query_heads), len(self.kv_heads)
         logits = pooling_logits(form.compression.rank, self.block_size)
@@ -89,7 +88,8 @@ class FlurkaAttention(AttentionLayer):
     def sharded_parameters(self) -> dict[str, int]:
         """All but E and F, which heads share unless they are per head."""
         shared = () if self.per_head else ("pool_keys", "pool_values")
-        return {name: 0 for name in self.state_dict() if name not in shared}
+        own = {name: 0 for name, _ in self.named_parameters(recurse=False) if name not in shared}
+        return own | {f"projection.{name}": at for name, at in self.projection.sharded_parameters().items()}
 
     def attend(
         self,
@@ -107,12 +107,12 @@ class FlurkaAttention(AttentionLayer):
         projection = self.projection()
         if piece.size > 1:
             tail = halo(piece, k, v, self.block_size * self.near.blocks)
-            state = FlurkaState(start_state(self.feature_map, k, projection, v.shape[-1]), tail)
+            state = FlurkaState(start_state(self.projection.feature_map, k, projection, v.shape[-1]), tail)
         return flurka_attention(
             q,
             k,
             v,
-            feature_map=self.feature_map,
+            feature_map=self.projection.feature_map,
             projection=projection,
             pool_keys=self._pool(self.pool_keys),
             pool_values=self._pool(self.pool_values),

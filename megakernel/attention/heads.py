@@ -39,8 +39,8 @@ class HeadShard:
 ALL_HEADS = HeadShard()
 
 
-def generator(seed: Seed, head: int) -> torch.Generator:
-    """The random numbers of one head, the same on every shard and machine."""
-    key = (*(seed if isinstance(seed, tuple) else (seed,)), head)
+def generator(seed: Seed, *place: int | str) -> torch.Generator:
+    """The random numbers of one place in a layer, a head first of all: the same on every shard and machine."""
+    key = (*(seed if isinstance(seed, tuple) else (seed,)), *place)
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))

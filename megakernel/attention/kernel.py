@@ -4,12 +4,14 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from megakernel.attention.features import Projection
+from megakernel.attention.features import build_projection
 from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
+from megakernel.attention.mixture import KeyMixture
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import FeatureMap
+from megakernel.config.mixture import Mixture
 from megakernel.ops import KernelState, kernel_attention
 from megakernel.ops.documents import Positions
 
@@ -26,10 +28,14 @@ class KernelAttention(AttentionLayer):
         causal: bool,
         seed: Seed,
         heads: HeadShard,
+        mixture: Mixture | None = None,
     ):
         super().__init__(num_heads, num_kv_heads, head_dim, causal, heads)
-        self.feature_map = feature_map.name
-        self.projection = Projection(feature_map, self.kv_heads, head_dim, seed)
+        self.projection = build_projection(feature_map, self.kv_heads, head_dim, seed, heads)
+        self.mixture: KeyMixture | None = None
+        if mixture is not None:
+            self.mixture = KeyMixture(mixture, self.kv_heads, head_dim, seed)
+            self.keys_per_head = 1 if self.mixture.shifted else mixture.keys
 
     @property
     def properties(self) -> Properties:
@@ -44,8 +50,10 @@ class KernelAttention(AttentionLayer):
         )
 
     def sharded_parameters(self) -> dict[str, int]:
-        """The projection."""
-        return {f"projection.{name}": 0 for name in self.projection.state_dict()}
+        """The projection, and shifts and priors of mixture keys."""
+        cut = {f"projection.{name}": at for name, at in self.projection.sharded_parameters().items()}
+        mixture = () if self.mixture is None else self.mixture.state_dict()
+        return cut | {f"mixture.{name}": 0 for name in mixture}
 
     def attend(
         self,
@@ -62,13 +70,16 @@ class KernelAttention(AttentionLayer):
         """See AttentionLayer."""
         if piece.size > 1 and not self.causal:
             raise ValueError("kernel attention with causal=False needs the whole sequence on one piece")
+        if self.mixture is not None:
+            k = self.mixture.keys(k)
         q, k = rotate(rotary, q, k, positions)
         result = kernel_attention(
             q,
             k,
             v,
-            feature_map=self.feature_map,
+            feature_map=self.projection.feature_map,
             projection=self.projection(),
+            priors=None if self.mixture is None else self.mixture.priors(),
             causal=self.causal,
             mass=None if key_mask is None else key_mask[:, None].to(v.dtype),
             positions=positions,

@@ -3,56 +3,20 @@
 A mechanism answers independent questions (MECHANISMS section 1); a preset is a name for one set of answers.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from .compression import Compression
 from .errors import ConfigError, Problem, nearest_first
+from .eva import Eva
+from .feature_map import FeatureMap
+from .landmark import Nystromformer, Skyformer
 from .merging import merged
+from .mixture import Mixture
 from .section import Section
-
-FeatureMapName = Literal["elu", "favor", "hedgehog", "relu", "identity"]
-
-
-class FeatureMap(Section):
-    """The map phi of similarity `kernel`: how alike q and k are is phi(q).phi(k)."""
-
-    name: FeatureMapName = "hedgehog"
-    """Which phi (MECHANISMS section 2)."""
-
-    samples: int | None = Field(default=None, gt=0)
-    """Random samples M of `favor`; None takes 2 x head_dim rounded up to a multiple of head_dim."""
-
-    def problems(self) -> Iterator[Problem]:
-        """Only a random map draws samples."""
-        if self.samples is not None and self.name != "favor":
-            yield Problem(
-                "samples", self.samples, f"has no effect on {self.name}", "remove it or take name: favor"
-            )
-
-
-class BlockCompression(Section):
-    """Blocks of `block_size` tokens become `rank` landmarks each: k~ = E k_block, v~ = F v_block."""
-
-    kind: Literal["block"] = "block"
-    """How the sequence is shortened."""
-
-    block_size: int = Field(default=64, gt=0)
-    """Tokens per block, b."""
-
-    rank: int = Field(default=8, gt=0)
-    """Landmarks per block, r."""
-
-    per_head: bool = False
-    """One (E, F) for each key head instead of one shared by all heads of the layer."""
-
-    def problems(self) -> Iterator[Problem]:
-        """A block has no more landmarks than tokens."""
-        if self.rank > self.block_size:
-            yield Problem(
-                "rank", self.rank, f"exceeds block_size={self.block_size}", f"set rank<={self.block_size}"
-            )
 
 
 class Near(Section):
@@ -78,15 +42,33 @@ class Near(Section):
 
 
 class Attention(Section):
-    """One attention mechanism as a point of the algebra."""
+    """One attention mechanism: a point of the algebra, or a mechanism beside it."""
 
-    similarity: Literal["softmax", "kernel"] = "softmax"
-    """How alike a query and a (possibly compressed) key are."""
+    mechanism: Literal["algebra", "skyformer", "nystromformer", "eva"] = "algebra"
+    """`algebra`: what the other keys compose. The others approximate one matrix as a whole and take their section."""
+
+    skyformer: Skyformer | None = None
+    """Settings of mechanism `skyformer`; None takes its defaults."""
+
+    nystromformer: Nystromformer | None = None
+    """Settings of mechanism `nystromformer`; None takes its defaults."""
+
+    eva: Eva | None = None
+    """Settings of mechanism `eva`; None takes its defaults."""
+
+    similarity: Literal["softmax", "gaussian", "kernel"] = "softmax"
+    """How alike a query and a (possibly compressed) key are: exp(q.k/sqrt(d)), exp(-|q-k|^2/2sqrt(d)) or phi(q).phi(k)."""
+
+    normalize: bool = True
+    """Divide by the sum of a query's weights; false only under similarity `gaussian` (kernelized attention)."""
+
+    mixture: Mixture | None = None
+    """Several keys at one position; None: one."""
 
     feature_map: FeatureMap | None = None
     """phi, for similarity `kernel`."""
 
-    compression: BlockCompression | None = None
+    compression: Compression | None = None
     """How keys and values are shortened along the sequence before the far similarity."""
 
     near: Near | None = None
@@ -98,14 +80,66 @@ class Attention(Section):
     @property
     def block_size(self) -> int | None:
         """Tokens of one block of the compression or the window; None where the layer knows no blocks."""
+        if self.mechanism == "eva":
+            settings = self.eva or Eva()
+            return math.lcm(settings.window_size, settings.chunk_size)
         if self.compression is not None:
-            return self.compression.block_size
+            return getattr(self.compression, "block_size", None)
         return self.near.block_size if self.near is not None else None
 
     @property
     def is_full_softmax(self) -> bool:
         """Whether every token attends every earlier one by softmax, at quadratic cost."""
-        return self.similarity == "softmax" and self.near is None
+        return self.mechanism == "algebra" and self.similarity == "softmax" and self.is_uncompressed
+
+    @property
+    def weighs_every_pair(self) -> bool:
+        """Whether every token weighs every earlier one, at quadratic cost; pieces of a row then trade heads."""
+        return self.mechanism == "algebra" and self.similarity != "kernel" and self.is_uncompressed
+
+    @property
+    def is_uncompressed(self) -> bool:
+        """Whether a query meets every key of its row as it is."""
+        return self.near is None and self.compression is None
+
+    @property
+    def compresses_input(self) -> bool:
+        """Whether keys and values are projections of a compressed input (FLuRKA eq. 2)."""
+        compression = self.compression
+        if compression is None or self.near is not None or compression.compress == "projected":
+            return False
+        return not getattr(compression, "per_head", False)
+
+    @property
+    def mixes_future_tokens(self) -> str | None:
+        """Why a token sees later ones of its row, whatever document they belong to; None where it need not."""
+        if self.compression is None or self.near is not None:
+            return self.takes_whole_rows
+        return f"{self.compression.kind} without a near window mixes future tokens into its landmarks"
+
+    @property
+    def looks_back_only(self) -> str | None:
+        """Why a token cannot see later ones of its document; None where it can."""
+        return None if self.near is None else f"a near window of kind: {self.near.kind} looks back only"
+
+    @property
+    def is_cut_by_time(self) -> str | None:
+        """Why a row can be cut over processes only where tokens see no later ones; None where it makes no difference."""
+        if self.mechanism == "algebra" and self.similarity == "kernel" and self.is_uncompressed:
+            return "the state of similarity: kernel passes from piece to piece in one direction"
+        return None
+
+    @property
+    def keys_per_head(self) -> int:
+        """Keys that the layer's projection makes for one key head."""
+        return self.mixture.keys if self.mixture is not None and self.mixture.kind == "projected" else 1
+
+    @property
+    def takes_whole_rows(self) -> str | None:
+        """Why a row cannot be cut over processes, nor its tokens be causal; None where both work."""
+        if self.mechanism in ("algebra", "eva"):
+            return None
+        return f"{self.mechanism} draws landmarks from the whole row"
 
     def problems(self) -> Iterator[Problem]:
         """Which answers of the algebra go together."""
@@ -116,17 +150,17 @@ class Attention(Section):
                 "is missing beside similarity: kernel",
                 "add feature_map: {name: hedgehog}",
             )
-        if self.similarity == "softmax" and self.feature_map is not None:
+        if self.similarity != "kernel" and self.feature_map is not None:
             remedy = "remove it or take similarity: kernel"
             yield Problem(
-                "feature_map", self.feature_map.name, "has no effect on similarity: softmax", remedy
+                "feature_map",
+                self.feature_map.name,
+                f"has no effect on similarity: {self.similarity}",
+                remedy,
             )
-        if self.similarity == "softmax" and self.compression is not None:
-            remedy = "take similarity: kernel with it"
-            yield Problem("compression", self.compression.kind, "is not available under softmax", remedy)
-        if self.compression is not None and self.near is None:
-            reason = "is missing beside compression: a causal token must see its own block"
-            yield Problem("near", None, reason, "add near: {kind: softmax}")
+        if self.similarity == "gaussian" and self.compression is not None:
+            remedy = "take similarity: softmax or kernel with it"
+            yield Problem("compression", self.compression.kind, "is not available under gaussian", remedy)
         if self.far_rope == "centroid" and self.compression is None:
             yield Problem(
                 "far_rope",
@@ -136,6 +170,53 @@ class Attention(Section):
             )
         if self.near is not None:
             yield from self._near_problems(self.near)
+        if self.compression is not None:
+            yield from self._compression_problems(self.compression)
+        if not self.normalize and self.similarity != "gaussian":
+            reason = f"leaves weights without bound under similarity: {self.similarity}"
+            yield Problem("normalize", False, reason, "take similarity: gaussian or remove it")
+        if self.mixture is not None:
+            yield from self._mixture_problems(self.mixture)
+        if self.mechanism != "algebra":
+            yield from self._mechanism_problems()
+        for name in ("skyformer", "nystromformer", "eva"):
+            if getattr(self, name) is not None and self.mechanism != name:
+                reason = f"has no effect on mechanism: {self.mechanism}"
+                yield Problem(name, getattr(self, name), reason, f"remove it or take mechanism: {name}")
+
+    def _compression_problems(self, compression: Compression) -> Iterator[Problem]:
+        if self.far_rope == "centroid" and compression.kind == "linformer":
+            reason = "rotates a landmark at the centre of its block, and linformer has no blocks"
+            yield Problem("far_rope", self.far_rope, reason, "set far_rope: none or take kind: block")
+        if self.near is None:
+            return
+        if compression.kind != "block":
+            reason = "has no complete blocks before a token's near window"
+            yield Problem("compression.kind", compression.kind, reason, "take kind: block or remove near")
+        if compression.compress == "input":
+            reason = "saves nothing beside near, which needs every key"
+            yield Problem("compression.compress", "input", reason, "remove it or remove near")
+
+    def _mixture_problems(self, mixture: Mixture) -> Iterator[Problem]:
+        for part in ("compression", "near"):
+            if getattr(self, part) is not None:
+                yield Problem("mixture", mixture.keys, f"beside {part} is not available", "remove one of them")
+        if mixture.sigma2 is not None and self.similarity != "gaussian":
+            reason = f"has no effect on similarity: {self.similarity}"
+            yield Problem("mixture.sigma2", mixture.sigma2, reason, "remove it or take similarity: gaussian")
+        if self.similarity == "kernel" and (mixture.estep == "hard" or mixture.m_step):
+            key, value = ("m_step", True) if mixture.m_step else ("estep", "hard")
+            reason = "needs the weight of every pair, which similarity: kernel never forms"
+            yield Problem(f"mixture.{key}", value, reason, "remove it or take similarity: gaussian")
+
+    def _mechanism_problems(self) -> Iterator[Problem]:
+        for name in ("similarity", "normalize", "mixture", "feature_map", "compression", "near"):
+            value = getattr(self, name)
+            if name == "compression" and self.mechanism == "eva":
+                continue
+            if value != type(self).model_fields[name].default:
+                reason = f"is a part of the algebra, and mechanism is {self.mechanism}"
+                yield Problem(name, value, reason, "remove it or remove mechanism")
 
     def _near_problems(self, near: Near) -> Iterator[Problem]:
         if self.compression is not None and near.block_size is not None:
@@ -148,10 +229,10 @@ class Attention(Section):
                 "beside similarity: kernel needs compression",
                 "add compression or remove it",
             )
-        if self.compression is None and self.similarity == "softmax":
+        if self.similarity == "softmax":
             if near.kind != "softmax":
                 yield Problem("near.kind", near.kind, "needs similarity: kernel", "take kind: softmax")
-            if near.block_size is None:
+            if self.compression is None and near.block_size is None:
                 yield Problem(
                     "near.block_size",
                     None,
@@ -165,6 +246,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "linear": {"similarity": "kernel", "feature_map": {"name": "elu"}},
     "performer": {"similarity": "kernel", "feature_map": {"name": "favor"}},
     "hedgehog": {"similarity": "kernel", "feature_map": {"name": "hedgehog"}},
+    "rff": {"similarity": "kernel", "feature_map": {"name": "rff"}},
+    "gmm_rks": {"similarity": "kernel", "feature_map": {"name": "gmm_rks"}},
+    "gmm_prf": {"similarity": "kernel", "feature_map": {"name": "gmm_prf"}},
+    "fastfood_rks": {"similarity": "kernel", "feature_map": {"name": "fastfood_rks"}},
+    "fastfood_prf": {"similarity": "kernel", "feature_map": {"name": "fastfood_prf"}},
+    "generative_rks": {"similarity": "kernel", "feature_map": {"name": "generative_rks"}},
+    "generative_prf": {"similarity": "kernel", "feature_map": {"name": "generative_prf"}},
     "flurka": {
         "similarity": "kernel",
         "feature_map": {"name": "hedgehog"},
@@ -178,6 +266,32 @@ PRESETS: dict[str, dict[str, Any]] = {
         "near": {"kind": "kernel"},
     },
     "local": {"similarity": "softmax", "near": {"kind": "softmax", "block_size": 64}},
+    "gaussian": {"similarity": "gaussian"},
+    "kernelized": {"similarity": "gaussian", "normalize": False},
+    "mgk": {"similarity": "gaussian", "mixture": {"keys": 2, "kind": "projected"}},
+    "smgk": {"similarity": "gaussian", "mixture": {"keys": 2, "kind": "shifted"}},
+    "mlk": {"similarity": "kernel", "feature_map": {"name": "elu"}, "mixture": {"kind": "projected"}},
+    "smlk": {"similarity": "kernel", "feature_map": {"name": "elu"}, "mixture": {"kind": "shifted"}},
+    "linformer": {"similarity": "softmax", "compression": {"kind": "linformer", "rank": 256}},
+    "linformer_causal": {
+        "similarity": "softmax",
+        "compression": {"kind": "block", "block_size": 64, "rank": 8},
+        "near": {"kind": "softmax", "join": "shared"},
+    },
+    "flurka_performer": {
+        "similarity": "kernel",
+        "feature_map": {"name": "favor"},
+        "compression": {"kind": "linformer", "rank": 256},
+    },
+    "flurka_rnn": {
+        "similarity": "kernel",
+        "feature_map": {"name": "elu"},
+        "compression": {"kind": "linformer", "rank": 256},
+    },
+    "flurka_eva": {"mechanism": "eva", "compression": {"kind": "linformer", "rank": 256}},
+    "eva": {"mechanism": "eva"},
+    "skyformer": {"mechanism": "skyformer"},
+    "nystromformer": {"mechanism": "nystromformer"},
 }
 """Preset name -> attention tree. `flurka` is the hybrid of MECHANISMS section 4, `local` its ablation."""
 

@@ -5,12 +5,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megakernel.ops.feature_maps import FEATURE_MAPS
+from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
+from megakernel.ops.projections import FastFood, Projection, padded_width
 from megakernel.ops.state import KernelState
 
 
-def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q (B, H, N, d); k (B, H_kv, N, d); v (B, H_kv, N, D); one floating dtype and device; H a multiple of H_kv."""
+def check_heads(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None:
+    """q (B, H, N, d); k (B, H_kv, N, d); v (B, H_kv, N, D); one floating dtype and device; H a multiple of H_kv.
+
+    With `cross`, keys and values may be another number of tokens than the queries.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, heads, tokens, width)")
@@ -19,26 +23,33 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}; expected {q.dtype} on {q.device} like q")
     batch, heads, length, width = q.shape
+    length = k.shape[2] if cross else length
     if k.shape[0] != batch or k.shape[2:] != (length, width):
         raise ValueError(f"k has shape {tuple(k.shape)}; expected ({batch}, heads, {length}, {width}) like q")
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v has shape {tuple(v.shape)}; expected {tuple(k.shape[:3])} and a width, like k")
     if heads % k.shape[1]:
         raise ValueError(f"q has {heads} heads and k {k.shape[1]}; expected a multiple")
-    if length == 0:
+    if q.shape[2] == 0:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected at least one token")
 
 
-def check_feature_map(feature_map: str, projection: Tensor | None, k: Tensor) -> None:
-    """A known name, and the projection (F, d) or (H_kv, F, d) exactly where the map takes one."""
-    if feature_map not in FEATURE_MAPS:
-        raise ValueError(f"feature_map={feature_map!r}; expected one of {', '.join(FEATURE_MAPS)}")
-    projected = FEATURE_MAPS[feature_map].projected
+def check_feature_map(feature_map: FeatureMap | str, projection: Projection | None, k: Tensor) -> None:
+    """A known name, and exactly where the map takes one a projection of k's width for one or all key heads."""
+    name = named(feature_map).name
+    if name not in FEATURE_MAPS:
+        raise ValueError(f"feature_map={name!r}; expected one of {', '.join(FEATURE_MAPS)}")
+    projected = FEATURE_MAPS[name].projected
     if projected != (projection is not None):
-        given = "None" if projection is None else f"of shape {tuple(projection.shape)}"
-        raise ValueError(f"projection is {given}; {feature_map} {'needs one' if projected else 'takes none'}")
-    if projection is None:
-        return
+        given = f"of shape {tuple(projection.shape)}" if isinstance(projection, Tensor) else repr(projection)
+        raise ValueError(f"projection is {given}; {name} {'needs one' if projected else 'takes none'}")
+    if isinstance(projection, FastFood):
+        _check_fast_food(projection, k)
+    elif projection is not None:
+        _check_matrix(projection, k)
+
+
+def _check_matrix(projection: Tensor, k: Tensor) -> None:
     heads, width = k.shape[1], k.shape[3]
     shape = tuple(projection.shape)
     if projection.dim() not in (2, 3) or shape[-1] != width or (projection.dim() == 3 and shape[0] != heads):
@@ -47,6 +58,18 @@ def check_feature_map(feature_map: str, projection: Tensor | None, k: Tensor) ->
         )
     if projection.device != k.device:
         raise ValueError(f"projection is on {projection.device}; expected {k.device} like k")
+
+
+def _check_fast_food(projection: FastFood, k: Tensor) -> None:
+    heads, size = k.shape[1], padded_width(k.shape[3])
+    for name, part in projection._asdict().items():
+        shape = tuple(part.shape)
+        if len(shape) != 3 or shape[::2] != (heads, size) or shape != projection.scales.shape:
+            raise ValueError(
+                f"projection.{name} has shape {shape}; expected ({heads}, blocks, {size}), the same for all parts"
+            )
+        if part.device != k.device:
+            raise ValueError(f"projection.{name} is on {part.device}; expected {k.device} like k")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
@@ -82,6 +105,15 @@ def expand_tokens(name: str, value: Tensor, like: Tensor) -> Tensor:
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}; expected to broadcast to {expected}"
         ) from None
+
+
+def check_priors(priors: Tensor, k: Tensor) -> None:
+    """pi (H_kv, M) of keys (B, H_kv, M, N, d)."""
+    if k.dim() != 5 or tuple(priors.shape) != tuple(k.shape[1:3]):
+        raise ValueError(
+            f"priors has shape {tuple(priors.shape)} beside k {tuple(k.shape)}; "
+            "expected (heads, keys) beside (batch, heads, keys, tokens, width)"
+        )
 
 
 def check_state(state: KernelState, k: Tensor, v: Tensor) -> None:

@@ -4,11 +4,28 @@ Each map takes x (B, H_kv, C, L, d), L tokens in each of C chunks, and the proje
 has one.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megakernel.ops.projections import Projection, project
+
+
+class FeatureMap(NamedTuple):
+    """Which phi: a map by name, and what holds for any map. A bare name stands for the map without options."""
+
+    name: str
+    """A key of FEATURE_MAPS."""
+
+    components: int = 1
+    """C > 1: the rows of omega are M draws of each of C Gaussians, and the kernel is the sum over the Gaussians of
+    their means over M; rows alone would give the mean over both."""
+
+    smoothing: float = 0.0
+    """A constant feature s: the kernel becomes phi(q).phi(k) + s^2."""
 
 
 class Features(NamedTuple):
@@ -26,54 +43,96 @@ class Features(NamedTuple):
     """
 
 
-def _project(x: Tensor, projection: Tensor | None) -> Tensor:
+def features(feature_map: FeatureMap | str, x: Tensor, projection: Projection | None) -> Features:
+    """phi(x) for x (B, H_kv, C, L, d) in float32 or better."""
+    form = named(feature_map)
+    values, log_scale = FEATURE_MAPS[form.name].phi(x, projection)
+    if form.components > 1:
+        values = values * form.components**0.5
+    phi = Features(values, log_scale)
+    return _smoothed(phi, form.smoothing) if form.smoothing else phi
+
+
+def named(feature_map: FeatureMap | str) -> FeatureMap:
+    """The map with its options."""
+    return FeatureMap(feature_map) if isinstance(feature_map, str) else feature_map
+
+
+def _smoothed(phi: Features, constant: float) -> Features:
+    """phi with one feature more, the same for every token."""
+    values, log_scale = phi
+    one = values.new_full((*values.shape[:-1], 1), constant)
+    if log_scale is None:
+        return Features(torch.cat([values, one], -1), None)
+    larger = log_scale.clamp(min=math.log(constant))
+    values = values * torch.exp(log_scale - larger)[..., None]
+    return Features(torch.cat([values, one * torch.exp(-larger)[..., None]], -1), larger)
+
+
+def _scaled(x: Tensor) -> Tensor:
+    """x d^-1/4: a product of two such vectors is q.k / sqrt(d)."""
+    return x * x.shape[-1] ** -0.25
+
+
+def _projected(x: Tensor, projection: Projection | None) -> Tensor:
     assert projection is not None
-    per_head = projection if projection.dim() == 3 else projection[None]
-    return x @ per_head.to(x.dtype)[:, None].transpose(-1, -2)
+    return project(x, projection)
 
 
-def _elu(x: Tensor, projection: Tensor | None) -> Features:
-    # exp(x) below zero, not (exp(x) - 1) + 1: the sum cancels to 0 where |x| is large.
-    return Features(torch.exp(x.clamp(max=0)) + x.relu(), None)
-
-
-def _favor(x: Tensor, projection: Tensor | None) -> Features:
-    x = x * x.shape[-1] ** -0.25
-    logs = _project(x, projection) - x.square().sum(-1, keepdim=True) / 2
+def _positive(logs: Tensor) -> Features:
+    """exp(logs) / sqrt(M)."""
     log_scale = logs.detach().amax(-1)
     return Features(torch.exp(logs - log_scale[..., None]) * logs.shape[-1] ** -0.5, log_scale)
 
 
-def _hedgehog(x: Tensor, projection: Tensor | None) -> Features:
-    y = _project(x, projection)
-    return Features(torch.cat([y.softmax(-1), (-y).softmax(-1)], -1), None)
+def _elu(x: Tensor, projection: Projection | None) -> Features:
+    # exp(x) below zero, not (exp(x) - 1) + 1: the sum cancels to 0 where |x| is large.
+    return Features(torch.exp(x.clamp(max=0)) + x.relu(), None)
 
 
-def _relu(x: Tensor, projection: Tensor | None) -> Features:
+def _relu(x: Tensor, projection: Projection | None) -> Features:
     return Features(x.relu(), None)
 
 
-def _identity(x: Tensor, projection: Tensor | None) -> Features:
+def _identity(x: Tensor, projection: Projection | None) -> Features:
     return Features(x, None)
 
 
-class FeatureMap(NamedTuple):
-    """A map phi and whether it takes a projection: omega of favor (M, d), W of hedgehog (d, d), or one per key head."""
+def _hedgehog(x: Tensor, projection: Projection | None) -> Features:
+    y = _projected(x, projection)
+    return Features(torch.cat([y.softmax(-1), (-y).softmax(-1)], -1), None)
 
-    phi: Callable[[Tensor, Tensor | None], Features]
+
+def _favor(x: Tensor, projection: Projection | None) -> Features:
+    """exp(omega.x - |x|^2 / 2) / sqrt(M)."""
+    x = _scaled(x)
+    return _positive(_projected(x, projection) - x.square().sum(-1, keepdim=True) / 2)
+
+
+def _prf(x: Tensor, projection: Projection | None) -> Features:
+    """exp(omega.x - |x|^2) / sqrt(M) (KL eq. 9): the whole square, for a Gaussian kernel."""
+    x = _scaled(x)
+    return _positive(_projected(x, projection) - x.square().sum(-1, keepdim=True))
+
+
+def _rks(x: Tensor, projection: Projection | None) -> Features:
+    """[cos(omega.x), sin(omega.x)] / sqrt(M) (KL eq. 3)."""
+    angles = _projected(_scaled(x), projection)
+    return Features(torch.cat([angles.cos(), angles.sin()], -1) * angles.shape[-1] ** -0.5, None)
+
+
+class _Map(NamedTuple):
+    phi: Callable[[Tensor, Projection | None], Features]
     projected: bool = False
 
 
 FEATURE_MAPS = {
-    "elu": FeatureMap(_elu),
-    "favor": FeatureMap(_favor, projected=True),
-    "hedgehog": FeatureMap(_hedgehog, projected=True),
-    "relu": FeatureMap(_relu),
-    "identity": FeatureMap(_identity),
+    "elu": _Map(_elu),
+    "relu": _Map(_relu),
+    "identity": _Map(_identity),
+    "hedgehog": _Map(_hedgehog, projected=True),
+    "favor": _Map(_favor, projected=True),
+    "rks": _Map(_rks, projected=True),
+    "prf": _Map(_prf, projected=True),
 }
-"""Name -> feature map."""
-
-
-def features(name: str, x: Tensor, projection: Tensor | None) -> Features:
-    """phi(x) for x (B, H_kv, C, L, d) in float32 or better."""
-    return FEATURE_MAPS[name].phi(x, projection)
+"""Name -> phi and whether it takes a projection: omega (M, d), or W (d, d) of hedgehog, or one per key head."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Tensors = tuple[Any, ...]
 """Tensors, or None in place of an optional one."""
@@ -23,13 +24,19 @@ def scan_groups(
     """Run `step` over consecutive groups of `group` tokens.
 
     sequences and outputs hold tokens along dimension 2. The carry goes from group to group; `shared` is given
-    to all. A sequence of one group runs as plain autograd, without recomputation. Differentiable once.
+    to all and may hold named tuples of tensors. A sequence of one group runs as plain autograd, without
+    recomputation. Differentiable once.
     """
     length = next(x for x in sequences if x is not None).shape[2]
     if length <= group:
         return step(0, carry, sequences, shared)
-    sizes = (len(carry), len(sequences), len(shared))
-    results = _GroupScan.apply(step, group, length, sizes, *carry, *sequences, *shared)
+    flat, tree = tree_flatten(shared)
+
+    def flat_step(start: int, carry: Tensors, sequences: Tensors, leaves: Tensors):
+        return step(start, carry, sequences, tree_unflatten(leaves, tree))
+
+    sizes = (len(carry), len(sequences), len(flat))
+    results = _GroupScan.apply(flat_step, group, length, sizes, *carry, *sequences, *flat)
     return results[: -len(carry)] if carry else results, results[-len(carry) :] if carry else ()
 
 

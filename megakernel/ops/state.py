@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.dispatch import wide
-from megakernel.ops.feature_maps import features
+from megakernel.ops.feature_maps import FeatureMap, features
+from megakernel.ops.projections import Projection
 
 EMPTY = -1e30
 """Log scale of a sum without terms. Finite, so that differences of two of them are 0 and never NaN."""
@@ -59,7 +60,9 @@ def merge(a: KernelState, b: KernelState) -> KernelState:
     return KernelState(a.sums * shrink_a + b.sums * shrink_b, log_scale)
 
 
-def start_state(feature_map: str, k: Tensor, projection: Tensor | None, value_dim: int) -> KernelState:
+def start_state(
+    feature_map: FeatureMap | str, k: Tensor, projection: Projection | None, value_dim: int
+) -> KernelState:
     """The empty state of keys k (B, H_kv, N, d) and values of `value_dim` numbers."""
     batch, heads = k.shape[:2]
     # The map itself, asked about no token, knows how many features there are and whether they need a scale.

@@ -13,8 +13,10 @@ from megakernel.ops.arguments import (
 )
 from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
+from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
 from megakernel.ops.flurka_attention.form import FarRope, FlurkaState, Form, NearKind, Weights
+from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, start_state
 from megakernel.ops.window import Rotary, empty_tail
 
@@ -27,10 +29,10 @@ def flurka_attention(
     k: Tensor,
     v: Tensor,
     *,
-    feature_map: str,
+    feature_map: FeatureMap | str,
     pool_keys: Tensor,
     pool_values: Tensor,
-    projection: Tensor | None = None,
+    projection: Projection | None = None,
     near: NearKind = "softmax",
     blocks: int = 1,
     gate: Tensor | None = None,

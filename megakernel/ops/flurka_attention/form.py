@@ -4,6 +4,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.projections import Projection
 from megakernel.ops.state import KernelState
 from megakernel.ops.window import Rotary, Tail
 
@@ -14,7 +16,7 @@ FarRope = Literal["none", "centroid"]
 class Form(NamedTuple):
     """The fixed answers of a layer (MECHANISMS section 4)."""
 
-    feature_map: str
+    feature_map: FeatureMap | str
 
     block_size: int
     """b"""
@@ -40,8 +42,8 @@ class Form(NamedTuple):
 class Weights(NamedTuple):
     """The learned tensors of a layer."""
 
-    projection: Tensor | None
-    """(H_kv, M, d) or (M, d), of the feature map."""
+    projection: Projection | None
+    """Of the feature map."""
 
     pool_keys: Tensor
     """E, (r, b) or (H_kv, r, b)."""

@@ -7,12 +7,15 @@ from megakernel.ops.arguments import (
     check_feature_map,
     check_heads,
     check_positions,
+    check_priors,
     check_state,
     expand_tokens,
 )
 from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions, positions_from_cu_seqlens
+from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention import chunked, reference
+from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
 
 IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
@@ -24,11 +27,12 @@ def kernel_attention(
     k: Tensor,
     v: Tensor,
     *,
-    feature_map: str,
-    projection: Tensor | None = None,
+    feature_map: FeatureMap | str,
+    projection: Projection | None = None,
     causal: bool = True,
     normalize: bool = True,
     mass: Tensor | None = None,
+    priors: Tensor | None = None,
     initial_state: KernelState | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -41,11 +45,15 @@ def kernel_attention(
     Args:
         q: (B, H, N, d).
         k: (B, H_kv, N, d), H a multiple of H_kv; query head h uses key head h // (H / H_kv).
-        v: (B, H_kv, N, D), all three of one floating dtype.
-        feature_map: elu, favor, hedgehog, relu or identity.
-        projection: omega (M, d) of favor or W (d, d) of hedgehog, or one per key head (H_kv, ...).
+        v: (B, H_kv, N, D), all three of one floating dtype. Without `causal` and documents, keys and values may be
+            another number of tokens than the queries.
+        feature_map: elu, relu, identity, hedgehog, favor, rks or prf; a `FeatureMap` adds options.
+        projection: W (d, d) of hedgehog or omega (M, d) of the last three, or one per key head (H_kv, ...), or a
+            `FastFood` in place of omega.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
         normalize: divide by the sum of weights; where that is 0 (all keys masked) the output is 0.
+        priors: pi (H_kv, M) >= 0 of mixture keys: k is then (B, H_kv, M, N, d), and sum_r pi_r phi(k_r) takes the
+            place of phi(k).
         mass: multiplies phi(k) per key, broadcastable to (B, H_kv, N); 0 removes a key.
         initial_state: what rows continue from.
         return_state: also return the state after each row's last document.
@@ -66,13 +74,19 @@ def kernel_attention(
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
     """
-    check_heads(q, k, v)
-    check_feature_map(feature_map, projection, k)
-    batch, _, length, _ = k.shape
+    cross = not causal and positions is None and cu_seqlens is None
+    key = k
+    if priors is not None:
+        check_priors(priors, k)
+        # Tokens are dimension 2 of everything that is scanned: the keys of a position lie beside each other.
+        key, k = k[:, :, 0], k.movedim(2, 3).flatten(3)
+    check_heads(q, key, v, cross=cross)
+    check_feature_map(feature_map, projection, key)
+    batch, _, length, _ = key.shape
     if mass is not None:
-        mass = expand_tokens("mass", mass, k)
+        mass = expand_tokens("mass", mass, key)
     if initial_state is not None:
-        check_state(initial_state, k, v)
+        check_state(initial_state, key, v)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch * length)
         positions = positions_from_cu_seqlens(cu_seqlens.to(q.device), batch, length)
@@ -90,6 +104,7 @@ def kernel_attention(
         causal=causal,
         normalize=normalize,
         mass=mass,
+        priors=priors,
         positions=positions,
         initial_state=initial_state,
         exchange=exchange,

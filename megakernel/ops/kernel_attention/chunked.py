@@ -1,7 +1,7 @@
 """Kernel attention in linear time on any device: chunks inside groups of tokens, states between them."""
 
-from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,10 @@ from megakernel.ops.documents import (
     position_rows,
     reversed_positions,
 )
-from megakernel.ops.feature_maps import Features, features
+from megakernel.ops.feature_maps import FeatureMap, Features, features
 from megakernel.ops.groups import Tensors, scan_groups
+from megakernel.ops.mixture import mixed_features
+from megakernel.ops.projections import Projection
 from megakernel.ops.scan import Links, link, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, start_state
 from megakernel.ops.sums import Sums, add, normalized, unnormalized
@@ -28,7 +30,21 @@ CHUNK = 128
 GROUP = 4096
 """Tokens whose features and chunk states exist at once, a multiple of CHUNK."""
 
-Phi = Callable[[Tensor], Features]
+
+class Phi(NamedTuple):
+    """The feature map of a layer, of queries and of the keys of a position."""
+
+    feature_map: FeatureMap | str
+    projection: Projection | None
+    priors: Tensor | None
+
+    def of_queries(self, x: Tensor) -> Features:
+        """phi of (B, H_kv, C, R, d)."""
+        return features(self.feature_map, x, self.projection)
+
+    def of_keys(self, x: Tensor) -> Features:
+        """phi of (B, H_kv, C, L, d), or the mixture of (B, H_kv, C, L, M d)."""
+        return self.of_queries(x) if self.priors is None else mixed_features(self.of_queries, x, self.priors)
 
 
 def attend(
@@ -36,11 +52,12 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    feature_map: str,
-    projection: Tensor | None,
+    feature_map: FeatureMap | str,
+    projection: Projection | None,
     causal: bool,
     normalize: bool,
     mass: Tensor | None,
+    priors: Tensor | None = None,
     positions: Positions,
     initial_state: KernelState | None,
     exchange: Exchange | None = None,
@@ -51,10 +68,10 @@ def attend(
     of shape (B, H_kv, N). With `exchange`, what enters comes from there, and the state is what these tokens
     alone add.
     """
-    start = start_state(feature_map, k, projection, v.shape[-1])
+    start = start_state(feature_map, k[..., : q.shape[-1]], projection, v.shape[-1])
     state = initial_state or start
     finish = normalized if normalize else unnormalized
-    run = partial(_over_groups, feature_map=feature_map, projection=projection, positions=positions)
+    run = partial(_over_groups, phi=Phi(feature_map, projection, priors), positions=positions)
     if exchange is not None:
         _, own = run(_write, (k, v, mass), start)
         pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
@@ -62,7 +79,7 @@ def attend(
         began_before = position_rows(positions, q.shape[2], q.device) > torch.arange(
             q.shape[2], device=q.device
         )
-        (out,), _ = run(partial(_read, finish), (q, v, began_before[:, None], *local), pending.wait())
+        (out,), _ = run(partial(_read, finish, v.dtype), (q, began_before[:, None], *local), pending.wait())
         return out, own
     if causal:
         (out,), state = run(partial(_attend, finish), (q, k, v, mass), state)
@@ -70,7 +87,7 @@ def attend(
     if isinstance(positions, int):
         _, state = run(_write, (k, v, mass), state)
         everywhere = torch.ones((1, 1, q.shape[2]), dtype=torch.bool, device=q.device)
-        (out,), _ = run(partial(_read, finish), (q, v, everywhere), state)
+        (out,), _ = run(partial(_read, finish, v.dtype), (q, everywhere), state)
         return out, state
     before, state = run(_sums, (q, k, v, mass), state)
     backwards = tuple(None if x is None else x.flip(2) for x in (q, k, v, mass))
@@ -78,7 +95,7 @@ def attend(
     return finish(add(Sums(*before), Sums(*(x.flip(2) for x in after)))).to(v.dtype), state
 
 
-def _over_groups(step, inputs: Tensors, state: KernelState, *, feature_map, projection, positions):
+def _over_groups(step, inputs: Tensors, state: KernelState, *, phi: Phi, positions: Positions):
     """Run `step(inputs, state, positions, phi) -> outputs, state` over groups of tokens."""
     varying = None if isinstance(positions, int) else positions[:, None]
 
@@ -86,10 +103,10 @@ def _over_groups(step, inputs: Tensors, state: KernelState, *, feature_map, proj
         *here, at = sequences
         entering = KernelState(carry[0], carry[1].detach())
         places = positions + start if at is None else at[:, 0]
-        outputs, leaving = step(here, entering, places, lambda x: features(feature_map, x, shared[0]))
+        outputs, leaving = step(here, entering, places, Phi(phi.feature_map, *shared))
         return outputs, tuple(leaving)
 
-    outputs, leaving = scan_groups(on_group, tuple(state), (*inputs, varying), (projection,), group=GROUP)
+    outputs, leaving = scan_groups(on_group, tuple(state), (*inputs, varying), phi[1:], group=GROUP)
     return outputs, KernelState(leaving[0], leaving[1].detach())
 
 
@@ -111,11 +128,11 @@ def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     return (), write_chunks(*_keys(k, v, mass, links, phi), state, links)
 
 
-def _read(finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+def _read(finish, dtype: torch.dtype, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     """What the state gives to the queries that read it, added to the sums they have already."""
-    q, v, reads, *sums = inputs
+    q, reads, *sums = inputs
     heads, length, kv_heads = q.shape[1], q.shape[2], state.sums.shape[1]
-    queries = phi(chunk_queries(q.to(state.sums.dtype), kv_heads, length))
+    queries = phi.of_queries(chunk_queries(q.to(state.sums.dtype), kv_heads, length))
     entering = KernelState(state.sums[:, :, None], state.log_scale[:, :, None])
     total = read_states(queries, entering, reads[:, :, None])
     if sums:
@@ -124,14 +141,14 @@ def _read(finish, inputs: Tensors, state: KernelState, positions: Positions, phi
             chunk_queries(sums[1][..., None], kv_heads, length),
         )
         total = add(total, Sums(values, logs[..., 0]))
-    return (join_queries(finish(total), heads, length).to(v.dtype),), state
+    return (join_queries(finish(total), heads, length).to(dtype),), state
 
 
 def _scan(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
     q, k, v, mass = inputs
     links = _links(positions, q.shape[2], q.device, delay)
     chunks, size = links.writes.shape[1:]
-    queries = phi(chunk_queries(q.to(state.sums.dtype), k.shape[1], size, chunks))
+    queries = phi.of_queries(chunk_queries(q.to(state.sums.dtype), k.shape[1], size, chunks))
     return scan_chunks(queries, *_keys(k, v, mass, links, phi), state, links)
 
 
@@ -141,7 +158,7 @@ def _keys(k: Tensor, v: Tensor, mass: Tensor | None, links: Links, phi: Phi) -> 
     values = F.pad(v.to(dtype), (0, 1), value=1.0)
     if mass is not None:
         values = values * mass[..., None]
-    return phi(chunk_keys(k.to(dtype), size, chunks)), chunk_keys(values, size, chunks)
+    return phi.of_keys(chunk_keys(k.to(dtype), size, chunks)), chunk_keys(values, size, chunks)
 
 
 def _links(positions: Positions, length: int, device: torch.device, delay: int = 0) -> Links:

@@ -5,13 +5,14 @@ from torch import Tensor
 
 from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, open_documents, position_rows
-from megakernel.ops.feature_maps import features
+from megakernel.ops.feature_maps import FeatureMap, features
+from megakernel.ops.projections import FastFood, Projection, dense
 from megakernel.ops.state import Exchange, KernelState
 
 
-def phi(name: str, x: Tensor, projection: Tensor | None) -> Tensor:
-    """phi(x) (B, H_kv, R, F) for x (B, H_kv, R, d), its scale multiplied in."""
-    values, log_scale = features(name, x[:, :, None], projection)
+def phi(feature_map: FeatureMap | str, x: Tensor, projection: Projection | None) -> Tensor:
+    """phi(x) (B, H_kv, R, F) for x (B, H_kv, R, d), its scale multiplied in and fast projections as matrices."""
+    values, log_scale = features(feature_map, x[:, :, None], dense(projection, x.shape[-1]))
     out = values if log_scale is None else values * torch.exp(log_scale)[..., None]
     return out[:, :, 0]
 
@@ -21,11 +22,12 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    feature_map: str,
-    projection: Tensor | None,
+    feature_map: FeatureMap | str,
+    projection: Projection | None,
     causal: bool,
     normalize: bool,
     mass: Tensor | None,
+    priors: Tensor | None = None,
     positions: Positions,
     initial_state: KernelState | None,
     exchange: Exchange | None = None,
@@ -36,12 +38,18 @@ def attend(
     at = position_rows(positions, length, q.device)
     place = torch.arange(length, device=q.device)
     first = place - at
-    pairs = first[:, :, None] == first[:, None, :]
+    # Keys that are another number of tokens belong to the whole row.
+    same = k.shape[2] == length
+    pairs = first[:, :, None] == first[:, None, :] if same else at.new_ones(1, length, k.shape[2]).bool()
     if causal:
         pairs = pairs & (place[:, None] >= place)
 
     phi_q = phi(feature_map, q.to(wide(q.dtype)), per_query_head(projection, group))
-    phi_k = phi(feature_map, k.to(wide(k.dtype)), projection)
+    keys = k.to(wide(k.dtype)).split(q.shape[-1], -1)
+    phi_k = sum(
+        (1.0 if priors is None else priors[:, r, None, None]) * phi(feature_map, key, projection)
+        for r, key in enumerate(keys)
+    )
     if mass is not None:
         phi_k = phi_k * mass[..., None]
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1).to(phi_k.dtype)
@@ -64,8 +72,10 @@ def attend(
     return out.to(v.dtype), KernelState(sums, sums.new_zeros(sums.shape[:2]))
 
 
-def per_query_head(projection: Tensor | None, group: int) -> Tensor | None:
+def per_query_head(projection: Projection | None, group: int) -> Projection | None:
     """The projections of key heads as those of their `group` query heads each."""
+    if isinstance(projection, FastFood):
+        return FastFood(*(part.repeat_interleave(group, 0) for part in projection))
     if projection is None or projection.dim() == 2:
         return projection
     return projection.repeat_interleave(group, 0)

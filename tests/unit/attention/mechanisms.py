@@ -18,6 +18,15 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "linear": {"preset": "linear"},
     "performer": {"preset": "performer"},
     "hedgehog": {"preset": "hedgehog"},
+    "rff": {"preset": "rff"},
+    "gmm_rks": {"preset": "gmm_rks"},
+    "gmm_rks_untied": {"preset": "gmm_rks", "feature_map": {"components": 3, "tied": False, "smoothing": 1.0}},
+    "gmm_prf": {"preset": "gmm_prf"},
+    "fastfood_rks": {"preset": "fastfood_rks"},
+    "fastfood_prf": {"preset": "fastfood_prf", "feature_map": {"learn": "S", "smoothing": 0.5}},
+    # Learned cosines alone may leave a denominator near 0, which rounding then reaches; KL smooths with 1 too.
+    "generative_rks": {"preset": "generative_rks", "feature_map": {"smoothing": 1.0}},
+    "generative_prf": {"preset": "generative_prf"},
     "flurka": {"preset": "flurka", **SMALL_BLOCKS},
     "flurka_two_blocks": {"preset": "flurka", **SMALL_BLOCKS, "near": {"blocks": 2}},
     "flurka_head_gate": {
@@ -36,7 +45,25 @@ MECHANISMS: dict[str, dict[str, Any]] = {
         "near": {"join": "shared", "blocks": 2},
         "feature_map": {"name": "favor"},
     },
+    "flurka_gmm_rks": {
+        "preset": "flurka",
+        **SMALL_BLOCKS,
+        "feature_map": {"name": "gmm_rks", "smoothing": 1.0},
+    },
+    "flurka_shared_fastfood": {
+        "preset": "flurka",
+        **SMALL_BLOCKS,
+        "near": {"join": "shared"},
+        "feature_map": {"name": "fastfood_prf", "learn": "fixed"},
+    },
+    "flurka_generative": {"preset": "flurka", **SMALL_BLOCKS, "feature_map": {"name": "generative_prf"}},
     "flurka_kernel": {"preset": "flurka_kernel", **SMALL_BLOCKS},
+    "flurka_kernel_gmm_prf": {
+        "preset": "flurka_kernel",
+        **SMALL_BLOCKS,
+        "feature_map": {"name": "gmm_prf", "components": 3},
+    },
+    "flurka_kernel_rff": {"preset": "flurka_kernel", **SMALL_BLOCKS, "feature_map": {"name": "rff"}},
     "flurka_kernel_favor": {
         "preset": "flurka_kernel",
         **SMALL_BLOCKS,

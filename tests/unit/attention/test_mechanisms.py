@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import AttentionLayer, HeadShard, Rotary, SequenceState, build
-from megakernel.attention.features import Projection
+from megakernel.attention.projection import Projection
 from tests.unit.attention.mechanisms import (
     HEADS,
     MECHANISMS,
@@ -206,7 +206,20 @@ def test_pieces_of_a_sequence_give_the_whole(name, size, positions):
 
 
 @pytest.mark.parametrize(
-    "name", ["linear", "performer", "hedgehog", "flurka", "flurka_shared_favor", "flurka_kernel"]
+    "name",
+    [
+        "linear",
+        "performer",
+        "hedgehog",
+        "gmm_rks_untied",
+        "gmm_prf",
+        "fastfood_prf",
+        "generative_prf",
+        "flurka",
+        "flurka_shared_favor",
+        "flurka_kernel",
+        "flurka_kernel_gmm_prf",
+    ],
 )
 def test_half_precision_at_scale_10_and_65536_tokens_stays_close(name):
     draw = torch.Generator().manual_seed(0)
@@ -223,7 +236,7 @@ def test_half_precision_at_scale_10_and_65536_tokens_stays_close(name):
 
 def test_random_matrices_stay_in_full_precision_and_in_the_state_dict():
     module = build("performer", num_heads=4, head_dim=8, seed=(1, 2)).bfloat16()
-    assert module.state_dict()["projection.matrix"].dtype == torch.float32
+    assert module.state_dict()["projection.matrix.values"].dtype == torch.float32
     assert isinstance(module.projection, Projection)
     again = build("performer", num_heads=4, head_dim=8, seed=(1, 2))
     other = build("performer", num_heads=4, head_dim=8, seed=(1, 3))

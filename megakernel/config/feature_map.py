@@ -1,0 +1,135 @@
+"""The feature map phi of similarity `kernel`, and what follows from its options without drawing anything."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from .errors import Problem, nearest_multiples
+from .section import Section
+
+FeatureMapName = Literal[
+    "elu",
+    "relu",
+    "identity",
+    "hedgehog",
+    "favor",
+    "rff",
+    "gmm_rks",
+    "gmm_prf",
+    "fastfood_rks",
+    "fastfood_prf",
+    "generative_rks",
+    "generative_prf",
+]
+
+_RANDOM = (
+    "favor",
+    "rff",
+    "gmm_rks",
+    "gmm_prf",
+    "fastfood_rks",
+    "fastfood_prf",
+    "generative_rks",
+    "generative_prf",
+)
+_GMM = ("gmm_rks", "gmm_prf")
+_FASTFOOD = ("fastfood_rks", "fastfood_prf")
+_GENERATIVE = ("generative_rks", "generative_prf")
+_TAKEN_BY: dict[str, tuple[str, ...]] = {
+    "samples": _RANDOM,
+    "components": _GMM,
+    "tied": ("gmm_rks",),
+    "learn": _FASTFOOD,
+    "resample_every": ("favor", "rff", *_GMM, *_GENERATIVE),
+}
+"""Option -> maps that it has an effect on."""
+
+
+class FeatureMap(Section):
+    """The map phi of similarity `kernel`: how alike q and k are is phi(q).phi(k)."""
+
+    name: FeatureMapName = "hedgehog"
+    """Which phi (MECHANISMS section 2). `_rks`: cosines and sines; `_prf`: positive exponentials."""
+
+    samples: int | None = Field(default=None, gt=0)
+    """Random samples M; None takes as many as make phi 2 x head_dim wide (4 x for gmm_rks)."""
+
+    components: int = Field(default=2, gt=0)
+    """Gaussians C in the spectral mixture of gmm_rks and gmm_prf."""
+
+    tied: bool = True
+    """gmm_rks: the two components have means +mu and -mu and one covariance; false: each has its own."""
+
+    learn: Literal["SGB", "S", "fixed"] = "SGB"
+    """Which diagonals of fastfood's S H G Pi H B are trained: all three, S alone, or none."""
+
+    smoothing: float = Field(default=0.0, ge=0)
+    """A constant feature s: the kernel becomes phi(q).phi(k) + s^2, away from denominators near 0."""
+
+    resample_every: int | None = Field(default=None, ge=0)
+    """Training steps between two draws of the noise, 0 for never; None takes 100 for learned maps (gmm, generative)
+    and 0 for favor and rff."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Options that other maps have."""
+        for key, takers in _TAKEN_BY.items():
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and self.name not in takers:
+                remedy = f"remove it or take name: {' or '.join(takers)}"
+                yield Problem(key, value, f"has no effect on {self.name}", remedy)
+        if self.name == "gmm_rks" and self.tied and self.components != 2:
+            reason = "components cannot be a pair +mu, -mu"
+            yield Problem("components", self.components, reason, "set components: 2 or tied: false")
+
+    def problems_at(self, head_dim: int) -> Iterator[Problem]:
+        """What contradicts a width of the heads."""
+        if self.name in _FASTFOOD and self.sample_count(head_dim) % head_dim:
+            remedy = f"set {nearest_multiples(self.sample_count(head_dim), head_dim)}"
+            yield Problem("samples", self.samples, f"is not a multiple of head_dim={head_dim}", remedy)
+
+    @property
+    def is_gmm(self) -> bool:
+        """Whether omega comes from a learned mixture of Gaussians."""
+        return self.name in _GMM
+
+    @property
+    def is_fastfood(self) -> bool:
+        """Whether omega is a product of diagonals and Hadamard transforms."""
+        return self.name in _FASTFOOD
+
+    @property
+    def is_generative(self) -> bool:
+        """Whether a network makes omega from noise."""
+        return self.name in _GENERATIVE
+
+    @property
+    def redraw_interval(self) -> int:
+        """Training steps between two draws of the noise; 0: it stays what it was at the start."""
+        if self.resample_every is not None:
+            return self.resample_every
+        return 100 if self.is_gmm or self.is_generative else 0
+
+    def sample_count(self, head_dim: int) -> int:
+        """M, draws of noise; with C components each gives C frequencies. 0 for maps that draw nothing."""
+        if self.name not in _RANDOM:
+            return 0
+        if self.samples is not None:
+            return self.samples
+        one_each = self.name in ("favor", "fastfood_prf", "generative_prf")
+        return 2 * head_dim if one_each else head_dim
+
+    def frequencies(self, head_dim: int) -> int:
+        """Rows of omega; 0 for maps that have none."""
+        return self.sample_count(head_dim) * (self.components if self.is_gmm else 1)
+
+    def width(self, head_dim: int) -> int:
+        """F, the numbers in phi(x)."""
+        if self.name in ("elu", "relu", "identity"):
+            width = head_dim
+        elif self.name == "hedgehog":
+            width = 2 * head_dim
+        else:
+            per_frequency = 2 if self.name == "rff" or self.name.endswith("_rks") else 1
+            width = per_frequency * self.frequencies(head_dim)
+        return width + (self.smoothing > 0)
