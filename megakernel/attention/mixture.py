@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megakernel.attention.heads import HeadShard, Seed, generator
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
+from megakernel.attention.noise import FullPrecisionBuffers
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
@@ -17,7 +18,7 @@ from megakernel.ops.documents import Positions
 from megakernel.ops.weighted_attention import responsibilities
 
 
-class KeyMixture(nn.Module):
+class KeyMixture(FullPrecisionBuffers):
     """The M keys at a position and how much each counts: shifts b of shifted keys, priors pi of a soft mixture."""
 
     def __init__(self, mixture: Mixture, kv_heads: range, head_dim: int, seed: Seed):
@@ -26,11 +27,9 @@ class KeyMixture(nn.Module):
         self.shifted = mixture.kind == "shifted"
         device = torch.get_default_device()
         if self.shifted:
-            # A place of its own beside the head: a random feature map of the layer draws from (seed, head).
-            place = (*(seed if isinstance(seed, tuple) else (seed,)), 1)
+            streams = [generator(seed, head, "shift") for head in kv_heads]
             draws = [
-                torch.randn(mixture.keys, head_dim, generator=generator(place, head), device="cpu")
-                for head in kv_heads
+                torch.randn(mixture.keys, head_dim, generator=stream, device="cpu") for stream in streams
             ]
             self.shift = nn.Parameter(torch.stack(draws).to(device))
         self.soft = mixture.estep == "soft"
@@ -39,6 +38,7 @@ class KeyMixture(nn.Module):
             equal = torch.full((len(kv_heads), mixture.keys), 1 / mixture.keys)
             if self.m_step:
                 self.register_buffer("weights", equal)
+                self.register_buffer("counted", torch.zeros_like(equal).double(), persistent=False)
             else:
                 self.weights = nn.Parameter(equal)
 
@@ -52,6 +52,12 @@ class KeyMixture(nn.Module):
         """pi (H_kv, M) in [0, 1], float32 or better."""
         assert self.soft
         return self.weights.to(torch.promote_types(self.weights.dtype, torch.float32)).clamp(0, 1)
+
+    def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
+        """The M-step: priors become the mean responsibilities of all pairs counted since the last."""
+        counted = total(self.counted)
+        self.weights.copy_(counted / counted.sum(-1, keepdim=True))
+        self.counted.zero_()
 
 
 class PairwiseAttention(AttentionLayer):
@@ -79,9 +85,6 @@ class PairwiseAttention(AttentionLayer):
         if form.mixture is not None:
             self.variances = form.mixture.sigma2
             self.mixture = KeyMixture(form.mixture, self.kv_heads, head_dim, seed)
-            if self.mixture.m_step:
-                counted = torch.zeros(len(self.kv_heads), form.mixture.keys, dtype=torch.float64)
-                self.register_buffer("counted", counted, persistent=False)
 
     @property
     def properties(self) -> Properties:
@@ -140,12 +143,9 @@ class PairwiseAttention(AttentionLayer):
         return out, state
 
     def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
-        """The M-step: priors become the mean responsibilities of the step."""
-        if self.mixture is None or not self.mixture.m_step:
-            return
-        counted = total(self.counted)
-        self.mixture.weights.copy_(counted / counted.sum(-1, keepdim=True))
-        self.counted.zero_()
+        """See AttentionLayer."""
+        if self.mixture is not None and self.mixture.m_step:
+            self.mixture.finish_step(total)
 
     def _count(
         self,
@@ -167,12 +167,14 @@ class PairwiseAttention(AttentionLayer):
             causal=self.causal,
             positions=positions,
         )
-        mine = shares.sum((0, 3), dtype=self.counted.dtype)
+        assert self.mixture is not None
+        counted = self.mixture.counted
+        mine = shares.sum((0, 3), dtype=counted.dtype)
         heads = len(self.kv_heads) if len(self.kv_heads) % piece.size == 0 else len(self.query_heads)
         each = heads // piece.size
         everywhere = mine.new_zeros(heads, mine.shape[1])
         everywhere[piece.rank * each : (piece.rank + 1) * each] = mine
-        self.counted += everywhere.unflatten(0, (len(self.kv_heads), -1)).sum(1)
+        counted += everywhere.unflatten(0, (len(self.kv_heads), -1)).sum(1)
 
 
 def _whole_rows(

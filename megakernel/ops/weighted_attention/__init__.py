@@ -143,9 +143,7 @@ def _mass(mass: Tensor | None, k: Tensor) -> Tensor:
     try:
         return mass.to(wide(k.dtype)).expand(expected)
     except RuntimeError:
-        raise ValueError(
-            f"mass has shape {tuple(mass.shape)}; expected to broadcast to {expected}"
-        ) from None
+        raise ValueError(f"mass has shape {tuple(mass.shape)}; expected to broadcast to {expected}") from None
 
 
 def _spans(q: Tensor, positions: Positions, cached: int, causal: bool) -> Spans:

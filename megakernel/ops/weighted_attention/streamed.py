@@ -111,7 +111,9 @@ class _Stream(torch.autograd.Function):
         q, k, v, mass, out, divisor = ctx.saved_tensors
         grad = grad.to(out.dtype)
         # The normalizer's own share in the gradient: it multiplies the column of ones.
-        of_ones = -(grad * out).sum(-1, keepdim=True) if ctx.form.normalize else torch.zeros_like(out[..., :1])
+        of_ones = (
+            -(grad * out).sum(-1, keepdim=True) if ctx.form.normalize else torch.zeros_like(out[..., :1])
+        )
         pull = torch.cat([grad, of_ones], -1)
         sums = [torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v, mass)]
         for queries, keys in _blocks(ctx.spans):

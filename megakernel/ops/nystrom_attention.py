@@ -1,0 +1,79 @@
+"""Nyströmformer: softmax attention through means over segments of queries and keys (MECHANISMS section 5)."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megakernel.ops.arguments import check_heads
+from megakernel.ops.dispatch import wide
+from megakernel.ops.pseudo_inverse import softmax_inverse
+
+
+def nystrom_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    segments: Tensor,
+    count: int,
+    invert: Callable[[Tensor], Tensor] = softmax_inverse,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V with s the softmax of scores over sqrt(d), L the means of segments.
+
+    Linear in the number of tokens; not causal.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, H_kv, N, d), H a multiple of H_kv.
+        v: (B, H_kv, N, D).
+        segments: int64 (B, N) or (1, N), the segment 0 .. count - 1 of each token. A segment without real tokens has no
+            landmark.
+        count: segments.
+        invert: the softmax matrix between landmarks (B, H, count, count) -> its inverse.
+        key_mask: (B, N) bool, False removes a token from means and keys.
+
+    Returns:
+        (B, H, N, D) in the dtype of v; 0 in rows without a real token.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, naming the argument.
+    """
+    check_heads(q, k, v)
+    group = q.shape[1] // k.shape[1]
+    out_dtype, dtype = v.dtype, wide(q.dtype)
+    q = q.to(dtype) * q.shape[-1] ** -0.5
+    k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+    real = segments.new_ones(segments.shape).bool() if key_mask is None else key_mask
+    # (B, 1, count, N): who belongs to a segment.
+    members = ((segments[:, None] == torch.arange(count, device=q.device)[:, None]) & real[:, None])[:, None]
+    sizes = members.sum(-1, keepdim=True)
+    means = members.to(dtype) / sizes.clamp(min=1)
+    mean_q, mean_k = means @ q, means @ k
+    exists = (sizes > 0)[..., 0]
+
+    to_landmarks = _softmax(q, mean_k, exists)
+    between = _softmax(mean_q, mean_k, exists)
+    # A landmark that does not exist is its own inverse and reaches nobody.
+    missing = torch.diag_embed((~exists).to(dtype))
+    between = between * exists[..., None] + missing
+    from_keys = _softmax(mean_q, k, real[:, None]) * exists[..., None]
+    return (to_landmarks @ (invert(between) @ (from_keys @ v))).to(out_dtype)
+
+
+def depthwise_convolution(v: Tensor, kernel: Tensor) -> Tensor:
+    """Each head's values under its own filter along the sequence, zeros beyond the ends.
+
+    v: (B, H, N, D); kernel: (H, W), W odd; the same for all channels of a head.
+    """
+    heads, width = kernel.shape
+    weight = kernel.to(v.dtype)[:, None, :, None]
+    return F.conv2d(v, weight, padding=(width // 2, 0), groups=heads)
+
+
+def _softmax(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+    """Row-normalized exp(q.k), over keys that exist; visible (B, 1, m). Rows that see none are 0."""
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~visible[..., None, :], torch.finfo(q.dtype).min)
+    return scores.softmax(-1).masked_fill(~visible[..., None, :], 0.0)
