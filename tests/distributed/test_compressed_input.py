@@ -1,0 +1,94 @@
+"""FLuRKA eq. 2 over tensor ranks, sequence shards and pieces of the sequence: E X is formed where its tokens are."""
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+from megakernel.config import Model
+from megakernel.model.self_attention import SelfAttention, SelfAttentionSubmodules
+from megakernel.model.settings import ModelSettings, drawn_from
+from tests.distributed.ranks import cpu_mesh, run_ranks
+
+BATCH, TOKENS, WIDTH, RANK = 2, 32, 16, 6
+SHAPE = {"num_layers": 1, "hidden_size": WIDTH, "num_heads": 4, "num_kv_heads": 2, "kind": "masked_lm"}
+SHORT = {"kind": "block", "block_size": 8, "rank": 3}
+COMPRESSIONS = {
+    "flurka_rnn": {"preset": "flurka_rnn", "compression": {"rank": RANK}},
+    "flurka_performer": {"preset": "flurka_performer", "compression": {"rank": RANK, "share_kv": True}},
+    "linformer": {"preset": "linformer", "compression": {"rank": RANK}},
+    "naive_order": {"preset": "flurka_rnn", "compression": {"rank": RANK, "compress": "projected"}},
+    "per_head": {"preset": "linformer", "compression": {"rank": RANK, "per_head": True}},
+    "blocks": {"similarity": "kernel", "feature_map": {"name": "elu"}, "compression": SHORT},
+    "pool": {"similarity": "softmax", "compression": {"kind": "pool", "block_size": 8}},
+}
+LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "tp2 sequence parallel": {"tensor": 2, "sequence_parallel": True},
+    "cp2": {"context": 2},
+    "cp4": {"context": 4},
+    "tp2 sequence parallel cp2": {"tensor": 2, "sequence_parallel": True, "context": 2},
+}
+
+
+def draw(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layer(form, mesh):
+    model = Model.model_validate({**SHAPE, "position": "none", "attention": form, "max_positions": None})
+    settings = ModelSettings(model.model_copy(update={"max_positions": TOKENS}), vocab_size=8, mesh=mesh)
+    projections = SelfAttentionSubmodules(qkv=ColumnParallelLinear, output=RowParallelLinear)
+    with drawn_from(0, "layer"):
+        return SelfAttention(settings, 0, projections).double()
+
+
+def shard_of(tensor, sizes, rank):
+    """The rank's piece of (N, B, C): pieces of the sequence over cp, then shards over tp."""
+    piece = tensor.chunk(sizes.get("context", 1), 0)[rank // sizes.get("tensor", 1)]
+    return piece.chunk(sizes["tensor"], 0)[rank % sizes["tensor"]] if "sequence_parallel" in sizes else piece
+
+
+def outputs_and_gradients(form, mesh, sizes):
+    module = layer(form, mesh)
+    hidden = shard_of(draw(TOKENS, BATCH, WIDTH, seed=1), sizes, mesh.rank).clone().requires_grad_()
+    tokens = TOKENS // mesh.cp.size
+    positions = torch.arange(tokens) + mesh.cp.rank * tokens
+    out, _ = module(hidden, positions.expand(BATCH, -1))
+    (out * shard_of(draw(TOKENS, BATCH, WIDTH, seed=2), sizes, mesh.rank)).sum().backward()
+    # What a training step sees: the sum over pieces of the sequence.
+    gradients = {name: mesh.sum(x.grad, mesh.cp) for name, x in module.named_parameters()}
+    return out.detach(), hidden.grad, gradients, module.core.sharded_parameters()
+
+
+def of_all_compressions(sizes):
+    with cpu_mesh(**sizes) as mesh:
+        return {name: outputs_and_gradients(form, mesh, sizes) for name, form in COMPRESSIONS.items()}
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return run_ranks(of_all_compressions, 1, {})[0]
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def many_processes(request):
+    sizes = LAYOUTS[request.param]
+    world_size = sizes.get("tensor", 1) * sizes.get("context", 1)
+    return sizes, run_ranks(of_all_compressions, world_size, sizes)
+
+
+@pytest.mark.parametrize("name", list(COMPRESSIONS))
+def test_layouts_give_the_numbers_and_gradients_of_one_process(name, many_processes, one_process):
+    out, slope, gradients, _ = one_process[name]
+    sizes, results = many_processes
+    shards = sizes.get("tensor", 1)
+    for rank, (actual, actual_slope, found, cut) in enumerate(result[name] for result in results):
+        # float64 sums in another order.
+        torch.testing.assert_close(actual, shard_of(out, sizes, rank), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(actual_slope, shard_of(slope, sizes, rank), rtol=1e-10, atol=1e-10)
+        dimensions = {"qkv.weight": 0, "output.weight": 1} | {f"core.{key}": at for key, at in cut.items()}
+        for key, gradient in found.items():
+            expected = gradients[key]
+            if key in dimensions:
+                expected = expected.chunk(shards, dimensions[key])[rank % shards]
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10)
