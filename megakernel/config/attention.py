@@ -111,6 +111,11 @@ class Attention(Section):
         return not getattr(compression, "per_head", False)
 
     @property
+    def counts_positions(self) -> bool:
+        """Whether the layer has a parameter for every place of a row."""
+        return self.compression is not None and self.compression.kind == "linformer"
+
+    @property
     def mixes_future_tokens(self) -> str | None:
         """Why a token sees later ones of its row, whatever document they belong to; None where it need not."""
         if self.compression is None or self.near is not None:

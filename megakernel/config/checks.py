@@ -98,6 +98,23 @@ def _encoders_see_both_ways(model: Model) -> Iterator[Problem]:
             yield Problem(key, MISSING, reason + attention.looks_back_only, remedy)
 
 
+def _decoders_see_no_later_tokens(model: Model) -> Iterator[Problem]:
+    for key, attention in _named_attentions(model):
+        if model.is_causal and attention.mixes_future_tokens:
+            reason = f"is not for model.kind: causal_lm: {attention.mixes_future_tokens}"
+            remedy = "use compression: {kind: block} with near, or model.kind: masked_lm"
+            yield Problem(key, MISSING, reason, remedy)
+
+
+def _rows_are_documents_where_landmarks_mix_them(model: Model, data: Data) -> Iterator[Problem]:
+    if model.kind != "masked_lm" or not data.isolate_documents:
+        return
+    for key, attention in _named_attentions(model):
+        if attention.mixes_future_tokens:
+            reason = f"cannot hold for {key}: {attention.mixes_future_tokens}"
+            yield Problem("data.isolate_documents", True, reason, "set false")
+
+
 def _encoders_are_cut_where_they_can_be(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if model.is_causal or parallel.context == 1:
         return
@@ -174,6 +191,8 @@ _RULES: list[Rule] = [
     _full_attention_has_heads_for_every_piece,
     _positions_reach_the_end,
     _encoders_see_both_ways,
+    _decoders_see_no_later_tokens,
+    _rows_are_documents_where_landmarks_mix_them,
     _encoders_are_cut_where_they_can_be,
     _masking_has_an_effect,
     _deepspeed_keeps_to_its_own,

@@ -80,7 +80,7 @@ class Model(Section):
     """Base of the rotary frequencies."""
 
     max_positions: int | None = Field(default=None, gt=0)
-    """Rows of the learned position table; None takes training.seq_len."""
+    """Rows of the learned position table, and columns of linformer's E and F; None takes training.seq_len."""
 
     tie_embeddings: bool = True
     """Use the embedding matrix as the output head."""
@@ -168,11 +168,17 @@ class Model(Section):
         if self.position == "rope" and self.head_size % 2:
             reason = f"rotates pairs and one head is {self.head_size} wide"
             yield Problem("position", self.position, reason, "set an even head_dim")
-        if self.position != "learned" and self.max_positions is not None:
+        layers = [self.layer_attention(layer) for layer in range(self.num_layers)]
+        if (
+            self.position != "learned"
+            and self.max_positions is not None
+            and not any(layer.counts_positions for layer in layers)
+        ):
             reason = f"has no effect on position: {self.position}"
             yield Problem("max_positions", self.max_positions, reason, "remove it or take position: learned")
-        if self.position != "rope" and any(
-            self.layer_attention(layer).far_rope != "none" for layer in range(self.num_layers)
-        ):
+        if self.qkv_bias and any(layer.compresses_input for layer in layers):
+            reason = "cannot stand behind E and F, which act on the input before its projections"
+            yield Problem("qkv_bias", True, reason, "remove it or set compression.compress: projected")
+        if self.position != "rope" and any(layer.far_rope != "none" for layer in layers):
             remedy = "set far_rope: none or take position: rope"
             yield Problem("position", self.position, "leaves far_rope nothing to rotate with", remedy)

@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megakernel import attention
+from megakernel.attention.low_rank import LowRankAttention
 from megakernel.parallel.sequence import ContextPiece
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
+from . import compressed_input
 from .settings import ModelSettings
 
 
@@ -25,24 +27,27 @@ class SelfAttentionSubmodules:
 class SelfAttention(nn.Module):
     """Query, key and value projections, the layer's mechanism, and the output projection.
 
-    The rows of the fused projection are grouped by key head, [its queries | key | value], so that a cut between
+    The rows of the fused projection are grouped by key head, [its queries | keys | value], so that a cut between
     tensor ranks is a cut between key heads and every rank holds whole groups.
     """
 
     def __init__(self, settings: ModelSettings, index: int, submodules: SelfAttentionSubmodules):
         super().__init__()
         model, mesh, transformer = settings.model, settings.mesh, settings.transformer
+        self.mesh = mesh
         self.head_dim = model.head_size
         self.kv_heads = model.kv_heads // mesh.tp.size
         self.queries_per_key = model.num_heads // model.kv_heads
+        self.keys_per_head = model.layer_attention(index).keys_per_head
         self.piece = ContextPiece(mesh.cp) if mesh.cp.size > 1 else attention.WHOLE
         self.isolate_documents = settings.isolate_documents
+        self.pads = model.classifier is not None
         self.recompute = settings.recompute == "selective"
         self.rotary = attention.Rotary(model.head_size, model.rope_base) if model.position == "rope" else None
         self.qkv = build_module(
             submodules.qkv,
             model.hidden_size,
-            (model.num_heads + 2 * model.kv_heads) * model.head_size,
+            (model.num_heads + (self.keys_per_head + 1) * model.kv_heads) * model.head_size,
             config=transformer,
             init_method=transformer.init_method,
             bias=model.qkv_bias,
@@ -54,7 +59,8 @@ class SelfAttention(nn.Module):
             num_heads=model.num_heads,
             num_kv_heads=model.kv_heads,
             head_dim=model.head_size,
-            causal=True,
+            causal=model.is_causal,
+            max_positions=model.max_positions,
             seed=(settings.seed, index),
             heads=head_shard(mesh.tp),
         )
@@ -73,7 +79,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """hidden (N, B, C), positions (B, N) -> (output (N, B, C), its bias or None)."""
-        q, k, v = self._project(hidden)
+        q, k, v = self._project(hidden, positions)
         if self.recompute and self.training:
             heads = checkpoint(self._attend, q, k, v, positions, use_reentrant=False)
         else:
@@ -84,22 +90,36 @@ class SelfAttention(nn.Module):
         self, hidden: Tensor, positions: Tensor, state: Any
     ) -> tuple[tuple[Tensor, Tensor | None], Any]:
         """`forward` for tokens that follow those in `state`; also the state that includes them."""
-        q, k, v = self._project(hidden)
+        q, k, v = self._project(hidden, positions)
         heads, state = self.core.extend(q, k, v, state, positions=positions, rotary=self.rotary)
         return self._merge(heads), state
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         # Without documents to look for, the ops work on views of whole rows.
         at = positions if self.isolate_documents else None
-        return self.core(q, k, v, positions=at, rotary=self.rotary, piece=self.piece)
+        return self.core(q, k, v, self._real(positions), positions=at, rotary=self.rotary, piece=self.piece)
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _real(self, positions: Tensor) -> Tensor | None:
+        """(B, N) bool, which tokens are no padding; None where none is."""
+        return positions >= 0 if self.pads else None
+
+    def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parts = (self.queries_per_key, self.keys_per_head, 1)
+        if isinstance(self.core, LowRankAttention) and self.core.compresses_input:
+            return compressed_input.project(
+                hidden,
+                self.qkv.weight,
+                parts,
+                self.core,
+                self.mesh,
+                self.piece,
+                self._real(positions),
+            )
         fused, _ = self.qkv(hidden)
         tokens, batch, _ = fused.shape
-        groups = fused.view(tokens, batch, self.kv_heads, self.queries_per_key + 2, self.head_dim)
-        groups = groups.permute(1, 2, 3, 0, 4)
-        q, k, v = groups.split([self.queries_per_key, 1, 1], dim=2)
-        return q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
+        groups = fused.view(tokens, batch, self.kv_heads, sum(parts), self.head_dim)
+        q, k, v = groups.permute(1, 2, 3, 0, 4).split(parts, dim=2)
+        return q.flatten(1, 2), k.squeeze(2) if self.keys_per_head == 1 else k, v.squeeze(2)
 
     def _merge(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.output(heads.permute(2, 0, 1, 3).flatten(2))
