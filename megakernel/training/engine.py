@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.batch import Batch
+from megakernel import attention
 from megakernel.config import Config
 from megakernel.model import IGNORED, MEASURES, LanguageModel, ModelSettings, pipeline
 
@@ -61,6 +62,10 @@ class Engine:
         )
         self.write_errors = DeferredErrors.install(self.engine)
 
+    def redraw(self, step: int) -> None:
+        """Let the model hold the random numbers that `step`, counted from 0, is trained with."""
+        attention.redraw(self.engine.module, step)
+
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """One update from this rank's micro-batches of a global batch."""
         for group in self.optimizer.param_groups:
@@ -97,7 +102,9 @@ class Engine:
         with torch.no_grad():
             if self.pipelined:
                 pairs = iter([(stream, stream[-1]) for stream in streams])
-                # DeepSpeed hands one number alone from the last stage to the others.
+                # DeepSpeed adds to what the last training step left, and hands a single number from the last stage
+                # to the others: a vector it can do neither with.
+                self.engine.total_loss = None
                 mean = self.engine.eval_batch(pairs, num_micro_batches=len(streams), bcast_loss=False)
                 if self.mesh.is_last_stage:
                     total += mean * len(streams) / self.micro_batches

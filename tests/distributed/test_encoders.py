@@ -1,0 +1,137 @@
+"""Encoders on any layout give the losses of one process, and go on where they were stopped."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from launch.cli import main
+from megakernel.training.checkpoint_files import CheckpointTensors
+from megakernel.training.trained_run import find_checkpoint
+from megakernel.training.universal import WEIGHT
+from tests.distributed.training_run import scalars, train
+
+CONFIG = """
+run: {{name: run, seed: 7, root: {root}}}
+model: {{num_layers: 4, hidden_size: 32, num_heads: 4, {model}}}
+training: {{steps: 5, seq_len: 64, global_batch_size: 8, micro_batch_size: 2,
+  dtype: float32, log_every: 1, eval_samples: 6}}
+optimizer: {{lr: 1e-3}}
+schedule: {{warmup_steps: 2}}
+data: {{num_workers: 0, train: {corpus}}}
+logging: {{tensorboard: false}}
+"""
+
+MODELS = {
+    "masked_lm": "kind: masked_lm, attention_pattern: [softmax, hedgehog], position: sinusoidal",
+    "masked_lm in pieces": "kind: masked_lm, attention: softmax, tie_embeddings: false",
+    "classifier": (
+        "kind: classifier, classifier: {num_classes: 2, pooling: cls, head: mlp}, "
+        "attention_pattern: [softmax, performer], position: learned"
+    ),
+    "classifier of pairs": (
+        "kind: classifier, classifier: {num_classes: 3, documents: 2}, attention_pattern: [linear, softmax]"
+    ),
+}
+"""Every head and pooling, every kind of position, and mechanisms of both costs."""
+
+LAYOUTS = {
+    "dp2": "",
+    "tp2": "parallel.tensor=2",
+    "tp2 sequence parallel": "parallel.tensor=2 parallel.sequence_parallel=true",
+    "cp2": "parallel.context=2",
+    "pp2": "parallel.pipeline=2",
+    "zero 1": "parallel.zero_stage=1",
+    "zero 2": "parallel.zero_stage=2",
+    "zero 3": "parallel.zero_stage=3",
+}
+"""On two processes."""
+
+WHOLE_ROWS = [layout for layout in LAYOUTS if layout != "cp2"]
+CASES = [
+    *(("masked_lm", layout) for layout in WHOLE_ROWS),
+    ("masked_lm in pieces", "cp2"),
+    *(("classifier", layout) for layout in WHOLE_ROWS),
+    ("classifier of pairs", "dp2"),
+    ("classifier of pairs", "tp2 sequence parallel"),
+    ("classifier of pairs", "pp2"),
+]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory, corpus):
+    """Prepared folders by kind of model: text, and labelled rows of one and of two texts."""
+    folder = tmp_path_factory.mktemp("labelled")
+    draw = random.Random(0)
+    with (folder / "rows.jsonl").open("w") as rows:
+        for place in range(60):
+            first, second = ("".join(draw.choices("abcd ", k=draw.randint(1, 90))) for _ in range(2))
+            row = {"text": first, "other": second, "sign": "-+"[place % 2], "third": place % 3}
+            rows.write(json.dumps(row) + "\n")
+    prepare = f"prepare --source {folder}/rows.jsonl --tokenizer byte --validation-fraction 0.2 --workers 1"
+    assert main(f"{prepare} --labels sign --out {folder}/one".split()) == 0
+    assert main(f"{prepare} --labels third --second-text-key other --out {folder}/two".split()) == 0
+    return {"masked_lm": corpus, "classifier": folder / "one", "classifier of pairs": folder / "two"}
+
+
+def write_config(folder, corpora, name):
+    path = folder / "config.yaml"
+    corpus = corpora[name.removesuffix(" in pieces")]
+    path.write_text(CONFIG.format(root=folder, model=MODELS[name], corpus=corpus))
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, corpora):
+    """What one process measures of a model, trained when first asked for."""
+    known = {}
+
+    def measured(name):
+        if name not in known:
+            config = write_config(tmp_path_factory.mktemp("one"), corpora, name)
+            known[name] = config, train(config, 1)
+        return known[name]
+
+    return measured
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_layout_gives_the_losses_of_one_process(model, layout, one_process, tmp_path):
+    config, expected = one_process(model)
+    found = train(config, 2, *LAYOUTS[layout].split(), f"run.root={tmp_path}")
+    # float32 sums in another order: DESIGN decision 5 allows 1e-5 for losses, the issue 1e-4 for gradient norms.
+    for tag, tolerance in {"train/loss": 1e-5, "train/grad_norm": 1e-4, "eval/loss": 1e-5}.items():
+        assert scalars(found, tag) == pytest.approx(scalars(expected, tag), rel=tolerance), tag
+    assert scalars(found, "eval/accuracy") == pytest.approx(scalars(expected, "eval/accuracy"))
+    assert bool(scalars(found, "eval/accuracy")) == model.startswith("classifier")
+
+
+@pytest.mark.parametrize("model", ["masked_lm", "classifier"])
+def test_stopped_and_continued_the_numbers_are_the_same_bit_for_bit(model, one_process, tmp_path):
+    config, whole = one_process(model)
+    options = (f"run.root={tmp_path}", "checkpoint.every=2")
+    # A schedule that does not move with the number of steps, as in the whole run.
+    steps = ("schedule.decay_steps=3",)
+    train(config, 1, *options, *steps, "training.steps=2")
+    continued = train(config, 1, *options, *steps)
+    for tag in ("train/loss", "train/grad_norm"):
+        assert scalars(continued, tag) == scalars(whole, tag), tag
+    assert scalars(continued, "eval/loss")[-1] == scalars(whole, "eval/loss")[-1]
+
+
+def test_a_classifier_starts_from_the_weights_of_a_masked_language_model(one_process, corpora, tmp_path):
+    config, _ = one_process("masked_lm")
+    path = tmp_path / "config.yaml"
+    model = MODELS["masked_lm"].replace("masked_lm", "classifier, classifier: {num_classes: 2}")
+    path.write_text(CONFIG.format(root=tmp_path, model=model, corpus=corpora["classifier"]))
+    # Steps too small to be seen in float32 leave the weights as they came.
+    still = ("optimizer.lr=1e-30", f"checkpoint.weights_from={config.parent / 'run'}")
+    train(path, 1, *still)
+    before, after = (
+        CheckpointTensors(find_checkpoint(folder / "run")) for folder in (config.parent, tmp_path)
+    )
+    assert after.names - before.names == {"7.output.weight", "7.output.bias"}
+    assert before.names < after.names
+    for name in before.names:
+        assert torch.equal(after.read(name, [WEIGHT])[WEIGHT], before.read(name, [WEIGHT])[WEIGHT]), name
