@@ -5,10 +5,16 @@ from typing import Any
 from megakernel.attention.flurka import FlurkaAttention
 from megakernel.attention.heads import ALL_HEADS, HeadShard, Seed
 from megakernel.attention.kernel import KernelAttention
+from megakernel.attention.landmark import LandmarkAttention
 from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.local import LocalAttention
+from megakernel.attention.low_rank import LowRankAttention
+from megakernel.attention.mixture import PairwiseAttention
+from megakernel.attention.nystromformer import NystromformerAttention
+from megakernel.attention.skyformer import SkyformerAttention
 from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.config.attention import Attention, expand_preset
+from megakernel.config.landmark import Nystromformer, Skyformer
 
 
 def build(
@@ -18,6 +24,7 @@ def build(
     head_dim: int,
     causal: bool = True,
     num_kv_heads: int | None = None,
+    max_positions: int | None = None,
     seed: Seed = 0,
     heads: HeadShard = ALL_HEADS,
 ) -> AttentionLayer:
@@ -29,6 +36,7 @@ def build(
         head_dim: width d of a head.
         causal: whether a token sees only itself and earlier tokens.
         num_kv_heads: key/value heads of the whole layer; None takes num_heads.
+        max_positions: tokens of the longest row, which linformer's matrices have a column for.
         seed: what random matrices depend on beside the head, usually (run seed, layer).
         heads: the shard of the layer's heads that the module holds. Its parameters are slices of the whole
         layer's.
@@ -41,12 +49,28 @@ def build(
         attention if isinstance(attention, Attention) else Attention.model_validate(expand_preset(attention))
     )
     kv_heads = num_kv_heads or num_heads
+    if causal and form.mixes_future_tokens:
+        raise ValueError(f"{form.mixes_future_tokens}; build with causal=False or take compression: block with near")
+    if form.mechanism == "skyformer":
+        sky = form.skyformer or Skyformer()
+        return SkyformerAttention(sky, num_heads, kv_heads, head_dim, seed, heads)
+    if form.mechanism == "nystromformer":
+        nystrom = form.nystromformer or Nystromformer()
+        return NystromformerAttention(nystrom, num_heads, kv_heads, head_dim, heads)
     if form.near is not None and not causal:
         raise ValueError("attention with a near window is causal; remove near or build with causal=True")
+    if form.compression is not None and form.near is None:
+        return LowRankAttention(form, num_heads, kv_heads, head_dim, max_positions, seed, heads)
+    if form.compression is not None and form.similarity == "softmax":
+        return LandmarkAttention(form, num_heads, kv_heads, head_dim, seed, heads)
     if form.compression is not None:
         return FlurkaAttention(form, num_heads, kv_heads, head_dim, seed, heads)
     if form.near is not None:
         return LocalAttention(form.near, num_heads, kv_heads, head_dim, heads)
     if form.feature_map is not None:
-        return KernelAttention(form.feature_map, num_heads, kv_heads, head_dim, causal, seed, heads)
+        return KernelAttention(
+            form.feature_map, num_heads, kv_heads, head_dim, causal, seed, heads, form.mixture
+        )
+    if form.similarity == "gaussian" or form.mixture is not None:
+        return PairwiseAttention(form, num_heads, kv_heads, head_dim, causal, seed, heads)
     return SoftmaxAttention(num_heads, kv_heads, head_dim, causal, heads)

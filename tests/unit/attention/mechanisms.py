@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import ALL_HEADS, AttentionLayer, HeadShard, build
-from megakernel.config.attention import PRESETS
+
+UNNORMALIZED = {"kernelized"}
+"""Mechanisms whose weights do not add up to 1."""
 
 SMALL_BLOCKS = {"compression": {"block_size": 4, "rank": 2}}
 
@@ -15,12 +17,31 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "softmax": {"preset": "softmax"},
     "local": {"preset": "local", "near": {"block_size": 4}},
     "local_two_blocks": {"preset": "local", "near": {"block_size": 4, "blocks": 2}},
+    "gaussian": {"preset": "gaussian"},
+    "kernelized": {"preset": "kernelized"},
+    "mgk": {"preset": "mgk"},
+    "smgk": {"preset": "smgk", "mixture": {"keys": 3, "sigma2": [1.0, 3.0, 0.5]}},
+    "mgk_hard": {"preset": "mgk", "mixture": {"estep": "hard"}},
+    "mgk_m_step": {"preset": "mgk", "mixture": {"m_step": True}},
+    "mgk_softmax": {"preset": "mgk", "similarity": "softmax"},
     "linear": {"preset": "linear"},
     "performer": {"preset": "performer"},
     "hedgehog": {"preset": "hedgehog"},
+    "mlk": {"preset": "mlk"},
+    "smlk_favor": {"preset": "smlk", "feature_map": {"name": "favor"}},
+    "linformer_causal": {"preset": "linformer_causal", "compression": {"block_size": 2, "rank": 1}},
+    "linformer_causal_gated": {
+        "preset": "linformer_causal",
+        "compression": {"block_size": 2, "rank": 1, "per_head": True},
+        "near": {"join": "gated", "blocks": 2},
+        "far_rope": "centroid",
+    },
     "rff": {"preset": "rff"},
     "gmm_rks": {"preset": "gmm_rks"},
-    "gmm_rks_untied": {"preset": "gmm_rks", "feature_map": {"components": 3, "tied": False, "smoothing": 1.0}},
+    "gmm_rks_untied": {
+        "preset": "gmm_rks",
+        "feature_map": {"components": 3, "tied": False, "smoothing": 1.0},
+    },
     "gmm_prf": {"preset": "gmm_prf"},
     "fastfood_rks": {"preset": "fastfood_rks"},
     "fastfood_prf": {"preset": "fastfood_prf", "feature_map": {"learn": "S", "smoothing": 0.5}},
@@ -72,19 +93,61 @@ MECHANISMS: dict[str, dict[str, Any]] = {
         "far_rope": "centroid",
     },
 }
-"""Name -> tree. Every preset is among them, with blocks small enough that a short sequence has many."""
+"""Name -> tree of a causal mechanism, with blocks small enough that a short sequence has many."""
 
-assert {tree["preset"] for tree in MECHANISMS.values()} == set(PRESETS)
+BIDIRECTIONAL: dict[str, dict[str, Any]] = {
+    "gaussian": {"preset": "gaussian"},
+    "kernelized": {"preset": "kernelized"},
+    "mgk": {"preset": "mgk"},
+    "smgk_hard": {"preset": "smgk", "mixture": {"estep": "hard"}},
+    "mlk": {"preset": "mlk"},
+    "skyformer": {"preset": "skyformer", "skyformer": {"features": 12}},
+    "skyformer_shared_strata": {
+        "preset": "skyformer",
+        "skyformer": {"features": 13, "draw": "stratified", "per_head": False},
+    },
+    "linformer": {"preset": "linformer", "compression": {"rank": 5, "compress": "projected"}},
+    "linformer_per_head": {"preset": "linformer", "compression": {"rank": 5, "per_head": True}},
+    "flurka_rnn": {
+        "preset": "flurka_rnn",
+        "compression": {"rank": 5, "share_kv": True, "compress": "projected"},
+    },
+    "flurka_performer": {"preset": "flurka_performer", "compression": {"rank": 5, "compress": "projected"}},
+    "low_rank_blocks": {
+        "similarity": "softmax",
+        "compression": {"block_size": 4, "rank": 2, "compress": "projected"},
+        "far_rope": "centroid",
+    },
+    "flurka_pool": {
+        "similarity": "kernel",
+        "feature_map": {"name": "hedgehog"},
+        "compression": {"kind": "pool", "block_size": 4, "compress": "projected"},
+    },
+    "nystromformer": {"preset": "nystromformer", "nystromformer": {"landmarks": 5}},
+    "nystromformer_conv": {"preset": "nystromformer", "nystromformer": {"landmarks": 5, "conv_kernel": 3}},
+}
+"""Name -> tree of a mechanism that sees later tokens too."""
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
+LONGEST = 64
+"""Columns of Linformer's matrices."""
 
 
 def layer(
     name: str, *, dtype: torch.dtype = torch.float64, kv_heads: int = KV_HEADS, **options: Any
 ) -> AttentionLayer:
     """A layer whose parameters have moved away from their initial values, where gates and masses would cancel."""
-    module = build(
-        MECHANISMS[name], num_heads=HEADS, num_kv_heads=kv_heads, head_dim=WIDTH, seed=(7, 0), **options
+    tree = (MECHANISMS if options.get("causal", True) else BIDIRECTIONAL)[name]
+    module = with_projections(
+        build(
+            tree,
+            num_heads=HEADS,
+            num_kv_heads=kv_heads,
+            head_dim=WIDTH,
+            max_positions=LONGEST,
+            seed=(7, 0),
+            **options,
+        )
     )
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -93,13 +156,30 @@ def layer(
     return module.to(dtype)
 
 
+def with_projections(module: AttentionLayer) -> AttentionLayer:
+    """A layer that wants several projected keys at a position makes them of the one it is handed."""
+    if module.keys_per_head > 1:
+        attend = module.attend
+
+        def projected(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+            mixed = torch.stack([k.roll(r, -1) * 0.8**r for r in range(module.keys_per_head)], 2)
+            return attend(q, mixed, v, **options)
+
+        module.attend = projected
+    return module
+
+
 def shard_of(
-    whole: AttentionLayer, name: str, heads: HeadShard = ALL_HEADS, kv_heads: int = KV_HEADS
+    whole: AttentionLayer,
+    name: str,
+    heads: HeadShard = ALL_HEADS,
+    kv_heads: int = KV_HEADS,
+    causal: bool = True,
 ) -> AttentionLayer:
     """The layer that holds some heads of `whole`, with its weights cut as the layer says."""
-    part = build(
-        MECHANISMS[name], num_heads=HEADS, num_kv_heads=kv_heads, head_dim=WIDTH, seed=(7, 0), heads=heads
-    )
+    tree = (MECHANISMS if causal else BIDIRECTIONAL)[name]
+    sizes = {"num_heads": HEADS, "num_kv_heads": kv_heads, "head_dim": WIDTH, "max_positions": LONGEST}
+    part = with_projections(build(tree, **sizes, causal=causal, seed=(7, 0), heads=heads))
     cut = part.sharded_parameters()
     weights = {
         key: value.chunk(heads.size, cut[key])[heads.rank] if key in cut else value

@@ -1,0 +1,139 @@
+"""The low-rank parent of causal FLuRKA: softmax over a token's own block and the landmarks of earlier ones."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megakernel.attention.compression import Compressor
+from megakernel.attention.heads import HeadShard, Seed
+from megakernel.attention.layer import AttentionLayer, Properties
+from megakernel.attention.local import halo
+from megakernel.attention.rotary import Rotary
+from megakernel.attention.sequence import SequencePiece
+from megakernel.config.attention import Attention
+from megakernel.ops.documents import Positions
+from megakernel.ops.landmark_attention import landmark_attention
+from megakernel.ops.landmark_attention.form import MISSING, Landmarks, Near, complete_blocks, sight
+from megakernel.ops.window import Tail, empty_tail
+
+
+class LandmarkState(NamedTuple):
+    """What a sequence carries: its last tokens, and the landmarks of every complete block."""
+
+    tail: Tail
+    landmarks: Landmarks | None
+
+
+class LandmarkAttention(AttentionLayer):
+    """Weights exp(q.k / sqrt(d)) of near tokens, and m exp(q.k~ / sqrt(d)) of landmarks k~ = E k_block."""
+
+    def __init__(
+        self,
+        form: Attention,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        seed: Seed,
+        heads: HeadShard,
+    ):
+        super().__init__(num_heads, num_kv_heads, head_dim, True, heads)
+        assert form.compression is not None
+        assert form.near is not None
+        self.near = form.near
+        self.far_rope = form.far_rope
+        self.compressor = Compressor(form.compression, None, self.kv_heads, seed, heads)
+        self.rank, self.block_size = self.compressor.rank, self.compressor.block_size
+        query_heads = len(self.query_heads)
+        if self.near.join == "shared":
+            self.far_weight = nn.Parameter(torch.zeros(query_heads))
+            return
+        self.gate_bias = nn.Parameter(torch.full((query_heads,), self.near.gate_bias))
+        if self.near.gate == "token":
+            self.gate_weight = nn.Parameter(torch.zeros(query_heads, head_dim))
+
+    @property
+    def properties(self) -> Properties:
+        """What this layer can do."""
+        pair = 2 * len(self.kv_heads) * self.head_dim
+        return Properties(
+            True,
+            recurrent=False,
+            state_size=pair * self.block_size * self.near.blocks,
+            state_size_per_token=pair * self.rank // self.block_size,
+            exchanges=("halo", "landmarks"),
+        )
+
+    def sharded_parameters(self) -> dict[str, int]:
+        """Gates and weights of query heads, and E and F where they are per head."""
+        own = {name: 0 for name, _ in self.named_parameters(recurse=False)}
+        return own | {f"compressor.{name}": 0 for name in self.compressor.sharded}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        positions: Positions,
+        rotary: Rotary | None,
+        piece: SequencePiece,
+        key_mask: Tensor | None,
+        state: Any,
+    ) -> tuple[Tensor, Any]:
+        """See AttentionLayer."""
+        size, blocks, length = self.block_size, self.near.blocks, q.shape[2]
+        tail = empty_tail(k, v, size * blocks) if state is None else state.tail
+        if piece.size > 1:
+            tail = halo(piece, k, v, size * blocks)
+        own = self._landmarks(k, v, tail, positions, rotary)
+        landmarks = gathered(piece, own, length) if piece.size > 1 else own.after(state and state.landmarks)
+        far = rotary if self.far_rope == "centroid" else None
+        out = landmark_attention(
+            q,
+            k,
+            v,
+            landmarks,
+            sight(positions, length, q.device, size=size, skipped=blocks),
+            near=Near(size, blocks, rotary, far),
+            tail=tail,
+            mass=size / self.rank,
+            far_weight=getattr(self, "far_weight", None),
+            gate=self._gate(q),
+            positions=positions,
+        )
+        return out, LandmarkState(tail.after(k, v), landmarks.moved(length))
+
+    def _landmarks(
+        self, k: Tensor, v: Tensor, tail: Tail, positions: Positions, rotary: Rotary | None
+    ) -> Landmarks:
+        """Those of the blocks that end among these tokens."""
+        found = complete_blocks(positions, k.shape[2], k.device, self.block_size)
+        pools = [pool.to(k) for pool in self.compressor.pools()]
+        pools = [pool if pool.dim() == 2 else pool[:, None] for pool in pools]
+        keys = pools[0] @ found.of(tail.keys, k)
+        values = pools[-1] @ found.of(tail.values, v)
+        if rotary is not None and self.far_rope == "centroid":
+            centres = found.last_positions() - (self.block_size - 1) / 2
+            flat = rotary(keys.flatten(2, 3), centres.repeat_interleave(self.rank, 1))
+            keys = flat.unflatten(2, (-1, self.rank))
+        return Landmarks(keys, values, found.ends)
+
+    def _gate(self, q: Tensor) -> Tensor | None:
+        """Logits (B, H, N) or (H, 1) of the near part's share."""
+        if self.near.join == "shared":
+            return None
+        bias = self.gate_bias[:, None]
+        if self.near.gate == "head":
+            return bias
+        return (q @ self.gate_weight[..., None].to(q.dtype))[..., 0] + bias
+
+
+def gathered(piece: SequencePiece, own: Landmarks, length: int) -> Landmarks:
+    """The landmarks of all pieces of `length` tokens, their ends counted from this piece's first token."""
+    keys, values = (piece.all_tokens(x.flatten(3)).unflatten(3, x.shape[3:]) for x in own[:2])
+    ends = own.ends.expand(len(keys), -1)
+    missing, places = ends == MISSING, (ends + piece.rank * length).double()
+    told = piece.all_tokens(torch.where(missing, -1.0, places)[..., None])[..., 0]
+    here = torch.where(told < 0, MISSING, told.long() - piece.rank * length)
+    return Landmarks(keys, values, here)

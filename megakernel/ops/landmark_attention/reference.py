@@ -1,0 +1,68 @@
+"""The same from its formula, query by query."""
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.dispatch import wide
+from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight
+from megakernel.ops.window import Tail, rotate_keys
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    landmarks: Landmarks,
+    sight: Sight,
+    *,
+    near: Near,
+    tail: Tail,
+    mass: float,
+    far_weight: Tensor | None,
+    gate: Tensor | None,
+    positions: Positions,
+) -> Tensor:
+    """Arguments and result of `grouped.attend`."""
+    batch, heads, length, width = q.shape
+    group, dtype = heads // k.shape[1], wide(q.dtype)
+    rows = position_rows(positions, length, q.device)
+    far_q, past, keys = q.to(dtype), tail.keys.to(dtype), k.to(dtype)
+    near_q = far_q
+    if near.rotary:
+        near_q = near.rotary(near_q, rows)
+        past, keys = rotate_keys(near.rotary, past, keys, rows)
+    if near.far_rotary:
+        far_q = near.far_rotary(far_q, rows)
+    keys = torch.cat([past, keys], 2).repeat_interleave(group, 1)
+    values = torch.cat([tail.values, v], 2).to(dtype).repeat_interleave(group, 1)
+    far_keys, far_values = (x.to(dtype).repeat_interleave(group, 1) for x in landmarks[:2])
+    ends = landmarks.ends.expand(batch, -1).tolist()
+    first, limit = (x.expand(batch, -1).tolist() for x in sight)
+    log_mass = torch.log(torch.tensor(mass, dtype=dtype)) + (
+        0.0 if far_weight is None else far_weight[:, None]
+    )
+
+    outputs = []
+    for row, places in enumerate(rows.expand(batch, -1).tolist()):
+        for i, position in enumerate(places):
+            oldest = max(0, (position // near.block_size - near.blocks + 1) * near.block_size)
+            here = past.shape[2] + i
+            window = slice(here - (position - oldest), here + 1)
+            scores = (keys[row, :, window] @ near_q[row, :, i, :, None])[..., 0] * width**-0.5
+            seen = [s for s, end in enumerate(ends[row]) if first[row][i] <= end < limit[row][i]]
+            far = far_keys[row][:, seen].flatten(1, 2)
+            far_scores = (far @ far_q[row, :, i, :, None])[..., 0] * width**-0.5 + log_mass
+            parts = values[row, :, window], far_values[row][:, seen].flatten(1, 2)
+            share = None if gate is None or not seen else torch.sigmoid(gate[row, :, i, None].to(dtype))
+            outputs.append(_mean(scores, far_scores, *parts, share))
+    out = torch.stack(outputs).view(batch, length, heads, -1).transpose(1, 2)
+    return out.to(v.dtype)
+
+
+def _mean(near: Tensor, far: Tensor, values: Tensor, far_values: Tensor, share: Tensor | None) -> Tensor:
+    if share is None:
+        weights = torch.cat([near, far], 1).softmax(1)
+        return (weights[..., None] * torch.cat([values, far_values], 1)).sum(1)
+    apart = [(scores.softmax(1)[..., None] * of).sum(1) for scores, of in ((near, values), (far, far_values))]
+    return share * apart[0] + (1 - share) * apart[1]
