@@ -72,7 +72,7 @@ def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[st
         keys = mean_local_keys(seq_len, block, near.blocks if near else 1) if model.is_causal else seq_len
         return {"near": heads * keys * 4 * size}
 
-    features, mapping = feature_width(phi, size), _mapping_flops(phi, size)
+    features, mapping = phi.width(size), _mapping_flops(phi, size)
     one_state = 2 * features * (size + 1)
     if compression is None:
         return {
@@ -107,15 +107,16 @@ def mean_local_keys(seq_len: int, block_size: int, blocks: int) -> float:
     return (own + before) / seq_len
 
 
-def feature_width(feature_map: FeatureMap, head_dim: int) -> int:
-    """F, the numbers in phi(x)."""
-    if feature_map.name == "favor":
-        return feature_map.samples or 2 * head_dim
-    return 2 * head_dim if feature_map.name == "hedgehog" else head_dim
+def _mapping_flops(feature_map: FeatureMap, head_dim: int) -> float:
+    """FLOPs of phi for one vector of one head: its projection, if it has one.
 
-
-def _mapping_flops(feature_map: FeatureMap, head_dim: int) -> int:
-    """FLOPs of phi for one vector of one head: its projection, if it has one."""
-    if feature_map.name == "favor":
-        return 2 * head_dim * feature_width(feature_map, head_dim)
-    return 2 * head_dim * head_dim if feature_map.name == "hedgehog" else 0
+    The frequencies omega themselves are made once for all tokens of a micro-batch, and are not counted. Of FastFood,
+    whose transform takes the place of a matrix product, every multiplication and addition is: 3 n + 2 n log2 n for
+    each block of n.
+    """
+    if feature_map.is_fastfood:
+        exponent = (head_dim - 1).bit_length()
+        blocks = feature_map.sample_count(head_dim) // head_dim
+        return blocks * 2**exponent * (3 + 2 * exponent)
+    rows = head_dim if feature_map.name == "hedgehog" else feature_map.frequencies(head_dim)
+    return 2 * head_dim * rows

@@ -1,6 +1,6 @@
 """Number of trained parameters of a model, before it is built."""
 
-from megakernel.config import Attention, Classifier, Model
+from megakernel.config import Attention, Classifier, FeatureMap, Model
 
 
 def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
@@ -47,9 +47,7 @@ def _norm(model: Model) -> int:
 def _mechanism(model: Model, attention: Attention) -> int:
     """What the attention itself learns: feature maps, landmarks, masses, gates."""
     heads, kv_heads, size = model.num_heads, model.kv_heads, model.head_size
-    count = 0
-    if attention.feature_map is not None and attention.feature_map.name == "hedgehog":
-        count += kv_heads * size * size
+    count = 0 if attention.feature_map is None else _feature_map(attention.feature_map, kv_heads, size)
     compression, near = attention.compression, attention.near
     if compression is None:
         return count
@@ -59,3 +57,18 @@ def _mechanism(model: Model, attention: Attention) -> int:
     if near.kind == "kernel":
         return count + kv_heads
     return count + heads * (size + 1 if (near.join, near.gate) == ("gated", "token") else 1)
+
+
+def _feature_map(form: FeatureMap, kv_heads: int, size: int) -> int:
+    """What phi learns: per key head, but for the generator, which the heads of a layer share."""
+    if form.name == "hedgehog":
+        return kv_heads * size * size
+    if form.is_gmm:
+        spread = size * size if form.name == "gmm_rks" else size
+        return kv_heads * (1 if form.is_tied else form.components) * (size + spread)
+    if form.is_fastfood:
+        diagonals = {"SGB": 3, "S": 1, "fixed": 0}[form.learn]
+        return kv_heads * diagonals * form.sample_count(size) // size * 2 ** (size - 1).bit_length()
+    if form.is_generative:  # 4 hidden layers with batch norm, 1 without
+        return 5 * (size * size + size) + 4 * 2 * size
+    return 0

@@ -27,7 +27,7 @@ class GaussianMixture(Projection):
     def __init__(self, form: FeatureMap, kv_heads: range, head_dim: int, seed: Seed, heads: HeadShard):
         super().__init__(form, head_dim)
         self.full = form.name == "gmm_rks"
-        self.tied = self.full and form.tied
+        self.tied = form.is_tied
         samples, components = form.sample_count(head_dim), 1 if self.tied else form.components
         draw = drawn_per_head(kv_heads, seed, lambda stream: gaussian(samples, head_dim, stream))
         self.noise = Noise(draw, form.redraw_interval)
@@ -98,7 +98,7 @@ class GenerativeProjection(Projection):
 
 
 def fast_food_part(index: int, blocks: int, size: int, stream: torch.Generator) -> Tensor:
-    """One field (blocks, n) of a random FastFood: B signs, G normal, S such that rows are as long as Gaussian vectors."""
+    """One field (blocks, n) of a random FastFood: B signs, G normal, S for rows as long as Gaussian vectors."""
     signs = gaussian(blocks, size, stream).sign()
     gaussians = gaussian(blocks, size, stream)
     lengths = gaussian(blocks * size, size, stream).norm(dim=1).view(blocks, size)

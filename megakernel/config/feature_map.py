@@ -78,7 +78,7 @@ class FeatureMap(Section):
             if value != type(self).model_fields[key].default and self.name not in takers:
                 remedy = f"remove it or take name: {' or '.join(takers)}"
                 yield Problem(key, value, f"has no effect on {self.name}", remedy)
-        if self.name == "gmm_rks" and self.tied and self.components != 2:
+        if self.is_tied and self.components != 2:
             reason = "components cannot be a pair +mu, -mu"
             yield Problem("components", self.components, reason, "set components: 2 or tied: false")
 
@@ -92,6 +92,11 @@ class FeatureMap(Section):
     def is_gmm(self) -> bool:
         """Whether omega comes from a learned mixture of Gaussians."""
         return self.name in _GMM
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the mixture is a pair of components +-mu with one matrix."""
+        return self.name == "gmm_rks" and self.tied
 
     @property
     def is_fastfood(self) -> bool:

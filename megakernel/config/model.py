@@ -182,3 +182,7 @@ class Model(Section):
         if self.position != "rope" and any(layer.far_rope != "none" for layer in layers):
             remedy = "set far_rope: none or take position: rope"
             yield Problem("position", self.position, "leaves far_rope nothing to rotate with", remedy)
+        maps = dict.fromkeys(self.layer_attention(layer).feature_map for layer in range(self.num_layers))
+        for feature_map in maps:
+            for problem in feature_map.problems_at(self.head_size) if feature_map is not None else ():
+                yield problem.under("attention.feature_map")

@@ -109,6 +109,7 @@ class Trainer:
         rate = learning_rate(step, self.config.schedule, self.config.optimizer.lr, training.steps)
         with self.throughput.loading():
             micro_batches = next(batches)
+        self.engine.redraw(step)
         result = self.engine.train_step(micro_batches, rate)
         self.throughput.step(self._tokens_per_step)
         self._guard(step + 1, result)

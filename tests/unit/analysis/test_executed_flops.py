@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megakernel.analysis.flops import attention_flops, feature_width
+from megakernel.analysis.flops import attention_flops
 from megakernel.config import Model
 from megakernel.ops import flurka_attention, kernel_attention, window_attention
 from megakernel.ops.flurka_attention.chunked import GROUP as FLURKA_GROUP
@@ -60,7 +60,7 @@ def scan_extras(seq_len: int, group: int, chunk: int, keys: int, features: int, 
 def test_kernel_attention_executes_the_formula_and_the_scan(preset, feature_map, seq_len, kv_heads):
     settings = model(preset, kv_heads)
     assert settings.attention.feature_map is not None
-    features = feature_width(settings.attention.feature_map, HEAD_DIM)
+    features = settings.attention.feature_map.width(HEAD_DIM)
     executed = executed_per_token(
         seq_len,
         lambda: kernel_attention(

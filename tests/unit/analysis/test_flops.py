@@ -4,7 +4,6 @@ import pytest
 
 from megakernel.analysis.flops import (
     attention_flops,
-    feature_width,
     flops_per_token,
     forward_flops,
     mean_local_keys,
@@ -62,6 +61,9 @@ def test_kernel_attention_by_hand():
         "readout": 4 * 2 * 32 * 17,
     }
     assert core("linear")["feature_map"] == 0
+    # 16 samples of 2 Gaussians; one block of 16: 3 products with diagonals and 2 transforms in 4 levels of sums.
+    assert core("gmm_rks")["feature_map"] == 8 * 2 * 16 * 32
+    assert core("fastfood_rks")["feature_map"] == 8 * (3 * 16 + 2 * 4 * 16)
 
 
 def test_flurka_by_hand():
@@ -90,10 +92,15 @@ def test_pure_flurka_maps_every_key_and_weighs_near_pairs_by_features():
         ({"name": "hedgehog"}, 32),
         ({"name": "favor"}, 32),
         ({"name": "favor", "samples": 48}, 48),
+        ({"name": "rff", "smoothing": 1.0}, 33),
+        ({"name": "gmm_rks"}, 64),
+        ({"name": "gmm_prf", "components": 3, "samples": 8}, 24),
+        ({"name": "fastfood_rks"}, 32),
+        ({"name": "generative_prf"}, 32),
     ],
 )
 def test_feature_widths(feature_map, width):
-    assert feature_width(FeatureMap.model_validate(feature_map), 16) == width
+    assert FeatureMap.model_validate(feature_map).width(16) == width
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "softmax"])
