@@ -1,6 +1,7 @@
 """What all attention layers have in common: padding, positions, and sequences that come in parts."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +30,7 @@ class Properties:
     state_size_per_token: int
     """Numbers that each token adds to it."""
 
-    exchanges: tuple[Literal["state", "halo", "heads"], ...]
+    exchanges: tuple[Literal["state", "halo", "heads", "landmarks"], ...]
     """What pieces of a sequence exchange; empty where the sequence must be whole."""
 
 
@@ -49,6 +50,12 @@ class AttentionLayer(nn.Module, ABC):
     Parameters and buffers that belong to heads are named by `sharded_parameters`; what heads share is
     replicated.
     """
+
+    keys_per_head = 1
+    """Keys at one position that the layer wants from the projection for each key head."""
+
+    compresses_input = False
+    """Whether k and v come as projections of what `compress` made of the layer's input, one for each landmark."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool, heads: HeadShard = ALL_HEADS
@@ -71,6 +78,12 @@ class AttentionLayer(nn.Module, ABC):
         """Name -> dimension that counts heads, of parameters and buffers that are cut over shards of heads."""
         return {}
 
+    def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
+        """Learn what a layer learns without gradients; called after every optimizer step.
+
+        total: the sum of a tensor over all processes that saw other tokens of the batch with the same heads.
+        """
+
     @abstractmethod
     def attend(
         self,
@@ -84,7 +97,11 @@ class AttentionLayer(nn.Module, ABC):
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
-        """Output and the state behind the last token. key_mask (B, N) only reaches layers that are not causal."""
+        """Output and the state behind the last token.
+
+        key_mask: (B, N) bool, which tokens are real; None where all are. Real tokens lie first, so that no real token
+        of a causal layer can see the others.
+        """
 
     def forward(
         self,
@@ -101,8 +118,8 @@ class AttentionLayer(nn.Module, ABC):
 
         Args:
             q: (B, H, N, d), H the heads of this shard.
-            k: (B, H_kv, N, d).
-            v: (B, H_kv, N, D).
+            k: (B, H_kv, N, d), or (B, H_kv, M, N, d) for a layer that wants M = keys_per_head keys at a position.
+            v: (B, H_kv, N, D); k and v of L landmarks for a layer that `compresses_input`.
             padding_mask: (B, N) bool, True for real tokens; padding may lie anywhere and gets 0.
             positions: (B, N) position of each token within its own document, counting real tokens; None:
                 every row is one document.
@@ -128,12 +145,13 @@ class AttentionLayer(nn.Module, ABC):
         # padding.
         mask = padding_mask.bool()
         order = mask.int().argsort(dim=1, descending=True, stable=True)
-        q, k, v = (_reorder(x, order) for x in (q, k, v))
+        q = _reorder(q, order)
+        if not self.compresses_input:
+            k, v = _reorder(k, order), _reorder(v, order)
         mask_front = mask.gather(1, order)
         front = 0 if positions is None else positions.gather(1, order).masked_fill(~mask_front, 0)
-        key_mask = None if self.causal else mask_front
         out, _ = self.attend(
-            q, k, v, positions=front, rotary=rotary, piece=piece, key_mask=key_mask, state=None
+            q, k, v, positions=front, rotary=rotary, piece=piece, key_mask=mask_front, state=None
         )
         return _reorder(out, order.argsort(dim=1)) * mask[:, None, :, None].to(out.dtype)
 
@@ -176,13 +194,13 @@ class AttentionLayer(nn.Module, ABC):
 
 
 def rotate(rotary: Rotary | None, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-    """q and k at their positions."""
+    """q and k at their positions; k as (B, H_kv, N, d) or (B, H_kv, M, N, d)."""
     if rotary is None:
         return q, k
     rows = position_rows(positions, q.shape[2], q.device)
-    return rotary(q, rows), rotary(k, rows)
+    return rotary(q, rows), rotary(k.flatten(1, -3), rows).view_as(k)
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
-    """Tokens (dimension 2) of x in the order (B, N)."""
-    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    """Tokens (dimension -2) of x in the order (B, N)."""
+    return x.gather(-2, order.view(len(x), *[1] * (x.dim() - 3), -1, 1).expand_as(x))

@@ -97,7 +97,7 @@ class PairwiseAttention(AttentionLayer):
 
     def sharded_parameters(self) -> dict[str, int]:
         """Shifts and priors."""
-        return {name: 0 for name in self.state_dict()}
+        return dict.fromkeys(self.state_dict(), 0)
 
     def attend(
         self,
@@ -156,7 +156,7 @@ class PairwiseAttention(AttentionLayer):
         positions: Positions,
         piece: SequencePiece,
     ) -> None:
-        """Add the responsibilities of these tokens. Activations that are computed again count twice in all keys alike."""
+        """Add the responsibilities of these tokens; what is computed again in backward counts twice for all keys alike."""
         shares = responsibilities(
             q,
             k,

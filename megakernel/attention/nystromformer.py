@@ -34,7 +34,7 @@ class NystromformerAttention(AttentionLayer):
 
     def sharded_parameters(self) -> dict[str, int]:
         """The filters."""
-        return {name: 0 for name in self.state_dict()}
+        return dict.fromkeys(self.state_dict(), 0)
 
     def attend(
         self,

@@ -43,7 +43,7 @@ class SoftmaxAttention(AttentionLayer):
                 v,
                 causal=self.causal,
                 positions=positions,
-                key_mask=key_mask,
+                key_mask=None if self.causal else key_mask,
                 initial_state=state,
             )
         if q.shape[1] % piece.size:

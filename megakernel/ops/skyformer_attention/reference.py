@@ -1,4 +1,4 @@
-"""Skyformer from its equations 4 to 6: the lifted matrix of all queries and keys, and a matrix that samples its rows."""
+"""Skyformer from its equations 4 to 6: the matrix of all queries and keys, and a matrix that samples its rows."""
 
 from collections.abc import Callable
 

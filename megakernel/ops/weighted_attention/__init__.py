@@ -115,7 +115,8 @@ def _with_components(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k = k[:, :, None]
     if k.dim() != 5 or k.shape[2] == 0:
         raise ValueError(
-            f"k has shape {tuple(k.shape)}; expected (batch, heads, tokens, width) or (batch, heads, keys, tokens, width)"
+            f"k has shape {tuple(k.shape)}; "
+            "expected (batch, heads, tokens, width) or (batch, heads, keys, tokens, width)"
         )
     check_heads(q, k[:, :, 0], v)
     return k

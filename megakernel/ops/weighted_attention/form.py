@@ -50,9 +50,6 @@ def position_logs(form: Form, q: Tensor, k: Tensor, mass: Tensor, visible: Tenso
     visible: (B, n, L) bool, which positions each of the n queries sees; the R = G n rows are n queries of G heads.
     """
     logs = component_logs(form, q, k, mass)
-    if logs.shape[3] == 1:
-        joined = logs[..., 0, :]
-    else:
-        joined = logs.logsumexp(-2) if form.join == "sum" else logs.amax(-2)
+    joined = logs.logsumexp(-2) if form.join == "sum" else logs.amax(-2)
     seen = visible[:, None, None] & (mass > 0).any(2)[:, :, None, None]
     return joined.unflatten(2, (-1, visible.shape[1])).masked_fill(~seen, -torch.inf)

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from megakernel.attention import AttentionLayer, HeadShard, Rotary, SequenceState, build
 from megakernel.attention.projection import Projection
+from megakernel.config.attention import PRESETS, Attention, expand_preset
 from tests.unit.attention.mechanisms import (
     HEADS,
+    BIDIRECTIONAL,
     MECHANISMS,
+    UNNORMALIZED,
     WIDTH,
     assert_close,
     gradients,
@@ -20,6 +23,12 @@ from tests.unit.attention.mechanisms import (
     tokens,
 )
 from tests.unit.attention.pieces import in_pieces
+
+
+def test_every_preset_is_tested():
+    trees = (*MECHANISMS.values(), *BIDIRECTIONAL.values())
+    assert {tree["preset"] for tree in trees} == set(PRESETS)
+
 
 every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
 
@@ -68,7 +77,12 @@ def test_later_tokens_leave_earlier_outputs_bit_identical(name, positions):
         assert torch.equal(module(*changed, positions=positions, rotary=ROTARY)[:, :, :t], out[:, :, :t])
 
 
-@every_mechanism
+GROUPED = [
+    name for name, tree in MECHANISMS.items() if not Attention(**expand_preset(tree)).weighs_every_pair
+]
+
+
+@pytest.mark.parametrize("name", GROUPED)
 def test_later_groups_leave_earlier_outputs_bit_identical(name):
     module = layer(name, dtype=torch.float32)
     q, k, v = (x.detach() for x in tokens(1, 4200, dtype=torch.float32))
@@ -149,7 +163,7 @@ def test_any_length_and_rows_of_padding_alone(name, length):
     assert all(gradient.isfinite().all() for gradient in gradients(module, out, q, k, v))
 
 
-@every_mechanism
+@pytest.mark.parametrize("name", [name for name in MECHANISMS if name not in UNNORMALIZED])
 @pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
 def test_constant_values_give_constant_output(name, positions):
     module = layer(name)

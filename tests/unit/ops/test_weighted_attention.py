@@ -60,16 +60,16 @@ def test_keys_without_mass_are_not_there(normalize, causal):
         assert not run("chunked")[0][0, :, :9].any()
 
 
-def test_the_gradient_is_the_slope_under_any_split_into_blocks():
-    q, k, v = inputs(length=10)
-    mass = random(B, KV, M, 10, seed=3)
-    for options in KINDS.values():
-        assert torch.autograd.gradcheck(
-            lambda q, k, v, mass, options=options: weighted_attention(
-                q, k, v, mass=mass.square(), positions=PACKED[:, :10], **options
-            )[0],
-            (q, k, v, mass),
-        )
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_the_slope(kind):
+    q, k, v = (x.detach()[:1, :2, ..., :9, :].requires_grad_() for x in inputs())
+    mass = random(1, 1, M, 9, seed=3)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, mass: weighted_attention(
+            q, k[:, :1], v[:, :1], mass=mass.square(), positions=PACKED[:1, :9], **KINDS[kind]
+        )[0],
+        (q, k, v, mass),
+    )
 
 
 def test_one_key_under_softmax_is_softmax_attention():
@@ -113,10 +113,10 @@ def test_distant_keys_do_not_underflow():
 
 @pytest.mark.parametrize("similarity", ["softmax", "gaussian"])
 def test_long_rows_of_large_bf16_inputs_stay_near_float64(similarity):
-    length, new = 65_536, 8
+    length, new = 65_536, 4
     draw = torch.Generator().manual_seed(0)
     q, k, v = (
-        (10 * torch.randn(1, 1, count, 16, generator=draw)).bfloat16() for count in (new, length, length)
+        (10 * torch.randn(1, 1, count, 8, generator=draw)).bfloat16() for count in (new, length, length)
     )
     state = WeightedState(k[:, :, None, :-new], v[:, :, :-new])
     options = {"similarity": similarity, "positions": length - new}
