@@ -1,0 +1,136 @@
+"""Random numbers of learned kernels: when they change, and that nothing but the step changes them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.attention import AttentionLayer, HeadShard, build, redraw
+
+LEARNED = ["gmm_rks", "gmm_prf", "generative_rks", "generative_prf"]
+
+
+def layer(name: str, heads: HeadShard | None = None, **options) -> AttentionLayer:
+    tree = {"similarity": "kernel", "feature_map": {"name": name, **options}}
+    shard = {} if heads is None else {"heads": heads}
+    return build(tree, num_heads=4, head_dim=6, seed=(5, 1), **shard)
+
+
+def output(module: AttentionLayer) -> Tensor:
+    q, k, v = torch.randn(3, 1, 4, 5, 6, generator=torch.Generator().manual_seed(0))
+    return module(q, k, v)
+
+
+def frequencies(module: AttentionLayer) -> Tensor:
+    return module.projection().detach().clone()
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_noise_changes_every_100_steps_and_is_a_function_of_the_step(name):
+    module, other = layer(name), layer(name)
+    first = frequencies(module)
+    redraw(module, 99)
+    assert torch.equal(frequencies(module), first)
+    redraw(module, 100)
+    assert not torch.equal(frequencies(module), first)
+    redraw(other, 299)
+    redraw(module, 200)
+    assert torch.equal(frequencies(module), frequencies(other))
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_loaded_layer_goes_on_like_the_one_that_was_saved(name):
+    saved, loaded = layer(name), layer(name)
+    for step in range(150, 155):
+        redraw(saved, step)
+        output(saved)
+    loaded.load_state_dict(saved.state_dict())
+    assert torch.equal(frequencies(loaded.eval()), frequencies(saved.eval()))
+    for step in (155, 200):
+        for module in (saved.train(), loaded.train()):
+            redraw(module, step)
+            output(module)
+        assert torch.equal(frequencies(loaded.eval()), frequencies(saved.eval()))
+
+
+@pytest.mark.parametrize("name", ["favor", "rff"])
+def test_maps_that_learn_nothing_are_redrawn_on_demand_alone(name):
+    fixed, redrawn = layer(name), layer(name, resample_every=10)
+    before = frequencies(fixed)
+    for module in (fixed, redrawn):
+        redraw(module, 1000)
+    assert torch.equal(frequencies(fixed), before)
+    assert not torch.equal(frequencies(redrawn), before)
+
+
+@pytest.mark.parametrize("name", [*LEARNED, "fastfood_rks"])
+def test_shards_of_heads_hold_the_numbers_of_the_whole_layer(name):
+    """Also after a redraw: a head's stream knows no rank."""
+    parts = [layer(name, HeadShard(rank, 2)) for rank in range(2)]
+    whole = layer(name)
+    for module in (whole, *parts):
+        redraw(module, 300)
+    for key, value in whole.state_dict().items():
+        pieces = [part.state_dict()[key] for part in parts]
+        shared = key not in parts[0].sharded_parameters()
+        assert torch.equal(pieces[0] if shared else torch.cat(pieces), value), key
+
+
+def test_running_statistics_move_once_per_step_however_often_the_layer_runs():
+    """Micro-batches and recomputation run a layer several times."""
+    once, often = layer("generative_rks"), layer("generative_rks")
+    for step in range(3):
+        for module, runs in ((once, 1), (often, 4)):
+            redraw(module, step)
+            for _ in range(runs):
+                output(module)
+    state = once.state_dict()
+    assert state["projection.generator.hidden.0.variance"].ne(1).all()
+    for key, value in often.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
+def test_running_statistics_are_those_of_torchs_batch_norm():
+    module = layer("generative_prf")
+    hidden = module.projection.generator.hidden[0]
+    theirs = torch.nn.BatchNorm1d(6)
+    linear = torch.nn.functional.linear
+    for step in range(0, 300, 100):
+        redraw(module, step)
+        output(module)
+        theirs(linear(module.projection.noise(), hidden.weight, hidden.bias))
+    torch.testing.assert_close(hidden.mean, theirs.running_mean)
+    torch.testing.assert_close(hidden.variance, theirs.running_var)
+
+
+@pytest.mark.parametrize("name", ["favor", *LEARNED, "fastfood_prf"])
+def test_half_precision_leaves_random_numbers_and_statistics_whole(name):
+    module = layer(name).bfloat16()
+    buffers = dict(module.named_buffers())
+    assert buffers
+    assert all(buffer.dtype in (torch.float32, torch.int64) for buffer in buffers.values())
+
+
+def test_initial_values_are_those_of_learning_the_kernel():
+    tree = {"similarity": "kernel", "feature_map": {"name": "gmm_rks"}}
+    module = build(tree, num_heads=8, head_dim=16).projection
+    for values, bound in ((module.factor, (6 / (16 * 16 + 8 * 16)) ** 0.5), (module.mean, 1 / 16)):
+        assert 0.9 * bound < values.abs().max() <= bound
+    tree["feature_map"] = {"name": "gmm_prf"}
+    module = build(tree, num_heads=8, head_dim=16).projection
+    for values, bound in ((module.log_variance, (6 / (16 + 8)) ** 0.5), (module.mean, 16**-0.5)):
+        assert 0.9 * bound < values.abs().max() <= bound
+
+
+def test_rows_of_a_new_fastfood_are_as_long_as_gaussian_vectors():
+    tree = {"similarity": "kernel", "feature_map": {"name": "fastfood_rks", "samples": 64 * 16}}
+    parts = build(tree, num_heads=1, head_dim=64).projection()
+    assert set(parts.signs.unique().tolist()) == {-1.0, 1.0}
+    lengths = parts.scales * parts.gaussians.norm(dim=-1, keepdim=True)
+    # chi with 64 degrees of freedom: mean 7.97, standard deviation 0.705, over 1024 rows.
+    assert lengths.mean().item() == pytest.approx(7.97, abs=5 * 0.705 / 32)
+    assert lengths.std().item() == pytest.approx(0.705, rel=0.15)
+
+
+def test_samples_of_fastfood_fill_whole_blocks():
+    with pytest.raises(ValueError, match="samples=10 is not a multiple of head_dim=6; set 6 or 12"):
+        layer("fastfood_rks", samples=10)
