@@ -64,4 +64,7 @@ def _print_table(result: "Evaluation") -> None:
     console = Console(highlight=False)
     console.print(f"{result.run} at step {result.step}: {result.samples} samples of {result.seq_len} tokens")
     console.print(table)
-    console.print(f"{result.bits_per_byte:.4f} bits/byte", style="bold")
+    if result.bits_per_byte is not None:
+        console.print(f"{result.bits_per_byte:.4f} bits/byte", style="bold")
+    if result.accuracy is not None:
+        console.print(f"accuracy {result.accuracy:.1%}", style="bold")

@@ -44,18 +44,22 @@ class Evaluation:
     """Tokens per sample."""
 
     tokens: int
-    """Predictions: labels that count."""
+    """Predictions: labels that count, tokens or a classifier's examples."""
 
     loss: float
-    """Mean cross entropy in nats per token."""
+    """Mean cross entropy in nats per prediction."""
 
-    bits_per_byte: float
-    """The loss in bits per UTF-8 byte of the split's text."""
+    bits_per_byte: float | None
+    """The loss in bits per UTF-8 byte of the split's text; None but for a causal model, whose loss is a code length."""
+
+    accuracy: float | None
+    """Share of the examples whose class a classifier finds; None for language models."""
 
     by_position: list[PositionBucket]
     """The loss by position in the document (in the sample where documents are not isolated), empty buckets left out.
 
     A document that began before its sample counts from the sample's start: a position is what the model can see.
+    Empty for a classifier, whose predictions have no positions.
     """
 
     @property

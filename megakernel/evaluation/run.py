@@ -8,7 +8,7 @@ from megakernel.config import Config, UserError
 from megakernel.parallel.device import prepare_device
 from megakernel.training.trained_run import TrainedRun
 
-from .result import Evaluation
+from .result import Evaluation, PositionBucket
 
 
 def evaluate_run(
@@ -44,13 +44,19 @@ def evaluate_run(
     from megakernel.training.bits import bits_per_byte
     from megakernel.training.one_process import one_process_model
 
+    from .classification import measure_examples
     from .perplexity import measure
 
     batches = ValidationBatches(config, corpora, Share())
+    by_position: list[PositionBucket] = []
+    accuracy = None
     with one_process_model(run, corpora.vocab_size, device) as model:
-        by_position = measure(model, batches, device, progress)
-    tokens = sum(bucket.tokens for bucket in by_position)
-    loss = sum(bucket.loss * bucket.tokens for bucket in by_position) / tokens
+        if config.model.classifier is not None:
+            tokens, loss, accuracy = measure_examples(model, batches, device, progress)
+        else:
+            by_position = measure(model, batches, device, progress)
+            tokens = sum(bucket.tokens for bucket in by_position)
+            loss = sum(bucket.loss * bucket.tokens for bucket in by_position) / tokens
     return Evaluation(
         run=str(folder),
         step=run.checkpoint.step,
@@ -58,7 +64,8 @@ def evaluate_run(
         seq_len=config.training.seq_len,
         tokens=tokens,
         loss=loss,
-        bits_per_byte=bits_per_byte(loss, corpora, "validation"),
+        bits_per_byte=bits_per_byte(loss, corpora, "validation") if config.model.is_causal else None,
+        accuracy=accuracy,
         by_position=by_position,
     )
 
@@ -84,6 +91,8 @@ def _evaluated_config(config: Config, samples: int | None, seq_len: int | None) 
 
 
 def _check_length(config: Config, corpora: Corpora) -> None:
+    if config.model.classifier is not None:  # its documents are cut or padded to any length
+        return
     for corpus in corpora.validation:
         tokens, seq_len = corpus.record("validation").tokens, config.training.seq_len
         if tokens <= seq_len:

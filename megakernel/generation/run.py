@@ -42,11 +42,16 @@ def generate_text(
         step: which checkpoint; None takes the newest good one.
 
     Raises:
-        UserError: no run, no such checkpoint, no tokenizer, or more tokens than the model has positions for.
+        UserError: no run, no such checkpoint, no tokenizer, a model that is no causal_lm, or more tokens than it has
+            positions for.
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} adds nothing; give 1 or more")
     run = TrainedRun.find(folder, step)
+    if not run.config.model.is_causal:
+        raise UserError(
+            f"model.kind={run.config.model.kind} of {folder} continues no text; give a run of a causal_lm"
+        )
     tokenizer = _tokenizer(run.config)
     tokens = tokenizer.encode(prompt) or [tokenizer.eod]
     _check_positions(run.config, len(tokens), max_new_tokens)
