@@ -1,0 +1,198 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_pipeline.batch import PADDING, Batch
+from data_pipeline.corpus import Corpora
+from data_pipeline.loader import TrainingBatches, ValidationBatches
+from data_pipeline.order import Share
+from megakernel.config import Config
+from tests.unit.data.conftest import SEQ_LEN, prepared
+
+Configure = Callable[..., Config]
+EOD = 256
+ROWS = [
+    {
+        "text": f"{place} " + "x" * (7 * place % 50),
+        "other": f"and {place}",
+        "kind": ("cat", "dog", "ant")[place % 3],
+    }
+    for place in range(40)
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> list[str]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(path)]
+
+
+@pytest.fixture(scope="session")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ROWS with their first text."""
+    folder = tmp_path_factory.mktemp("labelled")
+    prepared(folder / "prepared", write(folder / "rows.jsonl", ROWS), labels="kind")
+    return folder / "prepared"
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ROWS with both texts."""
+    folder = tmp_path_factory.mktemp("pairs")
+    source = write(folder / "rows.jsonl", ROWS)
+    prepared(folder / "prepared", source, labels="kind", second_text_key="other")
+    return folder / "prepared"
+
+
+@pytest.fixture
+def classify(configure: Configure) -> Configure:
+    """A classifier's configuration; keys of model.classifier as keywords."""
+
+    def build(train: Any, training: dict[str, Any] | None = None, **classifier: Any) -> Config:
+        config = configure(train, **(training or {}))
+        model = {"kind": "classifier", "classifier": {"num_classes": 3, **classifier}, "attention": "softmax"}
+        sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": 2}
+        return Config(**{**config.model_dump(), "model": {**sizes, **model}})
+
+    return build
+
+
+def texts(batch: Batch) -> list[str]:
+    """What the rows say, padding apart."""
+    rows = [row[at != PADDING] for row, at in zip(batch.tokens, batch.positions)]
+    return [bytes(token for token in row.tolist() if token < EOD).decode() for row in rows]
+
+
+def step(config: Config, at: int, **share: int) -> list[Batch]:
+    return TrainingBatches(config, Corpora(config.data), Share(**share)).batches_for(at)
+
+
+def test_classes_are_numbered_in_order(labelled: Path):
+    labels = Corpora(Config.model_fields["data"].annotation(train=labelled)).train[0].manifest.labels
+    assert labels is not None
+    assert labels.classes == ["ant", "cat", "dog"]
+
+
+def test_an_epoch_reads_every_example_once_with_its_label(labelled: Path, classify: Configure):
+    config = classify(labelled, {"seq_len": 64, "global_batch_size": 1, "micro_batch_size": 1})
+    count = Corpora(config.data).train[0].record("train").documents
+    kinds = {row["text"]: sorted(("cat", "dog", "ant")).index(row["kind"]) for row in ROWS}
+    seen = []
+    for at in range(2 * count):
+        [batch] = step(config, at)
+        [text] = texts(batch)
+        assert batch.labels.tolist() == [kinds[text]]
+        seen.append(text)
+    assert len(set(seen[:count])) == count
+    assert set(seen[:count]) == set(seen[count:])
+    assert seen[:count] != seen[count:], "the second epoch has an order of its own"
+
+
+def test_documents_are_padded_or_cut_to_the_length_of_a_row(labelled: Path, classify: Configure):
+    for batch in step(classify(labelled), 0):
+        assert batch.tokens.shape == batch.positions.shape == (2, SEQ_LEN)
+        for row, at, text in zip(batch.tokens, batch.positions, texts(batch)):
+            length = int((at != PADDING).sum())
+            assert at.tolist() == list(range(length)) + [PADDING] * (SEQ_LEN - length)
+            whole = next(r["text"] for r in ROWS if r["text"].startswith(text.split(" ")[0] + " "))
+            assert text == whole[:SEQ_LEN]
+            assert (row[length - 1] == EOD) == (len(whole) < SEQ_LEN)
+
+
+def test_the_token_of_the_document_comes_first_where_it_is_asked_for(labelled: Path, classify: Configure):
+    [plain, *_], [marked, *_] = step(classify(labelled), 0), step(classify(labelled, pooling="cls"), 0)
+    assert (marked.tokens[:, 0] == 258).all(), "behind the tokenizer's 257 ids and the mask"
+    assert torch.equal(marked.tokens[:, 1:], plain.tokens[:, :-1])
+
+
+def test_the_documents_of_a_pair_lie_side_by_side(pairs: Path, classify: Configure):
+    for batch in step(classify(pairs, documents=2), 0):
+        assert batch.tokens.shape == (4, SEQ_LEN)
+        assert batch.labels.shape == batch.loss_mask.shape == (2,)
+        first, second = texts(batch)[0::2], texts(batch)[1::2]
+        assert second == [f"and {text.split(' ')[0]}" for text in first]
+
+
+def test_replicas_read_what_one_process_reads(pairs: Path, classify: Configure):
+    config = classify(pairs, documents=2)
+    replicas = [step(config, 2, data_rank=rank, data_size=2) for rank in range(2)]
+    together = [batch for passes in zip(*replicas) for batch in passes]
+    for name in ("tokens", "positions", "labels"):
+        expected = torch.cat([getattr(batch, name) for batch in step(config, 2)])
+        assert torch.equal(torch.cat([getattr(batch, name) for batch in together]), expected)
+
+
+def test_rows_beyond_the_last_example_do_not_count(labelled: Path, classify: Configure):
+    config = classify(labelled, {"eval_samples": 5})
+    batches = list(ValidationBatches(config, Corpora(config.data), Share()))
+    assert [batch.loss_mask.tolist() for batch in batches] == [[True, True], [True, True], [True, False]]
+
+
+@pytest.mark.parametrize(
+    ("classifier", "problem"),
+    [
+        ({"num_classes": 2}, r"model\.classifier\.num_classes=2 does not fit .* where it is 3; set 3"),
+        ({"documents": 2}, r"model\.classifier\.documents=2 does not fit .* where it is 1; set 1"),
+    ],
+)
+def test_a_head_that_does_not_fit_the_data_is_refused(
+    labelled: Path, classify: Configure, classifier: dict[str, Any], problem: str
+):
+    with pytest.raises(ValueError, match=problem):
+        step(classify(labelled, **classifier), 0)
+
+
+def test_text_without_labels_is_refused(corpus: Path, classify: Configure):
+    with pytest.raises(
+        ValueError, match=r"data\.train=.* has no labels to classify by; prepare it with --labels KEY"
+    ):
+        step(classify(corpus), 0)
+
+
+def test_corpora_of_other_classes_are_refused(labelled: Path, classify: Configure, tmp_path: Path):
+    rows = [{**row, "kind": place % 3} for place, row in enumerate(ROWS)]
+    prepared(tmp_path / "numbers", write(tmp_path / "rows.jsonl", rows), labels="kind")
+    with pytest.raises(ValueError, match=r"numbers has the classes \[0, 1, 2\], corpora before it \['ant'"):
+        step(classify([str(labelled), str(tmp_path / "numbers")]), 0)
+
+
+def test_lost_labels_are_noticed(classify: Configure, tmp_path: Path):
+    prepared(tmp_path / "out", write(tmp_path / "rows.jsonl", ROWS), labels="kind")
+    (tmp_path / "out" / "train.labels.npy").unlink()
+    with pytest.raises(ValueError, match=r"lacks train\.labels\.npy; copy the folder"):
+        step(classify(tmp_path / "out"), 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        (
+            [{"text": "a", "kind": 1}, {"text": "b", "kind": 1}],
+            r"--labels holds 1 class; give examples of at least two",
+        ),
+        ([{"text": "a", "kind": 0.5}], r"column 'kind' holds float, not a class; set --labels"),
+        ([{"text": "a", "kind": None}], r"column 'kind' holds NoneType, not a class; set --labels"),
+        ([{"text": "a", "sort": 1}], r"no column 'kind' among text, sort; set --labels"),
+    ],
+)
+def test_rows_without_classes_are_refused(rows: list[dict[str, Any]], problem: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=problem):
+        prepared(
+            tmp_path / "out", write(tmp_path / "rows.jsonl", rows), labels="kind", validation_fraction=0.0
+        )
+
+
+def test_labels_of_what_is_no_table_are_refused(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(
+        ValueError, match=r"--labels kind is a column of tables and .*a\.txt is none; give files"
+    ):
+        prepared(tmp_path / "out", [str(tmp_path)], labels="kind")
+
+
+def test_a_second_text_needs_labels(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"--second-text-key other needs labels beside it; add --labels KEY"):
+        prepared(tmp_path / "out", write(tmp_path / "rows.jsonl", ROWS), second_text_key="other")
