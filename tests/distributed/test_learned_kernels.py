@@ -1,0 +1,54 @@
+"""Learned kernels, whose noise is redrawn as they train: layouts and restarts do not change the numbers."""
+
+import pytest
+
+from tests.distributed.training_run import scalars, train, write_config
+
+MODEL = [
+    "model.attention={preset: gmm_rks, feature_map: {smoothing: 1.0, resample_every: 2}}",
+    "model.attention_pattern=[main, "
+    "{preset: generative_prf, feature_map: {resample_every: 2}}, "
+    "{preset: fastfood_rks, feature_map: {smoothing: 1.0}}, "
+    "{preset: flurka, compression: {block_size: 16, rank: 4}, feature_map: {name: gmm_prf, resample_every: 2}}]",
+    "schedule.name=constant",
+]
+"""Every learned kernel in a layer, with three draws of noise in the five steps, whatever their number."""
+
+LAYOUTS = {
+    "tp2": (2, "parallel.tensor=2"),
+    "cp2": (2, "parallel.context=2"),
+    "tp2 pp2 selective recompute": (
+        4,
+        "parallel.tensor=2 parallel.pipeline=2 training.activation_checkpointing=selective",
+    ),
+    "dp2 zero 3": (2, "parallel.zero_stage=3"),
+    "dp2 zero 1 full recompute": (2, "parallel.zero_stage=1 training.activation_checkpointing=full"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, corpus):
+    folder = tmp_path_factory.mktemp("one")
+    return write_config(folder, corpus), train(write_config(folder, corpus), 1, *MODEL)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_layout_gives_the_losses_of_one_process(layout, one_process, tmp_path):
+    config, expected = one_process
+    world_size, overrides = LAYOUTS[layout]
+    found = train(config, world_size, *MODEL, *overrides.split(), f"run.root={tmp_path}")
+    # As for all layers: float32 sums in another order.
+    assert scalars(found, "train/loss") == pytest.approx(scalars(expected, "train/loss"), rel=1e-5)
+    assert scalars(found, "train/grad_norm") == pytest.approx(scalars(expected, "train/grad_norm"), rel=1e-4)
+    assert scalars(found, "eval/loss") == pytest.approx(scalars(expected, "eval/loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_restart_between_and_at_a_redraw_changes_no_bit(step, one_process, tmp_path):
+    config, expected = one_process
+    here = [*MODEL, f"run.root={tmp_path}"]
+    train(config, 1, *here, f"training.steps={step}")
+    continued = train(config, 1, *here)
+    for tag in ("train/loss", "train/grad_norm"):
+        assert scalars(continued, tag) == scalars(expected, tag), tag
+    assert scalars(continued, "eval/loss")[-1] == scalars(expected, "eval/loss")[-1]
