@@ -1,0 +1,144 @@
+"""Encoders in one process: who sees whom, what padding does, and what the head reads."""
+
+import pytest
+import torch
+
+from megakernel.config import Model, Parallel
+from megakernel.model import IGNORED, LanguageModel, ModelSettings
+from megakernel.parallel import Mesh, prepare_device
+from megakernel.parallel.processes import ProcessEnvironment
+
+VOCAB, CLASSES, LENGTH = 64, 3, 12
+PADDING = -1
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_multiple": 64}
+MECHANISMS = ["softmax", "linear", "performer", "hedgehog"]
+POSITIONS = ["rope", "learned", "sinusoidal", "none"]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("cpu", 0))
+    yield mesh
+    mesh.destroy()
+
+
+def build(mesh, **parts):
+    if parts.get("position") == "learned":
+        parts["max_positions"] = 64
+    settings = ModelSettings(Model(**SIZES | parts), vocab_size=VOCAB, mesh=mesh, isolate_documents=False)
+    model = LanguageModel(settings)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        # Initial weights are too small for one token to show in another.
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model.double().eval()
+
+
+def classifier(mesh, pooling="mean", head="linear", documents=1, **parts):
+    form = {"num_classes": CLASSES, "pooling": pooling, "head": head, "documents": documents}
+    return build(mesh, kind="classifier", classifier=form, **{"attention": "softmax", **parts})
+
+
+def logits(model, tokens, positions):
+    """Of the classes."""
+    stream = (tokens, positions)
+    with torch.no_grad():
+        for layer in model.walk[:-1]:
+            stream = layer(stream)
+        return model.walk[-1].logits(*stream)
+
+
+def draw(*shape, seed=0):
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(document, places, length):
+    """A row with the document's tokens at these places, and anything elsewhere."""
+    tokens, positions = draw(1, length, seed=len(places)), torch.full((1, length), PADDING)
+    tokens[0, places], positions[0, places] = document[0], torch.arange(document.shape[1])
+    return tokens, positions
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("attention", MECHANISMS)
+def test_padding_anywhere_changes_nothing(attention, position, mesh):
+    for pooling in ("mean", "cls"):
+        model = classifier(mesh, pooling, attention=attention, position=position)
+        document = draw(1, LENGTH, seed=3)
+        alone = logits(model, document, torch.arange(LENGTH)[None])
+        behind = padded(document, torch.arange(LENGTH), LENGTH + 5)
+        before = padded(document, torch.arange(LENGTH) + 5, LENGTH + 5)
+        between = padded(document, torch.arange(LENGTH) * 2 + 1, 2 * LENGTH + 3)
+        for tokens, positions in (behind, before, between):
+            # float64 sums in another order; the pooled document and its logits are float32.
+            torch.testing.assert_close(logits(model, tokens, positions), alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", MECHANISMS)
+@pytest.mark.parametrize("kind", ["causal_lm", "masked_lm"])
+def test_a_masked_models_token_sees_both_sides_and_a_causal_ones_the_past(kind, attention, mesh):
+    model = build(mesh, kind=kind, attention=attention)
+    tokens, positions, ones = draw(1, LENGTH), torch.arange(LENGTH)[None], torch.ones(1)
+    other = tokens.clone()
+    other[0, 6] += 1
+    with torch.no_grad():
+        before, after = (model.losses(row, positions, tokens, ones) for row in (tokens, other))
+    moved = (before != after)[0]
+    assert moved[6:].all()
+    assert moved[:6].any() == (kind == "masked_lm")
+
+
+def test_a_masked_models_loss_is_that_of_its_hidden_tokens(mesh):
+    model = build(mesh, kind="masked_lm", attention="softmax")
+    tokens, positions = draw(2, LENGTH), torch.arange(LENGTH).expand(2, -1)
+    labels = torch.full_like(tokens, IGNORED)
+    labels[0, 3], labels[1, :5] = 7, torch.arange(5)
+    with torch.no_grad():
+        loss = model(tokens, positions, labels, torch.tensor([6]))
+        each = model.losses(tokens, positions, labels, torch.tensor([6]))
+    torch.testing.assert_close(loss, each.sum() / 6)
+    assert ((each != 0) == (labels != IGNORED)).all()
+    nothing = model(tokens, positions, torch.full_like(tokens, IGNORED), torch.tensor([6]))
+    assert nothing == 0
+
+
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_a_classifier_measures_its_loss_and_accuracy_over_the_examples_that_count(head, mesh):
+    model = classifier(mesh, head=head)
+    tokens, positions = draw(5, LENGTH), torch.arange(LENGTH).expand(5, -1)
+    found = logits(model, tokens, positions)
+    labels = found.argmax(-1)
+    labels[1], labels[4] = (labels[1] + 1) % CLASSES, IGNORED
+    with torch.no_grad():
+        measured = model(tokens, positions, labels, torch.tensor([4]))
+        loss = model.train()(tokens, positions, labels, torch.tensor([4]))
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(found[:4], labels[:4]))
+    torch.testing.assert_close(measured, torch.stack([loss, torch.tensor(3 / 4)]))
+
+
+def test_two_documents_are_read_on_their_own_and_compared(mesh):
+    model = classifier(mesh, documents=2, position="sinusoidal")
+    head = model.walk[-1]
+    assert head.output.in_features == 4 * SIZES["hidden_size"]
+    tokens, positions = draw(4, LENGTH), torch.arange(LENGTH).expand(4, -1)
+    both = logits(model, tokens, positions)
+    torch.testing.assert_close(logits(model, tokens[2:], positions[2:]), both[1:])
+    with torch.no_grad():
+        stream = (tokens, positions)
+        for layer in model.walk[:-1]:
+            stream = layer(stream)
+        a, b = stream[0].mean(0).float().view(2, 2, -1).unbind(1)
+        expected = torch.cat([a, b, a * b, a - b], -1).double() @ head.output.weight.T + head.output.bias
+    torch.testing.assert_close(both, expected.float())
+
+
+def test_sinusoidal_positions_are_waves_as_large_as_the_embeddings(mesh):
+    model = build(mesh, kind="masked_lm", attention="softmax", position="sinusoidal", init_std=0.3)
+    hidden, positions = torch.zeros(5, 1, 32, dtype=torch.float64), torch.tensor([[0, 1, 7, 300, 10**6]])
+    waves = model.walk[1]((hidden, positions))[0][:, 0]
+    assert waves.square().mean(1).sqrt().tolist() == pytest.approx([0.3] * 5), "at every position"
+    for wave, length in enumerate(10_000 ** (torch.arange(0, 32, 2).double() / 32)):
+        angle = positions[0] / length
+        torch.testing.assert_close(waves[:, wave], 0.3 * 2**0.5 * angle.sin())
+        torch.testing.assert_close(waves[:, 16 + wave], 0.3 * 2**0.5 * angle.cos())
