@@ -156,7 +156,7 @@ class PairwiseAttention(AttentionLayer):
         positions: Positions,
         piece: SequencePiece,
     ) -> None:
-        """Add the responsibilities of these tokens; what is computed again in backward counts twice for all keys alike."""
+        """Add the responsibilities of these tokens; what is computed again in backward counts twice for all alike."""
         shares = responsibilities(
             q,
             k,

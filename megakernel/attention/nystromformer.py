@@ -15,7 +15,10 @@ from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_atte
 
 
 class NystromformerAttention(AttentionLayer):
-    """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V, and a convolution of the values if asked for."""
+    """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V, and a convolution of the values if asked for.
+
+    Segments divide whole rows: documents in one row see each other.
+    """
 
     def __init__(
         self, form: Nystromformer, num_heads: int, num_kv_heads: int, head_dim: int, heads: HeadShard
@@ -49,11 +52,8 @@ class NystromformerAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        if piece.size > 1 or isinstance(positions, Tensor):
-            raise ValueError(
-                "nystromformer takes means over whole rows of one document each; keep the sequence on one piece "
-                "and hand no positions (data.isolate_documents: false)"
-            )
+        if piece.size > 1:
+            raise ValueError("nystromformer takes means over whole rows; keep the sequence on one piece")
         q, k = rotate(rotary, q, k, positions)
         places = torch.arange(q.shape[2], device=q.device)[None]
         count = q.shape[2] if key_mask is None else key_mask.sum(1, keepdim=True).clamp(min=1)

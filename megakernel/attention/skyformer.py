@@ -22,7 +22,10 @@ BITS = 31
 
 
 class SkyformerAttention(AttentionLayer):
-    """kappa(Q, L) kappa(L, L)^+ kappa(L, K) V; the landmarks L are drawn again at every training step."""
+    """kappa(Q, L) kappa(L, L)^+ kappa(L, K) V; the landmarks L are drawn again at every training step.
+
+    They are landmarks of whole rows: documents in one row see each other.
+    """
 
     def __init__(
         self,
@@ -86,7 +89,6 @@ class SkyformerAttention(AttentionLayer):
             landmarks=self._landmarks(count[:, None, None], length),
             invert=self.invert,
             key_mask=key_mask,
-            positions=positions if isinstance(positions, Tensor) else None,
         )
         return out, None
 

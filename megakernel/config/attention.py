@@ -132,7 +132,7 @@ class Attention(Section):
         """Why a row can be cut over processes only where tokens see no later ones; None where it makes no difference."""
         if self.mechanism == "algebra" and self.similarity == "kernel" and self.is_uncompressed:
             return "the state of similarity: kernel passes from piece to piece in one direction"
-        return None
+        return self.takes_whole_rows
 
     @property
     def keys_per_head(self) -> int:

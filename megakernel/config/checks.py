@@ -76,11 +76,9 @@ def _full_attention_has_heads_for_every_piece(model: Model, parallel: Parallel) 
     if parallel.context == 1 or model.num_heads % parallel.tensor:
         return
     heads = model.num_heads // parallel.tensor
-    if heads % parallel.context and any(attention.is_full_softmax for attention in _attentions(model)):
-        reason = (
-            f"leaves {heads} heads per tensor rank, which softmax layers cannot spread over context ranks"
-        )
-        remedy = "set a divisor of the heads, or use layers with kernel attention only"
+    if heads % parallel.context and any(attention.weighs_every_pair for attention in _attentions(model)):
+        reason = f"leaves {heads} heads per tensor rank, which layers that weigh every pair cannot spread over context ranks"
+        remedy = "set a divisor of the heads, or take similarity: kernel"
         yield Problem("parallel.context", parallel.context, reason, remedy)
 
 

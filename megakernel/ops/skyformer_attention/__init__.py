@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megakernel.ops.arguments import check_heads, check_positions
+from megakernel.ops.arguments import check_heads
 from megakernel.ops.dispatch import choose
 from megakernel.ops.pseudo_inverse import regularized_inverse
 from megakernel.ops.skyformer_attention import landmark, reference
@@ -21,7 +21,6 @@ def skyformer_attention(
     landmarks: Tensor,
     invert: Callable[[Tensor], Tensor] = regularized_inverse,
     key_mask: Tensor | None = None,
-    positions: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """kappa(Q, L) M^+ kappa(L, K) V with kappa(x, y) = exp(-|x - y|^2 / 2 sqrt(d)) and M = kappa(L, L) (eqs. 5, 6).
@@ -35,7 +34,6 @@ def skyformer_attention(
         landmarks: int64 rows of [Q; K], 0 .. 2N - 1, broadcastable to (B, H, F).
         invert: M (B, H, F, F) -> its inverse.
         key_mask: (B, N) bool, False removes a key; landmarks must be rows of real tokens.
-        positions: (B, N) positions within documents, which see only themselves and their own landmarks.
         backend: reference or chunked.
 
     Returns:
@@ -45,8 +43,6 @@ def skyformer_attention(
         ValueError: shapes or dtypes that do not fit, naming the argument.
     """
     check_heads(q, k, v)
-    if positions is not None:
-        check_positions(positions, q)
     expected = (*q.shape[:2], landmarks.shape[-1])
     try:
         rows = landmarks.expand(expected)
@@ -56,6 +52,5 @@ def skyformer_attention(
         ) from None
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    documents = None if positions is None else (positions == 0).cumsum(1)
     attend = choose(IMPLEMENTATIONS, backend)
-    return attend(q, k, v, landmarks=rows, invert=invert, key_mask=key_mask, documents=documents)
+    return attend(q, k, v, landmarks=rows, invert=invert, key_mask=key_mask)

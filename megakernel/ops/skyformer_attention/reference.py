@@ -17,15 +17,11 @@ def attend(
     landmarks: Tensor,
     invert: Callable[[Tensor], Tensor],
     key_mask: Tensor | None,
-    documents: Tensor | None,
 ) -> Tensor:
     """Arguments and result of `landmark.attend`."""
     length = q.shape[2]
     x = torch.cat([q, k], 2).to(wide(q.dtype))
     lifted = torch.exp(-(x[..., :, None, :] - x[..., None, :, :]).square().sum(-1) / (2 * q.shape[-1] ** 0.5))
-    if documents is not None:
-        both = torch.cat([documents, documents], 1)[:, None]
-        lifted = lifted * (both[..., :, None] == both[..., None, :])
     sampling = F.one_hot(landmarks, 2 * length).to(x.dtype).transpose(-1, -2)
     approximation = (
         lifted

@@ -1,0 +1,150 @@
+"""What mechanisms promise where tokens see later ones too (MECHANISMS section 8)."""
+
+import pytest
+import torch
+
+from megakernel.attention import HeadShard, Rotary
+from megakernel.attention.noise import redraw
+from megakernel.config.attention import Attention, expand_preset
+from tests.unit.attention.mechanisms import (
+    BIDIRECTIONAL,
+    UNNORMALIZED,
+    WIDTH,
+    assert_close,
+    gradients,
+    layer,
+    packed,
+    shard_of,
+    tokens,
+)
+from tests.unit.attention.pieces import in_pieces
+
+every_mechanism = pytest.mark.parametrize("name", BIDIRECTIONAL)
+
+FORMS = {name: Attention(**expand_preset(tree)) for name, tree in BIDIRECTIONAL.items()}
+PAIRWISE = [name for name, form in FORMS.items() if form.weighs_every_pair]
+UNCOMPRESSED = [name for name, form in FORMS.items() if form.compression is None]
+OF_WHOLE_ROWS = [name for name in UNCOMPRESSED if FORMS[name].takes_whole_rows]
+
+ROTARY = Rotary(WIDTH)
+DOCUMENTS = packed(24, (3, 4, 13), (8, 17))
+
+
+@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if "nystromformer" not in name])
+@pytest.mark.parametrize("rotary", [None, ROTARY], ids=["plain", "rotary"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_equals_the_quadratic_reference(name, rotary, padded, monkeypatch):
+    module = layer(name, causal=False)
+    q, k, v = tokens(2, 24)
+    mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4 if padded else None
+    out = module(q, k, v, mask, rotary=rotary)
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
+    expected = module(q, k, v, mask, rotary=rotary)
+    assert_close(out, expected)
+    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
+        assert_close(actual, wanted)
+
+
+@every_mechanism
+def test_gradients_are_the_slopes(name):
+    module = layer(name, causal=False)
+    q, k, v = tokens(1, 7)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, *_: module(q, k, v, rotary=ROTARY), (q, k, v, *module.parameters())
+    )
+
+
+@every_mechanism
+def test_padding_anywhere_changes_nothing(name):
+    module = layer(name, causal=False)
+    q, k, v = (x.detach() for x in tokens(2, 24))
+    mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4
+    out = module(q, k, v, mask, rotary=ROTARY)
+    for row, real in enumerate(mask):
+        alone = module(*(x[row : row + 1, :, real] for x in (q, k, v)), rotary=ROTARY)
+        assert_close(out[row : row + 1, :, real], alone)
+        assert not out[row, :, ~real].any()
+
+
+@every_mechanism
+@pytest.mark.parametrize("length", [1, 3, 21])
+def test_any_length_and_rows_of_padding_alone(name, length):
+    module = layer(name, causal=False)
+    q, k, v = tokens(2, length)
+    mask = torch.tensor([True, False])[:, None].expand(2, length)
+    out = module(q, k, v, mask)
+    assert_close(out[:1], module(q[:1], k[:1], v[:1]))
+    assert not out[1].any()
+    assert all(gradient.isfinite().all() for gradient in gradients(module, out, q, k, v))
+
+
+@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if not FORMS[name].mixes_future_tokens])
+def test_documents_in_a_row_do_not_see_each_other(name):
+    module = layer(name, causal=False)
+    q, k, v = (x.detach() for x in tokens(2, 24))
+    out = module(q, k, v, positions=DOCUMENTS)
+    assert_close(out[:1, :, 4:13], module(*(x[:1, :, 4:13] for x in (q, k, v))))
+
+
+@pytest.mark.parametrize("name", [n for n in UNCOMPRESSED if n not in (*UNNORMALIZED, *OF_WHOLE_ROWS)])
+def test_constant_values_give_constant_output(name):
+    module = layer(name, causal=False)
+    q, k, v = tokens(2, 24)
+    assert_close(module(q, k, torch.full_like(v, 1.5), rotary=ROTARY), torch.full_like(q, 1.5))
+
+
+@every_mechanism
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_of_heads_give_the_unsharded_numbers(name, size):
+    kv_heads = max(2, size)
+    whole = layer(name, kv_heads=kv_heads, causal=False)
+    q, k, v = tokens(2, 24, kv_heads=kv_heads)
+    parts = [shard_of(whole, name, HeadShard(rank, size), kv_heads, causal=False) for rank in range(size)]
+    for step in (None, 5):
+        if step is not None:
+            for module in (whole, *parts):
+                redraw(module, step)
+        outputs = [
+            part(*(x.chunk(size, 1)[rank] for x in (q, k, v)), rotary=ROTARY)
+            for rank, part in enumerate(parts)
+        ]
+        assert_close(torch.cat(outputs, 1), whole(q, k, v, rotary=ROTARY))
+
+
+@pytest.mark.parametrize("name", PAIRWISE)
+@pytest.mark.parametrize("positions", [None, packed(32, (3, 4, 13), (17,))], ids=["one_document", "packed"])
+def test_pieces_of_a_sequence_trade_tokens_for_heads(name, positions):
+    # Two key heads do not divide over four pieces: they are repeated for their queries.
+    module = layer(name, causal=False)
+    q, k, v = tokens(2, 32)
+    expected = module(q, k, v, positions=positions, rotary=ROTARY)
+
+    def work(piece):
+        here = [x.chunk(4, 2)[piece.rank] for x in (q, k, v)]
+        at = None if positions is None else positions.chunk(4, 1)[piece.rank]
+        return module(*here, positions=at, rotary=ROTARY, piece=piece)
+
+    out = torch.cat(in_pieces(4, work), 2)
+    assert_close(out, expected)
+    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
+        assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("name", OF_WHOLE_ROWS)
+def test_landmarks_of_whole_rows_refuse_pieces(name):
+    module = layer(name, causal=False)
+    q, k, v = tokens(1, 8)
+    with pytest.raises(ValueError, match="keep the sequence on one piece"):
+        in_pieces(2, lambda piece: module(q, k, v, piece=piece))
+
+
+@pytest.mark.parametrize("name", UNCOMPRESSED)
+def test_half_precision_at_scale_10_stays_close(name):
+    q, k, v = (10 * x.detach() for x in tokens(1, 2048, dtype=torch.bfloat16))
+    module = layer(name, causal=False)
+    with torch.no_grad():
+        exact = module(q.double(), k.double(), v.double())
+        out = module.bfloat16()(q, k, v).double()
+    assert out.isfinite().all()
+    # bf16 keeps 8 bits of the output, and of what the layer learned.
+    assert (out - exact).norm() / exact.norm() < 2e-2
