@@ -77,7 +77,10 @@ def _full_attention_has_heads_for_every_piece(model: Model, parallel: Parallel) 
         return
     heads = model.num_heads // parallel.tensor
     if heads % parallel.context and any(attention.weighs_every_pair for attention in _attentions(model)):
-        reason = f"leaves {heads} heads per tensor rank, which layers that weigh every pair cannot spread over context ranks"
+        reason = (
+            f"leaves {heads} heads per tensor rank, which layers that weigh every pair "
+            "cannot spread over context ranks"
+        )
         remedy = "set a divisor of the heads, or take similarity: kernel"
         yield Problem("parallel.context", parallel.context, reason, remedy)
 
