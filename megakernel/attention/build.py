@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megakernel.attention.eva import CausalEvaAttention, EvaAttention, FlurkaEvaAttention
 from megakernel.attention.flurka import FlurkaAttention
 from megakernel.attention.heads import ALL_HEADS, HeadShard, Seed
 from megakernel.attention.kernel import KernelAttention
@@ -14,6 +15,7 @@ from megakernel.attention.nystromformer import NystromformerAttention
 from megakernel.attention.skyformer import SkyformerAttention
 from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.config.attention import Attention, expand_preset
+from megakernel.config.eva import Eva
 from megakernel.config.landmark import Nystromformer, Skyformer
 
 
@@ -50,7 +52,9 @@ def build(
     )
     kv_heads = num_kv_heads or num_heads
     if causal and form.mixes_future_tokens:
-        raise ValueError(f"{form.mixes_future_tokens}; build with causal=False or take compression: block with near")
+        raise ValueError(
+            f"{form.mixes_future_tokens}; build with causal=False or take compression: block with near"
+        )
     if form.mechanism == "skyformer":
         sky = form.skyformer or Skyformer()
         return SkyformerAttention(sky, num_heads, kv_heads, head_dim, seed, heads)
@@ -59,6 +63,11 @@ def build(
         return NystromformerAttention(nystrom, num_heads, kv_heads, head_dim, heads)
     if form.near is not None and not causal:
         raise ValueError("attention with a near window is causal; remove near or build with causal=True")
+    if form.mechanism == "eva" and form.compression is not None:
+        return FlurkaEvaAttention(form, num_heads, kv_heads, head_dim, max_positions, seed, heads)
+    if form.mechanism == "eva":
+        eva = CausalEvaAttention if causal else EvaAttention
+        return eva(form.eva or Eva(), num_heads, kv_heads, head_dim, seed, heads)
     if form.compression is not None and form.near is None:
         return LowRankAttention(form, num_heads, kv_heads, head_dim, max_positions, seed, heads)
     if form.compression is not None and form.similarity == "softmax":

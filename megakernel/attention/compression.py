@@ -10,9 +10,6 @@ from megakernel.attention.heads import HeadShard, Seed, generator
 from megakernel.config.compression import BlockCompression, Compression, LinformerCompression
 from megakernel.ops.low_rank import compress
 
-SHARED = -1
-"""The head whose random numbers belong to all heads."""
-
 
 class Landmarks(NamedTuple):
     """Compressed keys and values."""
@@ -129,14 +126,19 @@ def _gaussian(
 ) -> tuple[Tensor, Tensor]:
     """E and F ~ N(0, 1 / d_k), (d_k, N) or one for each of `kv_heads`."""
 
-    def draw(head: int) -> Tensor:
+    def draw(*place: int | str) -> Tensor:
         both = torch.randn(
-            2, compression.rank, columns, generator=generator(seed, head), dtype=torch.float64, device="cpu"
+            2,
+            compression.rank,
+            columns,
+            generator=generator(seed, *place, "linformer"),
+            dtype=torch.float64,
+            device="cpu",
         )
         return both.to(torch.get_default_device()).float() * compression.rank**-0.5
 
     if not compression.per_head:
-        first, second = draw(SHARED)
+        first, second = draw()
         return first, second
     drawn = torch.stack([draw(head) for head in kv_heads], 1)
     return drawn[0], drawn[1]

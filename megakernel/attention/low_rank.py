@@ -84,9 +84,9 @@ class LowRankAttention(AttentionLayer):
         if rotary is not None and self.far_rope == "centroid":
             q = rotary(q, position_rows(positions, q.shape[2], q.device))
             landmarks = landmarks._replace(keys=rotary(landmarks.keys, self._centres(length, counts, q)))
-        return self._attend(q, landmarks), None
+        return self._attend(q, landmarks, counts, piece), None
 
-    def _attend(self, q: Tensor, landmarks: Landmarks) -> Tensor:
+    def _attend(self, q: Tensor, landmarks: Landmarks, counts: Tensor | None, piece: SequencePiece) -> Tensor:
         keys, values, mass = landmarks
         if self.projection is None:
             return softmax_attention(q, keys, values, causal=False, mass=mass)[0]

@@ -19,3 +19,7 @@ class Eva(Section):
 
     exclude_window: bool = False
     """Leave chunks inside a token's own window out of what it sees; the published form counts them twice."""
+
+    published_padding: bool = False
+    """Where tokens see both ways: means of chunks count padding as zeros and chunks of padding alone are seen, as the
+    published code has it. Outputs then depend on how much padding there is."""

@@ -36,6 +36,11 @@ MECHANISMS: dict[str, dict[str, Any]] = {
         "near": {"join": "gated", "blocks": 2},
         "far_rope": "centroid",
     },
+    "eva": {"preset": "eva", "eva": {"window_size": 4, "chunk_size": 2}},
+    "eva_overlap": {
+        "preset": "eva",
+        "eva": {"window_size": 4, "chunk_size": 2, "overlap": True, "exclude_window": True},
+    },
     "rff": {"preset": "rff"},
     "gmm_rks": {"preset": "gmm_rks"},
     "gmm_rks_untied": {
@@ -105,6 +110,16 @@ BIDIRECTIONAL: dict[str, dict[str, Any]] = {
     "skyformer_shared_strata": {
         "preset": "skyformer",
         "skyformer": {"features": 13, "draw": "stratified", "per_head": False},
+    },
+    "eva": {"preset": "eva", "eva": {"window_size": 4, "chunk_size": 3}},
+    "eva_overlap": {
+        "preset": "eva",
+        "eva": {"window_size": 4, "chunk_size": 2, "overlap": True, "exclude_window": True},
+    },
+    "flurka_eva": {
+        "preset": "flurka_eva",
+        "eva": {"window_size": 4},
+        "compression": {"rank": 7, "compress": "projected"},
     },
     "linformer": {"preset": "linformer", "compression": {"rank": 5, "compress": "projected"}},
     "linformer_per_head": {"preset": "linformer", "compression": {"rank": 5, "per_head": True}},

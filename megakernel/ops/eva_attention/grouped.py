@@ -1,0 +1,40 @@
+"""Windows at once, chunks for some queries at a time, so that memory stays bounded."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megakernel.ops.chunks import chunk_queries, join_queries
+from megakernel.ops.dispatch import wide
+from megakernel.ops.eva_attention.form import Chunks, Windows, by_query
+from megakernel.ops.groups import Tensors, scan_groups
+from megakernel.ops.sums import Sums, add, normalized
+from megakernel.ops.window import softmax_pairs
+
+GROUP = 1024
+"""Queries whose weights of chunks exist at once."""
+
+
+def attend(q: Tensor, windows: Windows, chunks: Chunks) -> Tensor:
+    """Attention (B, H, N, D)."""
+    heads, length, dtype = q.shape[1], q.shape[2], wide(q.dtype)
+    count = windows.keys.shape[2]
+    queries = chunk_queries(q.to(dtype), heads, windows.queries, count)
+    visible = windows.real[:, :, None].expand(-1, -1, windows.queries, -1)
+    near = softmax_pairs(queries, windows.keys.to(dtype), _with_ones(windows.values.to(dtype)), visible)
+    values = join_queries(near.values, heads, length)
+    logs = join_queries(near.scale_or_zero[..., None], heads, length)
+    seen = by_query(chunks.seen, windows.queries, length)[:, None]
+
+    def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
+        q, values, logs, seen = sequences
+        far = softmax_pairs(q[:, :, None], *(x[:, :, None] for x in shared), seen)
+        total = add(Sums(values, logs[..., 0]), Sums(far.values[:, :, 0], far.scale_or_zero[:, :, 0]))
+        return (normalized(total).to(values.dtype),), ()
+
+    shared = (chunks.keys.to(dtype), _with_ones(chunks.values.to(dtype)))
+    (out,), _ = scan_groups(on_group, (), (q.to(dtype), values, logs, seen), shared, group=GROUP)
+    return out.to(q.dtype)
+
+
+def _with_ones(values: Tensor) -> Tensor:
+    return F.pad(values, (0, 1), value=1.0)

@@ -1,0 +1,126 @@
+"""Low rank against other people's arrays (../shared/oracles), in float64."""
+
+import pytest
+import torch
+
+from megakernel.attention import build
+from megakernel.ops import kernel_attention
+from megakernel.ops.feature_maps import features
+from tests.unit.attention.oracles import arrays, assert_equal, heads, joined, with_oracles
+
+pytestmark = with_oracles
+
+RNN_EPS, PERFORMER_EPS = 1e-6, 1e-4
+"""What idiap adds to a denominator and lucidrains to a feature."""
+
+
+def layer(preset: str, *, kv_heads: int = 2, **compression):
+    form = {"preset": preset, "compression": {"rank": 24, **compression}}
+    return build(
+        form, num_heads=2, num_kv_heads=kv_heads, head_dim=16, causal=False, max_positions=96
+    ).double()
+
+
+def linformer(case: str, x, *, share_kv: bool = False, kv_heads: int = 2):
+    module = layer("linformer", kv_heads=kv_heads, share_kv=share_kv, compress="projected")
+    pools = ["proj_k"] if share_kv else ["proj_k", "proj_v"]
+    for parameter, name in zip(module.compressor.parameters(), pools):
+        parameter.data = arrays("linformer_lucidrains", f"{case}.w.{name}")[0].T
+    names = ["to_q", "to_k"] if share_kv else ["to_q", "to_k", "to_v"]
+    weights = arrays("linformer_lucidrains", *(f"{case}.w.{name}.weight" for name in names))
+    q, k, *v = (heads(x @ w.T, 2 if i == 0 else kv_heads) for i, w in enumerate(weights))
+    # With one projection for both, values are keys.
+    out = joined(module(q, k, v[0] if v else k))
+    weight, bias = arrays("linformer_lucidrains", f"{case}.w.to_out.weight", f"{case}.w.to_out.bias")
+    return out @ weight.T + bias
+
+
+@pytest.mark.parametrize(("case", "options"), [("a", {}), ("b", {"share_kv": True}), ("c", {"kv_heads": 1})])
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_linformer_equals_lucidrains(case, options, backend, monkeypatch):
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", backend)
+    x, out = arrays("linformer_lucidrains", "x", f"{case}.out")
+    assert_equal(linformer(case, x, **options), out)
+
+
+def test_a_short_row_uses_the_first_columns():
+    x, out = arrays("linformer_lucidrains", "x", "short.out")
+    assert_equal(linformer("a", x[:, :70]), out)
+
+
+def flurka(preset: str):
+    """The module with the given E and F, and q, k, v of eq. 2."""
+    module = layer(preset)
+    module.compressor.keys.data, module.compressor.values.data = arrays("flurka_composed", "E1", "E2")
+    x, w_q, w_k, w_v = arrays("flurka_composed", "x", "Wq", "Wk", "Wv")
+    keys, values = module.compress(x.transpose(0, 1), first=0, length=96).transpose(1, 2)
+    return module, heads(x @ w_q), heads(keys @ w_k), heads(values @ w_v)
+
+
+def test_compressing_the_input_gives_the_keys_and_values_of_equation_2():
+    _, *found = flurka("flurka_rnn")
+    for actual, expected in zip(found, arrays("flurka_composed", "q", "k", "v")):
+        assert_equal(actual, expected)
+
+
+def test_flurka_rnn_equals_the_composition():
+    module, q, k, v = flurka("flurka_rnn")
+    (out,) = arrays("flurka_composed", "out_rnn")
+    values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    sums = kernel_attention(q, k, values, feature_map="elu", causal=False, normalize=False)
+    assert_equal(sums[..., :-1] / (sums[..., -1:] + RNN_EPS), out)
+    # Ours has no eps; denominators are sums of 24 positive kernels.
+    assert_equal(module(q, k, v), out, relative=10 * RNN_EPS)
+
+
+def test_flurka_performer_equals_the_composition():
+    module, q, k, v = flurka("flurka_performer")
+    projection, out = arrays("flurka_composed", "projection", "out_performer")
+    module.projection = _Given(module.projection, projection)
+
+    def stabilized(x, over_tokens):
+        ours = features("favor", x[:, :, None], projection)
+        largest = ours.log_scale[:, :, 0] + x.square().sum(-1) * x.shape[-1] ** -0.5 / 2
+        stabilizer = largest.amax(-1, keepdim=True) if over_tokens else largest
+        scale = torch.exp(ours.log_scale[:, :, 0] - stabilizer)
+        return ours.values[:, :, 0] * scale[..., None] + projection.shape[0] ** -0.5 * PERFORMER_EPS
+
+    options = {"feature_map": "identity", "causal": False}
+    assert_equal(kernel_attention(stabilized(q, False), stabilized(k, True), v, **options), out)
+    # The module leaves the eps out; the features it is added to are far smaller than 1 for long keys.
+    own = kernel_attention(q, k, v, feature_map="favor", projection=projection, causal=False)
+    assert_equal(module(q, k, v), own)
+
+
+class _Given(torch.nn.Module):
+    """A projection with the oracle's matrix for all heads."""
+
+    def __init__(self, own, matrix):
+        super().__init__()
+        self.feature_map, self.matrix = own.feature_map, matrix
+
+    def forward(self):
+        return self.matrix
+
+
+def test_performer_of_the_eva_repository_equals_kernel_attention_over_its_features():
+    x, mask, omega, out, masked = arrays("performer_evarepo", "x", "mask", "w.eval_proj", "out", "out_masked")
+    qkv, bias, proj, proj_bias = arrays(
+        "performer_evarepo", "w.qkv.weight", "w.qkv.bias", "w.proj.weight", "w.proj.bias"
+    )
+    q, k, v = (heads(part) for part in (x @ qkv.T + bias).chunk(3, -1))
+
+    def phi(y, over_tokens, real=None):
+        ours = features("favor", y[:, :, None], omega)
+        logs = ours.log_scale[:, :, 0] + y.square().sum(-1) * y.shape[-1] ** -0.5 / 2
+        stabilizer = logs.amax(-1, keepdim=True) if over_tokens else logs
+        scale = torch.exp(ours.log_scale[:, :, 0] - stabilizer)
+        return ours.values[:, :, 0] * scale[..., None] + 1e-4
+
+    values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    for mass, expected in ((None, out), (mask[:, None], masked)):
+        options = {"feature_map": "identity", "causal": False, "normalize": False, "mass": mass}
+        sums = kernel_attention(phi(q, False), phi(k, True), values, **options)
+        found = sums[..., :-1] / sums[..., -1:].clamp(min=1e-2)
+        real = mask.bool() if mass is not None else torch.ones_like(mask).bool()
+        assert_equal((joined(found) @ proj.T + proj_bias)[real], expected[real])
