@@ -135,3 +135,30 @@ def test_a_classifier_starts_from_the_weights_of_a_masked_language_model(one_pro
     assert before.names < after.names
     for name in before.names:
         assert torch.equal(after.read(name, [WEIGHT])[WEIGHT], before.read(name, [WEIGHT])[WEIGHT]), name
+
+
+def test_a_classifier_learns_a_rule_from_examples_it_then_knows_in_new_ones(tmp_path):
+    """Which of two letters a word holds more often: to be counted, not remembered."""
+    draw = random.Random(1)
+    with (tmp_path / "rows.jsonl").open("w") as rows:
+        for _ in range(300):
+            text = "".join(draw.choices("abcdef", k=draw.randint(5, 40)))
+            rows.write(json.dumps({"text": text, "label": text.count("a") > text.count("b")}) + "\n")
+    prepare = f"prepare --source {tmp_path}/rows.jsonl --labels label --tokenizer byte --out {tmp_path}/one"
+    assert main(f"{prepare} --validation-fraction 0.2 --workers 1".split()) == 0
+    config = write_config(tmp_path, {"classifier": tmp_path / "one"}, "classifier")
+    batches = ("training.steps=100", "training.global_batch_size=32", "training.micro_batch_size=32")
+    model = ("model.num_layers=2", "model.classifier.pooling=mean", "optimizer.lr=3e-3")
+    found = train(config, 1, *batches, *model, "training.eval_samples=50")
+    assert scalars(found, "train/loss")[0] > 0.6, "ln 2 is knowing nothing"
+    assert scalars(found, "eval/accuracy")[-1] >= 0.9
+
+
+def test_a_masked_language_model_learns_from_text(corpora, tmp_path):
+    config = write_config(tmp_path, corpora, "masked_lm")
+    found = train(config, 1, "training.steps=60", "optimizer.lr=3e-3", "training.eval_samples=50")
+    first, last = scalars(found, "eval/loss")
+    # ln 257 = 5.55 is knowing nothing, 3.4 how often each byte of source text comes.
+    assert first > 5.4
+    assert last < 3.6
+    assert not scalars(found, "eval/bits_per_byte"), "not a code length of the text"

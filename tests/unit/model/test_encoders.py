@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.config import Model, Parallel
+from megakernel.config import PRESETS, Attention, Model, Parallel, expand_preset
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
@@ -60,8 +60,19 @@ def padded(document, places, length):
     return tokens, positions
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("attention", MECHANISMS)
+def seeing_both_ways():
+    """Every preset an encoder may have; landmarks fewer than the tokens of a short document."""
+    for name in PRESETS:
+        form = Attention.model_validate(expand_preset(name))
+        if form.looks_back_only is None:
+            yield name if form.compression is None else {"preset": name, "compression": {"rank": 4}}
+
+
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [("softmax", position) for position in POSITIONS] + [(form, "learned") for form in seeing_both_ways()],
+    ids=str,
+)
 def test_padding_anywhere_changes_nothing(attention, position, mesh):
     for pooling in ("mean", "cls"):
         model = classifier(mesh, pooling, attention=attention, position=position)
