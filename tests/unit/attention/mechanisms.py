@@ -101,6 +101,12 @@ MECHANISMS: dict[str, dict[str, Any]] = {
 """Name -> tree of a causal mechanism, with blocks small enough that a short sequence has many."""
 
 BIDIRECTIONAL: dict[str, dict[str, Any]] = {
+    "softmax": {"preset": "softmax"},
+    "linear": {"preset": "linear"},
+    "performer": {"preset": "performer"},
+    "gmm_rks": {"preset": "gmm_rks", "feature_map": {"smoothing": 1.0}},
+    "fastfood_prf": {"preset": "fastfood_prf", "feature_map": {"learn": "fixed"}},
+    "generative_prf": {"preset": "generative_prf"},
     "gaussian": {"preset": "gaussian"},
     "kernelized": {"preset": "kernelized"},
     "mgk": {"preset": "mgk"},
@@ -132,6 +138,11 @@ BIDIRECTIONAL: dict[str, dict[str, Any]] = {
         "similarity": "softmax",
         "compression": {"block_size": 4, "rank": 2, "compress": "projected"},
         "far_rope": "centroid",
+    },
+    "flurka_gmm_prf": {
+        "preset": "flurka_rnn",
+        "feature_map": {"name": "gmm_prf"},
+        "compression": {"rank": 5, "compress": "projected"},
     },
     "flurka_pool": {
         "similarity": "kernel",

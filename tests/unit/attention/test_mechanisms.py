@@ -287,7 +287,7 @@ def _numbers(state: SequenceState) -> int:
 def test_bidirectional_padding_and_documents():
     q, k, v = (x.detach() for x in tokens(2, 24))
     mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4
-    for name in ("softmax", "linear", "performer"):
+    for name in ("softmax", "linear", "performer", "gmm_rks", "fastfood_prf", "generative_prf"):
         module = layer(name, causal=False)
         out = module(q, k, v, mask, rotary=ROTARY)
         for row, real in enumerate(mask):
