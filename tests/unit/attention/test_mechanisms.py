@@ -10,8 +10,8 @@ from megakernel.attention import AttentionLayer, HeadShard, Rotary, SequenceStat
 from megakernel.attention.projection import Projection
 from megakernel.config.attention import PRESETS, Attention, expand_preset
 from tests.unit.attention.mechanisms import (
-    HEADS,
     BIDIRECTIONAL,
+    HEADS,
     MECHANISMS,
     UNNORMALIZED,
     WIDTH,

@@ -39,7 +39,9 @@ def test_samples_of_fastfood_fit_the_heads_of_any_layer():
         {"attention": attention},
         {"attention": "softmax", "attention_pattern": ["main", attention]},
     ):
-        with pytest.raises(ValidationError, match=r"samples=32 is not a multiple of head_dim=24; set 24 or 48"):
+        with pytest.raises(
+            ValidationError, match=r"samples=32 is not a multiple of head_dim=24; set 24 or 48"
+        ):
             Model.model_validate({**SIZES, **tree})
 
 
