@@ -15,6 +15,9 @@ from collections import Counter
 from typing import Literal
 
 from megakernel.config import Attention, FeatureMap, Model
+from megakernel.config.landmark import Nystromformer, Skyformer
+
+from .landmark_cost import nystromformer_flops, skyformer_flops
 
 BACKWARD = 2
 
@@ -48,16 +51,18 @@ def recomputed_flops_per_token(
 def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, float]:
     """Forward FLOPs per token by part, summed over the layers.
 
-    projections (query, key, value, output), feature_map, landmarks, state, readout, near (exact attention,
-    windowed or full), gate, mlp, head. Parts that no layer has are absent.
+    projections (query, key, value, output), feature_map, landmarks, inverse, state, readout, near (exact attention,
+    windowed or full), convolution, gate, mlp, head. Parts that no layer has are absent.
     """
     width, size = model.hidden_size, model.head_size
     matrices = 3 if model.activation == "swiglu" else 2
     parts: Counter[str] = Counter()
     for layer in range(model.num_layers):
-        parts["projections"] += 2 * width * size * (2 * model.num_heads + 2 * model.kv_heads)
+        attention = model.layer_attention(layer)
+        projected = 2 * model.num_heads + (attention.keys_per_head + 1) * model.kv_heads
+        parts["projections"] += 2 * width * size * projected
         parts["mlp"] += 2 * width * model.ffn_size * matrices
-        parts.update(attention_flops(model, model.layer_attention(layer), seq_len))
+        parts.update(attention_flops(model, attention, seq_len))
     # A classifier's head works once for a document.
     parts["head"] += 0 if model.classifier is not None else 2 * width * vocab_size
     return dict(parts)
@@ -67,16 +72,23 @@ def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[st
     """Forward FLOPs per token of one layer's attention core, by part."""
     heads, kv_heads, size = model.num_heads, model.kv_heads, model.head_size
     phi, near, compression = attention.feature_map, attention.near, attention.compression
+    if attention.mechanism == "skyformer":
+        parts = skyformer_flops(attention.skyformer or Skyformer(), size, seq_len)
+        return {name: heads * count for name, count in parts.items()}
+    if attention.mechanism == "nystromformer":
+        parts = nystromformer_flops(attention.nystromformer or Nystromformer(), size, seq_len)
+        return {name: heads * count for name, count in parts.items()}
+    keys_at_position = 1 if attention.mixture is None else attention.mixture.keys
     if phi is None:
         block = attention.block_size or seq_len
         keys = mean_local_keys(seq_len, block, near.blocks if near else 1) if model.is_causal else seq_len
-        return {"near": heads * keys * 4 * size}
+        return {"near": heads * keys * 2 * (keys_at_position + 1) * size}
 
     features, mapping = phi.width(size), _mapping_flops(phi, size)
     one_state = 2 * features * (size + 1)
     if compression is None:
         return {
-            "feature_map": (heads + kv_heads) * mapping,
+            "feature_map": (heads + kv_heads * keys_at_position) * mapping,
             "state": kv_heads * one_state,
             "readout": heads * one_state,
         }

@@ -1,6 +1,7 @@
 """Number of trained parameters of a model, before it is built."""
 
 from megakernel.config import Attention, Classifier, FeatureMap, Model
+from megakernel.config.mixture import Mixture
 
 
 def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
@@ -31,7 +32,7 @@ def _classifier(form: Classifier, width: int) -> int:
 
 def _layer(model: Model, attention: Attention) -> int:
     width, size = model.hidden_size, model.head_size
-    projected = (model.num_heads + 2 * model.kv_heads) * size
+    projected = (model.num_heads + (attention.keys_per_head + 1) * model.kv_heads) * size
     inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
     matrices = width * (projected + model.num_heads * size + inner + model.ffn_size)
     biases = projected if model.qkv_bias else 0
@@ -49,6 +50,10 @@ def _mechanism(model: Model, attention: Attention) -> int:
     heads, kv_heads, size = model.num_heads, model.kv_heads, model.head_size
     count = 0 if attention.feature_map is None else _feature_map(attention.feature_map, kv_heads, size)
     compression, near = attention.compression, attention.near
+    if attention.mixture is not None:
+        count += _mixture(attention.mixture, kv_heads, size)
+    if attention.nystromformer is not None:
+        count += heads * (attention.nystromformer.conv_kernel or 0)
     if compression is None:
         return count
     assert near is not None
@@ -57,6 +62,13 @@ def _mechanism(model: Model, attention: Attention) -> int:
     if near.kind == "kernel":
         return count + kv_heads
     return count + heads * (size + 1 if (near.join, near.gate) == ("gated", "token") else 1)
+
+
+def _mixture(form: Mixture, kv_heads: int, size: int) -> int:
+    """Shifts, and priors that are learned by gradients."""
+    shifts = form.keys * size if form.kind == "shifted" else 0
+    priors = form.keys if form.estep == "soft" and not form.m_step else 0
+    return kv_heads * (shifts + priors)
 
 
 def _feature_map(form: FeatureMap, kv_heads: int, size: int) -> int:

@@ -2,7 +2,7 @@
 
 from megakernel.attention.build import build
 from megakernel.attention.heads import ALL_HEADS, HeadShard
-from megakernel.attention.layer import AttentionLayer, Properties, SequenceState
+from megakernel.attention.layer import AttentionLayer, Properties, SequenceState, finish_step
 from megakernel.attention.noise import redraw
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import WHOLE, SequencePiece
@@ -17,5 +17,6 @@ __all__ = [
     "SequencePiece",
     "SequenceState",
     "build",
+    "finish_step",
     "redraw",
 ]

@@ -193,6 +193,13 @@ class AttentionLayer(nn.Module, ABC):
         return out, SequenceState(inner, following)
 
 
+def finish_step(model: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
+    """Tell all layers that an optimizer step ended; see `AttentionLayer.finish_step`."""
+    for module in model.modules():
+        if isinstance(module, AttentionLayer):
+            module.finish_step(total)
+
+
 def rotate(rotary: Rotary | None, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
     """q and k at their positions; k as (B, H_kv, N, d) or (B, H_kv, M, N, d)."""
     if rotary is None:

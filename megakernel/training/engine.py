@@ -76,6 +76,7 @@ class Engine:
             loss = float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in streams])))
         else:
             loss = self._accumulate(streams)
+        attention.finish_step(self.engine.module, lambda x: self.mesh.sum(x, self.mesh.gradient))
         norm = self.engine.get_global_grad_norm()
         return StepResult(
             loss=loss,

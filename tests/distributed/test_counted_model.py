@@ -10,6 +10,7 @@ from megakernel.analysis.flops import forward_flops
 from megakernel.analysis.parameters import parameter_count
 from megakernel.config import Model
 from megakernel.model import LanguageModel, ModelSettings
+from megakernel.model.settings import padded_vocab_size
 
 from .ranks import cpu_mesh, run_ranks
 
@@ -26,6 +27,14 @@ MODELS: list[dict[str, Any]] = [
     {"attention": {"preset": "gmm_prf", "feature_map": {"components": 3}}},
     {"attention": {"preset": "fastfood_rks", "feature_map": {"learn": "S"}}},
     {"attention": "generative_prf"},
+    {"attention": "gaussian"},
+    {"attention": "mgk", "num_kv_heads": 2, "qkv_bias": True},
+    {"attention": {"preset": "smgk", "mixture": {"keys": 3, "estep": "hard"}}},
+    {"attention": {"preset": "mgk", "mixture": {"m_step": True}}},
+    {"attention": "mlk", "num_kv_heads": 1},
+    {"attention": {"preset": "smlk", "feature_map": {"name": "hedgehog"}}},
+    {"attention": "skyformer", "kind": "masked_lm"},
+    {"attention": {"preset": "nystromformer", "nystromformer": {"conv_kernel": 5}}, "kind": "masked_lm"},
     {"attention": "local"},
     {"attention": "flurka"},
     {"attention": "flurka_kernel"},
@@ -38,7 +47,8 @@ def parameters_and_flops(models: list[Model]) -> list[tuple[int, int]]:
     counted = []
     with cpu_mesh() as mesh:
         for model in models:
-            built = LanguageModel(ModelSettings(model, VOCAB, mesh))
+            rows = padded_vocab_size(VOCAB + model.special_ids, model.vocab_multiple)
+            built = LanguageModel(ModelSettings(model, rows, mesh))
             tokens = torch.zeros(1, SEQ_LEN, dtype=torch.long)
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 built(tokens, torch.arange(SEQ_LEN)[None], tokens, torch.ones(1))

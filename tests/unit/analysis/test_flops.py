@@ -10,7 +10,8 @@ from megakernel.analysis.flops import (
     recomputed_flops_per_token,
     training_flops_per_token,
 )
-from megakernel.config import PRESETS, FeatureMap, Model
+from megakernel.config import PRESETS, Attention, FeatureMap, Model
+from megakernel.config.attention import expand_preset
 
 
 def model(**changes) -> Model:
@@ -103,10 +104,29 @@ def test_feature_widths(feature_map, width):
     assert FeatureMap.model_validate(feature_map).width(16) == width
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "softmax"])
-def test_a_token_of_kernelized_attention_costs_the_same_at_8_thousand_and_1_million(preset):
+QUADRATIC = [name for name in PRESETS if Attention(**expand_preset(name)).weighs_every_pair]
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in QUADRATIC])
+def test_a_token_of_kernelized_attention_costs_no_more_at_1_million_than_at_8_thousand(preset):
     short, long = (flops_per_token(model(attention=preset), n, 256) for n in (8192, 2**20))
-    assert short == long
+    # What a row costs once, such as an inverse, is shared by its tokens.
+    assert long == short or (long < short and Attention(**expand_preset(preset)).takes_whole_rows)
+
+
+@pytest.mark.parametrize("preset", QUADRATIC)
+def test_a_token_that_weighs_every_pair_costs_in_proportion_to_the_length(preset):
+    # Of a causal model: half of the pairs, and a token itself.
+    assert core(preset, 4095)["near"] == 2 * core(preset, 2047)["near"]
+
+
+def test_a_mixture_of_keys_adds_products_and_a_projection_for_each():
+    one, two = core("gaussian"), core("mgk")
+    assert two["near"] == 1.5 * one["near"]
+    mgk, smgk = (forward_flops(model(attention=name), 256, 8)["projections"] for name in ("mgk", "smgk"))
+    assert mgk == 1.25 * smgk
+    mlk, linear = core("mlk"), core("linear")
+    assert (mlk["state"], mlk["readout"]) == (linear["state"], linear["readout"])
 
 
 def test_softmax_grows_with_length_and_flurka_overtakes_it():

@@ -1,0 +1,46 @@
+"""Layers with mixture keys train alike on any layout, and what an M-step learns is the same on every process."""
+
+import pytest
+
+from tests.distributed.training_run import scalars, train, write_config
+
+KINDS = (
+    "model.attention=mgk model.num_kv_heads=2 model.attention_pattern=["
+    "main,{preset: smgk, mixture: {m_step: true}},{preset: mlk, feature_map: {name: favor}},"
+    "{preset: mgk, similarity: softmax, mixture: {estep: hard}}]"
+)
+
+LAYOUTS = {
+    "tp2": (2, "parallel.tensor=2"),
+    "cp2": (2, "parallel.context=2"),
+    "tp2 cp2": (4, "parallel.tensor=2 parallel.context=2"),
+    "dp2 zero 2": (2, "parallel.zero_stage=2"),
+    "pp2 full recompute": (2, "parallel.pipeline=2 training.activation_checkpointing=full"),
+}
+
+
+def kinds() -> list[str]:
+    head, pattern = KINDS.split(" model.attention_pattern=")
+    return [*head.split(), f"model.attention_pattern={pattern}"]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, corpus):
+    folder = tmp_path_factory.mktemp("one")
+    config = write_config(folder, corpus)
+    return config, train(config, 1, *kinds())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_gives_the_losses_of_one_process(layout, one_process, tmp_path):
+    config, expected = one_process
+    world_size, overrides = LAYOUTS[layout]
+    found = train(config, world_size, *kinds(), *overrides.split(), f"run.root={tmp_path}")
+    # float32 sums in another order, as in test_layouts.
+    for tag, tolerance in (("train/loss", 1e-5), ("eval/loss", 1e-5), ("train/grad_norm", 1e-4)):
+        assert scalars(found, tag) == pytest.approx(scalars(expected, tag), rel=tolerance)
+
+
+def test_losses_fall(one_process):
+    losses = scalars(one_process[1], "train/loss")
+    assert losses[-1] < losses[0]

@@ -1,0 +1,96 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.ops import weighted_attention
+from megakernel.ops.pseudo_inverse import (
+    exact_inverse,
+    iterative_inverse,
+    largest_column_sum,
+    normalized_gram,
+    regularized_inverse,
+    softmax_inverse,
+)
+from megakernel.ops.skyformer_attention import skyformer_attention
+
+
+def gaussian_gram(count: int, width: int, scale: float, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    x = scale * torch.randn(count, width, generator=draw, dtype=torch.float64)
+    return torch.exp(-(x[:, None] - x).square().sum(-1) / (2 * width**0.5))
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_singular_values_of_the_normalized_matrix_lie_between_0_and_1(scale, repeated):
+    """Skyformer, lemma 3. The largest is 1 itself: D^1/2 1 is its vector, so the interval is open at 0 only."""
+    gram = gaussian_gram(64, 8, scale, seed=0)
+    if repeated:  # as landmarks drawn with replacement are
+        rows = torch.arange(64) // 2
+        gram = gram[rows][:, rows]
+    matrix, _ = normalized_gram(gram, 0.1)
+    values = torch.linalg.svdvals(matrix)
+    assert values.min() > 0
+    torch.testing.assert_close(values.max(), torch.ones((), dtype=torch.float64))
+    # What the iteration needs (Razavi, theorem 2), up to the eigenvalue 1.
+    identity = torch.eye(64, dtype=torch.float64)
+    assert torch.linalg.matrix_norm(identity - matrix, 2) < 1
+
+
+def test_enough_steps_reach_the_inverse():
+    matrix, _ = normalized_gram(gaussian_gram(32, 8, 1.0, seed=0), 0.1)
+    found = iterative_inverse(matrix, largest_column_sum(matrix), steps=12)
+    torch.testing.assert_close(found, torch.linalg.inv(matrix), rtol=1e-9, atol=1e-9)
+
+
+def test_every_step_comes_nearer():
+    matrix, _ = normalized_gram(gaussian_gram(32, 8, 1.0, seed=0), 0.1)
+    expected = torch.linalg.inv(matrix)
+    errors = [
+        (iterative_inverse(matrix, largest_column_sum(matrix), steps) - expected).norm()
+        for steps in range(10)
+    ]
+    assert all(later < earlier for earlier, later in pairwise(errors)), errors
+
+
+def test_each_matrix_is_inverted_from_a_start_of_its_own():
+    one, two = (gaussian_gram(16, 8, scale, seed=1) for scale in (0.5, 3.0))
+    for invert in (regularized_inverse, softmax_inverse):
+        together = invert(
+            torch.stack([one, two]).softmax(-1) if invert is softmax_inverse else torch.stack([one, two])
+        )
+        alone = invert(one.softmax(-1) if invert is softmax_inverse else one)
+        torch.testing.assert_close(together[0], alone)
+
+
+def spectral_errors(length: int, counts: tuple[int, ...], invert, trials: int = 4) -> list[float]:
+    """||C V - C~ V|| / ||C V|| of landmarks drawn uniformly, mean over draws, one number for each count."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, length, 8, generator=draw, dtype=torch.float64) for _ in range(3))
+    exact = weighted_attention(q, k, v, normalize=False, causal=False)[0][0, 0]
+    errors = []
+    for count in counts:
+        total = 0.0
+        for _ in range(trials):
+            rows = torch.randint(2 * length, (count,), generator=draw)
+            out = skyformer_attention(q, k, v, landmarks=rows, invert=invert)[0, 0]
+            total += float(torch.linalg.matrix_norm(out - exact, 2) / torch.linalg.matrix_norm(exact, 2))
+        errors.append(total / trials)
+    return errors
+
+
+@pytest.mark.parametrize("length", [256, 512])
+def test_the_spectral_error_falls_with_the_number_of_features(length):
+    """Skyformer, figure 1: 2^4 to 2^8 features, the approximation of eq. 5 itself."""
+    errors = spectral_errors(length, (16, 32, 64, 128, 256), exact_inverse)
+    assert all(later < earlier for earlier, later in pairwise(errors)), errors
+    # Averages over 16 times as many random samples would be 4 times as near.
+    assert errors[-1] < errors[0] / 4, errors
+
+
+def test_the_regularized_iteration_costs_accuracy_and_still_gains_by_features():
+    errors = spectral_errors(512, (16, 64, 256), regularized_inverse)
+    assert errors[0] > errors[1] > errors[2], errors
+    assert errors[2] > spectral_errors(512, (256,), exact_inverse)[0]
