@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from launch.run_arguments import add_run_arguments
 
@@ -22,6 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq-len", type=int, metavar="L", help="tokens per sample (default: that of the run)"
     )
+    parser.add_argument(
+        "--baseline",
+        metavar="NAME",
+        help="measure nystromformer, bigbird, longformer or reformer of `transformers` in place of an encoder run",
+    )
+    parser.add_argument(
+        "--baseline-weights", type=Path, metavar="DIR", help="its weights (default: drawn from run.seed)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -30,18 +39,20 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from megakernel.evaluation import evaluate_run
+    from megakernel.evaluation import evaluate_baseline, evaluate_run
 
     stderr = Console(stderr=True)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("evaluating", total=None)
-        result = evaluate_run(
-            args.run_folder,
-            step=args.step,
-            samples=args.samples,
-            seq_len=args.seq_len,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+        how: dict[str, Any] = {
+            "samples": args.samples,
+            "seq_len": args.seq_len,
+            "progress": lambda done, total: bar.update(task, completed=done, total=total),
+        }
+        if args.baseline is None:
+            result = evaluate_run(args.run_folder, step=args.step, **how)
+        else:
+            result = evaluate_baseline(args.run_folder, args.baseline, weights=args.baseline_weights, **how)
     if args.json:
         print(json.dumps(result.as_dict(), indent=1))
     else:

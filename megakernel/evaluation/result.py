@@ -32,10 +32,10 @@ class Evaluation:
     """A checkpoint's predictions of its validation samples."""
 
     run: str
-    """Folder of the run."""
+    """Folder of the run, or what a baseline is called."""
 
     step: int
-    """Optimizer steps behind the checkpoint."""
+    """Optimizer steps behind the checkpoint; 0 for a baseline."""
 
     samples: int
     """Validation samples."""
@@ -53,13 +53,13 @@ class Evaluation:
     """The loss in bits per UTF-8 byte of the split's text; None but for a causal model, whose loss is a code length."""
 
     accuracy: float | None
-    """Share of the examples whose class a classifier finds; None for language models."""
+    """Share of the predictions that are right, measured of classifiers and baselines."""
 
     by_position: list[PositionBucket]
     """The loss by position in the document (in the sample where documents are not isolated), empty buckets left out.
 
     A document that began before its sample counts from the sample's start: a position is what the model can see.
-    Empty for a classifier, whose predictions have no positions.
+    Empty for classifiers, whose predictions have no positions, and baselines.
     """
 
     @property

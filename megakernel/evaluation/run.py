@@ -70,6 +70,52 @@ def evaluate_run(
     )
 
 
+def evaluate_baseline(
+    folder: Path,
+    name: str,
+    *,
+    weights: Path | None = None,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Evaluate a model of `transformers` of the run's sizes on the run's validation data, in this process.
+
+    Args:
+        folder: folder of the run that it is compared with.
+        name: one of `baselines.NAMES`.
+        weights: folder of `save_pretrained`; None leaves the model untrained.
+        samples, seq_len, progress: as for `evaluate_run`.
+
+    Raises:
+        UserError: as `evaluate_run` does, for a name or a run that do not fit each other, and for other weights.
+    """
+    from .baselines import build_baseline, check_baseline, measure_baseline
+
+    config = _evaluated_config(TrainedRun.find(folder).config, samples, seq_len)
+    check_baseline(name, config)
+    corpora = Corpora(config.data)
+    _check_length(config, corpora)
+    device = prepare_device("cpu" if config.training.device == "cpu" else "auto", local_rank=0)
+    from data_pipeline.loader import ValidationBatches
+    from data_pipeline.order import Share
+
+    batches = ValidationBatches(config, corpora, Share())
+    model = build_baseline(name, config, corpora.vocab_size, weights).to(device)
+    tokens, loss, accuracy = measure_baseline(model, batches, device, progress)
+    return Evaluation(
+        run=name if weights is None else str(weights),
+        step=0,
+        samples=batches.samples,
+        seq_len=config.training.seq_len,
+        tokens=tokens,
+        loss=loss,
+        bits_per_byte=None,
+        accuracy=accuracy,
+        by_position=[],
+    )
+
+
 def _evaluated_config(config: Config, samples: int | None, seq_len: int | None) -> Config:
     """The configuration of a run with another evaluation."""
     training = config.training

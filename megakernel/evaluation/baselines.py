@@ -1,0 +1,124 @@
+"""Models of `transformers` with other efficient attentions, measured on the batches of a run of ours.
+
+Untrained, or with weights that were trained elsewhere in the shape that `build_baseline` gives. What these models are
+told of their attention are their own defaults; BigBird attends fully where a row is too short for its random blocks.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from data_pipeline.loader import ValidationBatches
+from megakernel.config import Config, UserError
+
+NAMES = {
+    "nystromformer": "Nystromformer",
+    "bigbird": "BigBird",
+    "longformer": "Longformer",
+    "reformer": "Reformer",
+}
+"""Name -> what `transformers` calls its classes."""
+
+
+def check_baseline(name: str, config: Config) -> None:
+    """UserError for a name without a model, and for what no model of `transformers` reads."""
+    if name not in NAMES:
+        raise UserError(f"baseline={name} is none of the models here; choose {', '.join(NAMES)}")
+    if config.model.is_causal:
+        raise UserError(f"baseline={name} is an encoder; give a run of a masked_lm or a classifier")
+    if config.model.rows_per_sample > 1:
+        raise UserError(
+            f"baseline={name} compares no two documents; give a run with model.classifier.documents=1"
+        )
+    if config.model.kind == "masked_lm" and config.data.isolate_documents:
+        raise UserError(
+            f"baseline={name} sees across the documents of a row; give a run with data.isolate_documents=false"
+        )
+
+
+def build_baseline(
+    name: str, config: Config, vocab_size: int, weights: Path | None = None
+) -> torch.nn.Module:
+    """The model `name` of the configured sizes, in evaluation mode.
+
+    vocab_size: ids of the tokenizer. weights: a folder of `save_pretrained`; None draws them from run.seed. Raises
+    UserError for weights of another shape.
+    """
+    import transformers
+
+    masked = config.model.kind == "masked_lm"
+    family = getattr(transformers, f"{NAMES[name]}For{'MaskedLM' if masked else 'SequenceClassification'}")
+    settings = family.config_class(**_sizes(config, vocab_size), **_attention(name, config))
+    torch.manual_seed(config.run.seed)
+    if weights is None:
+        return family(settings).eval()
+    try:
+        return family.from_pretrained(weights, config=settings).eval()
+    # transformers tells a missing folder, foreign files and other shapes by several types.
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(f"weights={weights} are none of a {name} of the run's sizes ({reason})") from None
+
+
+def _sizes(config: Config, vocab_size: int) -> dict[str, Any]:
+    model = config.model
+    # An id that no text holds: some of these models take the token for padding wherever it stands.
+    padding = vocab_size + model.special_ids
+    return {
+        "vocab_size": padding + 1,
+        "pad_token_id": padding,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_heads,
+        "intermediate_size": model.ffn_size,
+        "tie_word_embeddings": model.tie_embeddings,
+        "num_labels": model.classifier.num_classes if model.classifier is not None else 2,
+        # Positions that count from the padding's id need rows beyond it.
+        "max_position_embeddings": config.training.seq_len + padding + 1,
+    }
+
+
+def _attention(name: str, config: Config) -> dict[str, Any]:
+    """What one family alone is told; everything else is its default."""
+    seq_len = config.training.seq_len
+    if name == "nystromformer":
+        landmarks = max(count for count in range(1, 65) if seq_len % count == 0)
+        return {"num_landmarks": landmarks, "segment_means_seq_len": seq_len}
+    if name == "reformer":
+        return {
+            "axial_pos_embds": False,
+            "attention_head_size": config.model.head_size,
+            "feed_forward_size": config.model.ffn_size,
+            "attn_layers": [("local", "lsh")[layer % 2] for layer in range(config.model.num_layers)],
+            "hash_seed": config.run.seed,
+        }
+    return {}
+
+
+@torch.no_grad()
+def measure_baseline(
+    model: torch.nn.Module,
+    batches: ValidationBatches,
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> tuple[int, float, float]:
+    """Predictions, their mean cross entropy in nats, and the share that is right.
+
+    progress: called after each forward pass with the passes done and all passes.
+    """
+    predictions, loss, right = 0, 0.0, 0
+    for done, batch in enumerate(batches, start=1):
+        here = batch.to(device)
+        mask = (here.positions >= 0).long()
+        logits = model(input_ids=here.tokens, attention_mask=mask).logits[here.loss_mask].float()
+        labels = here.labels[here.loss_mask]
+        predictions += len(labels)
+        loss += F.cross_entropy(logits, labels, reduction="sum").item()
+        right += int((logits.argmax(-1) == labels).sum())
+        progress(done, len(batches))
+    return predictions, loss / predictions, right / predictions

@@ -1,0 +1,90 @@
+"""Other libraries' models on our batches."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.corpus import Corpora
+from data_pipeline.loader import ValidationBatches
+from data_pipeline.order import Share
+from megakernel.config import Config
+from megakernel.evaluation.baselines import NAMES, build_baseline, check_baseline, measure_baseline
+from tests.unit.data.conftest import documents, prepared, write_jsonl
+
+CPU = torch.device("cpu")
+SEQ_LEN = 64
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    prepared(folder / "prepared", [str(write_jsonl(folder / "rows.jsonl", documents(80, seed=1)))])
+    return folder / "prepared"
+
+
+@pytest.fixture
+def configure(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
+    def build(isolate_documents: bool = False, **model) -> Config:
+        sizes = {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "attention": "softmax",
+            "kind": "masked_lm",
+        }
+        return Config(
+            run={"name": "test"},
+            model={**sizes, **model},
+            data={"train": corpus, "index_cache": tmp_path, "isolate_documents": isolate_documents},
+            training={
+                "steps": 1,
+                "seq_len": SEQ_LEN,
+                "global_batch_size": 4,
+                "micro_batch_size": 4,
+                "eval_samples": 6,
+            },
+        )
+
+    return build
+
+
+def measured(name: str, config: Config, weights: Path | None = None) -> tuple[int, float, float]:
+    corpora = Corpora(config.data)
+    model = build_baseline(name, config, corpora.vocab_size, weights)
+    batches = ValidationBatches(config, corpora, Share())
+    return measure_baseline(model, batches, CPU, lambda done, total: None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_untrained_baseline_knows_nothing(name, configure):
+    predictions, loss, _ = measured(name, configure())
+    assert predictions > 20
+    # ln 260 = 5.56; initial weights are small, so that all tokens are about as likely.
+    assert loss == pytest.approx(5.56, abs=0.2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_given_weights_are_measured(name, configure, tmp_path):
+    config = configure()
+    model = build_baseline(name, config, 257)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1.5
+    model.save_pretrained(tmp_path / "weights")
+    assert measured(name, config, tmp_path / "weights")[1] != measured(name, config)[1]
+    assert measured(name, config, tmp_path / "weights") == measured(name, config, tmp_path / "weights")
+
+
+def test_what_does_not_compare_is_refused(configure):
+    with pytest.raises(
+        ValueError, match="baseline=xformer is none of the models here; choose nystromformer, "
+    ):
+        check_baseline("xformer", configure())
+    with pytest.raises(ValueError, match="is an encoder; give a run of a masked_lm or a classifier"):
+        check_baseline("bigbird", configure(kind="causal_lm"))
+    with pytest.raises(ValueError, match=r"give a run with data\.isolate_documents=false"):
+        check_baseline("bigbird", configure(isolate_documents=True))
+    with pytest.raises(ValueError, match="are none of a bigbird of the run's sizes"):
+        build_baseline("bigbird", configure(), 257, Path("/nowhere"))
