@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from launch.cli import main
+from megakernel.evaluation import evaluate_run
 from megakernel.training.checkpoint_files import CheckpointTensors
 from megakernel.training.trained_run import find_checkpoint
 from megakernel.training.universal import WEIGHT
+from tests.distributed.ranks import run_ranks
 from tests.distributed.training_run import scalars, train
 
 CONFIG = """
@@ -135,6 +137,20 @@ def test_a_classifier_starts_from_the_weights_of_a_masked_language_model(one_pro
     assert before.names < after.names
     for name in before.names:
         assert torch.equal(after.read(name, [WEIGHT])[WEIGHT], before.read(name, [WEIGHT])[WEIGHT]), name
+
+
+@pytest.mark.parametrize("model", ["masked_lm", "classifier", "classifier of pairs"])
+def test_evaluating_a_run_finds_what_training_measured(model, one_process):
+    config, lines = one_process(model)
+    [(loss, accuracy)] = run_ranks(_evaluated, 1, config.parent / "run")
+    # The sums are over other numbers of terms at once.
+    assert loss == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-5)
+    assert [accuracy] == pytest.approx(scalars(lines, "eval/accuracy")[-1:] or [None])
+
+
+def _evaluated(folder):
+    found = evaluate_run(folder)
+    return found.loss, found.accuracy
 
 
 def test_a_classifier_learns_a_rule_from_examples_it_then_knows_in_new_ones(tmp_path):
