@@ -76,7 +76,7 @@ def project(
                 "padding with a compressed input needs whole rows; set parallel.sequence_parallel: false "
                 "and parallel.context: 1, or compression.compress: projected"
             )
-        mine = _real_first(tokens.whole, padding_mask)[tokens.first : tokens.first + len(mine)]
+        mine = real_first(tokens.whole, padding_mask)[tokens.first : tokens.first + len(mine)]
     length = len(tokens.whole)
     landmarks = core.compress(mine, first=piece.rank * length + tokens.first, length=piece.size * length)
     landmarks = piece.total(total(landmarks, mesh.tp.group))
@@ -92,7 +92,7 @@ def _heads(x: Tensor, weight: Tensor) -> Tensor:
     return out.unflatten(-1, (-1, weight.shape[2])).permute(1, 2, 0, 3)
 
 
-def _real_first(x: Tensor, mask: Tensor) -> Tensor:
+def real_first(x: Tensor, mask: Tensor) -> Tensor:
     """Tokens (N, B, C) with the real ones at the front of their row, in order, and zeros behind."""
     order = mask.int().argsort(dim=1, descending=True, stable=True)
     front = x.gather(0, order.T[..., None].expand_as(x))

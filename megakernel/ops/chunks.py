@@ -6,7 +6,9 @@ from torch import Tensor
 
 def chunk_keys(x: Tensor, size: int, chunks: int) -> Tensor:
     """(B, H_kv, T, d) -> (B, H_kv, C, L, d), zeros behind the last token."""
-    return F.pad(x, (0, 0, 0, chunks * size - x.shape[2])).unflatten(2, (chunks, size))
+    missing = chunks * size - x.shape[2]
+    # Padding by nothing would copy.
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(2, (chunks, size))
 
 
 def chunk_queries(x: Tensor, kv_heads: int, size: int, chunks: int = 1) -> Tensor:

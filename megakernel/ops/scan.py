@@ -89,11 +89,14 @@ def write_chunks(keys: Features, values: Tensor, state: KernelState, links: Link
     return KernelState(states.sums[:, :, 0], states.log_scale[:, :, 0])
 
 
-def read_states(queries: Features, states: KernelState, reads: Tensor) -> Sums:
+def read_states(queries: Features, states: KernelState, reads: Tensor | None) -> Sums:
     """What queries (B, H_kv, C, m G L, F) see of the states (B, H_kv, C, ...) of their chunks.
 
-    reads: (B, C, m, L) bool, where a query sees it.
+    reads: (B, C, m, L) bool, where a query sees it; None: everywhere.
     """
+    if reads is None:
+        scale = None if queries.log_scale is None else queries.log_scale + states.log_scale[..., None]
+        return Sums(queries.values @ states.sums, scale)
     seen = (queries.values @ states.sums).masked_fill(~_rows(reads[:, None], queries)[..., None], 0.0)
     if queries.log_scale is None:
         return Sums(seen, None)

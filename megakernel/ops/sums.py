@@ -40,7 +40,7 @@ def normalized(sums: Sums) -> Tensor:
     """Weighted mean of the values, (..., N, D); 0 where there was nothing to see."""
     numerator, denominator = sums.values[..., :-1], sums.values[..., -1:]
     empty = denominator == 0
-    return (numerator / denominator.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+    return numerator * denominator.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)
 
 
 def unnormalized(sums: Sums) -> Tensor:

@@ -86,8 +86,7 @@ def attend(
         return out, state
     if isinstance(positions, int):
         _, state = run(_write, (k, v, mass), state)
-        everywhere = torch.ones((1, 1, q.shape[2]), dtype=torch.bool, device=q.device)
-        (out,), _ = run(partial(_read, finish, v.dtype), (q, everywhere), state)
+        (out,), _ = run(partial(_read, finish, v.dtype), (q, None), state)
         return out, state
     before, state = run(_sums, (q, k, v, mass), state)
     backwards = tuple(None if x is None else x.flip(2) for x in (q, k, v, mass))
@@ -129,12 +128,12 @@ def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
 
 
 def _read(finish, dtype: torch.dtype, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
-    """What the state gives to the queries that read it, added to the sums they have already."""
+    """What the state gives to the queries that read it (None: all), added to the sums they have already."""
     q, reads, *sums = inputs
     heads, length, kv_heads = q.shape[1], q.shape[2], state.sums.shape[1]
     queries = phi.of_queries(chunk_queries(q.to(state.sums.dtype), kv_heads, length))
     entering = KernelState(state.sums[:, :, None], state.log_scale[:, :, None])
-    total = read_states(queries, entering, reads[:, :, None])
+    total = read_states(queries, entering, None if reads is None else reads[:, :, None])
     if sums:
         values, logs = (
             chunk_queries(sums[0], kv_heads, length),

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megakernel.ops.dispatch import wide
 from megakernel.ops.softmax_attention.spans import Spans
 
 BLOCK = 512
@@ -26,7 +27,8 @@ def attend(
         mask = None if key_mask is None else key_mask[:, None, None]
         if mass is not None:
             # A finite logarithm of 0: rows without any key stay finite.
-            mask = mass.log().clamp(min=torch.finfo(q.dtype).min / 2).to(q.dtype)[:, None, None]
+            logs = mass.to(wide(q.dtype)).log().clamp(min=torch.finfo(q.dtype).min / 2)
+            mask = logs.to(q.dtype)[:, None, None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     outputs = []
     starts = range(0, q.shape[2], BLOCK)
