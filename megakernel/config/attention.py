@@ -57,7 +57,7 @@ class Attention(Section):
     """Settings of mechanism `eva`; None takes its defaults."""
 
     similarity: Literal["softmax", "gaussian", "kernel"] = "softmax"
-    """How alike a query and a (possibly compressed) key are: exp(q.k/sqrt(d)), exp(-|q-k|^2/2sqrt(d)) or phi(q).phi(k)."""
+    """How alike q and a (possibly compressed) k are: exp(q.k/sqrt(d)), exp(-|q-k|^2/2sqrt(d)) or phi(q).phi(k)."""
 
     normalize: bool = True
     """Divide by the sum of a query's weights; false only under similarity `gaussian` (kernelized attention)."""
@@ -129,7 +129,7 @@ class Attention(Section):
 
     @property
     def is_cut_by_time(self) -> str | None:
-        """Why a row can be cut over processes only where tokens see no later ones; None where it makes no difference."""
+        """Why a row is cut over processes only where tokens see no later ones; None where it makes no difference."""
         if self.mechanism == "algebra" and self.similarity == "kernel" and self.is_uncompressed:
             return "the state of similarity: kernel passes from piece to piece in one direction"
         return self.takes_whole_rows

@@ -1,9 +1,11 @@
 """Attention through landmarks of a whole row: Skyformer and Nyströmformer (MECHANISMS section 5)."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
+from .errors import Problem
 from .section import Section
 
 
@@ -34,3 +36,9 @@ class Nystromformer(Section):
 
     conv_kernel: int | None = Field(default=None, gt=0)
     """Tokens under a depthwise convolution of the values, added to the output; odd. None: no convolution."""
+
+    def problems(self) -> Iterator[Problem]:
+        """A filter reaches as far to the left as to the right."""
+        if self.conv_kernel is not None and self.conv_kernel % 2 == 0:
+            reason, remedy = "has no middle token", f"set {self.conv_kernel - 1} or {self.conv_kernel + 1}"
+            yield Problem("conv_kernel", self.conv_kernel, reason, remedy)

@@ -1,0 +1,63 @@
+import pytest
+
+from megakernel.config import Model
+
+from .trees import problems
+
+SIZES = {"num_layers": 1, "hidden_size": 64, "num_heads": 4}
+
+
+def attention(tree) -> dict:
+    return problems(model={"attention": tree})
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "remedy"),
+    [
+        ({"preset": "softmax", "normalize": False}, "normalize", "take similarity: gaussian or remove it"),
+        ({"preset": "gaussian", "feature_map": {}}, "feature_map", "remove it or take similarity: kernel"),
+        ({"preset": "flurka", "mixture": {}}, "mixture", "remove one of them"),
+        ({"preset": "local", "mixture": {}}, "mixture", "remove one of them"),
+        ({"preset": "mgk", "mixture": {"sigma2": [1.0]}}, "mixture.sigma2", "write one value per key"),
+        ({"preset": "mgk", "mixture": {"estep": "hard", "m_step": True}}, "mixture.m_step", "remove one"),
+        ({"preset": "mlk", "mixture": {"m_step": True}}, "mixture.m_step",
+         "remove it or take similarity: gaussian"),
+        ({"preset": "mlk", "mixture": {"estep": "hard"}}, "mixture.estep",
+         "remove it or take similarity: gaussian"),
+        ({"preset": "mlk", "mixture": {"sigma2": [1.0, 3.0]}}, "mixture.sigma2",
+         "remove it or take similarity: gaussian"),
+        ({"preset": "skyformer", "mixture": {}}, "mixture", "remove it or remove mechanism"),
+        ({"preset": "softmax", "skyformer": {}}, "skyformer", "remove it or take mechanism: skyformer"),
+        ({"preset": "nystromformer", "nystromformer": {"conv_kernel": 4}}, "nystromformer.conv_kernel",
+         "set 3 or 5"),
+    ],
+)  # fmt: skip
+def test_parts_that_contradict_each_other_are_refused_with_a_remedy(tree, key, remedy):
+    assert attention(tree)[f"model.attention.{key}"].remedy == remedy
+
+
+@pytest.mark.parametrize("preset", ["skyformer", "nystromformer"])
+def test_landmarks_of_whole_rows_are_for_encoders_on_whole_rows(preset):
+    assert "draws landmarks from the whole row" in str(attention(preset)["model.attention"])
+    encoder = {"kind": "masked_lm", "attention": preset, "position": "learned"}
+    whole = {"isolate_documents": False}
+    assert not problems(model=encoder, data=whole)
+    assert list(problems(model=encoder, data=whole, parallel={"context": 2})) == ["parallel.context"]
+
+
+@pytest.mark.parametrize("preset", ["gaussian", "kernelized", "mgk", "smgk", "mlk", "smlk"])
+def test_mixtures_suit_decoders_and_encoders(preset):
+    assert not attention(preset)
+    assert not problems(model={"kind": "masked_lm", "attention": preset})
+
+
+@pytest.mark.parametrize("preset", ["gaussian", "mgk"])
+def test_layers_that_weigh_every_pair_need_heads_for_every_context_rank(preset):
+    parallel = {"tensor": 2, "context": 4}
+    assert "parallel.context" in problems(model={"attention": preset}, parallel=parallel)
+    assert not problems(model={"attention": "mlk"}, parallel=parallel)
+
+
+def test_projected_mixtures_ask_for_a_projection_per_key():
+    for preset, keys in (("mgk", 2), ("smgk", 1), ("softmax", 1)):
+        assert Model.model_validate({**SIZES, "attention": preset}).attention.keys_per_head == keys
