@@ -66,9 +66,7 @@ class Data(Section):
     """Corpora whose validation split is evaluated; None takes those of data.train."""
 
     isolate_documents: bool = True
-    """Attention, states and positions restart at every document, and no token is predicted across its end.
-
-    A classifier's documents are isolated in any case: each has a row of its own."""
+    """Attention and positions restart at every document, and no token is predicted across its end (classifiers: always)."""
 
     masking: Masking | None = None
     """Which tokens a masked_lm predicts; None takes BERT's 15 %, of them 80 % masked and 10 % random."""
