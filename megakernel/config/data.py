@@ -66,7 +66,7 @@ class Data(Section):
     """Corpora whose validation split is evaluated; None takes those of data.train."""
 
     isolate_documents: bool = True
-    """Attention and positions restart at every document, and no token is predicted across its end (classifiers: always)."""
+    """Attention and positions restart at every document, and no token is predicted across its end."""
 
     masking: Masking | None = None
     """Which tokens a masked_lm predicts; None takes BERT's 15 %, of them 80 % masked and 10 % random."""
