@@ -21,6 +21,12 @@ from megakernel.ops.weighted_attention import responsibilities
 class KeyMixture(FullPrecisionBuffers):
     """The M keys at a position and how much each counts: shifts b of shifted keys, priors pi of a soft mixture."""
 
+    weights: Tensor
+    """(H_kv, M): pi before it is clamped, learned by gradients or set by the M-step."""
+
+    counted: Tensor
+    """(H_kv, M) float64: responsibilities since the last M-step."""
+
     def __init__(self, mixture: Mixture, kv_heads: range, head_dim: int, seed: Seed):
         super().__init__()
         self.keys_per_position = mixture.keys

@@ -205,7 +205,9 @@ class Attention(Section):
     def _mixture_problems(self, mixture: Mixture) -> Iterator[Problem]:
         for part in ("compression", "near"):
             if getattr(self, part) is not None:
-                yield Problem("mixture", mixture.keys, f"beside {part} is not available", "remove one of them")
+                yield Problem(
+                    "mixture", mixture.keys, f"beside {part} is not available", "remove one of them"
+                )
         if mixture.sigma2 is not None and self.similarity != "gaussian":
             reason = f"has no effect on similarity: {self.similarity}"
             yield Problem("mixture.sigma2", mixture.sigma2, reason, "remove it or take similarity: gaussian")

@@ -16,10 +16,12 @@ def mixed_features(phi: Callable[[Tensor], Features], keys: Tensor, priors: Tens
     """
     weights = priors.to(keys.dtype)
     parts = [phi(part) for part in keys.chunk(weights.shape[-1], -1)]
-    scaled = [weight[:, None, None] for weight in weights.unbind(-1)]
-    if parts[0].log_scale is None:
-        return Features(sum(w[..., None] * part.values for w, part in zip(scaled, parts)), None)
-    logs = torch.stack([part.log_scale.masked_fill(w == 0, EMPTY) for w, part in zip(scaled, parts)])
+    values = torch.stack([part.values for part in parts])
+    shares = weights.T[:, None, :, None, None]
+    scales = [part.log_scale for part in parts if part.log_scale is not None]
+    if not scales:
+        return Features((shares[..., None] * values).sum(0), None)
+    # A key of no weight must not set the scale of the others.
+    logs = torch.stack(scales).masked_fill(shares == 0, EMPTY)
     largest = logs.amax(0)
-    shrunk = (w * torch.exp(log - largest) for w, log in zip(scaled, logs))
-    return Features(sum(w[..., None] * part.values for w, part in zip(shrunk, parts)), largest)
+    return Features(((shares * torch.exp(logs - largest))[..., None] * values).sum(0), largest)

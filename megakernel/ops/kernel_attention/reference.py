@@ -46,10 +46,10 @@ def attend(
 
     phi_q = phi(feature_map, q.to(wide(q.dtype)), per_query_head(projection, group))
     keys = k.to(wide(k.dtype)).split(q.shape[-1], -1)
-    phi_k = sum(
-        (1.0 if priors is None else priors[:, r, None, None]) * phi(feature_map, key, projection)
-        for r, key in enumerate(keys)
-    )
+    phi_k = torch.stack([phi(feature_map, key, projection) for key in keys])
+    if priors is not None:
+        phi_k = phi_k * priors.T[:, None, :, None, None]
+    phi_k = phi_k.sum(0)
     if mass is not None:
         phi_k = phi_k * mass[..., None]
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1).to(phi_k.dtype)
