@@ -49,4 +49,5 @@ class Projection(nn.Module):
 
     def forward(self) -> Tensor | None:
         """The matrices."""
-        return self.matrix
+        # A view, not the parameter: ZeRO 3 takes a parameter apart as soon as the module that holds it has run.
+        return None if self.matrix is None else self.matrix.view_as(self.matrix)

@@ -45,8 +45,9 @@ def flurka_attention(
 ) -> tuple[Tensor, FlurkaState]:
     """Causal FLuRKA, linear in the number of tokens; its eq. 2 made causal as MECHANISMS section 4 says.
 
-    Token i of a document lies in block J = i // b. It attends exactly the tokens up to itself of block J (J - 1 too with
-    blocks=2), and through phi(q).phi(E K) the r landmarks of every earlier block, each with the mass (b / r) exp(beta).
+    Token i of a document lies in block J = i // b. It attends exactly the tokens up to itself of block J (J - 1 too
+    with blocks=2), and through phi(q).phi(E K) the r landmarks of every earlier block, each with the mass
+    (b / r) exp(beta).
 
     Args:
         q: (B, H, N, d).

@@ -50,6 +50,7 @@ def test_gradients_are_the_slopes(name):
     assert torch.autograd.gradcheck(
         lambda q, k, v, *_: module(q, k, v, positions=positions, rotary=ROTARY),
         (q, k, v, *module.parameters()),
+        fast_mode=True,
     )
 
 
