@@ -46,8 +46,7 @@ class SequenceState(NamedTuple):
 class AttentionLayer(nn.Module, ABC):
     """Attention over (B, H, N, d) with the heads of one shard.
 
-    Parameters and buffers that belong to heads are named by `sharded_parameters`; what heads share is
-    replicated.
+    Parameters and buffers that belong to heads are named by `sharded_parameters`; what heads share is replicated.
     """
 
     def __init__(
@@ -120,12 +119,14 @@ class AttentionLayer(nn.Module, ABC):
             return self.attend(
                 q, k, v, positions=start, rotary=rotary, piece=piece, key_mask=None, state=None
             )[0]
+        expected = (q.shape[0], q.shape[2])
+        if tuple(padding_mask.shape) != expected:
+            raise ValueError(f"padding_mask has shape {tuple(padding_mask.shape)}; expected {expected}")
         if piece.size > 1:
             raise ValueError(
                 "padding_mask with a sequence in pieces: pad nothing, or keep the sequence whole"
             )
-        # Real tokens move to the front of their row, in order: blocks and windows then know nothing of
-        # padding.
+        # Real tokens move to the front of their row, in order: blocks and windows then know nothing of padding.
         mask = padding_mask.bool()
         order = mask.int().argsort(dim=1, descending=True, stable=True)
         q, k, v = (_reorder(x, order) for x in (q, k, v))

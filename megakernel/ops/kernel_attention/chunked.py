@@ -11,6 +11,7 @@ from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries
 from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import (
     Positions,
+    began_before,
     open_documents,
     pad_positions,
     position_rows,
@@ -29,6 +30,8 @@ GROUP = 4096
 """Tokens whose features and chunk states exist at once, a multiple of CHUNK."""
 
 Phi = Callable[[Tensor], Features]
+
+Finish = Callable[[Sums], Tensor]
 
 
 def attend(
@@ -59,10 +62,8 @@ def attend(
         _, own = run(_write, (k, v, mass), start)
         pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
         local, _ = run(_sums, (q, k, v, mass), start)
-        began_before = position_rows(positions, q.shape[2], q.device) > torch.arange(
-            q.shape[2], device=q.device
-        )
-        (out,), _ = run(partial(_read, finish), (q, v, began_before[:, None], *local), pending.wait())
+        reads = began_before(positions, q.shape[2], q.device)[:, None]
+        (out,), _ = run(partial(_read, finish), (q, v, reads, *local), pending.wait())
         return out, own
     if causal:
         (out,), state = run(partial(_attend, finish), (q, k, v, mass), state)
@@ -93,7 +94,7 @@ def _over_groups(step, inputs: Tensors, state: KernelState, *, feature_map, proj
     return outputs, KernelState(leaving[0], leaving[1].detach())
 
 
-def _attend(finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+def _attend(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     q, v = inputs[0], inputs[2]
     sums, state = _scan(inputs, state, positions, phi)
     return (join_queries(finish(sums), q.shape[1], q.shape[2]).to(v.dtype),), state
@@ -111,7 +112,7 @@ def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     return (), write_chunks(*_keys(k, v, mass, links, phi), state, links)
 
 
-def _read(finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+def _read(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     """What the state gives to the queries that read it, added to the sums they have already."""
     q, v, reads, *sums = inputs
     heads, length, kv_heads = q.shape[1], q.shape[2], state.sums.shape[1]
@@ -119,11 +120,8 @@ def _read(finish, inputs: Tensors, state: KernelState, positions: Positions, phi
     entering = KernelState(state.sums[:, :, None], state.log_scale[:, :, None])
     total = read_states(queries, entering, reads[:, :, None])
     if sums:
-        values, logs = (
-            chunk_queries(sums[0], kv_heads, length),
-            chunk_queries(sums[1][..., None], kv_heads, length),
-        )
-        total = add(total, Sums(values, logs[..., 0]))
+        logs = chunk_queries(sums[1][..., None], kv_heads, length)[..., 0]
+        total = add(total, Sums(chunk_queries(sums[0], kv_heads, length), logs))
     return (join_queries(finish(total), heads, length).to(v.dtype),), state
 
 
