@@ -14,7 +14,7 @@ import megakernel
 from launch import config, doctor, evaluate, generate, prepare, pretrain, reshape
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
-from megakernel.config import UserError
+from megakernel.config import RunFailed, UserError
 
 COMMANDS: dict[str, ModuleType] = {
     "prepare": prepare,
@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print_error(str(error))
         return ExitStatus.USAGE
+    except RunFailed as error:
+        print_error(str(error))
+        return ExitStatus.FAILED
     except OSError as error:
         if error.errno not in _PLAIN_OS_ERRORS:
             raise

@@ -2,7 +2,7 @@
 
 from .attention import PRESETS, Attention, BlockCompression, FeatureMap, Near, expand_preset
 from .data import Corpus, Data
-from .errors import MISSING, ConfigError, Problem, UserError
+from .errors import MISSING, ConfigError, Problem, RunFailed, UserError
 from .load import from_yaml, load, to_yaml
 from .model import Model
 from .parallel import Parallel
@@ -30,6 +30,7 @@ __all__ = [
     "Parallel",
     "Problem",
     "Run",
+    "RunFailed",
     "Schedule",
     "Training",
     "UserError",

@@ -18,6 +18,7 @@ model:
   num_kv_heads: 4
   attention: {preset: flurka, compression: {block_size: 16, rank: 4}}
   attention_pattern: [main, {preset: flurka_kernel, compression: {block_size: 16, rank: 4}}, softmax, performer]
+parallel: {zero_stage: 0}
 training:
   steps: 5
   seq_len: 128
