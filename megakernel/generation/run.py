@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from data_pipeline import tokenizers
-from data_pipeline.manifest import Manifest
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, UserError
 from megakernel.parallel.device import prepare_device
+from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
 
 from .sampling import Sampling
@@ -47,7 +47,7 @@ def generate_text(
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} adds nothing; give 1 or more")
     run = TrainedRun.find(folder, step)
-    tokenizer = _tokenizer(run.config)
+    tokenizer = tokenizers.load(tokenizer_folder(folder))
     tokens = tokenizer.encode(prompt) or [tokenizer.eod]
     _check_positions(run.config, len(tokens), max_new_tokens)
     return _generate(run, tokenizer, tokens, max_new_tokens, sampling, seed)
@@ -93,15 +93,6 @@ def _continuation(
             return
         yield token
         logits = decoder.read([token])
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    corpus = config.data.train[0].path
-    try:
-        Manifest.read(corpus)
-    except UserError as error:
-        raise UserError(f"the run's tokenizer lies in data.train={error}") from None
-    return tokenizers.load(corpus / "tokenizer")
 
 
 def _check_positions(config: Config, prompt: int, new: int) -> None:

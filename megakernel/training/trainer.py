@@ -46,6 +46,7 @@ class Trainer:
         changes = self.folder.open([_device_name(mesh.device)])
         for change in changes:
             self._note(f"{change.key} was {change.recorded!r} and is now {change.wanted!r}")
+        self.folder.keep_tokenizer(self.corpora.tokenizer_folder, self.corpora.tokenizer_hash)
         share = Share(mesh.dp.rank, mesh.dp.size, mesh.cp.rank, mesh.cp.size)
         places: dict[str, Any] = {"builds_index": mesh.rank == 0, "barrier": mesh.barrier}
         self.batches = TrainingBatches(config, self.corpora, share, **places)
