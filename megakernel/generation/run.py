@@ -85,14 +85,15 @@ def _continuation(
 ) -> Iterator[int]:
     """Tokens behind the prompt, up to and without the end of the document."""
     draws = torch.Generator().manual_seed(seed)
-    logits = decoder.read(prompt)
+    unread = prompt
     for _ in range(max_new_tokens):
+        logits = decoder.read(unread)
         # The embedding is padded: rows beyond the vocabulary stand for nothing.
         token = sampling.draw(logits[: tokenizer.vocab_size], draws)
         if token == tokenizer.eod:
             return
         yield token
-        logits = decoder.read([token])
+        unread = [token]
 
 
 def _check_positions(config: Config, prompt: int, new: int) -> None:
