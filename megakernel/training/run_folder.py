@@ -76,8 +76,8 @@ class RunFolder:
                     history.write(f"changed: {change.key} from {change.recorded!r} to {change.wanted!r}\n")
         except OSError as error:
             raise UserError(
-                f"run.root={self._config.run.root} cannot hold the run ({error.strerror}: {error.filename}); "
-                "make it writable or choose another run.root"
+                f"run.root={self._config.run.root} cannot hold the run ({error}); "
+                "make it writable, free space or choose another run.root"
             ) from None
         return changes
 

@@ -37,7 +37,9 @@ data: {num_workers: 0}
 def write_config(folder: Path, corpus: Path) -> Path:
     """CONFIG as a file, on a corpus and with its runs in `folder`."""
     path = folder / "config.yaml"
-    text = CONFIG.replace("data: {", f"data: {{train: {corpus}, ").replace("run: {", f"run: {{root: {folder}, ")
+    text = CONFIG.replace("data: {", f"data: {{train: {corpus}, ").replace(
+        "run: {", f"run: {{root: {folder}, "
+    )
     path.write_text(text)
     return path
 

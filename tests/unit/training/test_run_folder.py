@@ -115,8 +115,6 @@ def test_a_run_keeps_its_tokenizer_and_refuses_another(tmp_path):
     run.keep_tokenizer(tmp_path / "mine", mine.hash)
     assert tokenizers.load(run.tokenizer).hash == mine.hash
     run.keep_tokenizer(tmp_path / "mine", mine.hash)
-    with pytest.raises(
-        UserError, match=r"^data\.train holds a corpus of another tokenizer .* run\.name$"
-    ):
+    with pytest.raises(UserError, match=r"^data\.train holds a corpus of another tokenizer .* run\.name$"):
         run.keep_tokenizer(tmp_path / "other", other.hash)
     assert tokenizers.load(run.tokenizer).hash == mine.hash
