@@ -5,7 +5,9 @@ heavy libraries inside `run`, so that help and configuration errors come at once
 """
 
 import argparse
+import atexit
 import errno
+import gc
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -14,7 +16,7 @@ import megakernel
 from launch import config, doctor, evaluate, generate, prepare, pretrain, reshape
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
-from megakernel.config import UserError
+from megakernel.config import RunFailed, UserError
 
 COMMANDS: dict[str, ModuleType] = {
     "prepare": prepare,
@@ -33,11 +35,16 @@ _PLAIN_OS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status, as `ExitStatus` defines it."""
     args = _parse(sys.argv[1:] if argv is None else argv)
+    # Else Python searches all that the libraries have made for garbage before it exits: seconds, for nothing.
+    atexit.register(gc.freeze)
     try:
         return int(COMMANDS[args.command].run(args))
     except UserError as error:
         print_error(str(error))
         return ExitStatus.USAGE
+    except RunFailed as error:
+        print_error(str(error))
+        return ExitStatus.FAILED
     except OSError as error:
         if error.errno not in _PLAIN_OS_ERRORS:
             raise

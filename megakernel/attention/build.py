@@ -40,12 +40,10 @@ def build(
         num_kv_heads: key/value heads of the whole layer; None takes num_heads.
         max_positions: tokens of the longest row, which linformer's matrices have a column for.
         seed: what random matrices depend on beside the head, usually (run seed, layer).
-        heads: the shard of the layer's heads that the module holds. Its parameters are slices of the whole
-        layer's.
+        heads: the shard of the layer's heads that the module holds; its parameters are slices of the whole layer's.
 
     Raises:
-        ValueError: an unknown preset or key, heads that do not divide, a mechanism without the asked
-        causality.
+        ValueError: an unknown preset or key, heads that do not divide, a mechanism that is causal only.
     """
     form = (
         attention if isinstance(attention, Attention) else Attention.model_validate(expand_preset(attention))

@@ -47,8 +47,7 @@ class SequenceState(NamedTuple):
 class AttentionLayer(nn.Module, ABC):
     """Attention over (B, H, N, d) with the heads of one shard.
 
-    Parameters and buffers that belong to heads are named by `sharded_parameters`; what heads share is
-    replicated.
+    Parameters and buffers that belong to heads are named by `sharded_parameters`; what heads share is replicated.
     """
 
     keys_per_head = 1
@@ -137,12 +136,14 @@ class AttentionLayer(nn.Module, ABC):
             return self.attend(
                 q, k, v, positions=start, rotary=rotary, piece=piece, key_mask=None, state=None
             )[0]
+        expected = (q.shape[0], q.shape[2])
+        if tuple(padding_mask.shape) != expected:
+            raise ValueError(f"padding_mask has shape {tuple(padding_mask.shape)}; expected {expected}")
         if piece.size > 1:
             raise ValueError(
                 "padding_mask with a sequence in pieces: pad nothing, or keep the sequence whole"
             )
-        # Real tokens move to the front of their row, in order: blocks and windows then know nothing of
-        # padding.
+        # Real tokens move to the front of their row, in order: blocks and windows then know nothing of padding.
         mask = padding_mask.bool()
         order = mask.int().argsort(dim=1, descending=True, stable=True)
         q = _reorder(q, order)

@@ -43,7 +43,8 @@ class Hedgehog(Projection):
 
     def forward(self) -> Tensor:
         """W, (H_kv, d, d)."""
-        return self.matrix
+        # A view, not the parameter: ZeRO 3 takes a parameter apart as soon as the module that holds it has run.
+        return self.matrix.view_as(self.matrix)
 
 
 class RandomMatrix(Projection):

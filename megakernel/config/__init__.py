@@ -3,7 +3,7 @@
 from .attention import PRESETS, Attention, FeatureMap, Near, expand_preset
 from .compression import BlockCompression, Compression, LinformerCompression, PoolCompression
 from .data import Corpus, Data, Masking
-from .errors import MISSING, ConfigError, Problem, UserError
+from .errors import MISSING, ConfigError, Problem, RunFailed, UserError
 from .load import from_yaml, load, to_yaml
 from .model import Classifier, Model
 from .parallel import Parallel
@@ -36,6 +36,7 @@ __all__ = [
     "PoolCompression",
     "Problem",
     "Run",
+    "RunFailed",
     "Schedule",
     "Training",
     "UserError",

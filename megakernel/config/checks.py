@@ -85,6 +85,13 @@ def _full_attention_has_heads_for_every_piece(model: Model, parallel: Parallel) 
         yield Problem("parallel.context", parallel.context, reason, remedy)
 
 
+def _bfloat16_has_master_weights(parallel: Parallel, training: Training) -> Iterator[Problem]:
+    if parallel.zero_stage == 0 and training.dtype == "bfloat16":
+        reason = "has no float32 master weights in DeepSpeed, which training.dtype=bfloat16 needs"
+        remedy = "set zero_stage to 1 or training.dtype to float32"
+        yield Problem("parallel.zero_stage", 0, reason, remedy)
+
+
 def _positions_reach_the_end(model: Model, training: Training) -> Iterator[Problem]:
     if model.max_positions is not None and model.max_positions < training.seq_len:
         reason = f"is less than training.seq_len={training.seq_len}"
@@ -190,6 +197,7 @@ _RULES: list[Rule] = [
     _every_stage_has_layers,
     _sequence_is_cut_evenly,
     _full_attention_has_heads_for_every_piece,
+    _bfloat16_has_master_weights,
     _positions_reach_the_end,
     _encoders_see_both_ways,
     _decoders_see_no_later_tokens,

@@ -60,7 +60,7 @@ class Data(Section):
     """Prepared token files."""
 
     train: Corpora
-    """Corpora whose training split is trained on."""
+    """Corpora to train on: a folder, a list of folders, a mapping folder -> weight, or a list of {path, weight}."""
 
     validation: Corpora | None = None
     """Corpora whose validation split is evaluated; None takes those of data.train."""

@@ -13,6 +13,10 @@ class UserError(ValueError):
     """Something the user can change: the command line prints its text alone and ends with status 2."""
 
 
+class RunFailed(RuntimeError):
+    """Something that befell a sound run: the command line prints its text alone and ends with status 1."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One key that has to change."""

@@ -24,8 +24,8 @@ class Parallel(Section):
     pipeline: int = Field(default=1, gt=0)
     """Pipeline stages."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed ZeRO: 1 shards optimizer state, 2 also gradients, 3 also weights."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO: 0 shards nothing (float32 only), 1 optimizer state, 2 also gradients, 3 also weights."""
 
     timeout_minutes: float = Field(default=10.0, gt=0)
     """A collective that waits longer ends the job."""

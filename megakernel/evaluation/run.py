@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from data_pipeline import tokenizers
 from data_pipeline.corpus import Corpora
 from megakernel.config import Config, UserError
 from megakernel.parallel.device import prepare_device
+from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
 
 from .result import Evaluation, PositionBucket
@@ -36,6 +38,11 @@ def evaluate_run(
     run = TrainedRun.find(folder, step)
     config = _evaluated_config(run.config, samples, seq_len)
     corpora = Corpora(config.data)
+    if tokenizers.load(tokenizer_folder(folder)).hash != corpora.tokenizer_hash:
+        raise UserError(
+            f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "
+            f"prepare the corpus with --tokenizer {tokenizer_folder(folder)}"
+        )
     _check_length(config, corpora)
     # Megatron-core and DeepSpeed look for a device, and say so, when they are imported.
     device = prepare_device("cpu" if config.training.device == "cpu" else "auto", local_rank=0)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from data_pipeline import tokenizers
-from data_pipeline.manifest import Manifest
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, UserError
 from megakernel.parallel.device import prepare_device
+from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
 
 from .sampling import Sampling
@@ -52,7 +52,7 @@ def generate_text(
         raise UserError(
             f"model.kind={run.config.model.kind} of {folder} continues no text; give a run of a causal_lm"
         )
-    tokenizer = _tokenizer(run.config)
+    tokenizer = tokenizers.load(tokenizer_folder(folder))
     tokens = tokenizer.encode(prompt) or [tokenizer.eod]
     _check_positions(run.config, len(tokens), max_new_tokens)
     return _generate(run, tokenizer, tokens, max_new_tokens, sampling, seed)
@@ -90,23 +90,15 @@ def _continuation(
 ) -> Iterator[int]:
     """Tokens behind the prompt, up to and without the end of the document."""
     draws = torch.Generator().manual_seed(seed)
-    logits = decoder.read(prompt)
+    unread = prompt
     for _ in range(max_new_tokens):
+        logits = decoder.read(unread)
         # The embedding is padded: rows beyond the vocabulary stand for nothing.
         token = sampling.draw(logits[: tokenizer.vocab_size], draws)
         if token == tokenizer.eod:
             return
         yield token
-        logits = decoder.read([token])
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    corpus = config.data.train[0].path
-    try:
-        Manifest.read(corpus)
-    except UserError as error:
-        raise UserError(f"the run's tokenizer lies in data.train={error}") from None
-    return tokenizers.load(corpus / "tokenizer")
+        unread = [token]
 
 
 def _check_positions(config: Config, prompt: int, new: int) -> None:

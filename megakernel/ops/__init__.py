@@ -5,8 +5,8 @@ from megakernel.ops.flurka_attention.form import FlurkaState
 from megakernel.ops.kernel_attention import kernel_attention
 from megakernel.ops.softmax_attention import SoftmaxState, softmax_attention
 from megakernel.ops.state import KernelState, merge
-from megakernel.ops.window import Tail
 from megakernel.ops.weighted_attention import WeightedState, weighted_attention
+from megakernel.ops.window import Tail
 from megakernel.ops.window_attention import window_attention
 
 __all__ = [

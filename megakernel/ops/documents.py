@@ -38,6 +38,11 @@ def pad_positions(positions: Tensor, count: int) -> Tensor:
     return torch.cat([positions, positions[:, -1:] + more], 1)
 
 
+def began_before(positions: Positions, length: int, device: torch.device) -> Tensor:
+    """(B, N) or (1, N) bool: the token's document began before the row."""
+    return position_rows(positions, length, device) > torch.arange(length, device=device)
+
+
 def open_documents(positions: Positions, length: int, batch: int, device: torch.device) -> Tensor:
     """(B,) bool: no document starts inside the row, so what enters it also leaves it."""
     if isinstance(positions, int):

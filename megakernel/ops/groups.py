@@ -84,8 +84,8 @@ class _GroupScan(torch.autograd.Function):
         grad_outputs, grad_carry = grads[: ctx.num_outputs], grads[ctx.num_outputs :]
         grad_sequences = [torch.zeros_like(x) if need else None for x, need in zip(sequences, need_sequences)]
         grad_shared: list[Tensor | None] = [None] * num_shared
-        for index in reversed(range(len(range(0, ctx.length, ctx.group)))):
-            start = index * ctx.group
+        for start in reversed(range(0, ctx.length, ctx.group)):
+            index = start // ctx.group
             count = min(ctx.group, ctx.length - start)
             # The carry needs a gradient inside the sequence even where the initial one does not.
             carry = _leaves(

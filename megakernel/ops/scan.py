@@ -1,9 +1,8 @@
 """The scan core of kernel attention, shared by plain kernels and FLuRKA's far part.
 
-A group of C chunks; each chunk has rows of queries, Lk keys and a state that enters it. A query sees the
-visible keys of its own chunk and, if its document began before the chunk, the state; a key enters the state
-that leaves its chunk unless a document starts after it. States of all chunks come from one product with a C x
-C matrix of decays, not from a loop.
+A group of C chunks; each chunk has rows of queries, Lk keys and a state that enters it. A query sees the visible
+keys of its own chunk and, if its document began before the chunk, the state; a key enters the state that leaves
+its chunk unless a document starts after it. The states of all chunks come from one matrix product, not a loop.
 """
 
 from typing import NamedTuple
@@ -17,9 +16,9 @@ from megakernel.ops.sums import Sums, add
 
 
 class Links(NamedTuple):
-    """Who sees whom. Rows of a chunk are ordered (m, G, L): L consecutive tokens, G query heads per key head,
-    m runs.
+    """Who sees whom.
 
+    The rows of a chunk are ordered (m, G, L): m runs of L consecutive tokens, for each of G query heads per key head.
     The leading B is 1 where all rows of the batch are alike.
     """
 
@@ -63,8 +62,7 @@ def pairs(queries: Features, keys: Features, values: Tensor, visible: Tensor) ->
     if keys.log_scale is None or queries.log_scale is None:
         weights = weights.masked_fill(~visible[:, :, :, :, None], 0.0)
         return Sums(weights.flatten(3, 5) @ values, None)
-    # A query's stabilizer is the maximum over the keys it sees: later keys must not reach it, not even by
-    # rounding.
+    # A query's stabilizer is the maximum over the keys it sees: later keys must not reach it even by rounding.
     logs = torch.where(visible, _existing(keys, values)[..., None, None, :], EMPTY)
     scale = logs.amax(-1)
     shrink = torch.where(visible, torch.exp(logs - scale[..., None]), 0.0)

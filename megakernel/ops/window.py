@@ -34,8 +34,8 @@ class Tail(NamedTuple):
         """The tail behind more tokens."""
         count = self.keys.shape[2]
         return Tail(
-            torch.cat([self.keys, k], 2).narrow(2, k.shape[2], count),
-            torch.cat([self.values, v], 2).narrow(2, v.shape[2], count),
+            torch.cat([self.keys, k[:, :, -count:]], 2)[:, :, -count:],
+            torch.cat([self.values, v[:, :, -count:]], 2)[:, :, -count:],
         )
 
 
@@ -114,8 +114,8 @@ def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> t
 def softmax_pairs(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Sums:
     """Sums with weights exp(q.k / sqrt(d)) over windows.
 
-    queries: (B, H_kv, C, G L, d); keys: (B, H_kv, C, W, d); values: (B, H_kv, C, W, D + 1); visible: (B, C,
-    L, W).
+    queries: (B, H_kv, C, G L, d); keys: (B, H_kv, C, W, d); values: (B, H_kv, C, W, D + 1);
+    visible: (B, C, L, W).
     """
     scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-1, -2)
     scores = scores.unflatten(3, (-1, visible.shape[2]))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megakernel.config import UserError
+from megakernel.config import RunFailed, UserError
 
 from .checkpoint import Checkpoint, Progress, step_of, write_manifest
 from .ranks import RankFailed, Ranks
@@ -15,7 +15,7 @@ PARTIAL = ".partial"
 LATEST = "latest"
 
 
-class SaveFailed(OSError):
+class SaveFailed(RunFailed):
     """A checkpoint could not be written; those before it are untouched."""
 
 

@@ -1,12 +1,20 @@
 """runs/NAME: what a run leaves on disk, and whether a start may go on in it."""
 
 import os
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
+from data_pipeline import tokenizers
 from megakernel.config import Config, Difference, UserError, check_same_run, to_yaml
 
 from .environment import environment_text
 from .ranks import Ranks
+
+
+def tokenizer_folder(run: Path) -> Path:
+    """Where a run keeps its tokenizer."""
+    return run / "tokenizer"
 
 
 class RunFolder:
@@ -22,6 +30,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
+        self.tokenizer = tokenizer_folder(self.path)
         self.stop_file = self.path / "STOP"
 
     def open(self, devices: Sequence[str]) -> list[Difference]:
@@ -33,6 +42,26 @@ class RunFolder:
         and for a folder that cannot be written.
         """
         return self._ranks.first(lambda: self._open(devices))
+
+    def keep_tokenizer(self, source: Path, digest: str) -> None:
+        """Keep the corpus's tokenizer with the run, so that the run can be used without the corpus.
+
+        source: the tokenizer's folder; digest: its `Tokenizer.hash`. Called on every rank, after `open`.
+        Raises UserError, alike on all ranks, where the run began with another tokenizer.
+        """
+        self._ranks.first(lambda: self._keep_tokenizer(source, digest))
+
+    def _keep_tokenizer(self, source: Path, digest: str) -> None:
+        if not self.tokenizer.exists():
+            staged = self.tokenizer.with_name(self.tokenizer.name + ".partial")
+            shutil.rmtree(staged, ignore_errors=True)
+            shutil.copytree(source, staged)
+            staged.rename(self.tokenizer)
+        elif tokenizers.load(self.tokenizer).hash != digest:
+            raise UserError(
+                f"data.train holds a corpus of another tokenizer ({source}) than the run began with; prepare it with "
+                f"--tokenizer {self.tokenizer}, or choose another run.name"
+            )
 
     def _open(self, devices: Sequence[str]) -> list[Difference]:
         try:
@@ -47,8 +76,8 @@ class RunFolder:
                     history.write(f"changed: {change.key} from {change.recorded!r} to {change.wanted!r}\n")
         except OSError as error:
             raise UserError(
-                f"run.root={self._config.run.root} cannot hold the run ({error.strerror}: {error.filename}); "
-                "make it writable or choose another run.root"
+                f"run.root={self._config.run.root} cannot hold the run ({error}); "
+                "make it writable, free space or choose another run.root"
             ) from None
         return changes
 

@@ -9,7 +9,7 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.order import Share
 from megakernel.analysis.flops import training_flops_per_token
-from megakernel.config import Config, Masking, UserError
+from megakernel.config import Config, Masking, RunFailed, UserError
 from megakernel.model import ModelSettings, padded_vocab_size
 from megakernel.parallel import Mesh
 
@@ -46,6 +46,7 @@ class Trainer:
         changes = self.folder.open([_device_name(mesh.device)])
         for change in changes:
             self._note(f"{change.key} was {change.recorded!r} and is now {change.wanted!r}")
+        self.folder.keep_tokenizer(self.corpora.tokenizer_folder, self.corpora.tokenizer_hash)
         share = Share(mesh.dp.rank, mesh.dp.size, mesh.cp.rank, mesh.cp.size)
         places: dict[str, Any] = {"builds_index": mesh.rank == 0, "barrier": mesh.barrier}
         self.batches = TrainingBatches(config, self.corpora, share, **places)
@@ -122,7 +123,7 @@ class Trainer:
         if result.skipped:
             self._note(f"step {step} skipped: loss {result.loss}, gradient norm {result.grad_norm}")
         if self.skipped_in_a_row >= self.config.training.max_skipped_steps:
-            raise UserError(
+            raise RunFailed(
                 f"training.max_skipped_steps={self.skipped_in_a_row}: that many steps in a row had a loss or gradient "
                 f"that is not finite, up to step {step}; no checkpoint holds them. Lower optimizer.lr, or pass over "
                 "the data with training.skip_samples, and start the same command again"

@@ -18,6 +18,7 @@ model:
   num_kv_heads: 4
   attention: {preset: flurka, compression: {block_size: 16, rank: 4}}
   attention_pattern: [main, {preset: flurka_kernel, compression: {block_size: 16, rank: 4}}, softmax, performer]
+parallel: {zero_stage: 0}
 training:
   steps: 5
   seq_len: 128
@@ -36,7 +37,9 @@ data: {num_workers: 0}
 def write_config(folder: Path, corpus: Path) -> Path:
     """CONFIG as a file, on a corpus and with its runs in `folder`."""
     path = folder / "config.yaml"
-    text = CONFIG.replace("data: {", f"data: {{train: {corpus}, ").replace("run: {", f"run: {{root: {folder}, ")
+    text = CONFIG.replace("data: {", f"data: {{train: {corpus}, ").replace(
+        "run: {", f"run: {{root: {folder}, "
+    )
     path.write_text(text)
     return path
 

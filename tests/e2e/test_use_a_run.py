@@ -110,10 +110,28 @@ def test_generate_prints_the_prompt_and_what_follows(run, capsys):
     assert capsys.readouterr().out == f"import é{text(run, 'import é')}\n"
 
 
+@pytest.fixture
+def orphan(run, corpus, tmp_path):
+    """A run whose corpus is gone."""
+    folder = shutil.copytree(run, tmp_path / "orphan")
+    recorded = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(recorded.replace(str(corpus), str(tmp_path / "gone")))
+    return folder
+
+
+def test_a_run_whose_corpus_is_gone_still_generates(run, orphan):
+    assert text(orphan) == text(run)
+
+
 @pytest.fixture(scope="module")
 def learned(config):
     train(config, 1, *OPTIONS, "run.name=learned", "training.steps=2", "model.position=learned")
     return config.parent / "learned"
+
+
+def test_learned_positions_are_used_to_the_last(learned):
+    whole = text(learned, prompt="x", temperature=0, count=SEQ_LEN)
+    assert whole.startswith(text(learned, prompt="x", temperature=0, count=SEQ_LEN - 1))
 
 
 @pytest.fixture
@@ -121,15 +139,6 @@ def untrained(run, tmp_path):
     folder = tmp_path / "untrained"
     folder.mkdir()
     shutil.copy(run / "config.yaml", folder)
-    return folder
-
-
-@pytest.fixture
-def orphan(run, corpus, tmp_path):
-    """A run whose corpus is gone."""
-    folder = shutil.copytree(run, tmp_path / "orphan")
-    recorded = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(recorded.replace(str(corpus), str(tmp_path / "gone")))
     return folder
 
 
@@ -151,7 +160,6 @@ EVALUATE = ("evaluate",)
         ("run", (*GENERATE, "--max-new-tokens", "0"), "give 1 or more"),
         ("run", (*GENERATE, "--top-p", "2"), "top_p=2.0 is no share"),
         ("orphan", EVALUATE, "make it with `megakernel prepare --out"),
-        ("orphan", GENERATE, "make it with `megakernel prepare --out"),
         ("learned", (*EVALUATE, "--seq-len", str(SEQ_LEN + 1)), f"give at most {SEQ_LEN}"),
         ("learned", (*GENERATE, "--max-new-tokens", str(SEQ_LEN + 1)), f"give at most {SEQ_LEN}"),
     ],

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, join_queries, row_mask
-from megakernel.ops.documents import Positions, open_documents, position_rows
+from megakernel.ops.documents import Positions, began_before, open_documents, position_rows
 from megakernel.ops.feature_maps import Features, features
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.groups import Tensors, scan_groups
@@ -63,8 +63,8 @@ def attend(
     _, own, left = run(_write, (k, v), far, tail)
     pending = exchange(own, open_documents(positions, length, q.shape[0], q.device))
     sums, _, _ = run(_sums, (q, k, v), far, tail)
-    began_before = position_rows(positions, length, q.device) > torch.arange(length, device=q.device)
-    (out,), _, _ = run(_complete, (q, v, gate, began_before[:, None], *sums), pending.wait(), tail)
+    reads = began_before(positions, length, q.device)[:, None]
+    (out,), _, _ = run(_complete, (q, v, gate, reads, *sums), pending.wait(), tail)
     return out, own, left
 
 
@@ -233,15 +233,12 @@ def _join(near: Sums, far: Sums, gate: Tensor | None, places: Tensor, heads: int
     query_heads = heads // kv_heads
     if gate is None:
         if group.weights.far_weight is not None:
-            weight = torch.exp(group.weights.far_weight.to(far.values.dtype)).view(
-                1, kv_heads, 1, query_heads, 1
-            )
-            rows = weight.expand(-1, -1, -1, -1, places.shape[2]).flatten(3, 4)
+            weight = torch.exp(group.weights.far_weight.to(far.values.dtype)).view(kv_heads, 1, query_heads)
+            rows = weight.repeat_interleave(places.shape[2], 2)
             far = Sums(far.values * rows[..., None], far.log_scale)
         return normalized(add(near, far))
-    share = torch.sigmoid(
-        chunk_queries(gate[..., None].to(near.values.dtype), kv_heads, *places.shape[:0:-1])
-    )
+    chunks, size = places.shape[1:]
+    share = torch.sigmoid(chunk_queries(gate[..., None].to(near.values.dtype), kv_heads, size, chunks))
     # Without a far block the near part alone, exactly: far is 0 there, and must not take its share.
     sees_far = row_mask(places >= form.block_size * form.blocks, query_heads)
     share = torch.where(sees_far, share, 1.0)

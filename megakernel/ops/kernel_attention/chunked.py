@@ -1,5 +1,6 @@
 """Kernel attention in linear time on any device: chunks inside groups of tokens, states between them."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries
 from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import (
     Positions,
+    began_before,
     open_documents,
     pad_positions,
     position_rows,
@@ -47,6 +49,9 @@ class Phi(NamedTuple):
         return self.of_queries(x) if self.priors is None else mixed_features(self.of_queries, x, self.priors)
 
 
+Finish = Callable[[Sums], Tensor]
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -76,10 +81,8 @@ def attend(
         _, own = run(_write, (k, v, mass), start)
         pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
         local, _ = run(_sums, (q, k, v, mass), start)
-        began_before = position_rows(positions, q.shape[2], q.device) > torch.arange(
-            q.shape[2], device=q.device
-        )
-        (out,), _ = run(partial(_read, finish, v.dtype), (q, began_before[:, None], *local), pending.wait())
+        reads = began_before(positions, q.shape[2], q.device)[:, None]
+        (out,), _ = run(partial(_read, finish, v.dtype), (q, reads, *local), pending.wait())
         return out, own
     if causal:
         (out,), state = run(partial(_attend, finish), (q, k, v, mass), state)
@@ -109,7 +112,7 @@ def _over_groups(step, inputs: Tensors, state: KernelState, *, phi: Phi, positio
     return outputs, KernelState(leaving[0], leaving[1].detach())
 
 
-def _attend(finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+def _attend(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     q, v = inputs[0], inputs[2]
     sums, state = _scan(inputs, state, positions, phi)
     return (join_queries(finish(sums), q.shape[1], q.shape[2]).to(v.dtype),), state
@@ -127,7 +130,9 @@ def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     return (), write_chunks(*_keys(k, v, mass, links, phi), state, links)
 
 
-def _read(finish, dtype: torch.dtype, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+def _read(
+    finish: Finish, dtype: torch.dtype, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi
+):
     """What the state gives to the queries that read it (None: all), added to the sums they have already."""
     q, reads, *sums = inputs
     heads, length, kv_heads = q.shape[1], q.shape[2], state.sums.shape[1]
@@ -135,11 +140,8 @@ def _read(finish, dtype: torch.dtype, inputs: Tensors, state: KernelState, posit
     entering = KernelState(state.sums[:, :, None], state.log_scale[:, :, None])
     total = read_states(queries, entering, None if reads is None else reads[:, :, None])
     if sums:
-        values, logs = (
-            chunk_queries(sums[0], kv_heads, length),
-            chunk_queries(sums[1][..., None], kv_heads, length),
-        )
-        total = add(total, Sums(values, logs[..., 0]))
+        logs = chunk_queries(sums[1][..., None], kv_heads, length)[..., 0]
+        total = add(total, Sums(chunk_queries(sums[0], kv_heads, length), logs))
     return (join_queries(finish(total), heads, length).to(dtype),), state
 
 

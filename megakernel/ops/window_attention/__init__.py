@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megakernel.ops.arguments import check_heads, check_positions
+from megakernel.ops.arguments import check_choice, check_heads, check_positions
 from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.window import Rotary, Tail, empty_tail
@@ -45,6 +45,7 @@ def window_attention(
         ValueError: shapes, dtypes or devices that do not fit, naming the argument.
     """
     check_heads(q, k, v)
+    check_choice("blocks", blocks, (1, 2))
     if isinstance(positions, Tensor):
         check_positions(positions, q)
     tail = initial_state or empty_tail(k, v, block_size * blocks)

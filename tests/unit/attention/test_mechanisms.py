@@ -59,6 +59,7 @@ def test_gradients_are_the_slopes(name):
     assert torch.autograd.gradcheck(
         lambda q, k, v, *_: module(q, k, v, positions=positions, rotary=ROTARY),
         (q, k, v, *module.parameters()),
+        fast_mode=True,
     )
 
 
@@ -203,6 +204,7 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
     [None, packed(32, (3, 4, 13), (17,)), packed(32, (8, 16, 24), (7, 15, 25))],
     ids=["one_document", "packed", "cut_at_pieces"],
 )
+@pytest.mark.usefixtures("small_chunks")
 def test_pieces_of_a_sequence_give_the_whole(name, size, positions):
     module = layer(name, kv_heads=4)
     q, k, v = tokens(2, 32, kv_heads=4)

@@ -17,6 +17,8 @@ from .trees import config, problems
          "set 4 or change parallel.tensor"),
         ({"parallel": {"pipeline": 5}}, "parallel.pipeline", "set at most 4"),
         ({"model": {"position": "learned", "max_positions": 511}}, "model.max_positions", "set at least 512"),
+        ({"parallel": {"zero_stage": 0}, "training": {"dtype": "bfloat16"}}, "parallel.zero_stage",
+         "set zero_stage to 1 or training.dtype to float32"),
     ],
 )  # fmt: skip
 def test_sections_that_contradict_each_other_are_refused_with_the_nearest_right_value(sections, key, remedy):

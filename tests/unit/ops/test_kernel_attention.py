@@ -169,6 +169,7 @@ def test_gradients_are_the_slopes(feature_map):
             cu_seqlens=torch.tensor([0, 6, 10]),
         ),
         [x.detach().requires_grad_() for x in (q, k, v, mass)] + ([] if projection is None else [projection]),
+        fast_mode=True,
     )
 
 

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline import tokenizers
 from megakernel.config import Config, UserError, from_yaml, to_yaml
 from megakernel.training.ranks import Ranks
 from megakernel.training.run_folder import RunFolder
@@ -102,3 +103,18 @@ def test_rank_0_writes_and_its_refusal_reaches_all(tmp_path):
 def test_a_single_process_is_rank_0(tmp_path):
     RunFolder(configuration(tmp_path), Ranks()).open(["cpu"])
     assert (tmp_path / "r" / "config.yaml").exists()
+
+
+def test_a_run_keeps_its_tokenizer_and_refuses_another(tmp_path):
+    run = RunFolder(configuration(tmp_path))
+    run.open(["cpu"])
+    mine, other = tokenizers.ByteTokenizer(), tokenizers.train_bpe(["some text to learn from"] * 50, 300)
+    for name, tokenizer in (("mine", mine), ("other", other)):
+        (tmp_path / name).mkdir()
+        tokenizer.save(tmp_path / name)
+    run.keep_tokenizer(tmp_path / "mine", mine.hash)
+    assert tokenizers.load(run.tokenizer).hash == mine.hash
+    run.keep_tokenizer(tmp_path / "mine", mine.hash)
+    with pytest.raises(UserError, match=r"^data\.train holds a corpus of another tokenizer .* run\.name$"):
+        run.keep_tokenizer(tmp_path / "other", other.hash)
+    assert tokenizers.load(run.tokenizer).hash == mine.hash

@@ -1,0 +1,113 @@
+"""Steps whose gradients are not finite leave no trace, on any layout."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megakernel.config import RunFailed, load
+from megakernel.parallel.processes import ProcessEnvironment
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training_run import train, write_config
+
+LAYOUTS = {
+    "dp2": "",
+    "dp2 zero 1": "parallel.zero_stage=1",
+    "dp2 zero 2": "parallel.zero_stage=2",
+    "dp2 zero 3": "parallel.zero_stage=3",
+    "tp2": "parallel.tensor=2",
+    "tp2 zero 1": "parallel.tensor=2 parallel.zero_stage=1",
+    "pp2": "parallel.pipeline=2",
+    "pp2 zero 1": "parallel.pipeline=2 parallel.zero_stage=1",
+    "bfloat16 dp2 zero 1": "training.dtype=bfloat16 parallel.zero_stage=1",
+    "bfloat16 dp2 zero 2": "training.dtype=bfloat16 parallel.zero_stage=2",
+    "bfloat16 dp2 zero 3": "training.dtype=bfloat16 parallel.zero_stage=3",
+    "bfloat16 pp2 zero 1": "training.dtype=bfloat16 parallel.pipeline=2 parallel.zero_stage=1",
+}
+
+
+@contextmanager
+def trainer(config: Path, overrides: tuple[str, ...]) -> Iterator[Any]:
+    """The trainer of this rank, inside `run_ranks`."""
+    from megakernel.parallel import Mesh, prepare_device
+    from megakernel.training.trainer import Trainer
+
+    loaded = load(config, overrides)
+    place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
+    mesh = Mesh.create(
+        loaded.parallel, ProcessEnvironment(**place), prepare_device("cpu", place["local_rank"])
+    )
+    yield Trainer(loaded, mesh)
+    mesh.destroy()
+
+
+def spoil(trainer: Any, value: float) -> Any:
+    """Make one parameter's gradient not finite on rank 1 alone; returns what takes that back."""
+    parameter = next(iter(trainer.engine.engine.module.parameters()))
+    factor = value if trainer.mesh.rank == 1 else 1.0
+    return parameter.register_hook(lambda gradient: gradient * factor)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(layout, corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    overrides = tuple(LAYOUTS[layout].split())
+    for steps, losses, skipped in run_ranks(around_bad_gradients, 2, config, overrides):
+        assert [step.skipped for step in steps] == [False, True, True, False]
+        assert [math.isfinite(step.grad_norm) for step in steps] == [True, False, False, True]
+        assert skipped == 2
+        assert losses[0] == losses[1] == losses[2], "a skipped step changed the weights"
+        assert losses[3] < losses[0]
+
+
+def around_bad_gradients(config: Path, overrides: tuple[str, ...]) -> tuple[Any, ...]:
+    """A healthy step, two with bad gradients, a healthy one; the validation loss after each."""
+    with trainer(config, overrides) as here:
+        batches = here.batches.from_step(0)
+        steps, losses = [], []
+        for value in (1.0, math.inf, math.nan, 1.0):
+            hook = spoil(here, value)
+            steps.append(here.engine.train_step(next(batches), 1e-3))
+            hook.remove()
+            losses.append(here.engine.evaluate(list(here.validation)))
+        return steps, losses, here.engine.skipped_steps
+
+
+def test_too_many_bad_steps_end_the_run_and_the_newest_checkpoint_is_from_before(corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    overrides = ("training.max_skipped_steps=3", "checkpoint.every=2")
+    assert len(train(config, 2, *overrides, "training.steps=2")) == 3
+    for message in run_ranks(run_with_bad_gradients, 2, config, overrides):
+        assert message.startswith("training.max_skipped_steps=3: that many steps in a row")
+        assert "training.skip_samples" in message
+    checkpoints = tmp_path / "run/checkpoints"
+    assert (checkpoints / "latest").read_text() == "step_4", "it holds the weights and moments of step 2"
+    healthy = train(config, 2, *overrides, "training.steps=6", "training.skip_samples=[[16, 48]]")
+    assert [line["step"] for line in healthy] == [0, 1, 2, 3, 4, 5, 6]
+    assert [line["train/skipped_steps"] for line in healthy[1:]] == [0, 0, 1, 2, 2, 2]
+
+
+def run_with_bad_gradients(config: Path, overrides: tuple[str, ...]) -> str:
+    with trainer(config, overrides) as here:
+        spoil(here, math.nan)
+        with pytest.raises(RunFailed) as failure:
+            here.run()
+        return str(failure.value)
+
+
+BFLOAT16 = [name for name in LAYOUTS if "bfloat16" in name]
+
+
+@pytest.mark.parametrize("layout", BFLOAT16)
+def test_bfloat16_learns_as_float32_does(layout, corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    options = ("training.steps=8", "schedule.name=constant", "optimizer.lr=3e-3", "training.eval_samples=0")
+    expected = train(config, 1, *options, "run.name=float32")[-1]["train/loss"]
+    found = train(config, 2, *options, *LAYOUTS[layout].split())
+    # Three significant digits of bfloat16; the loss itself falls by a third.
+    assert found[-1]["train/loss"] == pytest.approx(expected, rel=1e-2)
+    assert found[-1]["train/loss"] < 0.9 * found[0]["train/loss"]

@@ -1,0 +1,132 @@
+"""What a run starts from: its newest good checkpoint, or the weights of another run."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megakernel.training.reshape import reshape_run
+from tests.distributed.ranks import RankFailedError, run_ranks
+from tests.distributed.training_run import metrics, pretrain_here, scalars, train, write_config
+
+SHORT = ("training.steps=2", "checkpoint.every=1", "checkpoint.keep=3", "logging.tensorboard=false")
+
+
+def start(config: Path, world_size: int, *overrides: str) -> str:
+    """Train; what rank 0 says."""
+    said = config.with_name("console.txt")
+    assert set(run_ranks(_pretrain_into, world_size, config, overrides, said)) == {0}
+    return said.read_text()
+
+
+def _pretrain_into(config: Path, overrides: tuple[str, ...], said: Path) -> int:
+    if os.environ["RANK"] == "0":
+        os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 1)
+    return pretrain_here(config, overrides)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, corpus):
+    """A configuration, and the run that two tensor ranks made with it."""
+    config = write_config(tmp_path_factory.mktemp("source"), corpus)
+    train(config, 2, *SHORT, "parallel.tensor=2", "run.name=source")
+    return config, config.with_name("source")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, ""),
+        (2, "parallel.pipeline=2 parallel.zero_stage=1"),
+        (2, "parallel.zero_stage=3"),
+        (2, "parallel.context=2 parallel.zero_stage=2"),
+    ],
+)
+def test_weights_come_from_a_run_of_any_layout(world_size, layout, source, tmp_path):
+    config, run = source
+    own = f"run.root={tmp_path} checkpoint.weights_from={run} {layout}"
+    found = train(config, world_size, *SHORT, *own.split())
+    # The same weights in float32, summed in another order.
+    assert found[0]["eval/loss"] == pytest.approx(metrics(run)[-1]["eval/loss"], rel=1e-6)
+    assert scalars(found, "step") == [0, 1, 2]
+    assert scalars(found, "train/lr") == scalars(metrics(run), "train/lr"), "it is a run of its own"
+    assert not [path for path in run.rglob("*") if "universal" in path.name]
+
+
+def test_weights_in_bfloat16_come_from_float32_masters(source, tmp_path):
+    config, run = source
+    own = f"run.root={tmp_path} checkpoint.weights_from={run}/checkpoints/step_2 training.dtype=bfloat16"
+    found = train(config, 2, *SHORT, *own.split(), "parallel.zero_stage=1")
+    # Three significant digits of bfloat16 in every weight and activation.
+    assert found[0]["eval/loss"] == pytest.approx(metrics(run)[-1]["eval/loss"], rel=3e-3)
+
+
+def test_weights_that_only_one_side_has_are_named(source, tmp_path):
+    config, run = source
+    own = f"run.root={tmp_path} checkpoint.weights_from={run} model.qkv_bias=true model.num_layers=3"
+    said = start(config, 1, *SHORT, *own.split())
+    new, left = (
+        next(line for line in said.splitlines() if what in line) for what in ("new here", "left out")
+    )
+    assert "1.self_attention.qkv.bias" in new
+    assert "4.self_attention.qkv.weight" in left
+
+
+def test_weights_of_another_shape_are_refused_one_line_each(source, tmp_path):
+    config, run = source
+    own = f"run.root={tmp_path} checkpoint.weights_from={run} model.ffn_hidden_size=96"
+    with pytest.raises(RankFailedError) as failure:
+        start(config, 2, *SHORT, *own.split(), "parallel.tensor=2")
+    lines = [line for line in str(failure.value).splitlines() if "mlp" in line]
+    assert len(lines) == 8, "two matrices in each of four layers"
+    assert (
+        f"checkpoint.weights_from={run}: 1.mlp.linear_fc1.weight is (512, 64) in the checkpoint and "
+        in lines[0]
+    )
+    assert "(192, 64) in the model; give the model the checkpoint's sizes" in lines[0]
+
+
+def test_weights_from_no_run_are_refused(source, tmp_path):
+    config, _ = source
+    with pytest.raises(RankFailedError, match=f"checkpoint.weights_from={tmp_path} is no run and no good"):
+        start(config, 1, *SHORT, f"run.root={tmp_path}", f"checkpoint.weights_from={tmp_path}")
+
+
+def truncate(checkpoint: Path) -> str:
+    file = next(checkpoint.glob("*_states.pt"))
+    os.truncate(file, 1000)
+    return f"{file.name} has 1000 bytes instead of"
+
+
+def lose_the_manifest(checkpoint: Path) -> str:
+    (checkpoint / "complete.json").unlink()
+    return "complete.json is missing"
+
+
+@pytest.mark.parametrize("damage", [truncate, lose_the_manifest])
+def test_a_broken_newest_checkpoint_is_named_and_the_one_before_is_taken(damage, source, corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    whole = train(config, 2, *SHORT)
+    checkpoints = tmp_path / "run/checkpoints"
+    reason = damage(checkpoints / "step_2")
+    (checkpoints / "step_3.partial").mkdir()
+    said = start(config, 2, *SHORT)
+    assert f"{checkpoints / 'step_2'} cannot be used ({reason}" in said
+    assert f"continuing from {checkpoints / 'step_1'}" in said
+    assert f"removed {checkpoints / 'step_3.partial'}" in said
+    assert scalars(metrics(tmp_path / "run"), "train/loss") == scalars(whole, "train/loss")
+
+
+def test_a_reshaped_checkpoint_is_taken_and_leaves_with_its_step(corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    train(config, 2, *SHORT, "parallel.tensor=2", "schedule.name=constant")
+    run = tmp_path / "run"
+    folder = reshape_run(run)
+    assert folder == run / "checkpoints/step_2/universal"
+    made = folder.stat().st_mtime_ns
+    longer = ("training.steps=3", "schedule.name=constant")
+    said = start(config, 1, *SHORT, *longer)
+    assert f"reshaping {folder.parent}: tensor 2 -> 1" in said
+    assert folder.stat().st_mtime_ns == made, "it was converted before"
+    train(config, 1, *SHORT, *longer, "training.steps=4", "checkpoint.keep=1")
+    assert not folder.exists()

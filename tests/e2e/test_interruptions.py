@@ -1,0 +1,148 @@
+"""The command `megakernel pretrain` under everything that ends a run before its time."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from launch.exit_status import ExitStatus
+from tests.distributed.training_run import metrics, scalars, train, write_config
+
+STEPS = 24
+OPTIONS = (
+    f"training.steps={STEPS}",
+    "checkpoint.every=3",
+    "schedule.name=constant",
+    "logging.tensorboard=false",
+)
+SAME = ("step", "train/loss", "train/grad_norm", "eval/loss")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "stdlib"
+    command = f"prepare --source stdlib --tokenizer byte --out {folder} --max-documents 60 --validation-fraction 0.1"
+    assert main(command.split()) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, corpus):
+    return train(write_config(tmp_path_factory.mktemp("whole"), corpus), 2, *OPTIONS)
+
+
+class Launched:
+    """A running `megakernel pretrain --nproc 2`."""
+
+    def __init__(self, config: Path, *overrides: str, before: Callable[[], None] | None = None):
+        command = [sys.executable, "-m", "launch.cli", "pretrain", str(config), *overrides, "--nproc", "2"]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # One thread, as in the runs to compare with: the order of sums depends on it.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            preexec_fn=before,
+        )
+
+    def reaches(self, step: int) -> "Launched":
+        """Wait until it has told of a step."""
+        assert self.process.stdout is not None
+        next(line for line in self.process.stdout if line.split("/")[0].split() == ["step", str(step)])
+        return self
+
+    def ends(self) -> tuple[int, str]:
+        """Wait for the end: exit status, and what it has said since the step that it reached."""
+        said, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, said
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process id."""
+        launcher = self.process.pid
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        environments = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+        return {
+            int(variable[5:]): int(pid)
+            for pid, environment in environments.items()
+            for variable in environment
+            if variable.startswith(b"RANK=")
+        }
+
+
+def test_killed_three_times_and_continued_the_numbers_are_the_same_bit_for_bit(
+    uninterrupted, corpus, tmp_path
+):
+    config = write_config(tmp_path, corpus)
+    steps = sorted(random.Random(3).sample(range(4, STEPS - 3), 3))
+
+    first = Launched(config, *OPTIONS).reaches(steps[0])
+    first.process.kill()
+    assert first.ends()[0] == -signal.SIGKILL
+
+    for rank, step in ((0, steps[1]), (1, steps[2])):
+        run = Launched(config, *OPTIONS).reaches(step)
+        os.kill(run.ranks[rank], signal.SIGKILL)
+        status, said = run.ends()
+        assert status == ExitStatus.FAILED
+        assert f"megakernel: error: rank {rank} was ended by SIGKILL" in said
+
+    assert Launched(config, *OPTIONS).ends()[0] == ExitStatus.DONE
+    found = metrics(tmp_path / "run")
+    for tag in SAME:
+        assert scalars(found, tag) == scalars(uninterrupted, tag), tag
+
+
+def test_every_request_to_stop_saves_and_the_same_command_continues(uninterrupted, corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    checkpoints, stop_file = tmp_path / "run/checkpoints", tmp_path / "run/STOP"
+    requests = [
+        (lambda run: run.process.terminate(), ExitStatus.TERMINATED),
+        (lambda run: run.process.send_signal(signal.SIGUSR1), ExitStatus.STOPPED),
+        (lambda run: run.process.send_signal(signal.SIGINT), ExitStatus.STOPPED),
+        (lambda run: stop_file.touch(), ExitStatus.TERMINATED),
+    ]
+    done = 0
+    for ask, expected in requests:
+        run = Launched(config, *OPTIONS, f"checkpoint.every={10 * STEPS}").reaches(done + 2)
+        ask(run)
+        assert run.ends()[0] == expected
+        done = int((checkpoints / "latest").read_text().removeprefix("step_"))
+        assert metrics(tmp_path / "run")[-1]["step"] == done < STEPS
+    assert not stop_file.exists()
+
+    assert Launched(config, *OPTIONS).ends()[0] == ExitStatus.DONE
+    for tag in SAME:
+        assert scalars(metrics(tmp_path / "run"), tag) == scalars(uninterrupted, tag), tag
+
+
+def forbid_large_files() -> None:
+    """What a quota does to a save, without needing one."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+
+def test_a_failed_save_ends_in_one_line_and_the_run_continues_once_there_is_space(
+    uninterrupted, corpus, tmp_path
+):
+    config = write_config(tmp_path, corpus)
+    train(config, 2, *OPTIONS, "training.steps=4", "training.eval_samples=0")
+    checkpoints = tmp_path / "run/checkpoints"
+    before = sorted(path.name for path in checkpoints.iterdir())
+
+    status, said = Launched(config, *OPTIONS, before=forbid_large_files).ends()
+    assert status == ExitStatus.FAILED
+    assert "Traceback" not in said
+    assert f"megakernel: error: checkpoint step_6 could not be saved in {checkpoints} (" in said
+    assert "Earlier checkpoints are untouched; free space or make the folder writable" in said
+    assert sorted(path.name for path in checkpoints.iterdir()) == before
+
+    train(config, 2, *OPTIONS)
+    assert scalars(metrics(tmp_path / "run"), "train/loss") == scalars(uninterrupted, "train/loss")

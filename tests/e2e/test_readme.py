@@ -1,0 +1,108 @@
+"""The README and the quickstart, typed in as they stand."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlencode
+from urllib.request import ProxyHandler, build_opener
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/quickstart.md")
+PROGRAMS = {"megakernel": "launch.cli", "tensorboard": "tensorboard.main"}
+"""Program -> its module, so that this checkout and this Python run, installed or not."""
+
+
+def commands(page):
+    """The lines of a page's `console` blocks that are commands. Where a block shows output, commands follow a `$`."""
+    for block in re.findall(r"```console\n(.*?)```", (REPOSITORY / page).read_text(), re.DOTALL):
+        lines = block.splitlines()
+        prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        yield from prompted or lines
+
+
+def typed(page):
+    """The page's commands but for `make`: `make test` runs this test, and CI runs both from a clean clone."""
+    return [command for command in commands(page) if not command.startswith("make ")]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """What a reader's clone holds for these commands."""
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    return tmp_path
+
+
+def start(command, folder, *more, **options):
+    program, *arguments = shlex.split(command)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", PROGRAMS[program], *arguments, *more],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def metric(run, tag):
+    """step -> value of a tag in a run's metrics.jsonl."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line[tag] for line in lines if tag in line}
+
+
+def scalars_in_tensorboard(command, folder, run, tag):
+    """step -> value of a tag, as the TensorBoard server that `command` starts gives it to a browser."""
+    # Port 0 takes a free one; the server names it on stderr once it listens.
+    server = start(command, folder, "--port", "0", "--load_fast", "false", stdout=subprocess.DEVNULL)
+    opener = build_opener(ProxyHandler({}))
+    try:
+        assert server.stderr is not None
+        printed = "".join(iter_until(server.stderr, "http://"))
+        address = re.search(r"http://\S+?/", printed)
+        assert address, printed
+        scalars = f"{address[0]}data/plugin/scalars"
+        deadline = time.monotonic() + 60
+        while tag not in json.load(opener.open(f"{scalars}/tags")).get(run, {}):
+            assert time.monotonic() < deadline, f"TensorBoard shows no {tag} of {run}"
+        series = json.load(opener.open(f"{scalars}/scalars?{urlencode({'run': run, 'tag': tag})}"))
+    finally:
+        server.terminate()
+        server.communicate()
+    return {step: value for _, step, value in series}
+
+
+def iter_until(lines, text):
+    """The lines up to the first that holds a text."""
+    for line in lines:
+        yield line
+        if text in line:
+            return
+
+
+@pytest.mark.timeout(900)
+def test_every_command_does_what_the_pages_say(folder):
+    for command in dict.fromkeys(command for page in PAGES for command in typed(page)):
+        if command.startswith("tensorboard"):
+            shown = scalars_in_tensorboard(command, folder, "first/tensorboard", "train/loss")
+            assert shown == pytest.approx(metric(folder / "runs/first", "train/loss"), rel=1e-6)  # float32
+            continue
+        process = start(command, folder, stdout=subprocess.PIPE)
+        out, err = process.communicate()
+        assert process.returncode == 0, f"{command}\n{out}\n{err}"
+        assert out or err, f"{command} says nothing"
+    losses, sharded = (metric(folder / "runs" / run, "train/loss") for run in ("first", "sharded"))
+    assert sharded == pytest.approx(
+        losses, rel=1e-5
+    )  # "any other layout gives the same losses", DESIGN decision 5
+
+
+def test_the_quickstart_shows_every_command_of_the_readme():
+    assert set(typed("README.md")) <= set(typed("docs/quickstart.md"))

@@ -1,0 +1,140 @@
+import pytest
+import torch
+
+from megakernel.attention import ALL_HEADS, HeadShard, Rotary, build
+from megakernel.attention.features import orthogonal_gaussian
+from megakernel.attention.flurka import pooling_logits
+from megakernel.attention.heads import generator
+from megakernel.config.attention import PRESETS, Attention, expand_preset
+from tests.unit.attention.pieces import Table, ThreadPiece
+
+QKV = [torch.randn(1, 4, 150, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_name_a_tree_and_a_validated_tree_build_the_same(preset):
+    forms = (preset, {"preset": preset}, Attention.model_validate(expand_preset(preset)))
+    outputs = [build(form, num_heads=4, head_dim=8)(*QKV) for form in forms]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "message"),
+    [
+        ("flurcka", {}, "flurcka"),
+        ({"preset": "flurka", "rank": 8}, {}, "rank"),
+        ("flurka", {"causal": False}, "causal"),
+        ("local", {"causal": False}, "causal"),
+        ("softmax", {"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ("linear", {"heads": HeadShard(0, 3)}, "num_heads=4 does not divide over 3 shards"),
+    ],
+)
+def test_what_cannot_be_built_is_said(form, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(form, num_heads=4, head_dim=8, **options)
+
+
+def test_extending_needs_a_causal_layer():
+    with pytest.raises(ValueError, match="build it with causal=True"):
+        build("linear", num_heads=4, head_dim=8, causal=False).extend(*QKV)
+
+
+def test_padding_must_fit_and_needs_the_whole_sequence():
+    module = build("linear", num_heads=4, head_dim=8)
+    with pytest.raises(ValueError, match=r"padding_mask has shape \(1, 149\); expected \(1, 150\)"):
+        module(*QKV, torch.ones(1, 149, dtype=torch.bool))
+    with pytest.raises(ValueError, match="keep the sequence whole"):
+        module(*QKV, torch.ones(1, 150, dtype=torch.bool), piece=ThreadPiece(Table(2), 0))
+
+
+def test_a_halo_longer_than_the_piece_is_refused():
+    with pytest.raises(ValueError, match="a piece of 150 tokens is shorter than the 200 tokens"):
+        build({"preset": "local", "near": {"block_size": 200}}, num_heads=4, head_dim=8)(
+            *QKV, piece=ThreadPiece(Table(2), 0)
+        )
+
+
+def test_softmax_over_pieces_needs_heads_that_divide():
+    with pytest.raises(ValueError, match="4 heads do not divide over 3 pieces"):
+        build("softmax", num_heads=4, head_dim=8)(*QKV, piece=ThreadPiece(Table(3), 0))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_shard_draws_the_random_matrices_of_its_heads(size):
+    whole = build("performer", num_heads=4, head_dim=8, seed=(5, 1)).state_dict()["projection.matrix"]
+    for rank in range(size):
+        part = build("performer", num_heads=4, head_dim=8, seed=(5, 1), heads=HeadShard(rank, size))
+        assert torch.equal(part.state_dict()["projection.matrix"], whole.chunk(size)[rank])
+
+
+def test_what_heads_share_passes_through_the_shard():
+    passed = []
+    heads = HeadShard(0, 2, shared=lambda x: passed.append(x) or x)
+    module = build("flurka", num_heads=4, head_dim=8, heads=heads)
+    module(*(x[:, :2] for x in QKV))
+    assert [x is y for x, y in zip(passed, (module.pool_keys, module.pool_values))] == [True, True]
+    assert ALL_HEADS.shared(module.pool_keys) is module.pool_keys
+
+
+def test_random_matrices_have_orthogonal_rows_of_gaussian_length():
+    omega = orthogonal_gaussian(4000, 8, generator(0, 0)).view(500, 8, 8)
+    gram = omega @ omega.transpose(-1, -2)
+    off_diagonal = gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
+    assert off_diagonal.abs().max() < 1e-12
+    # E |omega|^2 = d; the mean of 4,000 chi-square numbers with 8 degrees of freedom is within 0.25 (4 sigma).
+    assert abs(gram.diagonal(dim1=-2, dim2=-1).mean().item() - 1.0 * 8) < 0.26
+
+
+def test_landmarks_start_as_means_over_their_own_stretch():
+    weights = pooling_logits(3, 8).double().softmax(-1)
+    own = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1, 1]])
+    torch.testing.assert_close(
+        (weights * own).sum(1), torch.full((3,), 0.9, dtype=torch.float64), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(pooling_logits(1, 8).softmax(-1), torch.full((1, 8), 1 / 8))
+
+
+def test_as_many_landmarks_as_tokens_start_as_exact_attention():
+    torch.testing.assert_close(
+        pooling_logits(16, 16).double().softmax(-1), torch.eye(16).double(), rtol=0, atol=1e-15
+    )
+    tree = {"preset": "flurka_kernel", "compression": {"block_size": 16, "rank": 16}}
+    qkv = [x.double() for x in QKV]
+    exact = build("hedgehog", num_heads=4, head_dim=8).double()(*qkv)
+    torch.testing.assert_close(
+        build(tree, num_heads=4, head_dim=8).double()(*qkv), exact, rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(("gate_bias", "expected"), [(0.0, 0.5), (3.0, 0.9525741268)])
+def test_the_gate_starts_at_its_bias(gate_bias, expected):
+    q, k, _ = QKV
+    module = build({"preset": "flurka", "near": {"gate_bias": gate_bias}}, num_heads=4, head_dim=8)
+    # The far part of the second block sees the first block alone: values 0 near and 1 far show the share of the near.
+    v = torch.zeros(1, 4, 150, 8)
+    v[:, :, :64] = 1
+    torch.testing.assert_close(1 - module(q, k, v)[:, :, 64:128], torch.full((1, 4, 64, 8), expected))
+
+
+def test_rotary_depends_on_distance_alone():
+    rotary = Rotary(8)
+    q, k = (torch.randn(1, 1, 1, 8, dtype=torch.float64) for _ in range(2))
+
+    def dot(i, j):
+        at = torch.tensor([[i]]), torch.tensor([[j]])
+        return (rotary(q, at[0]) * rotary(k, at[1])).sum()
+
+    torch.testing.assert_close(dot(7, 4), dot(1_000_007, 1_000_004))
+    torch.testing.assert_close(dot(0, 0), (q * k).sum())
+    assert not torch.isclose(dot(7, 4), dot(7, 5))
+
+
+def test_rotary_is_exact_in_float32_at_a_million_tokens():
+    x, far = torch.randn(1, 1, 1, 8), torch.tensor([[1_048_575]])
+    torch.testing.assert_close(Rotary(8)(x, far).double(), Rotary(8)(x.double(), far), rtol=0, atol=1e-6)
+
+
+def test_rotary_needs_an_even_width():
+    with pytest.raises(ValueError, match="head_dim=7"):
+        Rotary(7)
