@@ -43,8 +43,8 @@ class Hedgehog(Projection):
 
     def forward(self) -> Tensor:
         """W, (H_kv, d, d)."""
-        # A view, not the parameter: ZeRO 3 takes a parameter apart as soon as the module that holds it has run.
-        return self.matrix.view_as(self.matrix)
+        # A copy, not the parameter: ZeRO 3 takes a parameter apart as soon as the module that holds it has run.
+        return self.matrix.clone()
 
 
 class RandomMatrix(Projection):
