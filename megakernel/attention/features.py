@@ -49,5 +49,5 @@ class Projection(nn.Module):
 
     def forward(self) -> Tensor | None:
         """The matrices."""
-        # A view, not the parameter: ZeRO 3 takes a parameter apart as soon as the module that holds it has run.
-        return None if self.matrix is None else self.matrix.view_as(self.matrix)
+        # A copy, not the parameter: ZeRO 3 takes a parameter apart as soon as the module that holds it has run.
+        return None if self.matrix is None else self.matrix.clone()
