@@ -13,8 +13,7 @@ Stage = Literal["input", "projected"]
 
 class _Compression(Section):
     compress: Stage | None = None
-    """What E and F act on: `input`, the layer's input before its projections (FLuRKA eq. 2), or `projected`, keys and
-    values (eq. 1). None: the input where it can be, keys and values beside a near window or per head."""
+    """What E and F act on: `input` (FLuRKA eq. 2), or `projected` keys and values (eq. 1); None: input where it can be."""
 
 
 class BlockCompression(_Compression):

@@ -21,5 +21,4 @@ class Eva(Section):
     """Leave chunks inside a token's own window out of what it sees; the published form counts them twice."""
 
     published_padding: bool = False
-    """Where tokens see both ways: means of chunks count padding as zeros and chunks of padding alone are seen, as the
-    published code has it. Outputs then depend on how much padding there is."""
+    """Means of chunks count padding as zeros, as in the published code; outputs then depend on the padding."""

@@ -68,8 +68,7 @@ class FeatureMap(Section):
     """A constant feature s: the kernel becomes phi(q).phi(k) + s^2, away from denominators near 0."""
 
     resample_every: int | None = Field(default=None, ge=0)
-    """Training steps between two draws of the noise, 0 for never; None takes 100 for learned maps (gmm, generative)
-    and 0 for favor and rff."""
+    """Training steps between two draws of the noise, 0: never; None: 100 for learned maps, 0 for favor and rff."""
 
     def problems(self) -> Iterator[Problem]:
         """Options that other maps have."""
