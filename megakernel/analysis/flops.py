@@ -67,12 +67,12 @@ def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, floa
     parts: Counter[str] = Counter()
     for layer in range(model.num_layers):
         attention = model.layer_attention(layer)
-        keys = (attention.keys_per_head + 1) * model.kv_heads
+        keys: float = (attention.keys_per_head + 1) * model.kv_heads
         if attention.compresses_input:
             assert attention.compression is not None
             keys = keys * landmarks_per_token(attention.compression, seq_len)
         projected = 2 * model.num_heads + keys
-        parts["projections"] += 2 * width * size * projected
+        parts.update({"projections": 2 * width * size * projected})
         parts["mlp"] += 2 * width * model.ffn_size * matrices
         parts.update(attention_flops(model, attention, seq_len))
     # A classifier's head works once for a document.
