@@ -14,10 +14,17 @@ Conventions, all per token of one sequence of `seq_len` tokens that is a single 
 from collections import Counter
 from typing import Literal
 
-from megakernel.config import Attention, FeatureMap, Model
+from megakernel.config import Attention, BlockCompression, Compression, FeatureMap, Model, Near
+from megakernel.config.eva import Eva
 from megakernel.config.landmark import Nystromformer, Skyformer
 
 from .landmark_cost import nystromformer_flops, skyformer_flops
+from .low_rank_cost import (
+    compression_flops,
+    eva_flops,
+    landmarks_per_token,
+    mean_complete_blocks,
+)
 
 BACKWARD = 2
 
@@ -52,15 +59,20 @@ def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, floa
     """Forward FLOPs per token by part, summed over the layers.
 
     projections (query, key, value, output), feature_map, landmarks, inverse, state, readout, near (exact attention,
-    windowed or full), convolution, gate, mlp, head. Parts that no layer has are absent.
+    windowed or full), far (landmarks and chunks under softmax), summaries (of chunks), convolution, gate, mlp, head.
+    Parts that no layer has are absent.
     """
     width, size = model.hidden_size, model.head_size
     matrices = 3 if model.activation == "swiglu" else 2
     parts: Counter[str] = Counter()
     for layer in range(model.num_layers):
         attention = model.layer_attention(layer)
-        projected = 2 * model.num_heads + (attention.keys_per_head + 1) * model.kv_heads
-        parts["projections"] += 2 * width * size * projected
+        keys: float = (attention.keys_per_head + 1) * model.kv_heads
+        if attention.compresses_input:
+            assert attention.compression is not None
+            keys = keys * landmarks_per_token(attention.compression, seq_len)
+        projected = 2 * model.num_heads + keys
+        parts.update({"projections": 2 * width * size * projected})
         parts["mlp"] += 2 * width * model.ffn_size * matrices
         parts.update(attention_flops(model, attention, seq_len))
     # A classifier's head works once for a document.
@@ -78,6 +90,12 @@ def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[st
     if attention.mechanism == "nystromformer":
         parts = nystromformer_flops(attention.nystromformer or Nystromformer(), size, seq_len)
         return {name: heads * count for name, count in parts.items()}
+    if attention.mechanism == "eva":
+        return _eva(model, attention, seq_len)
+    if compression is not None and near is None:
+        return _low_rank(model, attention, compression, seq_len)
+    if compression is not None and phi is None:
+        return _landmarks(model, attention, compression, near, seq_len)
     keys_at_position = 1 if attention.mixture is None else attention.mixture.keys
     if phi is None:
         block = attention.block_size or seq_len
@@ -93,18 +111,61 @@ def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[st
             "readout": heads * one_state,
         }
     assert near is not None
-    landmarks_per_token = compression.rank / compression.block_size
+    assert isinstance(compression, BlockCompression)
+    share = compression.rank / compression.block_size
     keys = mean_local_keys(seq_len, compression.block_size, near.blocks)
-    mapped_keys = landmarks_per_token + (near.kind == "kernel")
+    mapped_keys = share + (near.kind == "kernel")
     parts = {
         "landmarks": kv_heads * compression.rank * 4 * size,
         "feature_map": (heads + kv_heads * mapped_keys) * mapping,
-        "state": kv_heads * landmarks_per_token * one_state,
+        "state": kv_heads * share * one_state,
         "readout": heads * one_state,
         "near": heads * keys * (4 * size if near.kind == "softmax" else 2 * features + 2 * (size + 1)),
     }
     if near.kind == "softmax" and near.join == "gated" and near.gate == "token":
         parts["gate"] = heads * 2 * size
+    return parts
+
+
+def _low_rank(model: Model, attention: Attention, compression: Compression, seq_len: int) -> dict[str, float]:
+    """Landmarks of whole rows, under softmax or a kernel."""
+    heads, kv_heads, size = model.num_heads, model.kv_heads, model.head_size
+    share, phi = landmarks_per_token(compression, seq_len), attention.feature_map
+    parts = {"landmarks": compression_flops(model, attention)}
+    if phi is None:
+        return parts | {"far": heads * share * seq_len * 4 * size}
+    one_state = 2 * phi.width(size) * (size + 1)
+    return parts | {
+        "feature_map": (heads + kv_heads * share) * _mapping_flops(phi, size),
+        "state": kv_heads * share * one_state,
+        "readout": heads * one_state,
+    }
+
+
+def _landmarks(
+    model: Model, attention: Attention, compression: Compression, near: Near | None, seq_len: int
+) -> dict[str, float]:
+    """A window and the landmarks of earlier blocks under softmax."""
+    assert near is not None
+    assert isinstance(compression, BlockCompression)
+    heads, size, block = model.num_heads, model.head_size, compression.block_size
+    parts = {
+        "landmarks": compression_flops(model, attention),
+        "near": heads * mean_local_keys(seq_len, block, near.blocks) * 4 * size,
+        "far": heads * compression.rank * mean_complete_blocks(seq_len, block, near.blocks) * 4 * size,
+    }
+    if (near.join, near.gate) == ("gated", "token"):
+        parts["gate"] = heads * 2 * size
+    return parts
+
+
+def _eva(model: Model, attention: Attention, seq_len: int) -> dict[str, float]:
+    form = attention.eva or Eva()
+    parts = eva_flops(
+        model, attention, seq_len, mean_local_keys(seq_len, form.window_size, 2 if form.overlap else 1)
+    )
+    if attention.compression is not None:
+        parts["landmarks"] = compression_flops(model, attention)
     return parts
 
 

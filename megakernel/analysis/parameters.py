@@ -3,6 +3,8 @@
 from megakernel.config import Attention, Classifier, FeatureMap, Model
 from megakernel.config.mixture import Mixture
 
+from .low_rank_cost import compression_parameters, eva_parameters
+
 
 def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
     """Trained parameters over all processes.
@@ -19,7 +21,7 @@ def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
         count += rows * width
     if model.position == "learned":
         count += (model.max_positions or seq_len) * width
-    layers = sum(_layer(model, model.layer_attention(layer)) for layer in range(model.num_layers))
+    layers = sum(_layer(model, model.layer_attention(layer), seq_len) for layer in range(model.num_layers))
     return count + layers + _norm(model)
 
 
@@ -30,7 +32,7 @@ def _classifier(form: Classifier, width: int) -> int:
     return (seen + 1) * width + (width + 1) * form.num_classes
 
 
-def _layer(model: Model, attention: Attention) -> int:
+def _layer(model: Model, attention: Attention, seq_len: int) -> int:
     width, size = model.hidden_size, model.head_size
     projected = (model.num_heads + (attention.keys_per_head + 1) * model.kv_heads) * size
     inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
@@ -38,14 +40,14 @@ def _layer(model: Model, attention: Attention) -> int:
     biases = projected if model.qkv_bias else 0
     if model.bias:
         biases += width + inner + width
-    return matrices + biases + 2 * _norm(model) + _mechanism(model, attention)
+    return matrices + biases + 2 * _norm(model) + _mechanism(model, attention, seq_len)
 
 
 def _norm(model: Model) -> int:
     return model.hidden_size * (2 if model.norm == "layernorm" else 1)
 
 
-def _mechanism(model: Model, attention: Attention) -> int:
+def _mechanism(model: Model, attention: Attention, seq_len: int) -> int:
     """What the attention itself learns: feature maps, landmarks, masses, gates."""
     heads, kv_heads, size = model.num_heads, model.kv_heads, model.head_size
     count = 0 if attention.feature_map is None else _feature_map(attention.feature_map, kv_heads, size)
@@ -54,11 +56,13 @@ def _mechanism(model: Model, attention: Attention) -> int:
         count += _mixture(attention.mixture, kv_heads, size)
     if attention.nystromformer is not None:
         count += heads * (attention.nystromformer.conv_kernel or 0)
+    if attention.mechanism == "eva":
+        count += eva_parameters(size)
     if compression is None:
         return count
-    assert near is not None
-    owners = kv_heads if compression.per_head else 1
-    count += owners * 2 * compression.rank * compression.block_size
+    count += compression_parameters(compression, kv_heads, model.max_positions or seq_len)
+    if near is None:
+        return count
     if near.kind == "kernel":
         return count + kv_heads
     return count + heads * (size + 1 if (near.join, near.gate) == ("gated", "token") else 1)

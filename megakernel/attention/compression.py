@@ -107,11 +107,9 @@ class Compressor(nn.Module):
         blocks = torch.arange(keys.shape[2] // self.rank, device=keys.device)
         real = (counts[:, None] - blocks * self.block_size).clamp(0, self.block_size)
         pools = self.pools()
-        scaled = [
-            x / self._shares(pool.to(x.device), real).to(x.dtype)
-            for x, pool in ((keys, pools[0]), (values, pools[-1]))
-        ]
-        return Landmarks(*scaled, (real / self.rank).repeat_interleave(self.rank, 1))
+        keys = keys / self._shares(pools[0].to(keys.device), real).to(keys.dtype)
+        values = values / self._shares(pools[-1].to(values.device), real).to(values.dtype)
+        return Landmarks(keys, values, (real / self.rank).repeat_interleave(self.rank, 1))
 
     def _shares(self, pool: Tensor, real: Tensor) -> Tensor:
         """(B, 1 or H_kv, L, 1): weight that lies on the first `real` (B, blocks) tokens of each block, 1 where none."""

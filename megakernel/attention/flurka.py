@@ -12,6 +12,7 @@ from megakernel.attention.local import halo
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
+from megakernel.config.compression import BlockCompression
 from megakernel.ops import FlurkaState, flurka_attention
 from megakernel.ops.documents import Positions
 from megakernel.ops.state import start_state
@@ -56,7 +57,7 @@ class FlurkaAttention(AttentionLayer):
         heads: HeadShard,
     ):
         super().__init__(num_heads, num_kv_heads, head_dim, True, heads)
-        assert form.compression is not None
+        assert isinstance(form.compression, BlockCompression)
         assert form.near is not None
         assert form.feature_map is not None
         self.near, self.far_rope, self.block_size = form.near, form.far_rope, form.compression.block_size
@@ -68,7 +69,7 @@ class FlurkaAttention(AttentionLayer):
         if self.per_head:
             logits = logits.repeat(kv_heads, 1, 1)
         self.pool_keys = nn.Parameter(logits.clone())
-        self.pool_values = nn.Parameter(logits.clone())
+        self.pool_values = None if form.compression.share_kv else nn.Parameter(logits.clone())
         if self.near.kind == "kernel":
             self.far_mass = nn.Parameter(torch.zeros(kv_heads))
         elif self.near.join == "shared":
@@ -115,7 +116,7 @@ class FlurkaAttention(AttentionLayer):
             feature_map=self.projection.feature_map,
             projection=projection,
             pool_keys=self._pool(self.pool_keys),
-            pool_values=self._pool(self.pool_values),
+            pool_values=self._pool(self.pool_keys if self.pool_values is None else self.pool_values),
             near=self.near.kind,
             blocks=self.near.blocks,
             gate=self._gate(q),

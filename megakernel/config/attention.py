@@ -132,6 +132,8 @@ class Attention(Section):
         """Why a row is cut over processes only where tokens see no later ones; None where it makes no difference."""
         if self.mechanism == "algebra" and self.similarity == "kernel" and self.is_uncompressed:
             return "the state of similarity: kernel passes from piece to piece in one direction"
+        if self.mechanism == "eva":
+            return "eva that sees both ways summarizes the chunks of a whole row"
         return self.takes_whole_rows
 
     @property
@@ -193,6 +195,9 @@ class Attention(Section):
         if self.far_rope == "centroid" and compression.kind == "linformer":
             reason = "rotates a landmark at the centre of its block, and linformer has no blocks"
             yield Problem("far_rope", self.far_rope, reason, "set far_rope: none or take kind: block")
+        if self.mechanism == "eva" and compression.kind != "linformer":
+            reason = "leaves no equal share of keys for every window of eva"
+            yield Problem("compression.kind", compression.kind, reason, "take kind: linformer")
         if self.near is None:
             return
         if compression.kind != "block":

@@ -4,15 +4,26 @@ import pytest
 import torch
 
 from megakernel import attention
-from megakernel.config import PRESETS
+from megakernel.config import PRESETS, Attention, expand_preset
 from megakernel.parallel import mark_head_parameters
 from tests.distributed.ranks import cpu_mesh, run_ranks
 
 BATCH, HEADS, KEY_HEADS, TOKENS, DIM, BLOCK = 2, 8, 4, 64, 8, 8
 
-FORMS = {name: name for name in PRESETS} | {
+BLOCKS = {"compression": {"block_size": BLOCK, "rank": 2}}
+
+
+def is_cut_by_time_and_heads(preset):
+    """A causal mechanism whose keys are those it is handed; the others have tests of their own."""
+    form = Attention.model_validate(expand_preset(preset))
+    return form.mixes_future_tokens is None and form.keys_per_head == 1
+
+
+FORMS = {name: name for name in PRESETS if is_cut_by_time_and_heads(name)} | {
     "flurka": {"preset": "flurka", "compression": {"block_size": BLOCK, "rank": 2}},
     "flurka_kernel": {"preset": "flurka_kernel", "compression": {"block_size": BLOCK, "rank": 2}},
+    "linformer_causal": {"preset": "linformer_causal", **BLOCKS},
+    "eva": {"preset": "eva", "eva": {"window_size": BLOCK, "chunk_size": 4, "overlap": True}},
     "local": {"preset": "local", "near": {"block_size": BLOCK}},
     "flurka, two blocks, shared join, rotated landmarks": {
         "preset": "flurka",
@@ -68,18 +79,31 @@ def outputs_and_gradients(form, heads=attention.ALL_HEADS, piece=attention.WHOLE
     return (out.detach(), q.grad, k.grad, v.grad), parameters, module.sharded_parameters()
 
 
-def on_ranks(form, sizes):
+def all_forms_on_ranks(sizes):
     with cpu_mesh(**sizes) as mesh:
-        tensors, parameters, cut = outputs_and_gradients(form, mesh.head_shard, mesh.sequence_piece)
-        return tensors, {name: mesh.sum(grad, mesh.gradient) for name, grad in parameters.items()}, cut
+        found = {}
+        for name, form in FORMS.items():
+            tensors, parameters, cut = outputs_and_gradients(form, mesh.head_shard, mesh.sequence_piece)
+            found[name] = (
+                tensors,
+                {key: mesh.sum(grad, mesh.gradient) for key, grad in parameters.items()},
+                cut,
+            )
+        return found
 
 
-@pytest.mark.parametrize("sizes", [{"context": 2}, {"context": 4}, {"tensor": 2, "context": 2}], ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_attention_over_ranks_is_attention_of_one_process(form, sizes):
-    expected, gradients, cut = outputs_and_gradients(FORMS[form])
+@pytest.fixture(scope="module", params=[{"context": 2}, {"context": 4}, {"tensor": 2, "context": 2}], ids=str)
+def layout(request):
+    sizes = request.param
     shards, pieces = sizes.get("tensor", 1), sizes["context"]
-    for rank, (actual, parameters, _) in enumerate(run_ranks(on_ranks, shards * pieces, FORMS[form], sizes)):
+    return shards, pieces, run_ranks(all_forms_on_ranks, shards * pieces, sizes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_over_ranks_is_attention_of_one_process(form, layout):
+    expected, gradients, cut = outputs_and_gradients(FORMS[form])
+    shards, pieces, results = layout
+    for rank, (actual, parameters, _) in enumerate(result[form] for result in results):
         shard, piece = rank % shards, rank // shards
         for part, whole in zip(actual, expected):
             mine = whole.chunk(shards, 1)[shard].chunk(pieces, 2)[piece]

@@ -27,7 +27,8 @@ def attend(q: Tensor, windows: Windows, chunks: Chunks) -> Tensor:
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
         q, values, logs, seen = sequences
-        far = softmax_pairs(q[:, :, None], *(x[:, :, None] for x in shared), seen)
+        chunk_keys, chunk_values = (x[:, :, None] for x in shared)
+        far = softmax_pairs(q[:, :, None], chunk_keys, chunk_values, seen)
         total = add(Sums(values, logs[..., 0]), Sums(far.values[:, :, 0], far.scale_or_zero[:, :, 0]))
         return (normalized(total).to(values.dtype),), ()
 

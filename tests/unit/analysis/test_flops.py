@@ -10,6 +10,7 @@ from megakernel.analysis.flops import (
     recomputed_flops_per_token,
     training_flops_per_token,
 )
+from megakernel.analysis.low_rank_cost import mean_complete_blocks
 from megakernel.config import PRESETS, Attention, FeatureMap, Model
 from megakernel.config.attention import expand_preset
 
@@ -105,13 +106,15 @@ def test_feature_widths(feature_map, width):
 
 
 QUADRATIC = [name for name in PRESETS if Attention(**expand_preset(name)).weighs_every_pair]
+MEETS_EVERY_BLOCK = ["eva", "flurka_eva", "linformer_causal"]
+"""Quadratic too, divided by the size of a chunk or block."""
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in QUADRATIC])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in (*QUADRATIC, *MEETS_EVERY_BLOCK)])
 def test_a_token_of_kernelized_attention_costs_no_more_at_1_million_than_at_8_thousand(preset):
     short, long = (flops_per_token(model(attention=preset), n, 256) for n in (8192, 2**20))
     # What a row costs once, such as an inverse, is shared by its tokens.
-    assert long == short or (long < short and Attention(**expand_preset(preset)).takes_whole_rows)
+    assert long == short or (long < short and Attention(**expand_preset(preset)).mixes_future_tokens)
 
 
 @pytest.mark.parametrize("preset", QUADRATIC)
@@ -150,3 +153,37 @@ def test_training_is_three_forwards_and_recomputation_is_apart():
     assert recomputed_flops_per_token(small, 256, "none") == 0
     assert recomputed_flops_per_token(small, 256, "selective") == 2 * sum(core("flurka").values())
     assert recomputed_flops_per_token(small, 256, "full") == forward - 2 * 64 * 50
+
+
+def test_linformer_and_flurka_by_hand():
+    # 24 landmarks for 256 tokens of width 64: E and F on the input, then keys and values of landmarks alone.
+    encoder = {"kind": "masked_lm", "max_positions": 256}
+    compression = {"rank": 24}
+    linformer = core({"preset": "linformer", "compression": compression}, **encoder)
+    assert linformer == {"landmarks": 2 * 24 * 2 * 64, "far": 4 * 24 * 4 * 16}
+    assert core({"preset": "flurka_rnn", "compression": compression}, **encoder) == {
+        "landmarks": 2 * 24 * 2 * 64,
+        "feature_map": 0,
+        "state": 4 * 24 / 256 * 2 * 16 * 17,
+        "readout": 4 * 2 * 16 * 17,
+    }
+    form = {"preset": "flurka_rnn", "compression": compression}
+    built = forward_flops(model(attention=form, **encoder), 256, 8)["projections"]
+    assert built == 2 * 2 * 64 * 16 * (8 + 8 * 24 / 256)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "size", "skipped"), itertools.product([1, 7, 8, 9, 37], [1, 8, 64], [1, 2])
+)
+def test_mean_complete_blocks_is_a_count_of_blocks_before_the_window(seq_len, size, skipped):
+    blocks = sum(max(0, query // size - skipped + 1) for query in range(seq_len))
+    assert mean_complete_blocks(seq_len, size, skipped) == blocks / seq_len
+
+
+def test_eva_by_hand():
+    # Windows of 64 tokens and chunks of 16: causal queries see the chunks before their own, 7.5 of 16 on average.
+    assert core("eva") == {
+        "summaries": 4 * (2 * 2 * 16 * 16 / 16 + 4 * 16),
+        "near": 4 * 65 / 2 * 4 * 16,
+        "far": 4 * 7.5 * 4 * 16,
+    }

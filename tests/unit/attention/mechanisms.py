@@ -63,6 +63,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     },
     "flurka_centroid": {"preset": "flurka", **SMALL_BLOCKS, "far_rope": "centroid"},
     "flurka_per_head": {"preset": "flurka", "compression": {"block_size": 4, "rank": 2, "per_head": True}},
+    "flurka_one_pool": {"preset": "flurka", "compression": {"block_size": 4, "rank": 2, "share_kv": True}},
     "flurka_uneven_rank": {"preset": "flurka", "compression": {"block_size": 5, "rank": 3}},
     "flurka_shared": {"preset": "flurka", **SMALL_BLOCKS, "near": {"join": "shared"}},
     "flurka_shared_favor": {

@@ -1,6 +1,7 @@
 import pytest
 
-from megakernel.config import Attention, ConfigError, load
+from megakernel.config import PRESETS, Attention, ConfigError, load
+from megakernel.config.errors import nearest_first
 
 from . import trees
 from .trees import problems
@@ -64,7 +65,7 @@ def test_an_unknown_key_names_the_nearest_right_one(sections, key, remedy):
         ({"training": 3}, "training", "training=3 should be a mapping of keys; write its keys below it"),
         ({"model": {"attention": "flurk"}}, "model.attention",
          "model.attention=flurk is no attention preset; "
-         "choose flurka, flurka_kernel, linear, performer, local, softmax, hedgehog"),
+         f"choose {nearest_first('flurk', PRESETS)}"),
         ({"data": {"train": [{"weight": 2}]}}, "data.train.0.path",
          "data.train.0.path is missing; add it (Folder with manifest.json)"),
     ],
@@ -86,8 +87,12 @@ def test_a_missing_section_names_its_keys():
     [
         ({"similarity": "kernel"}, "feature_map"),
         ({"feature_map": {"name": "elu"}}, "feature_map"),
-        ({"compression": {}, "near": {}}, "compression"),
-        ({"similarity": "kernel", "feature_map": {}, "compression": {}}, "near"),
+        ({"similarity": "gaussian", "compression": {}}, "compression"),
+        ({"compression": {"kind": "pool"}, "near": {}}, "compression.kind"),
+        ({"compression": {"compress": "input"}, "near": {}}, "compression.compress"),
+        ({"compression": {"compress": "input", "per_head": True}}, "compression.compress"),
+        ({"compression": {"kind": "linformer"}, "far_rope": "centroid"}, "far_rope"),
+        ({"eva": {}}, "eva"),
         ({"similarity": "kernel", "feature_map": {}, "near": {}}, "near"),
         (
             {"similarity": "kernel", "feature_map": {}, "compression": {}, "near": {"block_size": 8}},
@@ -112,9 +117,20 @@ def test_a_section_built_by_hand_is_held_to_the_same_rules():
         Attention(similarity="kernel")
 
 
+@pytest.mark.parametrize("preset", ["linformer", "flurka_rnn", "flurka_eva"])
+def test_landmarks_of_whole_rows_are_no_decoders_and_know_no_documents(preset):
+    found = problems(model={"attention": preset})["model.attention"]
+    assert "linformer without a near window mixes future tokens" in str(found)
+    found = problems(model={"attention": preset, "kind": "masked_lm"})
+    assert "model.attention" not in found
+    assert "data.isolate_documents" in found
+    assert not problems(model={"attention": preset, "kind": "masked_lm"}, data={"isolate_documents": False})
+
+
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
+        ({"model": {"qkv_bias": True, "kind": "masked_lm", "attention": "linformer"}}, "model.qkv_bias"),
         ({"model": {"hidden_size": 130}}, "model.hidden_size"),
         ({"model": {"num_kv_heads": 3}}, "model.num_kv_heads"),
         ({"model": {"head_dim": 31}}, "model.position"),
