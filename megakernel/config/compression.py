@@ -13,7 +13,7 @@ Stage = Literal["input", "projected"]
 
 class _Compression(Section):
     compress: Stage | None = None
-    """What E and F act on: `input` (FLuRKA eq. 2), or `projected` keys and values (eq. 1); None: input where it can be."""
+    """What E and F act on: `input` (FLuRKA eq. 2) or `projected` keys and values (eq. 1); None: input if it can be."""
 
 
 class BlockCompression(_Compression):
