@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from megakernel.attention import ALL_HEADS, HeadShard, Rotary, build
-from megakernel.attention.features import orthogonal_gaussian
 from megakernel.attention.flurka import pooling_logits
 from megakernel.attention.heads import generator
+from megakernel.attention.projection import orthogonal_gaussian
 from megakernel.config.attention import PRESETS, Attention, expand_preset
 from tests.unit.attention.pieces import Table, ThreadPiece
 
@@ -13,10 +13,17 @@ QKV = [torch.randn(1, 4, 150, 8, generator=torch.Generator().manual_seed(i)) for
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_name_a_tree_and_a_validated_tree_build_the_same(preset):
-    forms = (preset, {"preset": preset}, Attention.model_validate(expand_preset(preset)))
-    outputs = [build(form, num_heads=4, head_dim=8)(*QKV) for form in forms]
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
+    validated = Attention.model_validate(expand_preset(preset))
+    causal = validated.mixes_future_tokens is None
+    layers = [
+        build(form, num_heads=4, head_dim=8, causal=causal)
+        for form in (preset, {"preset": preset}, validated)
+    ]
+    states = [layer.state_dict() for layer in layers]
+    for layer, state in zip(layers, states):
+        assert type(layer) is type(layers[0])
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(state[name], states[0][name]) for name in state)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +69,10 @@ def test_softmax_over_pieces_needs_heads_that_divide():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_shard_draws_the_random_matrices_of_its_heads(size):
-    whole = build("performer", num_heads=4, head_dim=8, seed=(5, 1)).state_dict()["projection.matrix"]
+    whole = build("performer", num_heads=4, head_dim=8, seed=(5, 1)).state_dict()["projection.matrix.values"]
     for rank in range(size):
         part = build("performer", num_heads=4, head_dim=8, seed=(5, 1), heads=HeadShard(rank, size))
-        assert torch.equal(part.state_dict()["projection.matrix"], whole.chunk(size)[rank])
+        assert torch.equal(part.state_dict()["projection.matrix.values"], whole.chunk(size)[rank])
 
 
 def test_what_heads_share_passes_through_the_shard():
