@@ -73,7 +73,7 @@ def around_bad_gradients(config: Path, overrides: tuple[str, ...]) -> tuple[Any,
             hook = spoil(here, value)
             steps.append(here.engine.train_step(next(batches), 1e-3))
             hook.remove()
-            losses.append(here.engine.evaluate(list(here.validation)))
+            losses.append(here.engine.evaluate(list(here.validation))["loss"])
         return steps, losses, here.engine.skipped_steps
 
 

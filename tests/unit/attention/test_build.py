@@ -16,7 +16,7 @@ def test_a_name_a_tree_and_a_validated_tree_build_the_same(preset):
     validated = Attention.model_validate(expand_preset(preset))
     causal = validated.mixes_future_tokens is None
     layers = [
-        build(form, num_heads=4, head_dim=8, causal=causal)
+        build(form, num_heads=4, head_dim=8, causal=causal, max_positions=64)
         for form in (preset, {"preset": preset}, validated)
     ]
     states = [layer.state_dict() for layer in layers]
