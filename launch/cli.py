@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import megakernel
-from launch import config, doctor, evaluate, generate, prepare, pretrain, reshape
+from launch import config, doctor, evaluate, generate, mechanisms, prepare, pretrain, reshape
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
 from megakernel.config import RunFailed, UserError
@@ -25,6 +25,7 @@ COMMANDS: dict[str, ModuleType] = {
     "generate": generate,
     "reshape": reshape,
     "config": config,
+    "mechanisms": mechanisms,
     "doctor": doctor,
 }
 
