@@ -123,6 +123,13 @@ class Attention(Section):
         return f"{self.compression.kind} without a near window mixes future tokens into its landmarks"
 
     @property
+    def mixes_documents(self) -> str | None:
+        """Why tokens that see both ways also see other documents of their row; None where documents stay apart."""
+        if self.mechanism == "eva" and self.compression is None:
+            return "eva that sees both ways cuts a row, not its documents, into windows and chunks"
+        return self.mixes_future_tokens
+
+    @property
     def looks_back_only(self) -> str | None:
         """Why a token cannot see later ones of its document; None where it can."""
         return None if self.near is None else f"a near window of kind: {self.near.kind} looks back only"

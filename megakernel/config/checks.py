@@ -118,8 +118,8 @@ def _rows_are_documents_where_landmarks_mix_them(model: Model, data: Data) -> It
     if model.kind != "masked_lm" or not data.isolate_documents:
         return
     for key, attention in _named_attentions(model):
-        if attention.mixes_future_tokens:
-            reason = f"cannot hold for {key}: {attention.mixes_future_tokens}"
+        if attention.mixes_documents:
+            reason = f"cannot hold for {key}: {attention.mixes_documents}"
             yield Problem("data.isolate_documents", True, reason, "set false")
 
 

@@ -75,3 +75,9 @@ def test_sequences_are_cut_where_encoders_can_be():
 def test_only_a_learned_table_has_a_number_of_positions():
     assert not problems(model={**MASKED, "position": "sinusoidal"})
     assert "model.max_positions" in problems(model={**MASKED, "position": "sinusoidal", "max_positions": 512})
+
+
+def test_an_encoder_with_eva_takes_rows_for_whole_documents():
+    found = problems(model={"attention": "eva", "kind": "masked_lm"})
+    assert "cuts a row, not its documents" in str(found["data.isolate_documents"])
+    assert not problems(model={"attention": "eva", "kind": "masked_lm"}, data={"isolate_documents": False})
