@@ -1,6 +1,6 @@
 """A whole run of one process, from joining the others to leaving them."""
 
-from megakernel.config import Config
+from megakernel.config import Config, RunFailed, UserError
 from megakernel.parallel.processes import ProcessEnvironment
 
 
@@ -18,6 +18,10 @@ def pretrain(config: Config, process: ProcessEnvironment) -> int:
 
     mesh = Mesh.create(config.parallel, process, device)
     try:
-        return Trainer(config, mesh).run().exit_status
-    finally:
+        status = Trainer(config, mesh).run().exit_status
+    except (UserError, RunFailed):  # raised alike on all ranks
         mesh.destroy()
+        raise
+    # Any other error is this rank's own: leaving the groups would make the others fail first and hide the cause.
+    mesh.destroy()
+    return status
