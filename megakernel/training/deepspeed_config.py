@@ -3,6 +3,7 @@
 from typing import Any
 
 from megakernel.config import Config
+from megakernel.config.merging import merged
 from megakernel.parallel import Mesh
 
 
@@ -38,12 +39,4 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
         ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
         ours["communication_data_type"] = "fp32"
-    return _merged(ours, config.deepspeed)
-
-
-def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in changes.items():
-        nested = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = _merged(out[key], value) if nested else value
-    return out
+    return merged(ours, config.deepspeed)
