@@ -1,24 +1,81 @@
 """Which implementation of an op runs, and the dtype it sums in."""
 
+import importlib
 import os
+import warnings
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
 
 import torch
 
 VARIABLE = "MEGAKERNEL_BACKEND"
-DEFAULT = "chunked"
+EVERYWHERE = "chunked"
+KERNELS = "triton"
 
-Implementation = TypeVar("Implementation", bound=Callable)
+
+class Kernels:
+    """The Triton implementation of an op: a module with `attend`, imported when it first runs.
+
+    Its `unsupported`, given the same arguments, says why the kernels cannot take them, or None.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.name = module
+
+    @property
+    def module(self) -> ModuleType:
+        """The imported module."""
+        return importlib.import_module(self.name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the kernels; ValueError with the reason where they cannot."""
+        reason = _no_device(args[0]) or self.module.unsupported(*args, **kwargs)
+        if reason is not None:
+            raise ValueError(f"backend='{KERNELS}': {reason}; take backend='{EVERYWHERE}'")
+        return self.module.attend(*args, **kwargs)
+
+
+Implementation = Callable[..., Any]
 
 
 def choose(implementations: Mapping[str, Implementation], backend: str | None) -> Implementation:
-    """The implementation named by `backend`, else by the environment's MEGAKERNEL_BACKEND, else the default."""
-    name = backend or os.environ.get(VARIABLE) or DEFAULT
+    """The implementation named by `backend`, else by the environment's MEGAKERNEL_BACKEND, else the fastest.
+
+    The fastest is Triton's for tensors on a GPU, if the op has kernels and they take the arguments, and the chunked
+    one elsewhere. The environment's `triton` means all ops that have kernels.
+    """
+    name = backend or os.environ.get(VARIABLE)
+    if name is None:
+        return partial(_fastest, implementations)
+    if name == KERNELS and not backend:
+        return implementations.get(KERNELS, implementations[EVERYWHERE])
     if name not in implementations:
         source = "backend" if backend else VARIABLE
         raise ValueError(f"{source}={name!r}: expected one of {', '.join(implementations)}")
     return implementations[name]
+
+
+def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs: Any) -> Any:
+    kernels = implementations.get(KERNELS)
+    if isinstance(kernels, Kernels) and args[0].is_cuda:
+        reason = kernels.module.unsupported(*args, **kwargs)
+        if reason is None:
+            return kernels.module.attend(*args, **kwargs)
+        _warn_once(kernels.name.split(".")[-2], reason)
+    return implementations[EVERYWHERE](*args, **kwargs)
+
+
+@cache
+def _warn_once(op: str, reason: str) -> None:
+    warnings.warn(f"{op} runs without its kernels: {reason}", RuntimeWarning, stacklevel=2)
+
+
+def _no_device(x: torch.Tensor) -> str | None:
+    from megakernel.ops.kernels.launch import runs_on
+
+    return None if runs_on(x.device) else f"tensors are on {x.device}; expected cuda, or TRITON_INTERPRET=1"
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,1 @@
+"""Device code that the Triton implementations of the ops share. Nothing here is imported before a kernel runs."""
