@@ -11,14 +11,18 @@ from megakernel.ops.arguments import (
     check_state,
     expand_tokens,
 )
-from megakernel.ops.dispatch import choose
+from megakernel.ops.dispatch import Kernels, choose
 from megakernel.ops.documents import Positions, positions_from_cu_seqlens
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention import chunked, reference
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
 
-IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
+IMPLEMENTATIONS = {
+    "chunked": chunked.attend,
+    "reference": reference.attend,
+    "triton": Kernels("megakernel.ops.kernel_attention.triton"),
+}
 """Backend -> implementation."""
 
 

@@ -6,17 +6,26 @@ before it. With u_j = m_j [v_j, 1] and the pull g_i = [do_i, -do_i.o_i] / den_i 
 
     dphi(q_i) = sum_j (g_i.u_j) phi(k_j)    dphi(k_j) = sum_i (g_i.u_j) phi(q_i)    du_j = sum_i (phi(q_i).phi(k_j)) g_i
 
-so the gradient of queries needs the state of keys before, and that of keys the same sum over queries after.
+so the gradient of queries needs the state of keys before, and that of keys the same sum over queries after: a state
+of queries, whose values are pulls.
 
-Unbounded maps: phi(k_j) = values exp(c_j). Query i divides by exp(r_i), r_i the largest c_j of the keys it sees, so that
-later keys reach it not even by rounding. Its own scale cancels in the quotient.
+Unbounded maps: phi(k_j) = values exp(c_j). Query i divides by exp(r_i), r_i the largest c_j of the keys it sees, so
+that later keys reach it not even by rounding. Its own scale cancels in the quotient. A state of queries has the log
+scales -r_i.
 """
 
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, phi_gradient, store_rows
-from megakernel.ops.kernels.states import add_to_state, first_token, load_mass, load_state
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient, store_rows
+from megakernel.ops.kernels.states import (
+    add_tokens,
+    first_token,
+    load_mass,
+    load_state,
+    scales_of_addition,
+    store_state,
+)
 
 
 @triton.jit
@@ -86,7 +95,8 @@ def read(
     DP: tl.constexpr,
     M: tl.constexpr,
     MP: tl.constexpr,
-    FP: tl.constexpr,
+    K: tl.constexpr,
+    TWO: tl.constexpr,
     SCALE: tl.constexpr,
     COEFFICIENT: tl.constexpr,
     UNBOUNDED: tl.constexpr,
@@ -107,56 +117,539 @@ def read(
     matrix += kv * M * D
     group = head.to(tl.int64) * G * length
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
-    tile, norm, log = load_state(sums + entry * FP * VP, norms + entry * FP, logs + entry, FP, VP, BV, column)
+    FP: tl.constexpr = MP * (2 if TWO else 1)
+    sums += entry * FP * VP
+    norms += entry * FP
+    log = tl.load(logs + entry)
+    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
+    if TWO:
+        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
 
     begin = segment * SEGMENT
+    q_far, k_far, v_far = tl.cast(q_row, tl.int64), tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
     end = tl.minimum(begin + SEGMENT, length)
     for at in range(begin, end, C):
-        rows = at + tl.arange(0, C)
+        rows, left = at + tl.arange(0, C), length - at
         first = first_token(starts, row, rows, length, start, PACKED)
         visible, reads = visible_pairs(rows, first, at, CAUSAL)
         if CAUSAL:
-            keys = load_rows(k, rows, k_row, length, D, DP)
-            columns = load_rows(v, rows, v_row, length, V - column, BV)
-            values, scales = phi(keys, matrix, low, MAP, D, DP, M, MP, SCALE, COEFFICIENT)
+            columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
+            keys = k + at * k_far
+            a, b, scales = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            a, b = rounded(a, dtype), rounded(b, dtype)
             weights = load_mass(mass, rows, length, MASSES)
         else:
             weights = tl.zeros((C,), tl.float32)
             scales = weights
         pairs, of_state, r = pair_factors(scales, weights, visible, reads, log, UNBOUNDED)
         for g in tl.static_range(G):
-            queries = load_rows(q + g * q_head, rows, q_row, length, D, DP)
-            asked, own = phi(queries, matrix, low, MAP, D, DP, M, MP, SCALE, COEFFICIENT)
-            total = dot(asked, tile, dtype) * of_state[:, None]
-            den = tl.sum(asked * norm[None, :], 1) * of_state
+            queries = q + g * q_head + at * q_far
+            x, y, own = phi(queries, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            x, y = rounded(x, dtype), rounded(y, dtype)
+            total = dot(x, tile, dtype)
+            den = tl.sum(x.to(tl.float32) * norm[None, :], 1)
+            if TWO:
+                total += dot(y, tile2, dtype)
+                den += tl.sum(y.to(tl.float32) * norm2[None, :], 1)
+            total *= of_state[:, None]
+            den *= of_state
             if CAUSAL:
-                weighed = dot(asked, tl.trans(values), dtype) * pairs * weights[None, :]
+                weighed = dot(x, tl.trans(a), dtype)
+                if TWO:
+                    weighed += dot(y, tl.trans(b), dtype)
+                weighed *= pairs * weights[None, :]
                 total += dot(weighed, columns, dtype)
                 den += tl.sum(weighed, 1)
             if NORMALIZE:
                 factor = tl.where(den == 0, 0.0, 1.0 / tl.where(den == 0, 1.0, den))
             else:
                 factor = tl.exp(own + r) if UNBOUNDED else tl.full((C,), 1.0, tl.float32)
-            places = out + (group + g * length) * V + column
-            store_rows(places, rows, V, length, total * factor[:, None], V - column, BV)
-            if tl.program_id(1) == 0:
+            places = out + (group + g * length + at) * V + column
+            store_rows(places, V, left, total * factor[:, None], V - column, BV)
+            if column == 0:
                 tl.store(inverse + group + g * length + rows, factor, mask=rows < length)
-        if UNBOUNDED:
-            if tl.program_id(1) == 0:
-                tl.store(scale + head.to(tl.int64) * length + rows, r, mask=rows < length)
+        if UNBOUNDED and column == 0:
+            tl.store(scale + head.to(tl.int64) * length + rows, r, mask=rows < length)
         if CAUSAL:
             last = first_token(starts, row, tl.minimum(at + C, length) - 1, length, start, PACKED)
             written = tl.where(rows >= last, weights, 0.0)
             scales = tl.where(written != 0, scales, EMPTY) if UNBOUNDED else scales
-            tile, norm, log = add_to_state(
-                tile,
-                norm,
-                log,
-                values,
-                scales,
-                columns.to(tl.float32) * written[:, None],
-                written,
-                last < at,
-                dtype,
-                UNBOUNDED,
+            shrink, factors, log = scales_of_addition(log, scales, last < at, UNBOUNDED)
+            written *= factors
+            added = columns.to(tl.float32) * written[:, None]
+            tile, norm = add_tokens(tile, norm, shrink, a, added, written, dtype)
+            if TWO:
+                tile2, norm2 = add_tokens(tile2, norm2, shrink, b, added, written, dtype)
+
+
+@triton.jit
+def pulls(grad, inverse, drift, row, left, C: tl.constexpr, V, BV: tl.constexpr, FIRST_BLOCK):
+    """g_i of C queries: [do / den] (C, BV) float32, and the pull of the normalizer (C,), which the first block has."""
+    rows = tl.arange(0, C)
+    factor = tl.load(inverse + rows, mask=rows < left, other=0.0)
+    pull = load_rows(grad, row, left, C, V, BV).to(tl.float32) * factor[:, None]
+    of_norm = tl.load(drift + rows, mask=(rows < left) & FIRST_BLOCK, other=0.0)
+    return pull, of_norm
+
+
+@triton.jit
+def write_queries(
+    q,
+    grad,
+    out,
+    inverse,
+    scale,
+    starts,
+    matrix,
+    sums,
+    norms,
+    logs,
+    drift,
+    q_batch,
+    q_head,
+    q_row,
+    g_batch,
+    g_head,
+    g_row,
+    length,
+    start,
+    heads,
+    segments,
+    low,
+    G: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    MAP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+    TWO: tl.constexpr,
+    SCALE: tl.constexpr,
+    COEFFICIENT: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+):
+    """What each segment's queries add to the gradient of the state that enters it, and the drifts -do.o / den.
+
+    As `states.write_keys`, for queries that see that state.
+    """
+    segment = tl.program_id(0) % segments
+    head = tl.program_id(0) // segments
+    row, kv = head // heads, head % heads
+    column = tl.program_id(1) * BV
+    dtype: tl.constexpr = q.dtype.element_ty
+    q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
+    grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head
+    matrix += kv * M * D
+    group = head.to(tl.int64) * G * length
+    begin = segment * SEGMENT
+    end = tl.minimum(begin + SEGMENT, length)
+    q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
+
+    tile = tl.zeros((MP, BV), tl.float32)
+    tile2 = tile
+    norm = tl.zeros((MP,), tl.float32)
+    norm2 = norm
+    log = EMPTY if UNBOUNDED else 0.0
+    for at in range(begin, end, C):
+        rows, left = at + tl.arange(0, C), length - at
+        first = first_token(starts, row, rows, length, start, PACKED)
+        reads = ((first < begin) | (not CAUSAL)) & (rows < length)
+        scales = tl.zeros((C,), tl.float32)
+        if UNBOUNDED:
+            r = tl.load(scale + head.to(tl.int64) * length + rows, mask=rows < length, other=EMPTY)
+            reads = reads & (r > EMPTY)
+            scales = tl.where(reads, -r, EMPTY)
+        shrink, factors, log = scales_of_addition(log, scales, True, UNBOUNDED)
+        tile *= shrink
+        norm *= shrink
+        if TWO:
+            tile2 *= shrink
+            norm2 *= shrink
+        factors = tl.where(reads, factors, 0.0)
+        for g in tl.static_range(G):
+            places = group + g * length + at
+            given = grad + g * g_head + at * g_far
+            if NORMALIZE and column == 0:
+                product = tl.zeros((C,), tl.float32)
+                for block in range(0, V, BV):
+                    outer = load_rows(given + block, g_row, left, C, V - block, BV).to(tl.float32)
+                    inner = load_rows(out + places * V + block, V, left, C, V - block, BV).to(tl.float32)
+                    product += tl.sum(outer * inner, 1)
+                here = tl.arange(0, C)
+                den = tl.load(inverse + places + here, mask=here < left, other=0.0)
+                tl.store(drift + places + here, -product * den, mask=here < left)
+                of_norm = -product * den
+            else:
+                of_norm = tl.zeros((C,), tl.float32)
+            pull, _ = pulls(given + column, inverse + places, drift, g_row, left, C, V - column, BV, False)
+            x = q + g * q_head + at * q_far
+            a, b, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            pull *= factors[:, None]
+            of_norm *= factors
+            tile, norm = add_tokens(tile, norm, 1.0, rounded(a, dtype), pull, of_norm, dtype)
+            if TWO:
+                tile2, norm2 = add_tokens(tile2, norm2, 1.0, rounded(b, dtype), pull, of_norm, dtype)
+    entry = head.to(tl.int64) * (segments + 1) + segment
+    FP: tl.constexpr = MP * (2 if TWO else 1)
+    sums += entry * FP * VP
+    norms += entry * FP
+    store_state(tile, norm, sums, norms, column, 0, MP, VP, BV)
+    if TWO:
+        store_state(tile2, norm2, sums, norms, column, 1, MP, VP, BV)
+    if column == 0:
+        tl.store(logs + entry, log)
+
+
+@triton.jit
+def pull_queries(
+    q,
+    k,
+    v,
+    grad,
+    mass,
+    starts,
+    matrix,
+    sums,
+    norms,
+    logs,
+    inverse,
+    drift,
+    dq,
+    dy,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    g_batch,
+    g_head,
+    g_row,
+    length,
+    start,
+    heads,
+    segments,
+    states,
+    low,
+    tokens,
+    G: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LEARNED: tl.constexpr,
+    MASSES: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    MAP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+    TWO: tl.constexpr,
+    SCALE: tl.constexpr,
+    COEFFICIENT: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+):
+    """Gradient of queries (blocks, B, H, N, D), a part for each block of values, and of projected ones (..., M).
+
+    tokens: B H N, the rows of one part.
+    """
+    segment = tl.program_id(0) % segments
+    head = tl.program_id(0) // segments
+    row, kv = head // heads, head % heads
+    column = tl.program_id(1) * BV
+    dtype: tl.constexpr = q.dtype.element_ty
+    q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
+    k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
+    v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
+    grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
+    mass += head.to(tl.int64) * length
+    matrix += kv * M * D
+    group = head.to(tl.int64) * G * length
+    part = tl.program_id(1).to(tl.int64) * tokens + group
+    entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
+    FP: tl.constexpr = MP * (2 if TWO else 1)
+    sums += entry * FP * VP
+    norms += entry * FP
+    log = tl.load(logs + entry)
+    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
+    if TWO:
+        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
+
+    begin = segment * SEGMENT
+    q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
+    k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
+    end = tl.minimum(begin + SEGMENT, length)
+    for at in range(begin, end, C):
+        rows, left = at + tl.arange(0, C), length - at
+        first = first_token(starts, row, rows, length, start, PACKED)
+        visible, reads = visible_pairs(rows, first, at, CAUSAL)
+        if CAUSAL:
+            columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
+            keys = k + at * k_far
+            a, b, scales = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            a, b = rounded(a, dtype), rounded(b, dtype)
+            weights = load_mass(mass, rows, length, MASSES)
+        else:
+            weights = tl.zeros((C,), tl.float32)
+            scales = weights
+        pairs, of_state, _ = pair_factors(scales, weights, visible, reads, log, UNBOUNDED)
+        for g in tl.static_range(G):
+            places = group + g * length + at
+            given = grad + g * g_head + at * g_far
+            pull, of_norm = pulls(
+                given, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
             )
+            seen = pull * of_state[:, None]
+            seen_norm = of_norm * of_state
+            grad_a = dot(seen, tl.trans(tile), dtype) + seen_norm[:, None] * norm[None, :]
+            grad_b = grad_a
+            if TWO:
+                grad_b = dot(seen, tl.trans(tile2), dtype) + seen_norm[:, None] * norm2[None, :]
+            if CAUSAL:
+                along = dot(pull, tl.trans(columns), dtype) + of_norm[:, None]
+                along *= pairs * weights[None, :]
+                grad_a += dot(along, a, dtype)
+                if TWO:
+                    grad_b += dot(along, b, dtype)
+            x = q + g * q_head + at * q_far
+            qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            store_gradient(
+                x,
+                q_row,
+                left,
+                matrix,
+                qa,
+                qb,
+                grad_a,
+                grad_b,
+                dq + (part + g * length + at) * D,
+                dy + (part + g * length + at) * M,
+                C,
+                LEARNED,
+                MAP,
+                D,
+                DP,
+                M,
+                MP,
+                K,
+                SCALE,
+                COEFFICIENT,
+            )
+        if CAUSAL:
+            last = first_token(starts, row, tl.minimum(at + C, length) - 1, length, start, PACKED)
+            written = tl.where(rows >= last, weights, 0.0)
+            scales = tl.where(written != 0, scales, EMPTY) if UNBOUNDED else scales
+            shrink, factors, log = scales_of_addition(log, scales, last < at, UNBOUNDED)
+            written *= factors
+            added = columns.to(tl.float32) * written[:, None]
+            tile, norm = add_tokens(tile, norm, shrink, a, added, written, dtype)
+            if TWO:
+                tile2, norm2 = add_tokens(tile2, norm2, shrink, b, added, written, dtype)
+
+
+@triton.jit
+def pull_keys(
+    q,
+    k,
+    v,
+    grad,
+    mass,
+    starts,
+    matrix,
+    sums,
+    norms,
+    logs,
+    inverse,
+    drift,
+    scale,
+    dk,
+    dv,
+    dy,
+    dmass,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    g_batch,
+    g_head,
+    g_row,
+    length,
+    start,
+    heads,
+    segments,
+    states,
+    low,
+    tokens,
+    G: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LEARNED: tl.constexpr,
+    MASSES: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    MAP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+    TWO: tl.constexpr,
+    SCALE: tl.constexpr,
+    COEFFICIENT: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+):
+    """Gradients of keys, values and masses; `sums` holds states of queries, and a program goes from right to left.
+
+    Parts of dk (blocks, B, H_kv, N, D), of dy (..., M) and of dmass (blocks, B, H_kv, N) as in `pull_queries`;
+    dv (B, H_kv, N, V). tokens: B H_kv N.
+    """
+    segment = tl.program_id(0) % segments
+    head = tl.program_id(0) // segments
+    row, kv = head // heads, head % heads
+    column = tl.program_id(1) * BV
+    dtype: tl.constexpr = k.dtype.element_ty
+    q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
+    k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
+    v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
+    grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
+    own = head.to(tl.int64) * length
+    mass += own
+    matrix += kv * M * D
+    group = head.to(tl.int64) * G * length
+    part = tl.program_id(1).to(tl.int64) * tokens + own
+    entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
+    FP: tl.constexpr = MP * (2 if TWO else 1)
+    sums += entry * FP * VP
+    norms += entry * FP
+    log = tl.load(logs + entry)
+    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
+    if TWO:
+        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
+
+    begin = segment * SEGMENT
+    q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
+    k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
+    chunks = tl.cdiv(tl.minimum(SEGMENT, length - begin), C)
+    for step in range(chunks):
+        at = begin + (chunks - 1 - step) * C
+        rows, left = at + tl.arange(0, C), length - at
+        first = first_token(starts, row, rows, length, start, PACKED)
+        visible, reads = visible_pairs(rows, first, at, CAUSAL)
+        last = first_token(starts, row, tl.minimum(at + C, length) - 1, length, start, PACKED)
+        columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
+        keys = k + at * k_far
+        a, b, scales = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        weights = load_mass(mass, rows, length, MASSES)
+
+        # Queries behind this chunk see the keys that enter the state that leaves it.
+        behind = tl.where((rows >= last) | (not CAUSAL), 1.0, 0.0)
+        if UNBOUNDED:
+            behind = tl.where((behind != 0) & (weights != 0), tl.exp(scales + log), 0.0)
+        weighed = weights * behind
+        lifted = columns.to(tl.float32) * weighed[:, None]
+        # The normalizer is in the first block alone.
+        of_norm = tl.where(column == 0, weighed, 0.0)
+        grad_a = dot(lifted, tl.trans(tile), dtype) + of_norm[:, None] * norm[None, :]
+        grad_b = grad_a
+        du = dot(a, tile, dtype)
+        du_norm = tl.sum(a * norm[None, :], 1)
+        if TWO:
+            grad_b = dot(lifted, tl.trans(tile2), dtype) + of_norm[:, None] * norm2[None, :]
+            du += dot(b, tile2, dtype)
+            du_norm += tl.sum(b * norm2[None, :], 1)
+        du *= behind[:, None]
+        du_norm *= behind
+
+        if CAUSAL:
+            mine = scales
+            r = tl.zeros((C,), tl.float32)
+            if UNBOUNDED:
+                r = tl.load(scale + own + rows, mask=rows < length, other=EMPTY)
+                exists = visible & (weights != 0)[None, :] & (rows < length)[:, None]
+                pairs = tl.where(exists, tl.exp(tl.minimum(mine[None, :] - r[:, None], 0.0)), 0.0)
+                reads = reads & (r > EMPTY)
+            else:
+                pairs = tl.where(visible, 1.0, 0.0)
+            reads = reads & (rows < length)
+            added = tl.where(reads, -r, EMPTY) if UNBOUNDED else r
+            shrink, factors, log = scales_of_addition(log, added, last < at, UNBOUNDED)
+            factors = tl.where(reads, factors, 0.0)
+            tile *= shrink
+            norm *= shrink
+            if TWO:
+                tile2 *= shrink
+                norm2 *= shrink
+            for g in tl.static_range(G):
+                places = group + g * length + at
+                given = grad + g * g_head + at * g_far
+                pull, pull_norm = pulls(
+                    given, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
+                )
+                x = q + g * q_head + at * q_far
+                qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+                qa, qb = rounded(qa, dtype), rounded(qb, dtype)
+                similar = dot(qa, tl.trans(rounded(a, dtype)), dtype)
+                if TWO:
+                    similar += dot(qb, tl.trans(rounded(b, dtype)), dtype)
+                similar *= pairs
+                du += dot(tl.trans(rounded(similar, dtype)), pull, dtype)
+                du_norm += tl.sum(similar * pull_norm[:, None], 0)
+                along = dot(pull, tl.trans(columns), dtype) + pull_norm[:, None]
+                along = rounded(along * pairs * weights[None, :], dtype)
+                grad_a += dot(tl.trans(along), qa, dtype)
+                if TWO:
+                    grad_b += dot(tl.trans(along), qb, dtype)
+                pull *= factors[:, None]
+                pull_norm *= factors
+                tile, norm = add_tokens(tile, norm, 1.0, qa, pull, pull_norm, dtype)
+                if TWO:
+                    tile2, norm2 = add_tokens(tile2, norm2, 1.0, qb, pull, pull_norm, dtype)
+        store_rows(dv + (own + at) * V + column, V, left, du * weights[:, None], V - column, BV)
+        if MASSES:
+            total = tl.sum(du * columns.to(tl.float32), 1) + tl.where(column == 0, du_norm, 0.0)
+            tl.store(dmass + part + rows, total, mask=rows < length)
+        store_gradient(
+            keys,
+            k_row,
+            left,
+            matrix,
+            a,
+            b,
+            grad_a,
+            grad_b,
+            dk + (part + at) * D,
+            dy + (part + at) * M,
+            C,
+            LEARNED,
+            MAP,
+            D,
+            DP,
+            M,
+            MP,
+            K,
+            SCALE,
+            COEFFICIENT,
+        )

@@ -1,8 +1,8 @@
 """Feature maps inside a Triton kernel: phi of a tile of tokens in registers, and its gradient.
 
 phi(x) = values * exp(logs), as in `megakernel.ops.feature_maps`; logs are the stabilizers of unbounded maps, one per
-token and constant to differentiation, and 0 for the others. Maps with two halves (hedgehog, rks) interleave them:
-feature 2 m + h is component m of half h, so that a half is a register permutation away.
+token and constant to differentiation, and 0 for the others. Maps with two halves (hedgehog, rks) keep them in two
+tiles, so that no program rearranges registers; where a map has one half, the second tile is the first and unused.
 """
 
 import math
@@ -82,7 +82,8 @@ class Phi(NamedTuple):
             "DP": self.padded_width,
             "M": self.rows,
             "MP": self.padded_rows,
-            "FP": self.padded_features,
+            "K": min(32, self.padded_width),
+            "TWO": self.name in TWO_HALVES,
             "SCALE": self.scale,
             "COEFFICIENT": self.coefficient,
             "UNBOUNDED": self.unbounded,
@@ -138,20 +139,20 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_rows(start, rows, stride, count, D: tl.constexpr, DP: tl.constexpr):
-    """Rows (C, DP) of a matrix with D columns, zeros outside."""
-    columns = tl.arange(0, DP)
+def load_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
+    """The first C rows of a matrix at `start`, as a tile (C, DP): zeros from row `count` and column D on."""
+    rows, columns = tl.arange(0, C), tl.arange(0, DP)
     inside = (rows < count)[:, None] & (columns < D)[None, :]
-    return tl.load(start + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+    return tl.load(start + (rows[:, None] * stride + columns[None, :]), mask=inside, other=0.0)
 
 
 @triton.jit
-def store_rows(start, rows, stride, count, x, D: tl.constexpr, DP: tl.constexpr):
+def store_rows(start, stride, count, x, D, DP: tl.constexpr):
     """The inverse of `load_rows`."""
-    columns = tl.arange(0, DP)
+    rows, columns = tl.arange(0, x.shape[0]), tl.arange(0, DP)
     inside = (rows < count)[:, None] & (columns < D)[None, :]
-    x = rounded(x, start.dtype.element_ty)
-    tl.store(start + rows.to(tl.int64)[:, None] * stride + columns[None, :], x, mask=inside)
+    places = start + (rows[:, None] * stride + columns[None, :])
+    tl.store(places, rounded(x, start.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -161,28 +162,39 @@ def dot(a, b, dtype: tl.constexpr):
 
 
 @triton.jit
-def project(x, matrix, low, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr):
-    """x (C, DP) times the transposed matrix (M, D): (C, MP) float32. `low` is the distance to the second term."""
+def project(
+    x,
+    stride,
+    count,
+    matrix,
+    low,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+):
+    """C tokens at `x` times the transposed matrix (M, D), (C, MP) float32, and the squared lengths of the tokens (C,).
+
+    `low` is the distance to the matrix's second term. K columns of tokens and matrix at a time: a whole matrix would
+    take every register.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
     m = tl.arange(0, MP)
-    d = tl.arange(0, DP)
-    inside = (d < D)[:, None] & (m < M)[None, :]
-    places = matrix + m[None, :] * D + d[:, None]
-    y = dot(x, tl.load(places, mask=inside, other=0.0), x.dtype)
-    if x.dtype != tl.float32:
-        y += dot(x, tl.load(places + low, mask=inside, other=0.0), x.dtype)
-    return y
-
-
-@triton.jit
-def interleave(a, b):
-    """(C, M) and (C, M) -> (C, 2 M)."""
-    return tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1]))
-
-
-@triton.jit
-def halves(x):
-    """The inverse of `interleave`."""
-    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    y = tl.zeros((C, MP), tl.float32)
+    square = tl.zeros((C,), tl.float32)
+    for first in range(0, DP, K):
+        part = load_rows(x + first, stride, count, C, D - first, K)
+        d = first + tl.arange(0, K)
+        inside = (d < D)[:, None] & (m < M)[None, :]
+        places = matrix + (m[None, :] * D + d[:, None])
+        y += dot(part, tl.load(places, mask=inside, other=0.0), dtype)
+        if dtype != tl.float32:
+            y += dot(part, tl.load(places + low, mask=inside, other=0.0), dtype)
+        wide = part.to(tl.float32)
+        square += tl.sum(wide * wide, 1)
+    return y, square
 
 
 @triton.jit
@@ -222,88 +234,104 @@ def softmax(y, inside):
 @triton.jit
 def phi(
     x,
+    stride,
+    count,
     matrix,
     low,
+    C: tl.constexpr,
     MAP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     M: tl.constexpr,
     MP: tl.constexpr,
+    K: tl.constexpr,
     SCALE: tl.constexpr,
     COEFFICIENT: tl.constexpr,
 ):
-    """Features of tokens x (C, DP): values (C, FP) float32, 0 in padding, and logs (C,)."""
-    logs = tl.zeros((x.shape[0],), tl.float32)
+    """Features of the C tokens at `x`, zeros from row `count` on: halves (C, MP) float32, 0 in padding, and logs (C,)."""
+    logs = tl.zeros((C,), tl.float32)
     inside = (tl.arange(0, MP) < M)[None, :]
-    if MAP == "identity":
-        values = x.to(tl.float32)
-    elif MAP == "relu":
-        values = tl.maximum(x.to(tl.float32), 0.0)
-    elif MAP == "elu":
-        y = x.to(tl.float32)
-        values = tl.where(inside, tl.exp(tl.minimum(y, 0.0)) + tl.maximum(y, 0.0), 0.0)
+    if MAP == "identity" or MAP == "relu" or MAP == "elu":
+        a = load_rows(x, stride, count, C, D, DP).to(tl.float32)
+        if MAP == "relu":
+            a = tl.maximum(a, 0.0)
+        elif MAP == "elu":
+            # exp(x) below zero, not (exp(x) - 1) + 1, which cancels.
+            a = tl.where(inside, tl.exp(tl.minimum(a, 0.0)) + tl.maximum(a, 0.0), 0.0)
+        b = a
     else:
-        y = project(x, matrix, low, D, DP, M, MP)
+        y, square = project(x, stride, count, matrix, low, C, D, DP, M, MP, K)
         if MAP == "hedgehog":
-            values = interleave(softmax(y, inside), softmax(-y, inside))
+            a = softmax(y, inside)
+            b = softmax(-y, inside)
         elif MAP == "rks":
             cos, sin = cos_sin(y * SCALE)
-            values = interleave(tl.where(inside, cos, 0.0), tl.where(inside, sin, 0.0))
+            a = tl.where(inside, cos, 0.0)
+            b = tl.where(inside, sin, 0.0)
         else:
-            wide = x.to(tl.float32)
             # |x|^2 / 2 estimates exp(q.k / sqrt(d)), |x|^2 a Gaussian kernel (KL eq. 9).
-            square = tl.sum(wide * wide, 1) * (SCALE * SCALE * (0.5 if MAP == "favor" else 1.0))
+            square *= SCALE * SCALE * (0.5 if MAP == "favor" else 1.0)
             y = tl.where(inside, y * SCALE - square[:, None], float("-inf"))
             logs = tl.max(y, 1)
-            values = tl.exp(y - logs[:, None])
-    return values * COEFFICIENT, logs
+            a = tl.exp(y - logs[:, None])
+            b = a
+    return a * COEFFICIENT, b * COEFFICIENT, logs
 
 
 @triton.jit
-def phi_gradient(
+def store_gradient(
     x,
-    values,
-    grad,
+    stride,
+    count,
     matrix,
+    a,
+    b,
+    grad_a,
+    grad_b,
+    dx,
+    dy,
+    C: tl.constexpr,
+    LEARNED: tl.constexpr,
     MAP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     M: tl.constexpr,
     MP: tl.constexpr,
+    K: tl.constexpr,
     SCALE: tl.constexpr,
     COEFFICIENT: tl.constexpr,
 ):
-    """Gradients in x (C, DP) and in its projection (C, MP), float32, given that in the values (C, FP) of `phi`.
+    """Store the gradient in the C tokens at `x`, rows of D at `dx`, given those in the halves a, b of `phi`.
 
-    For maps without a projection the two are one.
+    If the projection is LEARNED, also that in the projected tokens, rows of M at `dy`: with the tokens, it is all that
+    the projection's gradient needs.
     """
-    wide = x.to(tl.float32)
-    if MAP == "identity":
-        dy = grad * COEFFICIENT
-        dx = dy
-    elif MAP == "relu":
-        dy = tl.where(wide > 0, grad * COEFFICIENT, 0.0)
-        dx = dy
-    elif MAP == "elu":
-        dy = tl.where(wide > 0, grad * COEFFICIENT, grad * values)
-        dx = dy
+    if MAP == "identity" or MAP == "relu" or MAP == "elu":
+        grad = grad_a * COEFFICIENT
+        if MAP != "identity":
+            wide = load_rows(x, stride, count, C, D, DP).to(tl.float32)
+            grad = tl.where(wide > 0, grad, grad_a * a if MAP == "elu" else 0.0)
+        store_rows(dx, D, count, grad, D, DP)
     else:
-        weighted = grad * values
         if MAP == "hedgehog":
-            rising, falling = halves(values / COEFFICIENT)
-            up, down = halves(weighted)
-            dy = up - rising * tl.sum(up, 1)[:, None] - down + falling * tl.sum(down, 1)[:, None]
+            rising = grad_a * a
+            falling = grad_b * b
+            grad = rising - a * (tl.sum(rising, 1) / COEFFICIENT)[:, None]
+            grad -= falling - b * (tl.sum(falling, 1) / COEFFICIENT)[:, None]
         elif MAP == "rks":
-            cos, sin = halves(values)
-            of_cos, of_sin = halves(grad)
-            dy = (of_sin * cos - of_cos * sin) * SCALE
+            grad = (grad_b * a - grad_a * b) * SCALE
         else:
-            dy = weighted * SCALE
+            grad = grad_a * a * SCALE
+        total = tl.sum(grad, 1) * (SCALE * (1.0 if MAP == "favor" else 2.0))
+        if LEARNED:
+            store_rows(dy, M, count, grad, M, MP)
         m = tl.arange(0, MP)
-        d = tl.arange(0, DP)
-        inside = (m < M)[:, None] & (d < D)[None, :]
-        dx = dot(dy, tl.load(matrix + m[:, None] * D + d[None, :], mask=inside, other=0.0), x.dtype)
-        if MAP == "favor" or MAP == "prf":
-            twice: tl.constexpr = SCALE * SCALE * (1.0 if MAP == "favor" else 2.0)
-            dx -= wide * (tl.sum(weighted, 1) * twice)[:, None]
-    return dx, dy
+        for first in range(0, DP, K):
+            d = first + tl.arange(0, K)
+            inside = (m < M)[:, None] & (d < D)[None, :]
+            places = matrix + (m[:, None] * D + d[None, :])
+            part = dot(grad, tl.load(places, mask=inside, other=0.0), x.dtype.element_ty)
+            if MAP == "favor" or MAP == "prf":
+                wide = load_rows(x + first, stride, count, C, D - first, K).to(tl.float32)
+                part -= wide * total[:, None]
+            store_rows(dx + first, D, count, part, D - first, K)

@@ -8,7 +8,7 @@ holds one state per segment, never one per chunk.
 Backward is the same the other way: what queries add to the gradient of a state travels from the end to the start.
 
 Layout of states: sums (B, H_kv, segments + 1, FP, VP) float32, their normalizers (B, H_kv, segments + 1, FP) and log
-scales (B, H_kv, segments + 1); the last entry is the one that leaves the row.
+scales (B, H_kv, segments + 1); the last entry is the one that leaves the row. FP holds the MP features of each half.
 """
 
 import triton
@@ -39,35 +39,40 @@ def load_mass(mass, rows, length, MASSES: tl.constexpr):
 
 
 @triton.jit
-def load_state(sums, norms, logs, FP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, column):
-    """A state's tile (FP, BV), its normalizer (FP,) and log scale."""
-    f = tl.arange(0, FP)
-    tile = tl.load(sums + f[:, None] * VP + (column + tl.arange(0, BV))[None, :])
-    return tile, tl.load(norms + f), tl.load(logs)
+def load_state(sums, norms, column, half, MP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr):
+    """Half a state: its tile (MP, BV) from a column on, and its normalizer (MP,)."""
+    m = half * MP + tl.arange(0, MP)
+    tile = tl.load(sums + (m[:, None] * VP + (column + tl.arange(0, BV))[None, :]))
+    return tile, tl.load(norms + m)
 
 
 @triton.jit
-def add_to_state(
-    tile, norm, log, values, logs, columns, weights, alive, dtype: tl.constexpr, UNBOUNDED: tl.constexpr
-):
-    """The state (tile, norm, log) kept where `alive`, plus values (C, FP) exp(logs) times columns and weights.
+def store_state(tile, norm, sums, norms, column, half, MP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr):
+    """The inverse of `load_state`; the first columns' program stores the normalizer."""
+    m = half * MP + tl.arange(0, MP)
+    tl.store(sums + (m[:, None] * VP + (column + tl.arange(0, BV))[None, :]), tile)
+    if column == 0:
+        tl.store(norms + m, norm)
 
-    columns (C, BV) float32 are what is summed and weights (C,) their normalizers, both 0 for a token that adds
-    nothing; `exists` in log scales follows from `logs`, which must be EMPTY for it.
+
+@triton.jit
+def scales_of_addition(log, logs, alive, UNBOUNDED: tl.constexpr):
+    """What a state (log scale `log`, kept where `alive`) and additions (C,) are multiplied by, and the new log scale.
+
+    An addition that does not exist has log scale EMPTY, and weight 0: where nothing exists its factor is exp(0).
     """
     if UNBOUNDED:
         kept = tl.where(alive, log, EMPTY)
         larger = tl.maximum(kept, tl.max(logs, 0))
-        shrink = tl.where(alive, tl.exp(kept - larger), 0.0)
-        factor = tl.exp(logs - larger)
-        # A token that does not exist has no weight; where nothing exists its factor is exp(0).
-        columns = columns * factor[:, None]
-        weights = weights * factor
-        log = larger
-    else:
-        shrink = tl.where(alive, 1.0, 0.0)
-    added = dot(tl.trans(rounded(values, dtype)), columns, dtype)
-    return tile * shrink + added, norm * shrink + tl.sum(values * weights[:, None], 0), log
+        return tl.where(alive, tl.exp(kept - larger), 0.0), tl.exp(logs - larger), larger
+    return tl.where(alive, 1.0, 0.0), tl.zeros_like(logs) + 1.0, log
+
+
+@triton.jit
+def add_tokens(tile, norm, shrink, features, columns, weights, dtype: tl.constexpr):
+    """Half a state, shrunk, plus features (C, MP) times columns (C, BV), and times weights (C,) for its normalizer."""
+    tile = tile * shrink + dot(tl.trans(features), columns, dtype)
+    return tile, norm * shrink + tl.sum(features.to(tl.float32) * weights[:, None], 0)
 
 
 @triton.jit
@@ -103,7 +108,8 @@ def write_keys(
     DP: tl.constexpr,
     M: tl.constexpr,
     MP: tl.constexpr,
-    FP: tl.constexpr,
+    K: tl.constexpr,
+    TWO: tl.constexpr,
     SCALE: tl.constexpr,
     COEFFICIENT: tl.constexpr,
     UNBOUNDED: tl.constexpr,
@@ -113,40 +119,42 @@ def write_keys(
     head = tl.program_id(0) // segments
     row, kv = head // heads, head % heads
     column = tl.program_id(1) * BV
+    dtype: tl.constexpr = k.dtype.element_ty
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
     mass += head.to(tl.int64) * length
     matrix += kv * M * D
     begin = segment * SEGMENT
-    last = first_token(starts, row, tl.minimum(begin + SEGMENT, length) - 1, length, start, PACKED)
+    end = tl.minimum(begin + SEGMENT, length)
+    k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
+    last = first_token(starts, row, end - 1, length, start, PACKED)
 
-    tile = tl.zeros((FP, BV), tl.float32)
-    norm = tl.zeros((FP,), tl.float32)
+    tile = tl.zeros((MP, BV), tl.float32)
+    tile2 = tile
+    norm = tl.zeros((MP,), tl.float32)
+    norm2 = norm
     log = EMPTY if UNBOUNDED else 0.0
-    for at in range(begin, tl.minimum(begin + SEGMENT, length), C):
-        rows = at + tl.arange(0, C)
-        keys = load_rows(k, rows, k_row, length, D, DP)
-        columns = load_rows(v, rows, v_row, length, V - column, BV).to(tl.float32)
-        values, scales = phi(keys, matrix, low, MAP, D, DP, M, MP, SCALE, COEFFICIENT)
+    for at in range(begin, end, C):
+        rows, left = at + tl.arange(0, C), length - at
+        columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV).to(tl.float32)
+        keys = k + at * k_far
+        a, b, scales = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
         weights = tl.where(rows >= last, load_mass(mass, rows, length, MASSES), 0.0)
         scales = tl.where(weights != 0, scales, EMPTY) if UNBOUNDED else scales
-        tile, norm, log = add_to_state(
-            tile,
-            norm,
-            log,
-            values,
-            scales,
-            columns * weights[:, None],
-            weights,
-            True,
-            k.dtype.element_ty,
-            UNBOUNDED,
-        )
+        shrink, factors, log = scales_of_addition(log, scales, True, UNBOUNDED)
+        weights *= factors
+        columns *= weights[:, None]
+        tile, norm = add_tokens(tile, norm, shrink, rounded(a, dtype), columns, weights, dtype)
+        if TWO:
+            tile2, norm2 = add_tokens(tile2, norm2, shrink, rounded(b, dtype), columns, weights, dtype)
     entry = head.to(tl.int64) * (segments + 1) + segment
-    f = tl.arange(0, FP)
-    tl.store(sums + (entry * FP + f[:, None]) * VP + (column + tl.arange(0, BV))[None, :], tile)
-    if tl.program_id(1) == 0:
-        tl.store(norms + entry * FP + f, norm)
+    FP: tl.constexpr = MP * (2 if TWO else 1)
+    sums += entry * FP * VP
+    norms += entry * FP
+    store_state(tile, norm, sums, norms, column, 0, MP, VP, BV)
+    if TWO:
+        store_state(tile2, norm2, sums, norms, column, 1, MP, VP, BV)
+    if column == 0:
         tl.store(logs + entry, log)
 
 

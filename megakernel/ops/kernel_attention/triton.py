@@ -1,0 +1,432 @@
+"""Kernel attention by Triton kernels: two launches and a small one forward, three and a small one backward.
+
+Forward sums each segment's keys, passes the sums on to the states that enter the segments (small), and reads. Backward
+does the same with queries and their pulls from the right, and gives the gradients of queries and of keys. Between the
+two nothing is kept but the inputs, the output, two numbers per token and one state per segment; nothing of the width of
+the features ever reaches memory.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from megakernel.ops.arguments import check_state
+from megakernel.ops.documents import Positions, open_documents
+from megakernel.ops.feature_maps import FeatureMap, named
+from megakernel.ops.kernel_attention import kernels
+from megakernel.ops.kernels import states
+from megakernel.ops.kernels.features import SUPPORTED, Phi, phi_of, split_matrix
+from megakernel.ops.kernels.launch import Tiles, launch, rows_together, strides, tiles
+from megakernel.ops.projections import Projection, dense
+from megakernel.ops.state import EMPTY, Exchange, KernelState
+
+WIDEST = 128
+"""d and M up to which a program's tiles fit into registers."""
+
+FEATURES_AT_ONCE = 16
+"""Rows of a state that one program passes from segment to segment."""
+
+
+def unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMap | str,
+    projection: Projection | None,
+    causal: bool,
+    normalize: bool,
+    mass: Tensor | None,
+    priors: Tensor | None = None,
+    positions: Positions,
+    initial_state: KernelState | None,
+    exchange: Exchange | None = None,
+) -> str | None:
+    """Why the kernels cannot take these arguments of `attend`; None where they can."""
+    form = named(feature_map)
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"q is {q.dtype}; expected bfloat16, float16 or float32"
+    if form.name not in SUPPORTED or form.smoothing:
+        given = f"{form.name} with smoothing" if form.smoothing else form.name
+        return f"feature_map is {given}; expected {', '.join(SUPPORTED)} without smoothing"
+    if priors is not None:
+        return "k is a mixture of keys; expected one key at a position"
+    matrix = dense(projection, q.shape[-1])
+    sizes = {"q": q.shape[-1], "v": v.shape[-1], "projection": 1 if matrix is None else matrix.shape[-2]}
+    for name, size in sizes.items():
+        if size > WIDEST:
+            return f"{name} has width {size}; expected at most {WIDEST}"
+    if not causal and isinstance(positions, Tensor):
+        return "positions cut rows into documents that see both ways; expected whole rows"
+    if exchange is not None and not causal:
+        return "exchange needs causal attention"
+    return None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMap | str,
+    projection: Projection | None,
+    causal: bool,
+    normalize: bool,
+    mass: Tensor | None,
+    priors: Tensor | None = None,
+    positions: Positions,
+    initial_state: KernelState | None,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, KernelState]:
+    """Arguments and results of `chunked.attend`, in bfloat16, float16 or float32."""
+    assert priors is None
+    width, value_dim = q.shape[-1], v.shape[-1]
+    matrix = dense(projection, width)
+    phi = phi_of(feature_map, width, None if matrix is None else matrix.shape[-2])
+    starts, start = _document_starts(positions, k.shape[2])
+    form = named(feature_map)
+
+    def run(queries: Tensor, first: KernelState | None):
+        if first is not None:
+            check_state(first, k, v)
+        tile = (None, None, None) if first is None else _tiles_of(first, phi, value_dim)
+        out, *_, sums, norms, logs = torch.ops.megakernel.kernel_attention(
+            queries, k, v, matrix, mass, starts, *tile, form.name, form.components, causal, normalize, start
+        )
+        return out, _state_of(sums, norms, logs, phi, value_dim)
+
+    if exchange is None:
+        return run(q, initial_state)
+    # What these keys add, as the state behind a row without queries of its own.
+    _, own = run(q[:, :, :0], None)
+    pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
+    return run(q, pending.wait())[0], own
+
+
+def _document_starts(positions: Positions, length: int) -> tuple[Tensor | None, int]:
+    """The place where each token's document starts, (B, N) int32, or of all tokens: negative before the row."""
+    if isinstance(positions, int):
+        return None, -1 if positions > 0 else 0
+    places = torch.arange(length, device=positions.device)
+    return (places - positions).clamp(min=-1).to(torch.int32), 0
+
+
+def _tiles_of(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A state as kernels read it: sums (B, H_kv, FP, VP), normalizers (B, H_kv, FP), log scales."""
+    halves = phi.features // phi.rows
+    lead = state.sums.unflatten(2, (halves, phi.rows)).to(torch.float32)
+    whole = torch.nn.functional.pad(lead, (0, 0, 0, phi.padded_rows - phi.rows)).flatten(2, 3)
+    sums = torch.nn.functional.pad(whole[..., :-1], (0, _padded_values(value_dim) - value_dim))
+    return sums.contiguous(), whole[..., -1].contiguous(), state.log_scale.to(torch.float32).contiguous()
+
+
+def _state_of(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: int) -> KernelState:
+    """The inverse of `_tiles_of`."""
+    halves = phi.features // phi.rows
+    whole = torch.cat([sums[..., :value_dim], norms[..., None]], -1)
+    kept = whole.unflatten(2, (halves, phi.padded_rows))[:, :, :, : phi.rows].flatten(2, 3)
+    return KernelState(kept, logs.detach())
+
+
+def _padded_values(value_dim: int) -> int:
+    return max(16, triton.next_power_of_2(value_dim))
+
+
+class _Call(NamedTuple):
+    """What all launches of a call share."""
+
+    phi: Phi
+    tiles: Tiles
+    group: int
+    causal: bool
+    normalize: bool
+    start: int
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        matrix: Tensor | None,
+        feature_map: str,
+        components: int,
+        causal: bool,
+        normalize: bool,
+        start: int,
+    ) -> "_Call":
+        rows = None if matrix is None else matrix.shape[-2]
+        phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows)
+        return _Call(phi, tiles(phi, q, v), q.shape[1] // k.shape[1], causal, normalize, start)
+
+    def options(self, v: Tensor, starts: Tensor | None) -> dict[str, object]:
+        """Compile-time arguments of every kernel with tokens."""
+        return {
+            "SEGMENT": self.tiles.segment,
+            "C": self.tiles.chunk,
+            "V": v.shape[-1],
+            "VP": _padded_values(v.shape[-1]),
+            "BV": self.tiles.values,
+            "PACKED": starts is not None,
+            **self.phi.options(),
+        }
+
+    def segments(self, length: int) -> int:
+        """Of a row."""
+        return triton.cdiv(length, self.tiles.segment)
+
+    def grid(self, k: Tensor, length: int) -> tuple[int, int]:
+        """Programs for `length` tokens of each key head."""
+        return k.shape[0] * k.shape[1] * self.segments(length), self.tiles.blocks
+
+    def empty_states(self, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Room for the states of every segment and the last one."""
+        lead = (k.shape[0], k.shape[1], self.segments(length) + 1)
+        size = self.phi.padded_features
+        sums = k.new_empty(*lead, size, _padded_values(v.shape[-1]), dtype=torch.float32)
+        return sums, sums.new_empty(*lead, size), sums.new_empty(lead)
+
+    def pass_on(
+        self,
+        room: tuple[Tensor, Tensor, Tensor],
+        first: tuple[Tensor | None, Tensor | None, Tensor | None],
+        starts: Tensor | None,
+        length: int,
+        *,
+        reverse: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The states that enter each segment, from what each segment adds."""
+        sums, norms, added = room
+        logs = torch.empty_like(added)
+        features, values = sums.shape[-2:]
+        entered = [unused if given is None else given for given, unused in zip(first, (sums, norms, added))]
+        launch(
+            states.pass_states,
+            (sums.shape[0] * sums.shape[1], triton.cdiv(features, FEATURES_AT_ONCE)),
+            *(sums, norms, added, logs, *entered, added if starts is None else starts),
+            *(length, self.start, sums.shape[1], sums.shape[2] - 1),
+            warps=4,
+            SEGMENT=self.tiles.segment,
+            FP=features,
+            VP=values,
+            BF=FEATURES_AT_ONCE,
+            PACKED=starts is not None,
+            FIRST=first[0] is not None,
+            REVERSE=reverse,
+            CAUSAL=self.causal,
+            UNBOUNDED=self.phi.unbounded,
+        )
+        return sums, norms, logs
+
+
+@torch.library.custom_op("megakernel::kernel_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    matrix: Tensor | None,
+    mass: Tensor | None,
+    starts: Tensor | None,
+    first_sums: Tensor | None,
+    first_norms: Tensor | None,
+    first_logs: Tensor | None,
+    feature_map: str,
+    components: int,
+    causal: bool,
+    normalize: bool,
+    start: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output; 1 / den and r of each query; the states of all segments; the last state."""
+    call = _Call.of(q, k, v, matrix, feature_map, components, causal, normalize, start)
+    q, k, v = rows_together(q), rows_together(k), rows_together(v)
+    length, heads = k.shape[2], k.shape[1]
+    split = split_matrix(matrix, heads, q.dtype)
+    low = 0 if split is None else split.stride(0)
+    of_tokens = [unused if given is None else given for given, unused in ((starts, q), (split, q))]
+    masses = (q if mass is None else mass.to(torch.float32).contiguous(), *of_tokens)
+    options = call.options(v, starts)
+    room = call.empty_states(k, v, length)
+    launch(
+        states.write_keys,
+        call.grid(k, length),
+        *(k, v, *masses, *room, *strides(k), *strides(v)),
+        *(length, start, heads, call.segments(length), low),
+        warps=call.tiles.warps,
+        MASSES=mass is not None,
+        **options,
+    )
+    first = (first_sums, first_norms, first_logs)
+    sums, norms, logs = call.pass_on(room, first, starts, length, reverse=False)
+    queries = q.shape[2]
+    out = v.new_empty(*q.shape[:3], v.shape[-1])
+    inverse = out.new_empty(q.shape[:3], dtype=torch.float32)
+    scale = inverse.new_empty(*k.shape[:2], queries)
+    if queries:
+        launch(
+            kernels.read,
+            call.grid(k, queries),
+            *(q, k, v, *masses, sums, norms, logs, out, inverse, scale),
+            *(*strides(q), *strides(k), *strides(v)),
+            *(queries, start, heads, call.segments(queries), call.segments(length), low),
+            warps=call.tiles.warps,
+            G=call.group,
+            CAUSAL=causal,
+            NORMALIZE=normalize,
+            MASSES=mass is not None,
+            **options,
+        )
+    last = (sums[:, :, -1].clone(), norms[:, :, -1].clone(), logs[:, :, -1].clone())
+    return out, inverse, scale, sums, norms, logs, *last
+
+
+@_forward.register_fake
+def _(q, k, v, matrix, mass, starts, first_sums, first_norms, first_logs, *form):
+    call = _Call.of(q, k, v, matrix, *form)
+    out = v.new_empty(*q.shape[:3], v.shape[-1])
+    inverse = out.new_empty(q.shape[:3], dtype=torch.float32)
+    scale = inverse.new_empty(*k.shape[:2], q.shape[2])
+    sums, norms, logs = call.empty_states(k, v, k.shape[2])
+    last = (torch.empty_like(x[:, :, -1], memory_format=torch.contiguous_format) for x in (sums, norms, logs))
+    return out, inverse, scale, sums, norms, logs, *last
+
+
+@torch.library.custom_op("megakernel::kernel_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    grad_sums: Tensor,
+    grad_norms: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    matrix: Tensor | None,
+    mass: Tensor | None,
+    starts: Tensor | None,
+    first_logs: Tensor | None,
+    out: Tensor,
+    inverse: Tensor,
+    scale: Tensor,
+    sums: Tensor,
+    norms: Tensor,
+    logs: Tensor,
+    last_logs: Tensor,
+    learned: bool,
+    feature_map: str,
+    components: int,
+    causal: bool,
+    normalize: bool,
+    start: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, the matrix, the mass and the first state's sums and normalizers; empty where unwanted."""
+    call = _Call.of(q, k, v, matrix, feature_map, components, causal, normalize, start)
+    q, k, v, grad = rows_together(q), rows_together(k), rows_together(v), rows_together(grad)
+    length, queries, heads = k.shape[2], q.shape[2], k.shape[1]
+    split = split_matrix(matrix, heads, q.dtype)
+    low = 0 if split is None else split.stride(0)
+    of_tokens = [unused if given is None else given for given, unused in ((starts, q), (split, q))]
+    masses = (q if mass is None else mass.to(torch.float32).contiguous(), *of_tokens)
+    options = {**call.options(v, starts), "G": call.group, "CAUSAL": causal}
+    warps, blocks, rows = call.tiles.warps, call.tiles.blocks, call.phi.rows
+    room = call.empty_states(k, v, queries)
+    drift = torch.empty_like(inverse) if normalize else torch.zeros_like(inverse)
+    if queries:
+        launch(
+            kernels.write_queries,
+            call.grid(k, queries),
+            *(q, grad, out, inverse, scale, *masses[1:], *room, drift, *strides(q), *strides(grad)),
+            *(queries, start, heads, call.segments(queries), low),
+            warps=warps,
+            NORMALIZE=normalize,
+            **options,
+        )
+    # A last state without keys has gradients and no scale: they go to nothing.
+    empty = last_logs <= EMPTY / 2
+    outer = (
+        grad_sums.masked_fill(empty[..., None, None], 0.0).contiguous(),
+        grad_norms.masked_fill(empty[..., None], 0.0).contiguous(),
+        torch.where(empty, EMPTY, -last_logs),
+    )
+    pulled = call.pass_on(room, outer, starts, queries, reverse=True)
+
+    part = torch.float32 if blocks > 1 else q.dtype
+    options |= {"MASSES": mass is not None, "LEARNED": learned}
+    reads = (*strides(q), *strides(k), *strides(v), *strides(grad))
+    dq = q.new_empty(blocks, *q.shape, dtype=part)
+    dy_q = q.new_empty(blocks, *q.shape[:3], rows if learned else 0, dtype=part)
+    if queries:
+        launch(
+            kernels.pull_queries,
+            call.grid(k, queries),
+            *(q, k, v, grad, *masses, sums, norms, logs, inverse, drift, dq, dy_q, *reads),
+            *(queries, start, heads, call.segments(queries), call.segments(length), low),
+            q.shape[0] * q.shape[1] * queries,
+            warps=warps,
+            **options,
+        )
+    dk = k.new_empty(blocks, *k.shape, dtype=part)
+    dv = v.new_empty(v.shape)
+    dy_k = k.new_empty(blocks, *k.shape[:3], rows if learned else 0, dtype=part)
+    dmass = inverse.new_empty((blocks, *k.shape[:3]) if mass is not None else (blocks, 0))
+    launch(
+        kernels.pull_keys,
+        call.grid(k, length),
+        *(q, k, v, grad, *masses, *pulled, inverse, drift, scale, dk, dv, dy_k, dmass, *reads),
+        *(length, start, heads, call.segments(length), call.segments(queries), low),
+        k.shape[0] * heads * length,
+        warps=warps,
+        **options,
+    )
+    dmatrix = _matrix_gradient(matrix, q, k, dy_q, dy_k) if learned and matrix is not None else q.new_empty(0)
+    dfirst = (q.new_empty(0), q.new_empty(0))
+    if first_logs is not None:
+        # Sums are those of the first state times exp(its log scale).
+        factor = torch.exp(first_logs + pulled[2][:, :, -1])
+        dfirst = (pulled[0][:, :, -1] * factor[..., None, None], pulled[1][:, :, -1] * factor[..., None])
+    return dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv, dmatrix, dmass.sum(0), *dfirst
+
+
+@_backward.register_fake
+def _(grad, grad_sums, grad_norms, q, k, v, matrix, mass, starts, first_logs, *rest):
+    learned = rest[7]
+    dmatrix = torch.empty_like(matrix) if learned and matrix is not None else q.new_empty(0)
+    dmass = q.new_empty(k.shape[:3] if mass is not None else (0,), dtype=torch.float32)
+    dfirst = (q.new_empty(0), q.new_empty(0))
+    if first_logs is not None:
+        dfirst = (torch.empty_like(grad_sums), torch.empty_like(grad_norms))
+    return tuple(x.new_empty(x.shape) for x in (q, k, v)) + (dmatrix, dmass, *dfirst)
+
+
+def _matrix_gradient(matrix: Tensor, q: Tensor, k: Tensor, dy_q: Tensor, dy_k: Tensor) -> Tensor:
+    """sum over tokens of dy x^T: (M, d) or (H_kv, M, d)."""
+    heads = k.shape[1]
+    of_keys = torch.einsum("bhnm,bhnd->hmd", dy_k.sum(0).to(k.dtype), k)
+    grouped = (dy_q.sum(0).to(q.dtype).unflatten(1, (heads, -1)), q.unflatten(1, (heads, -1)))
+    of_queries = torch.einsum("bhgnm,bhgnd->hmd", *grouped)
+    total = (of_keys.float() + of_queries.float()).to(matrix.dtype)
+    return total.sum(0) if matrix.dim() == 2 else total
+
+
+def _keep(ctx, inputs, output) -> None:
+    q, k, v, matrix, mass, starts, first_sums, _, first_logs, *form = inputs
+    out, inverse, scale, sums, norms, logs, *_, last_logs = output
+    ctx.form, ctx.continues = form, first_sums is not None
+    ctx.mark_non_differentiable(inverse, scale, sums, norms, logs, last_logs)
+    ctx.save_for_backward(
+        q, k, v, matrix, mass, starts, first_logs, out, inverse, scale, sums, norms, logs, last_logs
+    )
+
+
+def _pull_back(ctx, grad, *grads):
+    learned = ctx.needs_input_grad[3]
+    dq, dk, dv, dmatrix, dmass, dsums, dnorms = torch.ops.megakernel.kernel_attention_backward(
+        grad, grads[5], grads[6], *ctx.saved_tensors, learned, *ctx.form
+    )
+    wanted = ctx.needs_input_grad
+    return (
+        *(dq, dk, dv, dmatrix if learned else None, dmass if wanted[4] else None, None),
+        *((dsums, dnorms) if ctx.continues else (None, None)),
+        *(None,) * (1 + len(ctx.form)),
+    )
+
+
+_forward.register_autograd(_pull_back, setup_context=_keep)
