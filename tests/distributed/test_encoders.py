@@ -21,13 +21,18 @@ training: {{steps: 5, seq_len: 64, global_batch_size: 8, micro_batch_size: 2,
   dtype: float32, log_every: 1, eval_samples: 6}}
 optimizer: {{lr: 1e-3}}
 schedule: {{warmup_steps: 2}}
-data: {{num_workers: 0, train: {corpus}}}
+data: {{num_workers: 0, train: {corpus}, isolate_documents: {documents}}}
 logging: {{tensorboard: false}}
 """
 
 MODELS = {
     "masked_lm": "kind: masked_lm, attention_pattern: [softmax, hedgehog], position: sinusoidal",
-    "masked_lm in pieces": "kind: masked_lm, attention: softmax, tie_embeddings: false",
+    "masked_lm on landmarks": (
+        "kind: masked_lm, tie_embeddings: false, attention_pattern: ["
+        "{preset: eva, eva: {window_size: 16, chunk_size: 8}}, skyformer, "
+        "{preset: nystromformer, nystromformer: {conv_kernel: 3}}, "
+        "{preset: flurka_eva, eva: {window_size: 16}, compression: {rank: 8}}]"
+    ),
     "classifier": (
         "kind: classifier, classifier: {num_classes: 2, pooling: cls, head: mlp}, "
         "attention_pattern: [softmax, performer], position: learned"
@@ -50,11 +55,11 @@ LAYOUTS = {
 }
 """On two processes."""
 
-WHOLE_ROWS = [layout for layout in LAYOUTS if layout != "cp2"]
+PADDED = [layout for layout in LAYOUTS if layout != "cp2"]
 CASES = [
-    *(("masked_lm", layout) for layout in WHOLE_ROWS),
-    ("masked_lm in pieces", "cp2"),
-    *(("classifier", layout) for layout in WHOLE_ROWS),
+    *(("masked_lm", layout) for layout in LAYOUTS),
+    ("masked_lm on landmarks", "cp2"),
+    *(("classifier", layout) for layout in PADDED),
     ("classifier of pairs", "dp2"),
     ("classifier of pairs", "tp2 sequence parallel"),
     ("classifier of pairs", "pp2"),
@@ -79,8 +84,10 @@ def corpora(tmp_path_factory, corpus):
 
 def write_config(folder, corpora, name):
     path = folder / "config.yaml"
-    corpus = corpora[name.removesuffix(" in pieces")]
-    path.write_text(CONFIG.format(root=folder, model=MODELS[name], corpus=corpus))
+    corpus = corpora["masked_lm" if name.startswith("masked_lm") else name]
+    # Landmarks of whole rows mix what lies in a row.
+    documents = str("landmarks" not in name).lower()
+    path.write_text(CONFIG.format(root=folder, model=MODELS[name], corpus=corpus, documents=documents))
     return path
 
 
@@ -126,7 +133,7 @@ def test_a_classifier_starts_from_the_weights_of_a_masked_language_model(one_pro
     config, _ = one_process("masked_lm")
     path = tmp_path / "config.yaml"
     model = MODELS["masked_lm"].replace("masked_lm", "classifier, classifier: {num_classes: 2}")
-    path.write_text(CONFIG.format(root=tmp_path, model=model, corpus=corpora["classifier"]))
+    path.write_text(CONFIG.format(root=tmp_path, model=model, corpus=corpora["classifier"], documents="true"))
     # Steps too small to be seen in float32 leave the weights as they came.
     still = ("optimizer.lr=1e-30", f"checkpoint.weights_from={config.parent / 'run'}")
     train(path, 1, *still)
