@@ -141,6 +141,12 @@ class Attention(Section):
         return self.weighs_every_pair or self.takes_whole_rows is not None
 
     @property
+    def redraws(self) -> bool:
+        """Whether the layer has noise that training redraws and evaluation holds."""
+        learned = self.feature_map is not None and self.feature_map.redraw_interval > 0
+        return learned or self.mechanism == "skyformer"
+
+    @property
     def keys_per_head(self) -> int:
         """Keys that the layer's projection makes for one key head."""
         return self.mixture.keys if self.mixture is not None and self.mixture.kind == "projected" else 1

@@ -155,9 +155,19 @@ def test_evaluating_a_run_finds_what_training_measured(model, one_process):
     assert [accuracy] == pytest.approx(scalars(lines, "eval/accuracy")[-1:] or [None])
 
 
-def _evaluated(folder):
-    found = evaluate_run(folder)
+def _evaluated(folder, draws=None):
+    found = evaluate_run(folder, draws=draws)
     return found.loss, found.accuracy
+
+
+def test_a_classifier_with_learned_kernels_votes_over_their_noise(one_process, tmp_path):
+    config, _ = one_process("classifier")
+    kernels = "model.attention_pattern=[gmm_prf, skyformer]"
+    lines = train(config, 1, kernels, "training.steps=1", f"run.root={tmp_path}")
+    run = tmp_path / "run"
+    held, *votes = (run_ranks(_evaluated, 1, run, draws)[0] for draws in (None, 4, 4))
+    assert held[0] == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-5)
+    assert votes[0] == votes[1] != held
 
 
 def test_a_classifier_learns_a_rule_from_examples_it_then_knows_in_new_ones(tmp_path):
