@@ -24,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seq-len", type=int, metavar="L", help="tokens per sample (default: that of the run)"
     )
     parser.add_argument(
+        "--draws",
+        type=int,
+        metavar="D",
+        help="average probabilities over D draws of the noise that training redraws",
+    )
+    parser.add_argument(
         "--baseline",
         metavar="NAME",
         help="measure nystromformer, bigbird, longformer or reformer of `transformers` in place of an encoder run",
@@ -39,7 +45,11 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    from megakernel.config import UserError
     from megakernel.evaluation import evaluate_baseline, evaluate_run
+
+    if args.baseline is not None and args.draws is not None:
+        raise UserError(f"--draws {args.draws} votes over a run's own noise; leave out --draws or --baseline")
 
     stderr = Console(stderr=True)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
@@ -50,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             "progress": lambda done, total: bar.update(task, completed=done, total=total),
         }
         if args.baseline is None:
-            result = evaluate_run(args.run_folder, step=args.step, **how)
+            result = evaluate_run(args.run_folder, step=args.step, draws=args.draws, **how)
         else:
             result = evaluate_baseline(args.run_folder, args.baseline, weights=args.baseline_weights, **how)
     if args.json:
@@ -74,6 +84,8 @@ def _print_table(result: "Evaluation") -> None:
     table.add_row("all", f"{result.tokens:,}", f"{result.loss:.4f}", f"{result.perplexity:.2f}", style="bold")
     console = Console(highlight=False)
     console.print(f"{result.run} at step {result.step}: {result.samples} samples of {result.seq_len} tokens")
+    if result.draws is not None:
+        console.print(f"probabilities are means over {result.draws} draws of the layers' noise")
     console.print(table)
     if result.bits_per_byte is not None:
         console.print(f"{result.bits_per_byte:.4f} bits/byte", style="bold")

@@ -1,9 +1,16 @@
 """`megakernel mechanisms`: every attention preset, where it comes from and what it costs."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-HELP = "list the attention mechanisms: source, cost, state, parameters, what they can do"
+from megakernel.config import yaml_text
+
+if TYPE_CHECKING:
+    from megakernel.analysis.catalogue import Entry
+
+HELP = "list the attention mechanisms: source, cost, state, parameters, layouts"
 EXAMPLE = "megakernel mechanisms --markdown"
 
 PAGE = Path(__file__).parents[1] / "docs" / "mechanisms.md"
@@ -18,12 +25,31 @@ model:
   attention: {preset: flurka, compression: {rank: 16}}
 ```
 
+*Equation* is that of the source, where it is one of the four papers whose mechanisms are all here:
+{papers}.
+
 Sizes are those of one layer with 4 heads of width 32 on rows of 512 tokens. *Cost* is how the operations of a row grow
 with its length. *State* counts the numbers that decoding carries from token to token; without one, decoding keeps keys
-or is not possible. *Added* counts learned numbers beside the layer's projections. Heads are cut over tensor ranks for
-all of them; *context* says what pieces of a row exchange, in a decoder where a decoder can use the mechanism, or that
-a row must be whole.
+or is not possible. *Added* counts learned numbers beside the layer's projections.
 
+"""
+
+_LAYOUTS = """
+## Layouts
+
+The axes of `parallel` along which each can be cut. *Tensor* ranks share the heads, whose number they divide; what heads
+share, so many of the added numbers, all of them hold. *Sequence parallel* is `parallel.sequence_parallel`: tokens are
+gathered before the layer, or landmarks of the input are summed too (then without padding, so not in classifiers).
+*Context* names what pieces of a row exchange: a `state`, whose size does not depend on the tokens; a `halo`, the end of
+the piece before, which must be whole blocks; `landmarks`; or tokens for `heads`, whose number on a tensor rank the
+pieces must then divide. Classifiers, whose rows are padded, keep `parallel.context: 1`.
+
+"""
+
+_SNIPPETS = """
+## Configuration
+
+Every preset written out, to be changed at any place. What the keys mean: [configuration.md](configuration.md).
 """
 
 
@@ -34,40 +60,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the catalogue."""
-    print(page() if args.markdown else "\n".join(_plain()), end="" if args.markdown else "\n")
+    from megakernel.analysis.catalogue import catalogue
+
+    entries = catalogue()
+    if args.markdown:
+        print(page(entries), end="")
+    else:
+        tables = (table(entries) for table in (_overview, _layouts))
+        print("\n\n".join("\n".join(_plain(rows)) for rows in tables))
     return 0
 
 
-HEADER = ("preset", "source", "what", "decoder", "encoder", "cost", "state", "added", "context")
-
-
-def page() -> str:
+def page(entries: "list[Entry]") -> str:
     """The text of docs/mechanisms.md."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    lines += ["| `" + "` | ".join([row[0], " | ".join(row[1:])]) + " |" for row in _rows()]
-    return _INTRODUCTION + "\n".join(lines) + "\n"
+    from megakernel.analysis.catalogue import PAPERS
+
+    papers = ", ".join(f"*{paper}*" for paper in PAPERS)
+    overview, layouts = ("\n".join(_markdown(table(entries))) + "\n" for table in (_overview, _layouts))
+    snippets = "".join(f"\n### {entry.name}\n\n```yaml\n{_snippet(entry)}```\n" for entry in entries)
+    introduction = _INTRODUCTION.replace("{papers}", papers)
+    return "".join([introduction, overview, _LAYOUTS, layouts, _SNIPPETS, snippets])
 
 
-def _plain() -> list[str]:
-    rows = [HEADER, *_rows()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-
-
-def _rows() -> list[tuple[str, ...]]:
-    from megakernel.analysis.catalogue import catalogue
-
+def _overview(entries: "list[Entry]") -> list[list[str]]:
+    header = ["preset", "source", "equation", "what", "decoder", "encoder", "cost", "state", "added"]
     return [
-        (
-            entry.name,
-            entry.source,
-            entry.idea.replace("|", "‖"),
-            "yes" if entry.causal else "no",
-            "yes" if entry.bidirectional else "no",
-            "linear" if entry.growth < 2.1 else "quadratic",
-            "—" if entry.state is None else f"{entry.state:,}",
-            f"{entry.parameters:,}",
-            " + ".join(entry.exchanges) or "whole",
-        )
-        for entry in catalogue()
+        header,
+        *(
+            [
+                entry.name,
+                entry.source.paper,
+                entry.source.equation or "—",
+                entry.source.idea.replace("|", "‖"),
+                "yes" if entry.decodes else "no",
+                "yes" if entry.encodes else "no",
+                "linear" if entry.growth < 2.1 else "quadratic",
+                "—" if entry.state is None else f"{entry.state:,}",
+                f"{entry.parameters:,}",
+            ]
+            for entry in entries
+        ),
     ]
+
+
+def _layouts(entries: "list[Entry]") -> list[list[str]]:
+    header = ["preset", "tensor", "sequence parallel", "pipeline", "context, decoder", "context, encoder"]
+    return [
+        header,
+        *(
+            [
+                entry.name,
+                f"heads, {entry.shared:,} shared" if entry.shared else "heads",
+                "tokens + landmarks" if entry.compresses_input else "tokens",
+                "yes",
+                *(" + ".join(entry.exchanges.get(kind, ())) or "—" for kind in ("decoder", "encoder")),
+            ]
+            for entry in entries
+        ),
+    ]
+
+
+def _snippet(entry: "Entry") -> str:
+    return yaml_text.write({"model": {"attention": entry.tree}}, compact=True)
+
+
+def _markdown(rows: list[list[str]]) -> Iterator[str]:
+    header, *entries = rows
+    yield f"| {' | '.join(header)} |"
+    yield "|" + "---|" * len(header)
+    for name, *cells in entries:
+        yield f"| {' | '.join([f'`{name}`', *cells])} |"
+
+
+def _plain(rows: list[list[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()

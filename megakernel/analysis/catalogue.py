@@ -1,48 +1,71 @@
 """The catalogue of mechanisms: what each preset is, where it comes from, and what it costs, read off the code."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from megakernel import attention
 from megakernel.config import PRESETS, Attention, Model, expand_preset
+from megakernel.config.eva import Eva
+from megakernel.config.landmark import Nystromformer, Skyformer
 
 from .flops import attention_flops
 
 HEADS, HEAD_DIM, ROW = 4, 32, 512
 """Sizes of the layers that the catalogue builds."""
 
+KERNELS, SKYFORMER, MIXTURES, FLURKA = PAPERS = (
+    "Learning the Transformer Kernel",
+    "Skyformer",
+    "Transformer-MGK",
+    "FLuRKA",
+)
+"""The papers whose mechanisms all are here."""
+
+
+class Source(NamedTuple):
+    """Where a mechanism comes from."""
+
+    paper: str
+    equation: str | None
+    """Its equations there, or the section where none has a number; None for other papers than PAPERS."""
+
+    idea: str
+    """What it is, in one line."""
+
+
 SOURCES = {
-    "softmax": ("Vaswani et al. 2017", "softmax(q·k/√d)"),
-    "local": ("ablation of FLuRKA", "softmax inside the own block"),
-    "linear": ("Katharopoulos et al. 2020", "φ = elu + 1"),
-    "performer": ("Choromanski et al. 2021", "φ = exp(ωx − |x|²/2), ω orthogonal"),
-    "hedgehog": ("Zhang et al. 2024", "φ = [softmax(Wx), softmax(−Wx)]"),
-    "rff": ("Rahimi and Recht 2007", "φ = [cos ωx, sin ωx]"),
-    "gmm_rks": ("Learning the Transformer Kernel", "RKS of a learned Gaussian mixture"),
-    "gmm_prf": ("Learning the Transformer Kernel, eq. 9", "PRF of a learned Gaussian mixture"),
-    "fastfood_rks": ("Learning the Transformer Kernel", "RKS of S H G Π H B x"),
-    "fastfood_prf": ("Learning the Transformer Kernel", "PRF of S H G Π H B x"),
-    "generative_rks": ("Learning the Transformer Kernel", "RKS of generated frequencies"),
-    "generative_prf": ("Learning the Transformer Kernel", "PRF of generated frequencies"),
-    "flurka": ("FLuRKA, made causal here", "landmarks under φ, own block by softmax, gated"),
-    "flurka_kernel": ("FLuRKA, made causal here", "landmarks and own block under φ"),
-    "flurka_performer": ("FLuRKA, eq. 2", "φ of Performer over E X, F X"),
-    "flurka_rnn": ("FLuRKA, eq. 2", "φ = elu + 1 over E X, F X"),
-    "flurka_eva": ("FLuRKA", "EVA over E X, F X"),
-    "linformer": ("Wang et al. 2020", "softmax over E K, F V"),
-    "linformer_causal": ("low-rank parent of causal FLuRKA", "softmax over landmarks and the own block"),
-    "gaussian": ("Transformer-MGK, one key", "exp(−|q−k|²/2√d), normalized"),
-    "kernelized": ("Skyformer", "exp(−|q−k|²/2√d), not normalized"),
-    "mgk": ("Transformer-MGK", "mixture of Gaussian keys, projected"),
-    "smgk": ("Transformer-MGK", "mixture of Gaussian keys, shifted"),
-    "mlk": ("Transformer-MGK", "mixture of linear keys, projected"),
-    "smlk": ("Transformer-MGK", "mixture of linear keys, shifted"),
-    "skyformer": ("Skyformer", "κ(Q, L) M⁺ κ(L, K)"),
-    "nystromformer": ("Xiong et al. 2021", "Nyström with segment means"),
-    "eva": ("Zheng et al. 2023", "windows and control variates"),
+    "softmax": Source("Vaswani et al. 2017", None, "softmax(q·k/√d)"),
+    "local": Source("ablation of FLuRKA", None, "softmax inside the own block"),
+    "linear": Source("Katharopoulos et al. 2020", None, "φ = elu + 1"),
+    "performer": Source("Choromanski et al. 2021", None, "φ = exp(ωx − |x|²/2), ω orthogonal"),
+    "hedgehog": Source("Zhang et al. 2024", None, "φ = [softmax(Wx), softmax(−Wx)]"),
+    "rff": Source("Rahimi and Recht 2007", None, "φ = [cos ωx, sin ωx]"),
+    "gmm_rks": Source(KERNELS, "5", "RKS of a learned Gaussian mixture"),
+    "gmm_prf": Source(KERNELS, "9, 10", "PRF of a learned Gaussian mixture"),
+    "fastfood_rks": Source(KERNELS, "6", "RKS of S H G Π H B x"),
+    "fastfood_prf": Source(KERNELS, "9, 12", "PRF of S H G Π H B x"),
+    "generative_rks": Source(KERNELS, "7, 8", "RKS of generated frequencies"),
+    "generative_prf": Source(KERNELS, "9, 11", "PRF of generated frequencies"),
+    "flurka": Source(FLURKA, "2, made causal", "landmarks under φ, own block by softmax, gated"),
+    "flurka_kernel": Source(FLURKA, "2, made causal", "landmarks and own block under φ"),
+    "flurka_performer": Source(FLURKA, "2", "φ of Performer over E X, F X"),
+    "flurka_rnn": Source(FLURKA, "2", "φ = elu + 1 over E X, F X"),
+    "flurka_eva": Source(FLURKA, "2", "EVA over E X, F X"),
+    "linformer": Source("Wang et al. 2020", None, "softmax over E K, F V"),
+    "linformer_causal": Source("parent of causal FLuRKA", None, "softmax over landmarks and the own block"),
+    "gaussian": Source(MIXTURES, "7, one key", "exp(−|q−k|²/2√d), normalized"),
+    "kernelized": Source(SKYFORMER, "3", "exp(−|q−k|²/2√d), not normalized"),
+    "mgk": Source(MIXTURES, "7, keys A", "mixture of Gaussian keys, projected"),
+    "smgk": Source(MIXTURES, "7, keys B", "mixture of Gaussian keys, shifted"),
+    "mlk": Source(MIXTURES, "section 2.4, keys A", "mixture of linear keys, projected"),
+    "smlk": Source(MIXTURES, "section 2.4, keys B", "mixture of linear keys, shifted"),
+    "skyformer": Source(SKYFORMER, "4–6", "κ(Q, L) M⁺ κ(L, K)"),
+    "nystromformer": Source("Xiong et al. 2021", None, "Nyström with segment means"),
+    "eva": Source("Zheng et al. 2023", None, "windows and control variates"),
 }
-"""Preset -> where it comes from, and its idea in one line."""
+"""Preset -> where it comes from."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +73,15 @@ class Entry:
     """One mechanism. Sizes are those of a layer of HEADS heads of width HEAD_DIM on rows of ROW tokens."""
 
     name: str
-    source: str
-    idea: str
+    source: Source
 
-    causal: bool
+    tree: dict[str, Any]
+    """The preset written out, with the settings of a mechanism beside the algebra."""
+
+    decodes: bool
     """Whether a decoder can use it."""
 
-    bidirectional: bool
+    encodes: bool
     """Whether an encoder can use it."""
 
     growth: float
@@ -68,8 +93,14 @@ class Entry:
     parameters: int
     """Learned numbers that the mechanism adds to the layer's projections."""
 
-    exchanges: tuple[str, ...]
-    """What pieces of a row exchange over the context axis; empty where a row must be whole."""
+    shared: int
+    """Those of them that belong to no head, so that every tensor rank holds them."""
+
+    compresses_input: bool
+    """Whether it sums landmarks of the layer's input over all ranks that share a row."""
+
+    exchanges: dict[str, tuple[str, ...]]
+    """Kind of model, "decoder" or "encoder" -> what pieces of a row exchange over the context axis in it."""
 
 
 def catalogue() -> list[Entry]:
@@ -80,21 +111,31 @@ def catalogue() -> list[Entry]:
 def entry(name: str) -> Entry:
     """One preset's entry, from its configuration, its module and its FLOP formula."""
     form = Attention.model_validate(expand_preset(name))
-    causal = form.mixes_future_tokens is None
-    layer = _build(name, causal)
-    properties = layer.properties
-    source, idea = SOURCES[name]
+    kinds = {"decoder": form.mixes_future_tokens is None, "encoder": form.looks_back_only is None}
+    layers = {kind: _build(name, causal=kind == "decoder") for kind, can in kinds.items() if can}
+    layer = next(iter(layers.values()))
+    parameters = dict(layer.named_parameters())
+    cut = layer.sharded_parameters()
     return Entry(
         name=name,
-        source=source,
-        idea=idea,
-        causal=causal,
-        bidirectional=form.looks_back_only is None,
-        growth=_growth(form, causal),
-        state=properties.state_size if properties.recurrent else None,
-        parameters=sum(parameter.numel() for parameter in layer.parameters()),
-        exchanges=properties.exchanges,
+        source=SOURCES[name],
+        tree=_written_out(form, name),
+        decodes=kinds["decoder"],
+        encodes=kinds["encoder"],
+        growth=_growth(form, kinds["decoder"]),
+        state=layer.properties.state_size if layer.properties.recurrent else None,
+        parameters=sum(parameter.numel() for parameter in parameters.values()),
+        shared=sum(parameter.numel() for key, parameter in parameters.items() if key not in cut),
+        compresses_input=form.compresses_input,
+        exchanges={kind: layer.properties.exchanges for kind, layer in layers.items()},
     )
+
+
+def _written_out(form: Attention, name: str) -> dict[str, Any]:
+    if form.mechanism == "algebra":
+        return PRESETS[name]
+    settings = {"eva": Eva, "skyformer": Skyformer, "nystromformer": Nystromformer}[form.mechanism]()
+    return {**PRESETS[name], form.mechanism: settings.model_dump()}
 
 
 def _build(name: str, causal: bool) -> attention.AttentionLayer:

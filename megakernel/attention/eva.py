@@ -14,6 +14,7 @@ from megakernel.attention.local import halo
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
+from megakernel.attention.whole_rows import WholeRows
 from megakernel.config.attention import Attention
 from megakernel.config.eva import Eva
 from megakernel.ops.documents import Positions
@@ -74,8 +75,8 @@ class Summaries(nn.Module):
         """Take the noise of a training step."""
         self.step = step
 
-    def noise(self, numbers: Tensor, width: int) -> Tensor:
-        """(B or 1, H, S, d) for the chunks `numbers` (B or 1, S) of their documents."""
+    def noise(self, numbers: Tensor, width: int, heads: slice = slice(None)) -> Tensor:
+        """(B or 1, H, S, d) of `heads` for the chunks `numbers` (B or 1, S) of their documents."""
         groups = range(int(numbers.max()) // NOISE_GROUP + 1)
         drawn = [
             torch.cat(
@@ -84,23 +85,30 @@ class Summaries(nn.Module):
                     for group in groups
                 ]
             )
-            for head in self.query_heads
+            for head in self.query_heads[heads]
         ]
         return torch.stack(drawn)[:, numbers.cpu()].transpose(0, 1)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, real_q: Tensor, real_k: Tensor, numbers: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        real_q: Tensor,
+        real_k: Tensor,
+        numbers: Tensor,
+        heads: slice = slice(None),
     ) -> tuple[Tensor, Tensor]:
         """Keys k_c (B, H, S, d) and values beta_c (B, H, S, D) of S chunks.
 
         q: (B, H, S, s_q, d); k, v: (B, H, S, s, .); real_q, real_k: (B or 1, S, s) bool; numbers: (B or 1,
-        S), the place of each chunk among those of its document.
+        S), the place of each chunk among those of its document; heads: which of the query heads these are.
         """
         q_c = self.queries(self._mean(q, real_q))
         k_c = self.keys(self._mean(k, real_k))
         omega = self.share * (q_c + k_c)
         if self.training:
-            omega = omega + self.noise(numbers, omega.shape[3]).to(omega)
+            omega = omega + self.noise(numbers, omega.shape[3], heads).to(omega)
         return k_c, control_variates(omega, k, v, real_k)
 
     def _mean(self, x: Tensor, real: Tensor) -> Tensor:
@@ -134,7 +142,7 @@ def _real(length: int, size: int, counts: Tensor | None, device: torch.device) -
 
 
 class EvaAttention(AttentionLayer):
-    """EVA over a row, tokens seeing both ways. A row is one document."""
+    """EVA over a row, tokens seeing both ways. A row is one document; its pieces trade tokens for heads."""
 
     def __init__(
         self,
@@ -154,7 +162,7 @@ class EvaAttention(AttentionLayer):
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        return Properties(False, recurrent=False, state_size=0, state_size_per_token=0, exchanges=())
+        return Properties(False, recurrent=False, state_size=0, state_size_per_token=0, exchanges=("heads",))
 
     def attend(
         self,
@@ -169,16 +177,16 @@ class EvaAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        if piece.size > 1:
-            raise ValueError(
-                "eva with causal=False needs the whole sequence on one piece; set parallel.context: 1"
-            )
         q, k = rotate(rotary, q, k, positions)
+        rows = WholeRows(piece, q.shape[1], k.shape[1])
+        q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
         k, v = _every_head(q, k, v)
         size, window, length = self.form.chunk_size, self.form.window_size, q.shape[2]
         counts = None if key_mask is None else key_mask.sum(1)
         real = _real(length, size, counts, q.device)
-        keys, values = self.summaries(*(_cut(x, size) for x in (q, k, v)), real, real, _numbers(real))
+        keys, values = self.summaries(
+            *(_cut(x, size) for x in (q, k, v)), real, real, _numbers(real), rows.query_heads
+        )
         there = torch.ones_like(real) if self.form.published_padding else real
         seen = there.any(-1)[:, None].expand(-1, -(-length // window), -1)
         reach = window if self.form.overlap else 0
@@ -190,7 +198,7 @@ class EvaAttention(AttentionLayer):
             _reaching(_real(length, window, counts, q.device)[:, None, ..., None], reach)[:, 0, ..., 0],
             window,
         )
-        return eva_attention(q, windows, Chunks(keys, values, seen)), None
+        return rows.cut(eva_attention(q, windows, Chunks(keys, values, seen))), None
 
     def _inside(self, length: int, reach: int, device: torch.device) -> Tensor:
         """(M, C) bool: the chunk lies inside what the window reaches."""
@@ -315,25 +323,28 @@ class FlurkaEvaAttention(LowRankAttention):
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        return Properties(False, recurrent=False, state_size=0, state_size_per_token=0, exchanges=())
+        return Properties(
+            False, recurrent=False, state_size=0, state_size_per_token=0, exchanges=("landmarks", "heads")
+        )
 
     def _attend(
         self, q: Tensor, landmarks: Compressed, counts: Tensor | None, piece: SequencePiece
     ) -> Tensor:
-        if piece.size > 1:
-            raise ValueError(
-                "eva over compressed keys needs the whole sequence on one piece; set parallel.context: 1"
-            )
-        k, v = _every_head(q, landmarks.keys, landmarks.values)
+        rows = WholeRows(piece, q.shape[1], landmarks.keys.shape[1])
+        q = rows.of_queries(q)
+        # Every piece holds the landmarks of all heads.
+        k, v = _every_head(q, *(rows.of_key_heads(x, 1) for x in (landmarks.keys, landmarks.values)))
         window, length = self.form.window_size, q.shape[2]
         real_q = _real(length, window, counts, q.device)
         index, real_k = shares_of_windows(real_q.any(-1), k.shape[2])
         k, v = (_taken(x, index) for x in (k, v))
-        keys, values = self.summaries(_cut(q, window), k, v, real_q, real_k, _numbers(real_q))
+        keys, values = self.summaries(
+            _cut(q, window), k, v, real_q, real_k, _numbers(real_q), rows.query_heads
+        )
         seen = real_k.any(-1)[:, None].expand(-1, real_q.shape[1], -1)
         if self.form.exclude_window:
             seen = seen & ~torch.eye(seen.shape[2], dtype=torch.bool, device=q.device)
-        return eva_attention(q, Windows(k, v, real_k, window), Chunks(keys, values, seen))
+        return rows.cut(eva_attention(q, Windows(k, v, real_k, window), Chunks(keys, values, seen)))
 
 
 def shares_of_windows(windows: Tensor, keys: int) -> tuple[Tensor, Tensor]:

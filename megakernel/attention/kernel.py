@@ -17,7 +17,10 @@ from megakernel.ops.documents import Positions
 
 
 class KernelAttention(AttentionLayer):
-    """phi(q)^T sum phi(k) v^T over phi(q)^T sum phi(k) (MECHANISMS section 2)."""
+    """phi(q)^T sum phi(k) v^T over phi(q)^T sum phi(k) (MECHANISMS section 2).
+
+    Pieces of a sequence exchange the states of what lies before each, and behind it where tokens see both ways.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class KernelAttention(AttentionLayer):
             recurrent=self.causal,
             state_size=state,
             state_size_per_token=0,
-            exchanges=("state",) if self.causal else (),
+            exchanges=("state",),
         )
 
     def sharded_parameters(self) -> dict[str, int]:
@@ -68,8 +71,6 @@ class KernelAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        if piece.size > 1 and not self.causal:
-            raise ValueError("kernel attention with causal=False needs the whole sequence on one piece")
         if self.mixture is not None:
             k = self.mixture.keys(k)
         q, k = rotate(rotary, q, k, positions)
@@ -86,5 +87,6 @@ class KernelAttention(AttentionLayer):
             initial_state=state,
             return_state=True,
             exchange=piece.start_prefix if piece.size > 1 else None,
+            exchange_after=piece.start_suffix if piece.size > 1 and not self.causal else None,
         )
         return cast(tuple[Tensor, KernelState], result)

@@ -31,7 +31,7 @@ class Properties:
     """Numbers that each token adds to it."""
 
     exchanges: tuple[Literal["state", "halo", "heads", "landmarks"], ...]
-    """What pieces of a sequence exchange; empty where the sequence must be whole."""
+    """What pieces of a sequence exchange."""
 
 
 class SequenceState(NamedTuple):

@@ -11,6 +11,7 @@ from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.noise import FullPrecisionBuffers
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
+from megakernel.attention.whole_rows import WholeRows
 from megakernel.config.attention import Attention
 from megakernel.config.mixture import Mixture
 from megakernel.ops import weighted_attention
@@ -123,9 +124,10 @@ class PairwiseAttention(AttentionLayer):
             k = self.mixture.keys(k)
             priors = self.mixture.priors() if self.mixture.soft else None
         q, k = rotate(rotary, q, k, positions)
-        if piece.size > 1:
-            q, k, v, priors, positions = _whole_rows(piece, q, k, v, priors, positions)
-        mass = None if priors is None else priors[..., None]
+        rows = WholeRows(piece, q.shape[1], k.shape[1])
+        positions = rows.of_positions(positions, q.shape[2])
+        q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
+        mass = None if priors is None else rows.of_key_heads(priors)[..., None]
         if key_mask is not None:
             real = key_mask[:, None, None].to(torch.float32)
             mass = real if mass is None else mass * real
@@ -143,10 +145,8 @@ class PairwiseAttention(AttentionLayer):
             initial_state=state,
         )
         if self.mixture is not None and self.mixture.m_step and self.training:
-            self._count(q, k, mass, key_mask, positions, piece)
-        if piece.size > 1:
-            return piece.heads_to_tokens(out), None
-        return out, state
+            self._count(q, k, mass, key_mask, positions, rows)
+        return rows.cut(out), state
 
     def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
         """See AttentionLayer."""
@@ -160,7 +160,7 @@ class PairwiseAttention(AttentionLayer):
         mass: Tensor | None,
         key_mask: Tensor | None,
         positions: Positions,
-        piece: SequencePiece,
+        rows: WholeRows,
     ) -> None:
         """Add the responsibilities of these tokens; what is computed again in backward counts twice for all alike."""
         shares = responsibilities(
@@ -176,32 +176,5 @@ class PairwiseAttention(AttentionLayer):
         assert self.mixture is not None
         counted = self.mixture.counted
         mine = shares.sum((0, 3), dtype=counted.dtype)
-        heads = len(self.kv_heads) if len(self.kv_heads) % piece.size == 0 else len(self.query_heads)
-        each = heads // piece.size
-        everywhere = mine.new_zeros(heads, mine.shape[1])
-        everywhere[piece.rank * each : (piece.rank + 1) * each] = mine
-        counted += everywhere.unflatten(0, (len(self.kv_heads), -1)).sum(1)
-
-
-def _whole_rows(
-    piece: SequencePiece, q: Tensor, k: Tensor, v: Tensor, priors: Tensor | None, positions: Positions
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Positions]:
-    """All tokens of this piece's heads, and what belongs to these heads."""
-    if q.shape[1] % piece.size:
-        raise ValueError(
-            f"{q.shape[1]} heads do not divide over {piece.size} pieces of the sequence; change one"
-        )
-    if k.shape[1] % piece.size:
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        priors = None if priors is None else priors.repeat_interleave(group, 0)
-    if priors is not None:
-        priors = priors.chunk(piece.size)[piece.rank]
-    components = k.shape[2] if k.dim() == 5 else 1
-    k = piece.tokens_to_heads(k.flatten(1, -3)).unflatten(1, (-1, components))
-    whole: Positions = 0
-    if isinstance(positions, Tensor):
-        # Each piece hands every other its positions the way it hands over a head.
-        per_head = positions[:, None, :, None].expand(-1, piece.size, -1, -1)
-        whole = piece.tokens_to_heads(per_head)[:, 0, :, 0]
-    return piece.tokens_to_heads(q), k, piece.tokens_to_heads(v), priors, whole
+        owners = rows.of_key_heads(torch.eye(len(counted), dtype=mine.dtype, device=mine.device))
+        counted += owners.T @ mine

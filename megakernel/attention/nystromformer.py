@@ -9,6 +9,7 @@ from megakernel.attention.heads import HeadShard
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
+from megakernel.attention.whole_rows import WholeRows
 from megakernel.config.landmark import Nystromformer
 from megakernel.ops.documents import Positions
 from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_attention
@@ -17,7 +18,7 @@ from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_atte
 class NystromformerAttention(AttentionLayer):
     """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V, and a convolution of the values if asked for.
 
-    Segments divide whole rows: documents in one row see each other.
+    Segments divide whole rows: documents in one row see each other. Pieces of a row trade tokens for heads.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class NystromformerAttention(AttentionLayer):
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        return Properties(False, recurrent=False, state_size=0, state_size_per_token=0, exchanges=())
+        return Properties(False, recurrent=False, state_size=0, state_size_per_token=0, exchanges=("heads",))
 
     def sharded_parameters(self) -> dict[str, int]:
         """The filters."""
@@ -52,9 +53,9 @@ class NystromformerAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        if piece.size > 1:
-            raise ValueError("nystromformer takes means over whole rows; keep the sequence on one piece")
         q, k = rotate(rotary, q, k, positions)
+        rows = WholeRows(piece, q.shape[1], k.shape[1])
+        q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
         places = torch.arange(q.shape[2], device=q.device)[None]
         count = q.shape[2] if key_mask is None else key_mask.sum(1, keepdim=True).clamp(min=1)
         # Real tokens lie first and fill all segments evenly; what lies behind them belongs to none.
@@ -64,6 +65,6 @@ class NystromformerAttention(AttentionLayer):
         if self.convolution is not None:
             values = v if key_mask is None else v * key_mask[:, None, :, None]
             out = out + depthwise_convolution(
-                values.repeat_interleave(q.shape[1] // v.shape[1], 1), self.convolution
+                values.repeat_interleave(q.shape[1] // v.shape[1], 1), self.convolution[rows.query_heads]
             )
-        return out, None
+        return rows.cut(out), None

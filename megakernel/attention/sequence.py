@@ -36,6 +36,10 @@ class SequencePiece(Protocol):
         """
         ...
 
+    def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
+        """`start_prefix` read backwards: what later pieces' tokens add to what enters this one from behind."""
+        ...
+
     def total(self, x: Tensor) -> Tensor:
         """The sum of `x` over the pieces, on each of them; its gradient is the sum of theirs."""
         ...
@@ -73,6 +77,10 @@ class WholeSequence:
 
     def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
         """The empty state: nothing enters the whole sequence."""
+        return _Nothing(state)
+
+    def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
+        """The empty state: nothing lies behind the whole sequence."""
         return _Nothing(state)
 
     def total(self, x: Tensor) -> Tensor:

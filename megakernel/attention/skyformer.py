@@ -12,6 +12,7 @@ from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.noise import Noise
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
+from megakernel.attention.whole_rows import WholeRows
 from megakernel.config.landmark import Skyformer
 from megakernel.ops.documents import Positions
 from megakernel.ops.pseudo_inverse import exact_inverse, regularized_inverse
@@ -24,7 +25,7 @@ BITS = 31
 class SkyformerAttention(AttentionLayer):
     """kappa(Q, L) kappa(L, L)^+ kappa(L, K) V; the landmarks L are drawn again at every training step.
 
-    They are landmarks of whole rows: documents in one row see each other.
+    They are landmarks of whole rows: documents in one row see each other. Pieces of a row trade tokens for heads.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class SkyformerAttention(AttentionLayer):
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        return Properties(False, recurrent=False, state_size=0, state_size_per_token=0, exchanges=())
+        return Properties(False, recurrent=False, state_size=0, state_size_per_token=0, exchanges=("heads",))
 
     def sharded_parameters(self) -> dict[str, int]:
         """The draws, unless all heads share one."""
@@ -76,9 +77,9 @@ class SkyformerAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        if piece.size > 1:
-            raise ValueError("skyformer draws landmarks from whole rows; keep the sequence on one piece")
         q, k = rotate(rotary, q, k, positions)
+        rows = WholeRows(piece, q.shape[1], k.shape[1])
+        q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
         length = q.shape[2]
         # Real tokens lie first.
         count = torch.full((1,), length, device=q.device) if key_mask is None else key_mask.sum(1)
@@ -86,15 +87,15 @@ class SkyformerAttention(AttentionLayer):
             q,
             k,
             v,
-            landmarks=self._landmarks(count[:, None, None], length),
+            landmarks=self._landmarks(count[:, None, None], length, rows.query_heads),
             invert=self.invert,
             key_mask=key_mask,
         )
-        return out, None
+        return rows.cut(out), None
 
-    def _landmarks(self, count: Tensor, length: int) -> Tensor:
+    def _landmarks(self, count: Tensor, length: int, heads: slice = slice(None)) -> Tensor:
         """Rows (B, H or 1, F) of [Q; K], each of `length` rows of which the first `count` (B, 1, 1) are real."""
-        draws = self.draws()
+        draws = self.draws()[heads] if self.per_head else self.draws()
         if self.stratified:
             half = draws.shape[-1] // 2
             queries, keys = draws[..., half:], draws[..., :half]

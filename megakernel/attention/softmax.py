@@ -7,6 +7,7 @@ from torch import Tensor
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
+from megakernel.attention.whole_rows import WholeRows
 from megakernel.ops import softmax_attention
 from megakernel.ops.documents import Positions
 
@@ -36,29 +37,13 @@ class SoftmaxAttention(AttentionLayer):
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = rotate(rotary, q, k, positions)
-        if piece.size == 1:
-            return softmax_attention(
-                q,
-                k,
-                v,
-                causal=self.causal,
-                positions=positions,
-                key_mask=None if self.causal else key_mask,
-                initial_state=state,
-            )
-        if q.shape[1] % piece.size:
-            raise ValueError(
-                f"{q.shape[1]} heads do not divide over {piece.size} pieces of the sequence; change one"
-            )
-        if k.shape[1] % piece.size:
-            group = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        whole: Positions = 0
-        if isinstance(positions, Tensor):
-            # Each piece hands every other its positions the way it hands over a head.
-            per_head = positions[:, None, :, None].expand(-1, piece.size, -1, -1)
-            whole = piece.tokens_to_heads(per_head)[:, 0, :, 0]
-        out, _ = softmax_attention(
-            *map(piece.tokens_to_heads, (q, k, v)), causal=self.causal, positions=whole
+        rows = WholeRows(piece, q.shape[1], k.shape[1])
+        out, state = softmax_attention(
+            rows.of_queries(q),
+            *rows.of_keys(k, v),
+            causal=self.causal,
+            positions=rows.of_positions(positions, q.shape[2]),
+            key_mask=None if self.causal else key_mask,
+            initial_state=state,
         )
-        return piece.heads_to_tokens(out), None
+        return rows.cut(out), state

@@ -94,7 +94,7 @@ class Attention(Section):
 
     @property
     def weighs_every_pair(self) -> bool:
-        """Whether every token weighs every earlier one, at quadratic cost; pieces of a row then trade heads."""
+        """Whether every token weighs every earlier one, at quadratic cost."""
         return self.mechanism == "algebra" and self.similarity != "kernel" and self.is_uncompressed
 
     @property
@@ -134,14 +134,17 @@ class Attention(Section):
         """Why a token cannot see later ones of its document; None where it can."""
         return None if self.near is None else f"a near window of kind: {self.near.kind} looks back only"
 
-    @property
-    def is_cut_by_time(self) -> str | None:
-        """Why a row is cut over processes only where tokens see no later ones; None where it makes no difference."""
-        if self.mechanism == "algebra" and self.similarity == "kernel" and self.is_uncompressed:
-            return "the state of similarity: kernel passes from piece to piece in one direction"
+    def trades_heads(self, causal: bool) -> bool:
+        """Whether pieces of a row trade tokens for heads, whose number must then divide over them."""
         if self.mechanism == "eva":
-            return "eva that sees both ways summarizes the chunks of a whole row"
-        return self.takes_whole_rows
+            return not causal
+        return self.weighs_every_pair or self.takes_whole_rows is not None
+
+    @property
+    def redraws(self) -> bool:
+        """Whether the layer has noise that training redraws and evaluation holds."""
+        learned = self.feature_map is not None and self.feature_map.redraw_interval > 0
+        return learned or self.mechanism == "skyformer"
 
     @property
     def keys_per_head(self) -> int:
@@ -150,7 +153,7 @@ class Attention(Section):
 
     @property
     def takes_whole_rows(self) -> str | None:
-        """Why a row cannot be cut over processes, nor its tokens be causal; None where both work."""
+        """Why every token meets all of its row, later ones too; None where it need not."""
         if self.mechanism in ("algebra", "eva"):
             return None
         return f"{self.mechanism} draws landmarks from the whole row"

@@ -52,7 +52,7 @@ def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training
     blocks, windows = [1], [1]
     if parallel.context > 1:
         for attention in _attentions(model):
-            if attention.block_size is not None:
+            if attention.block_size is not None and not attention.trades_heads(model.is_causal):
                 blocks.append(attention.block_size)
                 windows.append(attention.block_size * (attention.near.blocks if attention.near else 1))
     unit = parallel.context * math.lcm(sharded, *blocks)
@@ -72,14 +72,15 @@ def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training
     yield Problem("training.seq_len", training.seq_len, f"does not give {', '.join(needs)}", f"set {choice}")
 
 
-def _full_attention_has_heads_for_every_piece(model: Model, parallel: Parallel) -> Iterator[Problem]:
+def _pieces_of_a_row_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if parallel.context == 1 or model.num_heads % parallel.tensor:
         return
     heads = model.num_heads // parallel.tensor
-    if heads % parallel.context and any(attention.weighs_every_pair for attention in _attentions(model)):
+    keys = [key for key, attention in _named_attentions(model) if attention.trades_heads(model.is_causal)]
+    if heads % parallel.context and keys:
         reason = (
-            f"leaves {heads} heads per tensor rank, which layers that weigh every pair "
-            "cannot spread over context ranks"
+            f"does not divide the {heads} heads of a tensor rank, for which the pieces of a row trade tokens "
+            f"in {' and '.join(keys)}"
         )
         remedy = "set a divisor of the heads, or take similarity: kernel"
         yield Problem("parallel.context", parallel.context, reason, remedy)
@@ -123,18 +124,11 @@ def _rows_are_documents_where_landmarks_mix_them(model: Model, data: Data) -> It
             yield Problem("data.isolate_documents", True, reason, "set false")
 
 
-def _encoders_are_cut_where_they_can_be(model: Model, parallel: Parallel) -> Iterator[Problem]:
-    if model.is_causal or parallel.context == 1:
-        return
-    remedy = "set 1; parallel.tensor with sequence_parallel shares long rows too"
-    if model.kind == "classifier":
+def _padded_documents_stay_whole(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if model.kind == "classifier" and parallel.context > 1:
         reason = "would cut documents that are padded and pooled as a whole"
+        remedy = "set 1; parallel.tensor with sequence_parallel shares long rows too"
         yield Problem("parallel.context", parallel.context, reason, remedy)
-        return
-    for key, attention in _named_attentions(model):
-        if attention.is_cut_by_time:
-            reason = f"does not suit {key} of a {model.kind}: {attention.is_cut_by_time}"
-            yield Problem("parallel.context", parallel.context, reason, f"{remedy}, or take softmax layers")
 
 
 def _masking_has_an_effect(model: Model, data: Data) -> Iterator[Problem]:
@@ -196,13 +190,13 @@ _RULES: list[Rule] = [
     _tensor_ranks_share_evenly,
     _every_stage_has_layers,
     _sequence_is_cut_evenly,
-    _full_attention_has_heads_for_every_piece,
+    _pieces_of_a_row_have_heads_to_trade,
     _bfloat16_has_master_weights,
     _positions_reach_the_end,
     _encoders_see_both_ways,
     _decoders_see_no_later_tokens,
     _rows_are_documents_where_landmarks_mix_them,
-    _encoders_are_cut_where_they_can_be,
+    _padded_documents_stay_whole,
     _masking_has_an_effect,
     _deepspeed_keeps_to_its_own,
 ]

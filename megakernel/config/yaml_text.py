@@ -99,8 +99,12 @@ def read(path: Path) -> dict[str, Any]:
     return value
 
 
-def write(value: Any) -> str:
-    """Block-style YAML in the order of `value`; `parse` gives an equal value."""
+def write(value: Any, compact: bool = False) -> str:
+    """Block-style YAML in the order of `value`; `parse` gives an equal value.
+
+    compact: what holds no further mapping or list stands on one line.
+    """
+    style = None if compact else False
     return yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=110, allow_unicode=True
+        value, Dumper=_Dumper, sort_keys=False, default_flow_style=style, width=110, allow_unicode=True
     )

@@ -1,6 +1,7 @@
 """Cross entropy by position."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from data_pipeline.loader import ValidationBatches
 from megakernel.model import IGNORED, LanguageModel
 
 from .result import PositionBucket
+from .voting import log_vote
 
 _STARTS = 2 ** torch.arange(4, 32)
 """First positions of all buckets but the first, which begins at 0: 16, 32, 64, ..."""
@@ -20,10 +22,12 @@ def measure(
     batches: ValidationBatches,
     device: torch.device,
     progress: Callable[[int, int], None],
+    draws: int | None = None,
 ) -> list[PositionBucket]:
     """The mean loss of every bucket of positions that holds a prediction.
 
-    progress: called after each forward pass with the passes done and all passes.
+    progress: called after each batch with the batches done and all batches.
+    draws: of the noise that training redraws; a token's probability is the mean over them. None: what is held.
     """
     sums = torch.zeros(len(_STARTS) + 1, dtype=torch.float64)
     counts = torch.zeros(len(_STARTS) + 1, dtype=torch.int64)
@@ -32,7 +36,8 @@ def measure(
         labels = batch.labels.where(batch.loss_mask, IGNORED)
         num_targets = batch.loss_mask.sum().reshape(1)  # what `losses` has no need of
         stream = (batch.tokens, batch.positions, labels, num_targets)
-        losses = model.losses(*(part.to(device) for part in stream))
+        predict = partial(_log_probabilities, model, tuple(part.to(device) for part in stream))
+        losses = -log_vote(model, predict, draws)
         _add(sums, counts, losses.cpu(), batch.positions, batch.loss_mask)
         longest = max(longest, int(batch.positions.max()))
         progress(done, len(batches))
@@ -41,6 +46,11 @@ def measure(
         for first, tokens, total in zip([0, *_STARTS.tolist()], counts.tolist(), sums.tolist())
         if tokens
     ]
+
+
+def _log_probabilities(model: LanguageModel, stream: tuple[Tensor, ...]) -> Tensor:
+    """Of the labels, (B, N)."""
+    return -model.losses(*stream)
 
 
 def _add(sums: Tensor, counts: Tensor, losses: Tensor, positions: Tensor, counted: Tensor) -> None:

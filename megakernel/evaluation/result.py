@@ -62,6 +62,9 @@ class Evaluation:
     Empty for classifiers, whose predictions have no positions, and baselines.
     """
 
+    draws: int | None = None
+    """Draws of the layers' noise over which probabilities were averaged; None: the noise that training held last."""
+
     @property
     def perplexity(self) -> float:
         """exp(loss)."""

@@ -19,6 +19,7 @@ def evaluate_run(
     step: int | None = None,
     samples: int | None = None,
     seq_len: int | None = None,
+    draws: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Evaluate a checkpoint on its run's validation data, in this process.
@@ -28,7 +29,9 @@ def evaluate_run(
         step: which checkpoint; None takes the newest good one.
         samples: validation samples; None takes training.eval_samples. One pass over the corpora at most.
         seq_len: tokens per sample, also more than in training; None takes training.seq_len.
-        progress: called after each forward pass with the passes done and all passes.
+        draws: average the predicted probabilities over this many draws of the noise that training redraws; None
+            takes the draw that training held last.
+        progress: called after each batch with the batches done and all batches.
 
     With the defaults the loss is the eval/loss that training measured at that step.
 
@@ -37,6 +40,8 @@ def evaluate_run(
     """
     run = TrainedRun.find(folder, step)
     config = _evaluated_config(run.config, samples, seq_len)
+    if draws is not None:
+        _check_draws(draws, config, folder)
     corpora = Corpora(config.data)
     if tokenizers.load(tokenizer_folder(folder)).hash != corpora.tokenizer_hash:
         raise UserError(
@@ -59,9 +64,9 @@ def evaluate_run(
     accuracy = None
     with one_process_model(run, corpora.vocab_size, device) as model:
         if config.model.classifier is not None:
-            tokens, loss, accuracy = measure_examples(model, batches, device, progress)
+            tokens, loss, accuracy = measure_examples(model, batches, device, progress, draws)
         else:
-            by_position = measure(model, batches, device, progress)
+            by_position = measure(model, batches, device, progress, draws)
             tokens = sum(bucket.tokens for bucket in by_position)
             loss = sum(bucket.loss * bucket.tokens for bucket in by_position) / tokens
     return Evaluation(
@@ -74,6 +79,7 @@ def evaluate_run(
         bits_per_byte=bits_per_byte(loss, corpora, "validation") if config.model.is_causal else None,
         accuracy=accuracy,
         by_position=by_position,
+        draws=draws,
     )
 
 
@@ -141,6 +147,16 @@ def _evaluated_config(config: Config, samples: int | None, seq_len: int | None) 
     rows = max(1, training.micro_batch_size * training.seq_len // seq_len)
     changes = {"eval_samples": samples, "seq_len": seq_len, "micro_batch_size": rows}
     return config.model_copy(update={"training": training.model_copy(update=changes)})
+
+
+def _check_draws(draws: int, config: Config, folder: Path) -> None:
+    if draws < 1:
+        raise UserError(f"draws={draws} leaves no vote; give --draws 1 or more")
+    if not any(config.model.layer_attention(layer).redraws for layer in range(config.model.num_layers)):
+        raise UserError(
+            f"draws={draws}: no layer of {folder} has noise that training redraws, so all votes would be the same; "
+            "leave out --draws"
+        )
 
 
 def _check_length(config: Config, corpora: Corpora) -> None:

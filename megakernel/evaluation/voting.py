@@ -8,6 +8,16 @@ from torch import Tensor, nn
 from megakernel.attention.noise import Noise
 
 
+def log_vote(model: nn.Module, predict: Callable[[], Tensor], draws: int | None) -> Tensor:
+    """The log of the mean probability over draws, float64; what `predict` gives where `draws` is None.
+
+    predict: runs `model` and gives log-probabilities.
+    """
+    if draws is None:
+        return predict()
+    return mean_over_draws(model, lambda: predict().double().exp(), draws).log()
+
+
 @torch.no_grad()
 def mean_over_draws(model: nn.Module, predict: Callable[[], Tensor], draws: int) -> Tensor:
     """The mean of `predict()` over draws of all noise that training redraws; the model ends as it began.

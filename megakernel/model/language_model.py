@@ -99,6 +99,15 @@ class LanguageModel(nn.Module):
         hidden, _, labels, _ = stream
         return token_losses(self.output_matrix, hidden, labels, self.settings).view(labels.T.shape).T
 
+    def log_probabilities(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Of the classes of each example, float32 (examples, classes); classifiers only."""
+        stream: Stream = (tokens, positions)
+        for layer in self.walk[:-1]:
+            stream = layer(stream)
+        head = self.walk[-1]
+        assert isinstance(head, ClassifierHead)
+        return F.log_softmax(head.logits(*stream), dim=-1)
+
     def extend(self, tokens: Tensor, positions: Tensor, states: list[Any] | None) -> tuple[Tensor, list[Any]]:
         """Logits (B, N, V) of tokens (B, N) that follow those in `states` (None: the beginning), and the new states.
 

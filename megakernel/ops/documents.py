@@ -50,11 +50,15 @@ def open_documents(positions: Positions, length: int, batch: int, device: torch.
     return positions[:, -1] >= length
 
 
-def reversed_positions(positions: Tensor) -> Tensor:
-    """Positions (B, N) of the rows read backwards."""
+def reversed_positions(positions: Tensor, continued: bool = False) -> Tensor:
+    """Positions (B, N) of the rows read backwards.
+
+    continued: read so, each row goes on with a document that began before it, as far away as makes no difference.
+    """
     length = positions.shape[1]
     places = torch.arange(length, device=positions.device)
-    starts = torch.where(positions == 0, places, length)
-    following = torch.cat([starts[:, 1:], starts.new_full((len(starts), 1), length)], 1)
+    end = 2 * length if continued else length
+    starts = torch.where(positions == 0, places, end)
+    following = torch.cat([starts[:, 1:], starts.new_full((len(starts), 1), end)], 1)
     ends = following.flip(1).cummin(1).values.flip(1)
     return (ends - 1 - places).flip(1)

@@ -44,6 +44,11 @@ class ContextPiece:
         exchange = _StateExchange(self.rank, self.size, self._group)
         return _PendingPrefix(exchange, _Start.apply(state.sums, state.log_scale, carries, exchange))
 
+    def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
+        """The same, with the pieces read from the last to the first."""
+        exchange = _StateExchange(self.size - 1 - self.rank, self.size, self._group, backwards=True)
+        return _PendingPrefix(exchange, _Start.apply(state.sums, state.log_scale, carries, exchange))
+
     def total(self, x: Tensor) -> Tensor:
         """The sum of `x` over the pieces, on each of them."""
         return total(x, self._group)
@@ -84,10 +89,12 @@ class _StateExchange:
     What enters piece r is sum_s weights[r, s] sums_s; the gradient of sums_s is the same sum over r.
     """
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup):
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup, backwards: bool = False):
+        """rank: the piece's place in the order of reading, which may be that of the group backwards."""
         self.rank = rank
         self.size = size
         self.group = group
+        self.backwards = backwards
 
     def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
         """Send one message: the state, its scales and whether this piece carries."""
@@ -124,7 +131,7 @@ class _StateExchange:
         self._work.wait()
         gathered = self._gathered.view(self.size, -1)
         del self._work, self._message, self._gathered
-        return gathered
+        return gathered.flip(0) if self.backwards else gathered
 
 
 def prefix_weights(log_scales: Tensor, carries: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,18 @@ training: {{steps: 5, seq_len: 64, global_batch_size: 8, micro_batch_size: 2,
   dtype: float32, log_every: 1, eval_samples: 6}}
 optimizer: {{lr: 1e-3}}
 schedule: {{warmup_steps: 2}}
-data: {{num_workers: 0, train: {corpus}}}
+data: {{num_workers: 0, train: {corpus}, isolate_documents: {documents}}}
 logging: {{tensorboard: false}}
 """
 
 MODELS = {
     "masked_lm": "kind: masked_lm, attention_pattern: [softmax, hedgehog], position: sinusoidal",
-    "masked_lm in pieces": "kind: masked_lm, attention: softmax, tie_embeddings: false",
+    "masked_lm on landmarks": (
+        "kind: masked_lm, tie_embeddings: false, attention_pattern: ["
+        "{preset: eva, eva: {window_size: 16, chunk_size: 8}}, skyformer, "
+        "{preset: nystromformer, nystromformer: {conv_kernel: 3}}, "
+        "{preset: flurka_eva, eva: {window_size: 16}, compression: {rank: 8}}]"
+    ),
     "classifier": (
         "kind: classifier, classifier: {num_classes: 2, pooling: cls, head: mlp}, "
         "attention_pattern: [softmax, performer], position: learned"
@@ -50,11 +55,11 @@ LAYOUTS = {
 }
 """On two processes."""
 
-WHOLE_ROWS = [layout for layout in LAYOUTS if layout != "cp2"]
+PADDED = [layout for layout in LAYOUTS if layout != "cp2"]
 CASES = [
-    *(("masked_lm", layout) for layout in WHOLE_ROWS),
-    ("masked_lm in pieces", "cp2"),
-    *(("classifier", layout) for layout in WHOLE_ROWS),
+    *(("masked_lm", layout) for layout in LAYOUTS),
+    ("masked_lm on landmarks", "cp2"),
+    *(("classifier", layout) for layout in PADDED),
     ("classifier of pairs", "dp2"),
     ("classifier of pairs", "tp2 sequence parallel"),
     ("classifier of pairs", "pp2"),
@@ -79,8 +84,10 @@ def corpora(tmp_path_factory, corpus):
 
 def write_config(folder, corpora, name):
     path = folder / "config.yaml"
-    corpus = corpora[name.removesuffix(" in pieces")]
-    path.write_text(CONFIG.format(root=folder, model=MODELS[name], corpus=corpus))
+    corpus = corpora["masked_lm" if name.startswith("masked_lm") else name]
+    # Landmarks of whole rows mix what lies in a row.
+    documents = str("landmarks" not in name).lower()
+    path.write_text(CONFIG.format(root=folder, model=MODELS[name], corpus=corpus, documents=documents))
     return path
 
 
@@ -126,7 +133,7 @@ def test_a_classifier_starts_from_the_weights_of_a_masked_language_model(one_pro
     config, _ = one_process("masked_lm")
     path = tmp_path / "config.yaml"
     model = MODELS["masked_lm"].replace("masked_lm", "classifier, classifier: {num_classes: 2}")
-    path.write_text(CONFIG.format(root=tmp_path, model=model, corpus=corpora["classifier"]))
+    path.write_text(CONFIG.format(root=tmp_path, model=model, corpus=corpora["classifier"], documents="true"))
     # Steps too small to be seen in float32 leave the weights as they came.
     still = ("optimizer.lr=1e-30", f"checkpoint.weights_from={config.parent / 'run'}")
     train(path, 1, *still)
@@ -148,9 +155,19 @@ def test_evaluating_a_run_finds_what_training_measured(model, one_process):
     assert [accuracy] == pytest.approx(scalars(lines, "eval/accuracy")[-1:] or [None])
 
 
-def _evaluated(folder):
-    found = evaluate_run(folder)
+def _evaluated(folder, draws=None):
+    found = evaluate_run(folder, draws=draws)
     return found.loss, found.accuracy
+
+
+def test_a_classifier_with_learned_kernels_votes_over_their_noise(one_process, tmp_path):
+    config, _ = one_process("classifier")
+    kernels = "model.attention_pattern=[gmm_prf, skyformer]"
+    lines = train(config, 1, kernels, "training.steps=1", f"run.root={tmp_path}")
+    run = tmp_path / "run"
+    held, *votes = (run_ranks(_evaluated, 1, run, draws)[0] for draws in (None, 4, 4))
+    assert held[0] == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-5)
+    assert votes[0] == votes[1] != held
 
 
 def test_a_classifier_learns_a_rule_from_examples_it_then_knows_in_new_ones(tmp_path):

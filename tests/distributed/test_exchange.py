@@ -34,12 +34,13 @@ def states(pieces, dtype):
     )
 
 
-def entering_states(pieces, dtype):
+def entering_states(pieces, dtype, direction):
     with cpu_mesh(context=pieces) as mesh:
         sums, log_scales, carries, weights = states(pieces, dtype)
         piece, rank = mesh.sequence_piece, mesh.cp.rank
         mine = sums[rank].detach().requires_grad_()
-        pending = piece.start_prefix(KernelState(mine, log_scales[rank]), carries[rank])
+        begin = {"before": piece.start_prefix, "behind": piece.start_suffix}[direction]
+        pending = begin(KernelState(mine, log_scales[rank]), carries[rank])
         entering = pending.wait()
         (entering.sums * weights[rank]).sum().backward()
         assert not entering.log_scale.requires_grad
@@ -48,16 +49,18 @@ def entering_states(pieces, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("pieces", SIZES)
-def test_the_state_that_enters_is_the_state_of_all_earlier_keys(pieces, dtype):
+@pytest.mark.parametrize("direction", ["before", "behind"])
+def test_the_state_that_enters_is_the_state_of_all_keys_on_its_side(direction, pieces, dtype):
     sums, log_scales, carries, weights = states(pieces, dtype)
     entering = empty_state(KernelState(sums[0], log_scales[0]))
-    expected, loss = [], 0.0
-    for piece in range(pieces):
-        expected.append(entering)
+    expected, loss = {}, 0.0
+    for piece in range(pieces) if direction == "before" else reversed(range(pieces)):
+        expected[piece] = entering
         loss = loss + (entering.sums * weights[piece]).sum()
         entering = merge(keep(entering, carries[piece]), KernelState(sums[piece], log_scales[piece]))
     loss.backward()
-    for piece, (actual, log_scale, grad) in enumerate(run_ranks(entering_states, pieces, pieces, dtype)):
+    results = run_ranks(entering_states, pieces, pieces, dtype, direction)
+    for piece, (actual, log_scale, grad) in enumerate(results):
         assert torch.equal(log_scale, expected[piece].log_scale)
         close(actual, expected[piece].sums.detach(), dtype)
         close(grad, sums.grad[piece], dtype)

@@ -110,6 +110,27 @@ def test_generate_prints_the_prompt_and_what_follows(run, capsys):
     assert capsys.readouterr().out == f"import é{text(run, 'import é')}\n"
 
 
+@pytest.fixture(scope="module")
+def noisy(config):
+    kernels = (
+        "model.attention_pattern=[gmm_prf, {preset: flurka, feature_map: {name: gmm_rks, smoothing: 1.0}}]"
+    )
+    train(config, 1, *OPTIONS, "run.name=noisy", "model.num_layers=2", kernels)
+    return config.parent / "noisy"
+
+
+def test_a_vote_over_draws_of_the_noise_is_another_evaluation_and_always_the_same(noisy, capsys):
+    held, one, many = (evaluate_run(noisy, draws=draws) for draws in (None, 1, 8))
+    assert held.loss == pytest.approx(eval_loss(noisy, 4), rel=1e-6)
+    assert len({held.loss, one.loss, many.loss}) == 3
+    assert (held.draws, many.draws) == (None, 8)
+    assert evaluate_run(noisy, draws=8) == many
+    assert main(["evaluate", str(noisy), "--draws", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "probabilities are means over 8 draws of the layers' noise" in printed
+    assert f"{many.loss:.4f}" in printed
+
+
 @pytest.fixture
 def orphan(run, corpus, tmp_path):
     """A run whose corpus is gone."""
@@ -159,6 +180,13 @@ EVALUATE = ("evaluate",)
         ("run", (*EVALUATE, "--seq-len", "100000000"), "validation tokens; give at most"),
         ("run", (*GENERATE, "--max-new-tokens", "0"), "give 1 or more"),
         ("run", (*GENERATE, "--top-p", "2"), "top_p=2.0 is no share"),
+        (
+            "run",
+            (*EVALUATE, "--draws", "4"),
+            "has noise that training redraws, so all votes would be the same",
+        ),
+        ("noisy", (*EVALUATE, "--draws", "0"), "give --draws 1 or more"),
+        ("noisy", (*EVALUATE, "--draws", "2", "--baseline", "bigbird"), "leave out --draws or --baseline"),
         ("orphan", EVALUATE, "make it with `megakernel prepare --out"),
         ("learned", (*EVALUATE, "--seq-len", str(SEQ_LEN + 1)), f"give at most {SEQ_LEN}"),
         ("learned", (*GENERATE, "--max-new-tokens", str(SEQ_LEN + 1)), f"give at most {SEQ_LEN}"),

@@ -42,6 +42,7 @@ def kernel_attention(
     cu_seqlens: Tensor | None = None,
     positions: Positions | None = None,
     exchange: Exchange | None = None,
+    exchange_after: Exchange | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, KernelState]:
     """Attention with the kernel phi(q).phi(k), linear in the number of tokens (MECHANISMS section 2).
@@ -68,8 +69,9 @@ def kernel_attention(
             token of rows that hold one document each. A position beyond the place in the row continues
             `initial_state`.
         exchange: gets what these tokens add to the state and gives what enters, for a sequence cut over
-            processes; causal only, in place of `initial_state`. The state returned is then what these tokens
-            add.
+            processes; in place of `initial_state`. The state returned is then what these tokens add.
+        exchange_after: the same in the other direction, for what lies behind these tokens: beside `exchange` without
+            `causal`, and never with it.
         backend: reference or chunked; None takes the environment's MEGAKERNEL_BACKEND, else chunked.
 
     Returns:
@@ -91,6 +93,9 @@ def kernel_attention(
         mass = expand_tokens("mass", mass, key)
     if initial_state is not None:
         check_state(initial_state, key, v)
+    if (exchange_after is not None) != (exchange is not None and not causal):
+        expected = "exchange alone" if causal else "both or neither"
+        raise ValueError(f"exchange and exchange_after with causal={causal}; expected {expected}")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch * length)
         positions = positions_from_cu_seqlens(cu_seqlens.to(q.device), batch, length)
@@ -112,5 +117,6 @@ def kernel_attention(
         positions=positions,
         initial_state=initial_state,
         exchange=exchange,
+        exchange_after=exchange_after,
     )
     return (out, state) if return_state else out

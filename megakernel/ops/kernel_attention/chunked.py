@@ -1,7 +1,7 @@
 """Kernel attention in linear time on any device: chunks inside groups of tokens, states between them."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import mixed_features
 from megakernel.ops.projections import Projection
 from megakernel.ops.scan import Links, link, read_states, scan_chunks, write_chunks
-from megakernel.ops.state import Exchange, KernelState, start_state
+from megakernel.ops.state import Exchange, KernelState, empty_state, keep, merge, start_state
 from megakernel.ops.sums import Sums, add, normalized, unnormalized
 
 CHUNK = 128
@@ -66,6 +66,7 @@ def attend(
     positions: Positions,
     initial_state: KernelState | None,
     exchange: Exchange | None = None,
+    exchange_after: Exchange | None = None,
 ) -> tuple[Tensor, KernelState]:
     """Attention (B, H, N, D) and the state after the last token.
 
@@ -77,6 +78,11 @@ def attend(
     state = initial_state or start
     finish = normalized if normalize else unnormalized
     run = partial(_over_groups, phi=Phi(feature_map, projection, priors), positions=positions)
+    if not causal:
+        begins = tuple(begin for begin in (exchange, exchange_after) if begin is not None)
+        if isinstance(positions, int):
+            return _one_document(run, finish, (q, k, v, mass), state, begins, positions)
+        return _documents(run, finish, (q, k, v, mass), state, begins, positions)
     if exchange is not None:
         _, own = run(_write, (k, v, mass), start)
         pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
@@ -84,17 +90,42 @@ def attend(
         reads = began_before(positions, q.shape[2], q.device)[:, None]
         (out,), _ = run(partial(_read, finish, v.dtype), (q, reads, *local), pending.wait())
         return out, own
-    if causal:
-        (out,), state = run(partial(_attend, finish), (q, k, v, mass), state)
-        return out, state
-    if isinstance(positions, int):
-        _, state = run(_write, (k, v, mass), state)
-        (out,), _ = run(partial(_read, finish, v.dtype), (q, None), state)
-        return out, state
-    before, state = run(_sums, (q, k, v, mass), state)
-    backwards = tuple(None if x is None else x.flip(2) for x in (q, k, v, mass))
-    after, _ = run(partial(_sums, delay=1), backwards, start, positions=reversed_positions(positions))
-    return finish(add(Sums(*before), Sums(*(x.flip(2) for x in after)))).to(v.dtype), state
+    (out,), state = run(partial(_attend, finish), (q, k, v, mass), state)
+    return out, state
+
+
+def _one_document(
+    run, finish: Finish, inputs: Tensors, state: KernelState, begins: tuple[Exchange, ...], positions: int
+) -> tuple[Tensor, KernelState]:
+    """All tokens see all keys, those that `begins` fetches from before and behind too."""
+    q, *keys = inputs
+    _, own = run(_write, tuple(keys), state)
+    carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
+    pendings = [begin(own, carries) for begin in begins]
+    whole = reduce(merge, (pending.wait() for pending in pendings), own)
+    (out,), _ = run(partial(_read, finish, keys[1].dtype), (q, None), whole)
+    return out, own
+
+
+def _documents(
+    run, finish: Finish, inputs: Tensors, state: KernelState, begins: tuple[Exchange, ...], positions: Tensor
+) -> tuple[Tensor, KernelState]:
+    """Tokens see their documents: what lies before a token and itself, and what lies behind it, read backwards."""
+    back = partial(run, positions=reversed_positions(positions, continued=bool(begins)))
+    backwards = tuple(None if x is None else x.flip(2) for x in inputs)
+    before, behind = state, empty_state(state)
+    if begins:
+        _, last = run(_write, inputs[1:], before)
+        _, first = back(_write, backwards[1:], behind)
+        # A document that starts with these tokens owes nothing to those before them.
+        added = last, keep(first, positions[:, 0] > 0)
+        carries = open_documents(positions, positions.shape[1], len(positions), positions.device)
+        pendings = [begin(mine, carries) for begin, mine in zip(begins, added)]
+        before, behind = (pending.wait() for pending in pendings)
+    earlier, leaving = run(_sums, inputs, before)
+    later, _ = back(partial(_sums, delay=1), backwards, behind)
+    out = finish(add(Sums(*earlier), Sums(*(x.flip(2) for x in later)))).to(inputs[2].dtype)
+    return out, last if begins else leaving
 
 
 def _over_groups(step, inputs: Tensors, state: KernelState, *, phi: Phi, positions: Positions):

@@ -31,6 +31,7 @@ def attend(
     positions: Positions,
     initial_state: KernelState | None,
     exchange: Exchange | None = None,
+    exchange_after: Exchange | None = None,
 ) -> tuple[Tensor, KernelState]:
     """Arguments and results of `chunked.attend`."""
     batch, heads, length, _ = q.shape
@@ -45,8 +46,8 @@ def attend(
         pairs = pairs & (place[:, None] >= place)
 
     phi_q = phi(feature_map, q.to(wide(q.dtype)), per_query_head(projection, group))
-    keys = k.to(wide(k.dtype)).split(q.shape[-1], -1)
-    phi_k = torch.stack([phi(feature_map, key, projection) for key in keys])
+    components = k.to(wide(k.dtype)).split(q.shape[-1], -1)
+    phi_k = torch.stack([phi(feature_map, key, projection) for key in components])
     if priors is not None:
         phi_k = phi_k * priors.T[:, None, :, None, None]
     phi_k = phi_k.sum(0)
@@ -54,18 +55,29 @@ def attend(
         phi_k = phi_k * mass[..., None]
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1).to(phi_k.dtype)
 
-    last = pairs[:, -1, :, None].to(phi_k.dtype)[:, None]
-    sums = (phi_k * last).transpose(-1, -2) @ values
+    def added(keys: Tensor) -> Tensor:
+        """What the keys that (B, N_k) bool names amount to."""
+        return (phi_k * keys[:, None, :, None].to(phi_k.dtype)).transpose(-1, -2) @ values
+
+    def received(begin: Exchange, sums: Tensor) -> KernelState:
+        return begin(KernelState(sums, sums.new_zeros(sums.shape[:2])), carries).wait()
+
+    sums = added(pairs[:, -1])
     carries = open_documents(positions, length, batch, q.device)
-    if exchange is not None:
-        initial_state = exchange(KernelState(sums, sums.new_zeros(sums.shape[:2])), carries).wait()
     weights = (phi_q @ phi_k.repeat_interleave(group, 1).transpose(-1, -2)) * pairs[:, None]
     total = weights @ values.repeat_interleave(group, 1)
+    entering = [] if initial_state is None else [(initial_state, first < 0)]
+    if exchange is not None:
+        entering.append((received(exchange, sums), first < 0))
+    if exchange_after is not None:
+        began_before = pairs[:, 0] & (at[:, :1] > 0)
+        entering.append((received(exchange_after, added(began_before)), pairs[:, -1]))
+    for state, readers in entering:
+        scaled = state.sums * torch.exp(state.log_scale)[..., None, None]
+        total = total + (phi_q @ scaled.repeat_interleave(group, 1)) * readers[:, None, :, None]
     if initial_state is not None:
-        entering = initial_state.sums * torch.exp(initial_state.log_scale)[..., None, None]
-        reads = (first < 0)[:, None, :, None]
-        total = total + (phi_q @ entering.repeat_interleave(group, 1)) * reads
-        sums = sums + entering * carries[:, None, None, None]
+        kept = torch.exp(initial_state.log_scale) * carries[:, None]
+        sums = sums + initial_state.sums * kept[..., None, None]
     numerator, denominator = total[..., :-1], total[..., -1:]
     empty = denominator == 0
     out = torch.where(empty, 0.0, numerator / denominator.masked_fill(empty, 1.0)) if normalize else numerator

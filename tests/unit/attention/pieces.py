@@ -54,9 +54,14 @@ class ThreadPiece:
         return pieces[self.rank - 1][..., -count:, :]
 
     def start_prefix(self, state: KernelState, carries: Tensor) -> _Pending:
-        earlier = self.table.gather(self.rank, (state, carries))[: self.rank]
+        return self._merged(self.table.gather(self.rank, (state, carries))[: self.rank], state)
+
+    def start_suffix(self, state: KernelState, carries: Tensor) -> _Pending:
+        return self._merged(self.table.gather(self.rank, (state, carries))[: self.rank : -1], state)
+
+    def _merged(self, parts: list[tuple[KernelState, Tensor]], state: KernelState) -> _Pending:
         return _Pending(
-            reduce(lambda total, part: merge(keep(total, part[1]), part[0]), earlier, empty_state(state))
+            reduce(lambda total, part: merge(keep(total, part[1]), part[0]), parts, empty_state(state))
         )
 
     def total(self, x: Tensor) -> Tensor:

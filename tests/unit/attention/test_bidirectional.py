@@ -5,6 +5,7 @@ import torch
 
 from megakernel.attention import HeadShard, Rotary
 from megakernel.attention.noise import redraw
+from megakernel.attention.whole_rows import WholeRows
 from megakernel.config.attention import Attention, expand_preset
 from tests.unit.attention.mechanisms import (
     BIDIRECTIONAL,
@@ -17,17 +18,18 @@ from tests.unit.attention.mechanisms import (
     shard_of,
     tokens,
 )
-from tests.unit.attention.pieces import in_pieces
+from tests.unit.attention.pieces import Table, ThreadPiece, in_pieces
 
 every_mechanism = pytest.mark.parametrize("name", BIDIRECTIONAL)
 
 FORMS = {name: Attention(**expand_preset(tree)) for name, tree in BIDIRECTIONAL.items()}
-PAIRWISE = [name for name, form in FORMS.items() if form.weighs_every_pair]
 UNCOMPRESSED = [name for name, form in FORMS.items() if form.compression is None]
 OF_WHOLE_ROWS = [name for name in UNCOMPRESSED if FORMS[name].takes_whole_rows]
 
 ROTARY = Rotary(WIDTH)
 DOCUMENTS = packed(24, (3, 4, 13), (8, 17))
+PACKED = packed(32, (3, 4, 13, 16), (17,))
+"""Documents that begin inside pieces, at their edges, and before several of them."""
 
 
 @pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if "nystromformer" not in name])
@@ -111,31 +113,40 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
         assert_close(torch.cat(outputs, 1), whole(q, k, v, rotary=ROTARY))
 
 
-@pytest.mark.parametrize("name", PAIRWISE)
-@pytest.mark.parametrize("positions", [None, packed(32, (3, 4, 13), (17,))], ids=["one_document", "packed"])
-def test_pieces_of_a_sequence_trade_tokens_for_heads(name, positions):
+@every_mechanism
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("positions", [None, PACKED], ids=["one_document", "packed"])
+def test_pieces_of_a_sequence_give_the_numbers_of_the_whole(name, size, positions):
+    check_pieces(name, size, positions)
+
+
+@pytest.mark.parametrize("name", ["performer", "mlk"])
+@pytest.mark.parametrize("positions", [None, PACKED], ids=["one_document", "packed"])
+def test_the_reference_exchanges_what_the_kernels_do(name, positions, monkeypatch):
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
+    check_pieces(name, 4, positions)
+
+
+def check_pieces(name, size, positions):
     # Two key heads do not divide over four pieces: they are repeated for their queries.
     module = layer(name, causal=False)
     q, k, v = tokens(2, 32)
     expected = module(q, k, v, positions=positions, rotary=ROTARY)
 
     def work(piece):
-        here = [x.chunk(4, 2)[piece.rank] for x in (q, k, v)]
-        at = None if positions is None else positions.chunk(4, 1)[piece.rank]
+        here = [x.chunk(size, 2)[piece.rank] for x in (q, k, v)]
+        at = None if positions is None else positions.chunk(size, 1)[piece.rank]
         return module(*here, positions=at, rotary=ROTARY, piece=piece)
 
-    out = torch.cat(in_pieces(4, work), 2)
+    out = torch.cat(in_pieces(size, work), 2)
     assert_close(out, expected)
     for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
         assert_close(actual, wanted)
 
 
-@pytest.mark.parametrize("name", OF_WHOLE_ROWS)
-def test_landmarks_of_whole_rows_refuse_pieces(name):
-    module = layer(name, causal=False)
-    q, k, v = tokens(1, 8)
-    with pytest.raises(ValueError, match="keep the sequence on one piece"):
-        in_pieces(2, lambda piece: module(q, k, v, piece=piece))
+def test_heads_that_do_not_divide_over_pieces_are_refused():
+    with pytest.raises(ValueError, match="4 heads do not divide over 3 pieces of the sequence"):
+        WholeRows(ThreadPiece(Table(3), rank=0), num_heads=4, num_kv_heads=2)
 
 
 @pytest.mark.parametrize("name", UNCOMPRESSED)

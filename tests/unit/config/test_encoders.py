@@ -60,16 +60,43 @@ def test_shares_that_make_no_sense_are_refused(masking, key, remedy):
     assert found[f"data.masking.{key}"].remedy.startswith(remedy)
 
 
-def test_sequences_are_cut_where_encoders_can_be():
+def test_sequences_of_encoders_are_cut_unless_they_are_padded():
     pieces = {"parallel": {"context": 2}}
     assert not problems(model=MASKED, **pieces)
     padded = problems(model=CLASSIFIER, **pieces)["parallel.context"]
     assert "padded and pooled as a whole" in padded.reason
     assert padded.remedy.startswith("set 1")
-    one_way = problems(model={**MASKED, "attention": "linear"}, **pieces)["parallel.context"]
-    assert "does not suit model.attention of a masked_lm" in one_way.reason
-    assert "or take softmax layers" in one_way.remedy
-    assert not problems(model={"attention": "linear"}, **pieces)
+
+
+@pytest.mark.parametrize(
+    "attention", ["linear", "performer", "eva", "flurka_eva", "skyformer", "nystromformer"]
+)
+def test_encoders_of_every_kind_are_cut_over_processes(attention):
+    model, data = (
+        {**MASKED, "attention": attention},
+        {"isolate_documents": attention in ("linear", "performer")},
+    )
+    assert not problems(model=model, data=data, parallel={"context": 2})
+
+
+@pytest.mark.parametrize("attention", ["softmax", "mgk", "eva", "flurka_eva", "skyformer", "nystromformer"])
+def test_pieces_that_trade_tokens_for_heads_need_heads_that_divide(attention):
+    model = {**MASKED, "attention": "linear", "attention_pattern": ["main", attention]}
+    model |= {"num_heads": 8, "hidden_size": 64}
+    data, training = {"isolate_documents": False}, {"seq_len": 960}
+    refused = problems(model=model, data=data, training=training, parallel={"context": 3})["parallel.context"]
+    assert "does not divide the 8 heads of a tensor rank" in refused.reason
+    assert "model.attention_pattern.1" in refused.reason
+    assert refused.remedy == "set a divisor of the heads, or take similarity: kernel"
+    assert not problems(model=model, data=data, training=training, parallel={"context": 4})
+
+
+def test_only_layers_that_keep_their_tokens_need_whole_blocks_of_them():
+    cut = {"parallel": {"context": 2}, "training": {"seq_len": 96}, "data": {"isolate_documents": False}}
+    assert not problems(model={**MASKED, "attention": "eva"}, **cut)
+    assert (
+        "whole blocks of 64 tokens" in problems(model={"attention": "eva"}, **cut)["training.seq_len"].reason
+    )
 
 
 def test_only_a_learned_table_has_a_number_of_positions():

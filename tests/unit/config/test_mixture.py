@@ -42,7 +42,7 @@ def test_landmarks_of_whole_rows_are_for_encoders_on_whole_rows(preset):
     encoder = {"kind": "masked_lm", "attention": preset, "position": "learned"}
     whole = {"isolate_documents": False}
     assert not problems(model=encoder, data=whole)
-    assert list(problems(model=encoder, data=whole, parallel={"context": 2})) == ["parallel.context"]
+    assert not problems(model=encoder, data=whole, parallel={"context": 2})
 
 
 @pytest.mark.parametrize("preset", ["gaussian", "kernelized", "mgk", "smgk", "mlk", "smlk"])

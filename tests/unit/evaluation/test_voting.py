@@ -1,7 +1,15 @@
+import math
+
 import pytest
 import torch
+from torch import Tensor, nn
 
+from data_pipeline.batch import Batch
 from megakernel.attention import build, redraw
+from megakernel.attention.noise import Noise
+from megakernel.config import PRESETS, Attention, expand_preset
+from megakernel.evaluation.classification import measure_examples
+from megakernel.evaluation.perplexity import measure
 from megakernel.evaluation.voting import mean_over_draws
 
 
@@ -49,3 +57,59 @@ def test_numbers_that_a_model_was_trained_with_are_kept():
 def test_no_draws_are_refused():
     with pytest.raises(ValueError, match="draws=0"):
         mean_over_draws(torch.nn.Identity(), lambda: torch.zeros(1), 0)
+
+
+PROBABILITIES = {0: 0.9, -1: 0.5, -2: 0.1, -3: 0.3}
+"""Number of a draw -> what it guesses."""
+
+
+class Guess(nn.Module):
+    """A model of two tokens or classes, of which the first has the probability that the noise says."""
+
+    def __init__(self):
+        super().__init__()
+        self.noise = Noise(lambda number: torch.tensor(PROBABILITIES[number]), interval=100)
+
+    def losses(self, tokens: Tensor, *_: Tensor) -> Tensor:
+        return -self.noise().log().expand(tokens.shape)
+
+    def log_probabilities(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return torch.stack([self.noise(), 1 - self.noise()]).log().expand(len(tokens), 2)
+
+
+class Batches(list):
+    """One batch of three rows of one token, the last of which does not count."""
+
+    samples = 2
+
+    def __init__(self, labels: Tensor):
+        zeros = torch.zeros(3, 1, dtype=torch.int64)
+        mask = torch.tensor([True, True, False])
+        super().__init__([Batch(zeros, labels, mask.view(labels.shape), zeros)])
+
+
+@pytest.mark.parametrize(("draws", "probability"), [(None, 0.9), (1, 0.5), (3, (0.5 + 0.1 + 0.3) / 3)])
+def test_the_vote_of_a_language_model_is_the_mean_probability_of_each_token(draws, probability):
+    batches = Batches(torch.zeros(3, 1, dtype=torch.int64))
+    [bucket] = measure(Guess().eval(), batches, torch.device("cpu"), lambda *_: None, draws)
+    assert bucket.tokens == 2
+    assert bucket.loss == pytest.approx(-math.log(probability))
+
+
+@pytest.mark.parametrize(("draws", "probability"), [(None, 0.9), (1, 0.5), (3, (0.5 + 0.1 + 0.3) / 3)])
+def test_the_vote_of_a_classifier_is_the_mean_probability_of_each_class(draws, probability):
+    batches = Batches(torch.zeros(3, dtype=torch.int64))
+    examples, loss, right = measure_examples(
+        Guess().eval(), batches, torch.device("cpu"), lambda *_: None, draws
+    )
+    assert examples == 2
+    assert loss == pytest.approx(-math.log(probability))
+    assert right == (probability >= 0.5)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_configuration_knows_whether_there_is_anything_to_vote_over(preset):
+    form = Attention.model_validate(expand_preset(preset))
+    module = build(preset, num_heads=2, head_dim=8, causal=form.mixes_future_tokens is None, max_positions=64)
+    redrawn = any(isinstance(noise, Noise) and noise.interval for noise in module.modules())
+    assert form.redraws == redrawn

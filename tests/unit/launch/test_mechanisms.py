@@ -1,16 +1,52 @@
+import re
+
+import pytest
+
 from launch import mechanisms
-from megakernel.analysis.catalogue import SOURCES, entry
-from megakernel.config import PRESETS
+from megakernel.analysis.catalogue import PAPERS, SOURCES, catalogue, entry
+from megakernel.config import PRESETS, Attention, expand_preset, yaml_text
 
 
 def test_the_page_of_mechanisms_is_what_the_code_says():
-    assert mechanisms.PAGE.read_text() == mechanisms.page(), (
+    assert mechanisms.PAGE.read_text() == mechanisms.page(catalogue()), (
         "megakernel mechanisms --markdown > docs/mechanisms.md"
     )
 
 
 def test_every_preset_has_a_source():
     assert SOURCES.keys() == PRESETS.keys()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_equations_are_given_of_the_four_papers(preset):
+    source = SOURCES[preset]
+    assert (source.equation is not None) == (source.paper in PAPERS)
+
+
+SNIPPETS = re.findall(
+    r"^### (\w+)\n\n```yaml\n(.*?)```", mechanisms.PAGE.read_text(), re.DOTALL | re.MULTILINE
+)
+
+
+def test_every_preset_has_a_snippet():
+    assert [name for name, _ in SNIPPETS] == list(PRESETS)
+
+
+@pytest.mark.parametrize(("preset", "snippet"), SNIPPETS, ids=[name for name, _ in SNIPPETS])
+def test_a_snippet_is_its_preset_written_out(preset, snippet):
+    tree = expand_preset(preset)
+    settings = {tree["mechanism"]: {}} if "mechanism" in tree else {}
+    written = yaml_text.parse(snippet, "mechanisms.md")["model"]["attention"]
+    assert Attention.model_validate(written) == Attention.model_validate({**tree, **settings})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rows_are_cut_over_context_ranks_in_every_kind_of_model_that_a_mechanism_is_for(preset):
+    found = entry(preset)
+    kinds = {"decoder": found.decodes, "encoder": found.encodes}
+    assert {kind for kind, exchanged in found.exchanges.items() if exchanged} == {
+        k for k in kinds if kinds[k]
+    }
 
 
 def test_costs_grow_as_the_formulas_say():

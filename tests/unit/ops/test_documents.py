@@ -1,6 +1,11 @@
 import torch
 
-from megakernel.ops.documents import open_documents, positions_from_cu_seqlens, reversed_positions
+from megakernel.ops.documents import (
+    began_before,
+    open_documents,
+    positions_from_cu_seqlens,
+    reversed_positions,
+)
 
 
 def test_positions_count_from_the_listed_starts():
@@ -25,3 +30,13 @@ def test_documents_stay_open_where_nothing_starts_inside():
 def test_reversed_positions_are_those_of_the_row_read_backwards():
     positions = torch.tensor([[0, 1, 2, 0, 1], [5, 0, 0, 1, 2]])
     assert reversed_positions(positions).tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 0, 0]]
+
+
+def test_read_backwards_the_last_document_may_have_begun_before_the_row():
+    positions = torch.tensor([[0, 1, 2, 0, 1], [5, 6, 7, 8, 9]])
+    backwards = reversed_positions(positions, continued=True)
+    assert began_before(backwards, 5, positions.device).tolist() == [
+        [True, True, False, False, False],
+        [True] * 5,
+    ]
+    assert backwards[0, 2:].tolist() == [0, 1, 2]

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megakernel.attention import WHOLE
 from megakernel.ops import KernelState, kernel_attention
 from tests.unit.ops.comparing import assert_same, random
 
@@ -242,6 +243,8 @@ def with_shape(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
             {"initial_state": KernelState(with_shape(2, 2, 4, 3), with_shape(2, 2))},
             r"initial_state has sums \(2, 2, 4, 3\)",
         ),
+        ({"exchange_after": WHOLE.start_suffix}, "expected exchange alone"),
+        ({"exchange": WHOLE.start_prefix, "causal": False}, "expected both or neither"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(changes, message):
