@@ -142,7 +142,7 @@ def read(
             weights = tl.zeros((C,), tl.float32)
             scales = weights
         pairs, of_state, r = pair_factors(scales, weights, visible, reads, log, UNBOUNDED)
-        for g in tl.static_range(G):
+        for g in range(G):
             queries = q + g * q_head + at * q_far
             x, y, own = phi(queries, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
             x, y = rounded(x, dtype), rounded(y, dtype)
@@ -274,7 +274,7 @@ def write_queries(
             tile2 *= shrink
             norm2 *= shrink
         factors = tl.where(reads, factors, 0.0)
-        for g in tl.static_range(G):
+        for g in range(G):
             places = group + g * length + at
             given = grad + g * g_head + at * g_far
             if NORMALIZE and column == 0:
@@ -408,7 +408,7 @@ def pull_queries(
             weights = tl.zeros((C,), tl.float32)
             scales = weights
         pairs, of_state, _ = pair_factors(scales, weights, visible, reads, log, UNBOUNDED)
-        for g in tl.static_range(G):
+        for g in range(G):
             places = group + g * length + at
             given = grad + g * g_head + at * g_far
             pull, of_norm = pulls(
@@ -602,7 +602,7 @@ def pull_keys(
             if TWO:
                 tile2 *= shrink
                 norm2 *= shrink
-            for g in tl.static_range(G):
+            for g in range(G):
                 places = group + g * length + at
                 given = grad + g * g_head + at * g_far
                 pull, pull_norm = pulls(

@@ -43,6 +43,7 @@ def unsupported(
     positions: Positions,
     initial_state: KernelState | None,
     exchange: Exchange | None = None,
+    exchange_after: Exchange | None = None,
 ) -> str | None:
     """Why the kernels cannot take these arguments of `attend`; None where they can."""
     form = named(feature_map)
@@ -60,8 +61,8 @@ def unsupported(
             return f"{name} has width {size}; expected at most {WIDEST}"
     if not causal and isinstance(positions, Tensor):
         return "positions cut rows into documents that see both ways; expected whole rows"
-    if exchange is not None and not causal:
-        return "exchange needs causal attention"
+    if exchange_after is not None:
+        return "exchange_after is given; expected tokens that see no later ones"
     return None
 
 
@@ -79,6 +80,7 @@ def attend(
     positions: Positions,
     initial_state: KernelState | None,
     exchange: Exchange | None = None,
+    exchange_after: Exchange | None = None,
 ) -> tuple[Tensor, KernelState]:
     """Arguments and results of `chunked.attend`, in bfloat16, float16 or float32."""
     assert priors is None
