@@ -1,5 +1,11 @@
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports triton: without a GPU its kernels run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items):

@@ -345,6 +345,7 @@ def pull_queries(
     tokens,
     G: tl.constexpr,
     CAUSAL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     LEARNED: tl.constexpr,
     MASSES: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -428,6 +429,18 @@ def pull_queries(
                     grad_b += dot(along, b, dtype)
             x = q + g * q_head + at * q_far
             qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            if NORMALIZE:
+                # A quotient does not depend on the length of phi(q): its gradient stands across phi(q), which
+                # rounded terms miss most where features hardly differ from each other.
+                along_q = tl.sum(grad_a * qa, 1)
+                length_q = tl.sum(qa * qa, 1)
+                if TWO:
+                    along_q += tl.sum(grad_b * qb, 1)
+                    length_q += tl.sum(qb * qb, 1)
+                share = along_q / tl.where(length_q == 0, 1.0, length_q)
+                grad_a -= qa * share[:, None]
+                if TWO:
+                    grad_b -= qb * share[:, None]
             store_gradient(
                 x,
                 q_row,

@@ -329,7 +329,9 @@ def _backward(
     masses = (q if mass is None else mass.to(torch.float32).contiguous(), *of_tokens)
     options = {**call.options(v, starts), "G": call.group, "CAUSAL": causal}
     warps, blocks, rows = call.tiles.warps, call.tiles.blocks, call.phi.rows
-    room = call.empty_states(k, v, queries)
+    # A row without queries of its own hands the last state's gradient to its keys, segment by segment.
+    span = length if causal else queries
+    room = call.empty_states(k, v, span)
     drift = torch.empty_like(inverse) if normalize else torch.zeros_like(inverse)
     if queries:
         launch(
@@ -341,6 +343,9 @@ def _backward(
             NORMALIZE=normalize,
             **options,
         )
+    else:
+        for states_of, empty_value in zip(room, (0.0, 0.0, EMPTY)):
+            states_of.fill_(empty_value)
     # A last state without keys has gradients and no scale: they go to nothing.
     empty = last_logs <= EMPTY / 2
     outer = (
@@ -348,7 +353,7 @@ def _backward(
         grad_norms.masked_fill(empty[..., None], 0.0).contiguous(),
         torch.where(empty, EMPTY, -last_logs),
     )
-    pulled = call.pass_on(room, outer, starts, queries, reverse=True)
+    pulled = call.pass_on(room, outer, starts, span, reverse=True)
 
     part = torch.float32 if blocks > 1 else q.dtype
     options |= {"MASSES": mass is not None, "LEARNED": learned}
@@ -363,6 +368,7 @@ def _backward(
             *(queries, start, heads, call.segments(queries), call.segments(length), low),
             q.shape[0] * q.shape[1] * queries,
             warps=warps,
+            NORMALIZE=normalize,
             **options,
         )
     dk = k.new_empty(blocks, *k.shape, dtype=part)
@@ -373,7 +379,7 @@ def _backward(
         kernels.pull_keys,
         call.grid(k, length),
         *(q, k, v, grad, *masses, *pulled, inverse, drift, scale, dk, dv, dy_k, dmass, *reads),
-        *(length, start, heads, call.segments(length), call.segments(queries), low),
+        *(length, start, heads, call.segments(length), call.segments(span), low),
         k.shape[0] * heads * length,
         warps=warps,
         **options,

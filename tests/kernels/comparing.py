@@ -1,0 +1,57 @@
+"""Comparing a kernel with the float64 reference of its op: outputs and every gradient."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Largest RMS ratio: factors of products keep 24, 8 or 11 bits, sums are float32."""
+
+
+def rms_ratio(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected|; NaN counts as infinite."""
+    difference = actual.double().cpu() - expected.double().cpu()
+    ratio = (difference.norm() / expected.double().norm().clamp(min=1e-30)).item()
+    return float("inf") if ratio != ratio else ratio
+
+
+def assert_agrees(
+    run: Callable[[str, Mapping[str, Tensor]], Mapping[str, Tensor]],
+    leaves: Mapping[str, Tensor],
+    draw: torch.Generator,
+    tolerance: float,
+) -> None:
+    """`run("triton", leaves)` gives the outputs and the gradients of `run("reference", leaves in float64)`.
+
+    The gradients are those of a random sum of all outputs, whose terms are of one size.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    weights: dict[str, Tensor] = {}
+    for backend in ("reference", "triton"):
+        kept = {
+            name: (x.double() if backend == "reference" else x).detach().requires_grad_()
+            for name, x in leaves.items()
+        }
+        outputs = run(backend, kept)
+        if not weights:
+            weights = {
+                name: torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.device)
+                / x.detach().norm()
+                for name, x in outputs.items()
+            }
+        # A pull has the dtype of what it pulls at; the reference gets the rounded one.
+        total = sum(
+            (x.double() * weights[name].to(leaves_dtype(leaves)).double()).sum()
+            for name, x in outputs.items()
+        )
+        slopes = torch.autograd.grad(total, list(kept.values()), allow_unused=True, materialize_grads=True)
+        found[backend] = {**outputs, **{f"gradient of {name}": x for name, x in zip(kept, slopes)}}
+    ratios = {name: rms_ratio(x, found["reference"][name]) for name, x in found["triton"].items()}
+    wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= tolerance}
+    assert not wrong, f"RMS ratios {ratios}; expected at most {tolerance}"
+
+
+def leaves_dtype(leaves: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype of the tokens."""
+    return leaves["q"].dtype

@@ -1,0 +1,28 @@
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels run: the GPU, or the interpreter of a machine without one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Memory that nobody wrote holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.ones(3).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def draw(record_property) -> torch.Generator:
+    """Fresh random numbers in every run; a failure shows the seed, and MEGAKERNEL_TEST_SEED repeats it."""
+    seed = int(os.environ.get("MEGAKERNEL_TEST_SEED") or int.from_bytes(os.urandom(4)))
+    print(f"MEGAKERNEL_TEST_SEED={seed}")
+    return torch.Generator().manual_seed(seed)

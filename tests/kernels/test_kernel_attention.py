@@ -1,0 +1,287 @@
+"""The kernels of kernel attention against its float64 reference."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megakernel.ops import KernelState, kernel_attention
+from megakernel.ops.kernels import launch
+from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
+from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
+
+every_map = pytest.mark.parametrize("feature_map", SUPPORTED)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+PROJECTED = ("hedgehog", "favor", "prf", "rks")
+SIGNED = ("identity", "rks")
+"""Maps whose weights have both signs: denominators near 0, in which all digits are lost."""
+
+
+@pytest.fixture
+def short_segments(monkeypatch):
+    """Two chunks between states, so that short rows have several."""
+    monkeypatch.setattr(launch, "segment_length", lambda phi, q, v, chunk: 2 * chunk)
+
+
+def tokens(
+    draw: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    feature_map: str = "elu",
+    length: int = 200,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 1,
+    width: int = 12,
+    values: int = 10,
+    scale: float = 1.0,
+) -> dict[str, Tensor]:
+    """q, k, v and, where the map takes one, its projection."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    leaves = {
+        "q": normal(batch, heads, length, width),
+        "k": normal(batch, kv_heads, length, width),
+        "v": normal(batch, kv_heads, length, values),
+    }
+    leaves = {name: (scale * x).to(device, dtype) for name, x in leaves.items()}
+    if feature_map in PROJECTED:
+        rows = width if feature_map == "hedgehog" else 9
+        leaves["projection"] = (0.5 * normal(kv_heads, rows, width)).to(device)
+    return leaves
+
+
+def features_of(feature_map: str, leaves: dict[str, Tensor]) -> int:
+    rows = leaves["projection"].shape[1] if "projection" in leaves else leaves["q"].shape[-1]
+    return rows * (2 if feature_map in TWO_HALVES else 1)
+
+
+def some_state(feature_map: str, leaves: dict[str, Tensor], draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Sums of a state with positive weights, and its log scales."""
+    k, v = leaves["k"], leaves["v"]
+    shape = (*k.shape[:2], features_of(feature_map, leaves), v.shape[-1] + 1)
+    sums = torch.rand(shape, generator=draw).to(k.device)
+    return sums, sums.new_full(shape[:2], 0.3 if feature_map in UNBOUNDED else 0.0)
+
+
+def run(backend: str, leaves: dict[str, Tensor], *, feature_map: str, **options) -> dict[str, Tensor]:
+    """Output and, if asked for, the state as one tensor."""
+    leaves = dict(leaves)
+    q, k, v = (leaves.pop(name) for name in "qkv")
+    sums, log_scale = leaves.pop("sums", None), options.pop("log_scale", None)
+    if sums is not None:
+        options["initial_state"] = KernelState(sums, log_scale.to(sums.dtype))
+    out = kernel_attention(q, k, v, feature_map=feature_map, backend=backend, **leaves, **options)
+    if not options.get("return_state"):
+        return {"out": out}
+    out, state = out
+    return {"out": out, "state": state.sums * torch.exp(state.log_scale)[..., None, None]}
+
+
+@every_map
+@every_dtype
+@pytest.mark.usefixtures("short_segments")
+def test_documents_masses_states_and_shared_keys_agree(feature_map, dtype, draw, device):
+    leaves = tokens(draw, device, dtype, feature_map=feature_map, heads=4, kv_heads=2)
+    leaves["mass"] = torch.rand(1, 2, 200, generator=draw).to(device) + 0.1
+    leaves["sums"], log_scale = some_state(feature_map, leaves, draw)
+    # The first document continues the state; others start inside chunks, at their edges and at those of segments.
+    starts = [0, 64, 67, 127, 128, 200]
+    places = [torch.arange(b - a) + (5 if a == 0 else 0) for a, b in pairwise(starts)]
+    options = {
+        "feature_map": feature_map,
+        "normalize": feature_map not in SIGNED,
+        "log_scale": log_scale,
+        "positions": torch.cat(places)[None].to(device),
+        "return_state": True,
+    }
+    assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[dtype])
+
+
+@every_map
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.usefixtures("short_segments")
+def test_attention_both_ways_agrees(feature_map, normalize, draw, device):
+    if normalize and feature_map in SIGNED:
+        normalize = False
+    leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=130)
+    leaves["sums"], log_scale = some_state(feature_map, leaves, draw)
+    leaves["q"] = leaves["q"][:, :, :70]  # keys may be another number of tokens than queries
+    options = {"feature_map": feature_map, "causal": False, "normalize": normalize, "log_scale": log_scale}
+    assert_agrees(partial(run, **options, return_state=True), leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "favor"])
+@pytest.mark.parametrize("length", [1, 17, 64, 1000, 4096])
+@every_dtype
+def test_any_length_agrees(feature_map, length, dtype, draw, device):
+    leaves = tokens(draw, device, dtype, feature_map=feature_map, length=length, heads=1, width=16, values=16)
+    assert_agrees(partial(run, feature_map=feature_map), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "hedgehog"])
+@every_dtype
+def test_the_widths_of_real_heads_agree(feature_map, dtype, draw, device):
+    leaves = tokens(
+        draw, device, dtype, feature_map=feature_map, length=130, heads=1, width=128, values=128, scale=0.3
+    )
+    assert_agrees(partial(run, feature_map=feature_map), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "favor", "hedgehog"])
+def test_inputs_of_scale_10_in_half_precision_stay_close(feature_map, draw, device):
+    leaves = tokens(draw, device, torch.bfloat16, feature_map=feature_map, length=600, scale=10.0)
+    fast = run("triton", leaves, feature_map=feature_map)["out"]
+    exact = run("reference", {name: x.double() for name, x in leaves.items()}, feature_map=feature_map)["out"]
+    # bfloat16 outputs alone are off by 2e-3.
+    assert rms_ratio(fast, exact) < 2e-2
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "favor"])
+@pytest.mark.usefixtures("short_segments")
+def test_later_tokens_leave_earlier_outputs_bit_identical(feature_map, draw, device):
+    leaves = tokens(draw, device, torch.float32, feature_map=feature_map)
+    before = run("triton", leaves, feature_map=feature_map)["out"]
+    for t in (31, 32, 33, 64, 128):
+        changed = {name: x.clone() for name, x in leaves.items()}
+        for name in "qkv":
+            changed[name][:, :, t:] *= -30
+        after = run("triton", changed, feature_map=feature_map)["out"]
+        assert torch.equal(after[:, :, :t], before[:, :, :t])
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "favor"])
+@pytest.mark.usefixtures("short_segments")
+def test_two_runs_are_bit_identical(feature_map, draw, device):
+    leaves = tokens(draw, device, torch.bfloat16, feature_map=feature_map, heads=4, kv_heads=2)
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+
+    def once() -> list[Tensor]:
+        out = run("triton", leaves, feature_map=feature_map)["out"]
+        return [out, *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))]
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once()))
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "favor"])
+@pytest.mark.usefixtures("short_segments")
+def test_pieces_of_a_row_give_the_whole(feature_map, draw, device):
+    leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=150)
+    options = {"feature_map": feature_map, "backend": "triton"}
+    shared = {name: leaves[name] for name in leaves if name not in "qkv"}
+    whole, end = kernel_attention(*(leaves[n] for n in "qkv"), **shared, **options, return_state=True)
+    parts, state = [], None
+    for piece in (slice(0, 1), slice(1, 70), slice(70, 150)):
+        here = (leaves[name][:, :, piece] for name in "qkv")
+        out, state = kernel_attention(*here, **shared, **options, initial_state=state, return_state=True)
+        parts.append(out)
+    assert rms_ratio(torch.cat(parts, 2), whole) < 1e-6
+    assert (
+        rms_ratio(
+            state.sums * state.log_scale.exp()[..., None, None],
+            end.sums * end.log_scale.exp()[..., None, None],
+        )
+        < 1e-6
+    )
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_a_state_that_other_processes_hand_over_enters(draw, device):
+    leaves = tokens(draw, device, torch.float32, length=100)
+    leaves["sums"], log_scale = some_state("elu", leaves, draw)
+
+    def exchanged(backend: str, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = dict(kept)
+        sums = kept.pop("sums")
+
+        class Pending:
+            def wait(self) -> KernelState:
+                return KernelState(sums, log_scale.to(sums.dtype))
+
+        q, k, v = (kept[name] for name in "qkv")
+        options = {"positions": 7, "exchange": lambda own, carries: Pending(), "return_state": True}
+        out, own = kernel_attention(q, k, v, feature_map="elu", backend=backend, **options)
+        # The reference returns what leaves the row; both hold what these tokens add.
+        return {"out": out, "own": own.sums if backend == "triton" else own.sums - sums}
+
+    assert_agrees(exchanged, leaves, draw, TOLERANCE[torch.float32])
+
+
+def test_rows_of_masked_keys_are_zero_with_finite_gradients(draw, device):
+    for feature_map in ("elu", "favor"):
+        leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=40)
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        mass = torch.zeros(1, 1, 1, device=device)
+        out = run("triton", {**leaves, "mass": mass}, feature_map=feature_map)["out"]
+        assert not out.any()
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), list(leaves.values())))
+
+
+def test_transposed_inputs_need_no_copy(draw, device):
+    leaves = tokens(draw, device, torch.float32, length=70)
+    moved = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in leaves.items()}
+    assert not moved["q"].is_contiguous()
+    expected = run("triton", leaves, feature_map="elu")["out"]
+    assert torch.equal(run("triton", moved, feature_map="elu")["out"], expected)
+
+
+def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
+    leaves = tokens(draw, device, torch.float32, feature_map="hedgehog", length=40)
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    arguments = (*leaves.values(), None, None, None, None, None, "hedgehog", 1, True, True, 0)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.megakernel.kernel_attention.default, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("wrap", ["compile", "checkpoint"])
+def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
+    leaves = tokens(draw, device, torch.float32, length=40)
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel_attention(2 * q, k, v, feature_map="elu", backend="triton")
+
+    plain = attend(*leaves.values())
+    # Everything that torch.compile traces, without the C++ compiler that its last step would need.
+    wrapped = (
+        torch.compile(attend, backend="aot_eager")
+        if wrap == "compile"
+        else partial(checkpoint, attend, use_reentrant=False)
+    )
+    again = wrapped(*leaves.values())
+    assert torch.equal(again, plain)
+    for a, b in zip(*(torch.autograd.grad(x.sum(), list(leaves.values())) for x in (plain, again))):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": torch.float64}, "q is torch.float64; expected bfloat16, float16 or float32"),
+        ({"width": 136}, "q has width 136; expected at most 128"),
+        ({"values": 160}, "v has width 160; expected at most 128"),
+    ],
+)
+def test_what_kernels_cannot_take_is_named(changes, message, draw, device):
+    leaves = tokens(draw, device, length=8, **{"dtype": torch.float32, **changes})
+    with pytest.raises(ValueError, match=message):
+        run("triton", leaves, feature_map="elu")
+
+
+def test_segments_keep_states_under_two_percent():
+    from megakernel.ops.kernels.features import phi_of
+
+    for feature_map, rows in (("elu", None), ("hedgehog", 128)):
+        phi = phi_of(feature_map, 128, rows)
+        for length in (131072, 1048576):
+            q = torch.empty(1, 16, length, 128, dtype=torch.bfloat16, device="meta")
+            segments = launch.tiles(phi, q, q).segments
+            states = 16 * segments * phi.padded_features * 129 * 4
+            assert states <= 0.02 * 4 * q.numel() * 2 * (1 if length > 131072 or feature_map == "elu" else 2)
