@@ -328,7 +328,12 @@ class FlurkaEvaAttention(LowRankAttention):
         )
 
     def _attend(
-        self, q: Tensor, landmarks: Compressed, counts: Tensor | None, piece: SequencePiece
+        self,
+        q: Tensor,
+        landmarks: Compressed,
+        priors: Tensor | None,
+        counts: Tensor | None,
+        piece: SequencePiece,
     ) -> Tensor:
         rows = WholeRows(piece, q.shape[1], landmarks.keys.shape[1])
         q = rows.of_queries(q)

@@ -30,7 +30,6 @@ class KeyMixture(FullPrecisionBuffers):
 
     def __init__(self, mixture: Mixture, kv_heads: range, head_dim: int, seed: Seed):
         super().__init__()
-        self.keys_per_position = mixture.keys
         self.shifted = mixture.kind == "shifted"
         device = torch.get_default_device()
         if self.shifted:
@@ -67,6 +66,23 @@ class KeyMixture(FullPrecisionBuffers):
         self.counted.zero_()
 
 
+def build_mixture(form: Mixture | None, kv_heads: range, head_dim: int, seed: Seed) -> KeyMixture | None:
+    """The mixture of one layer, for the key heads of one shard; None where one key stands at a position."""
+    return None if form is None else KeyMixture(form, kv_heads, head_dim, seed)
+
+
+def sharded_mixture(mixture: KeyMixture | None) -> dict[str, int]:
+    """What a layer's `mixture` adds to its sharded parameters: shifts and priors belong to key heads."""
+    return {} if mixture is None else {f"mixture.{name}": 0 for name in mixture.state_dict()}
+
+
+def keys_and_priors(mixture: KeyMixture | None, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The M keys at each position and what they count; k itself and None where one key stands there."""
+    if mixture is None:
+        return k, None
+    return mixture.keys(k), mixture.priors() if mixture.soft else None
+
+
 class PairwiseAttention(AttentionLayer):
     """Every pair weighed by a softmax or gaussian similarity, with one or M keys at a position.
 
@@ -86,25 +102,21 @@ class PairwiseAttention(AttentionLayer):
         super().__init__(num_heads, num_kv_heads, head_dim, causal, heads)
         assert form.similarity != "kernel"
         self.similarity, self.normalize = form.similarity, form.normalize
-        self.keys_per_head = form.keys_per_head
-        self.variances: list[float] | None = None
-        self.mixture: KeyMixture | None = None
-        if form.mixture is not None:
-            self.variances = form.mixture.sigma2
-            self.mixture = KeyMixture(form.mixture, self.kv_heads, head_dim, seed)
+        self.keys_per_head, self.keys_at_position = form.keys_per_head, form.keys_at_position
+        self.variances = None if form.mixture is None else form.mixture.sigma2
+        self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
 
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        keys = 1 if self.mixture is None else self.mixture.keys_per_position
-        per_token = len(self.kv_heads) * (keys + 1) * self.head_dim
+        per_token = len(self.kv_heads) * (self.keys_at_position + 1) * self.head_dim
         return Properties(
             self.causal, recurrent=False, state_size=0, state_size_per_token=per_token, exchanges=("heads",)
         )
 
     def sharded_parameters(self) -> dict[str, int]:
         """Shifts and priors."""
-        return dict.fromkeys(self.state_dict(), 0)
+        return sharded_mixture(self.mixture)
 
     def attend(
         self,
@@ -119,10 +131,7 @@ class PairwiseAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        priors = None
-        if self.mixture is not None:
-            k = self.mixture.keys(k)
-            priors = self.mixture.priors() if self.mixture.soft else None
+        k, priors = keys_and_priors(self.mixture, k)
         q, k = rotate(rotary, q, k, positions)
         rows = WholeRows(piece, q.shape[1], k.shape[1])
         positions = rows.of_positions(positions, q.shape[2])

@@ -63,7 +63,7 @@ class Attention(Section):
     """Divide by the sum of a query's weights; false only under similarity `gaussian` (kernelized attention)."""
 
     mixture: Mixture | None = None
-    """Several keys at one position; None: one."""
+    """Several keys at one position or landmark; None: one."""
 
     feature_map: FeatureMap | None = None
     """phi, for similarity `kernel`."""
@@ -152,6 +152,11 @@ class Attention(Section):
         return self.mixture.keys if self.mixture is not None and self.mixture.kind == "projected" else 1
 
     @property
+    def keys_at_position(self) -> int:
+        """Keys that a query meets at one position or landmark, M."""
+        return 1 if self.mixture is None else self.mixture.keys
+
+    @property
     def takes_whole_rows(self) -> str | None:
         """Why every token meets all of its row, later ones too; None where it need not."""
         if self.mechanism in ("algebra", "eva"):
@@ -218,18 +223,18 @@ class Attention(Section):
             yield Problem("compression.compress", "input", reason, "remove it or remove near")
 
     def _mixture_problems(self, mixture: Mixture) -> Iterator[Problem]:
-        for part in ("compression", "near"):
-            if getattr(self, part) is not None:
-                yield Problem(
-                    "mixture", mixture.keys, f"beside {part} is not available", "remove one of them"
-                )
         if mixture.sigma2 is not None and self.similarity != "gaussian":
             reason = f"has no effect on similarity: {self.similarity}"
             yield Problem("mixture.sigma2", mixture.sigma2, reason, "remove it or take similarity: gaussian")
-        if self.similarity == "kernel" and (mixture.estep == "hard" or mixture.m_step):
+        if mixture.estep == "hard" or mixture.m_step:
             key, value = ("m_step", True) if mixture.m_step else ("estep", "hard")
-            reason = "needs the weight of every pair, which similarity: kernel never forms"
-            yield Problem(f"mixture.{key}", value, reason, "remove it or take similarity: gaussian")
+            if self.similarity == "kernel":
+                reason = "needs the weight of every pair, which similarity: kernel never forms"
+                yield Problem(f"mixture.{key}", value, reason, "remove it or take similarity: gaussian")
+            elif not self.is_uncompressed:
+                part = "near" if self.compression is None else "compression"
+                reason = f"needs the weight of every pair, which {part} avoids"
+                yield Problem(f"mixture.{key}", value, reason, f"remove it or remove {part}")
 
     def _mechanism_problems(self) -> Iterator[Problem]:
         for name in ("similarity", "normalize", "mixture", "feature_map", "compression", "near"):
@@ -241,6 +246,9 @@ class Attention(Section):
                 yield Problem(name, value, reason, "remove it or remove mechanism")
 
     def _near_problems(self, near: Near) -> Iterator[Problem]:
+        if self.similarity == "gaussian":
+            remedy = "take similarity: softmax or kernel with it"
+            yield Problem("near", near.kind, "is not available under gaussian", remedy)
         if self.compression is not None and near.block_size is not None:
             reason = "is set twice: the window's block is compression.block_size"
             yield Problem("near.block_size", near.block_size, reason, "remove it")

@@ -5,9 +5,11 @@ import pytest
 from tests.distributed.training_run import scalars, train, write_config
 
 KINDS = (
-    "model.attention=mgk model.num_kv_heads=2 model.attention_pattern=["
+    "model.attention=mgk model.num_layers=6 model.num_kv_heads=2 model.attention_pattern=["
     "main,{preset: smgk, mixture: {m_step: true}},{preset: mlk, feature_map: {name: favor}},"
-    "{preset: mgk, similarity: softmax, mixture: {estep: hard}}]"
+    "{preset: mgk, similarity: softmax, mixture: {estep: hard}},"
+    "{preset: flurka, compression: {block_size: 16, rank: 4}, mixture: {}},"
+    "{preset: flurka_kernel, compression: {block_size: 16, rank: 4}, mixture: {kind: shifted}}]"
 )
 
 LAYOUTS = {

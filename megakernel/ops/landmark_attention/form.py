@@ -17,7 +17,7 @@ class Landmarks(NamedTuple):
     """S blocks of r landmarks each."""
 
     keys: Tensor
-    """(B, H_kv, S, r, d)"""
+    """(B, H_kv, S, r, d), or M d where M keys stand at a landmark."""
 
     values: Tensor
     """(B, H_kv, S, r, D)"""

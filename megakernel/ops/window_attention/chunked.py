@@ -21,6 +21,7 @@ def attend(
     *,
     block_size: int,
     blocks: int,
+    priors: Tensor | None,
     rotary: Rotary | None,
     positions: Positions,
     tail: Tail,
@@ -30,7 +31,7 @@ def attend(
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
         q, k, v, at = sequences
-        tail = Tail(*carry)
+        tail, (priors,) = Tail(*carry), shared
         heads, length = q.shape[1:3]
         places = positions + start if at is None else at[:, 0]
         layout = cut(places, length, q.device, block_size=block_size, blocks=blocks)
@@ -46,9 +47,10 @@ def attend(
             layout.windows(past, keys),
             F.pad(layout.windows(tail.values.to(dtype), v.to(dtype)), (0, 1), value=1.0),
             layout.visible(),
+            priors,
         )
         return (join_queries(normalized(sums), heads, length).to(v.dtype),), tuple(tail.after(k, v))
 
     group = block_size * max(1, GROUP // block_size)
-    (out,), left = scan_groups(on_group, tuple(tail), (q, k, v, varying), (), group=group)
+    (out,), left = scan_groups(on_group, tuple(tail), (q, k, v, varying), (priors,), group=group)
     return out, Tail(*left)

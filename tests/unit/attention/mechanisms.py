@@ -98,6 +98,40 @@ MECHANISMS: dict[str, dict[str, Any]] = {
         "feature_map": {"name": "favor"},
         "far_rope": "centroid",
     },
+    "local_mixture": {"preset": "local", "near": {"block_size": 4}, "mixture": {}},
+    "linformer_causal_mixture": {
+        "preset": "linformer_causal",
+        "compression": {"block_size": 2, "rank": 1},
+        "mixture": {},
+    },
+    "linformer_causal_gated_mixture": {
+        "preset": "linformer_causal",
+        "compression": {"block_size": 2, "rank": 1, "per_head": True},
+        "near": {"join": "gated", "blocks": 2},
+        "mixture": {"kind": "shifted", "keys": 3},
+        "far_rope": "centroid",
+    },
+    "flurka_mlk": {"preset": "flurka", **SMALL_BLOCKS, "mixture": {}, "far_rope": "centroid"},
+    "flurka_smlk": {"preset": "flurka", **SMALL_BLOCKS, "mixture": {"kind": "shifted", "keys": 3}},
+    "flurka_kernel_mlk": {
+        "preset": "flurka_kernel",
+        "compression": {"block_size": 4, "rank": 2, "per_head": True},
+        "mixture": {},
+    },
+    "flurka_shared_favor_mlk": {
+        "preset": "flurka",
+        **SMALL_BLOCKS,
+        "near": {"join": "shared", "blocks": 2},
+        "feature_map": {"name": "favor"},
+        "mixture": {},
+    },
+    "flurka_kernel_favor_smlk": {
+        "preset": "flurka_kernel",
+        **SMALL_BLOCKS,
+        "feature_map": {"name": "favor"},
+        "mixture": {"kind": "shifted"},
+        "far_rope": "centroid",
+    },
 }
 """Name -> tree of a causal mechanism, with blocks small enough that a short sequence has many."""
 
@@ -144,6 +178,22 @@ BIDIRECTIONAL: dict[str, dict[str, Any]] = {
         "preset": "flurka_rnn",
         "feature_map": {"name": "gmm_prf"},
         "compression": {"rank": 5, "compress": "projected"},
+    },
+    "linformer_mixture": {
+        "preset": "linformer",
+        "compression": {"rank": 5, "compress": "projected"},
+        "mixture": {"kind": "shifted", "keys": 3},
+    },
+    "low_rank_blocks_mixture": {
+        "similarity": "softmax",
+        "compression": {"block_size": 4, "rank": 2, "per_head": True},
+        "mixture": {},
+        "far_rope": "centroid",
+    },
+    "flurka_performer_mixture": {
+        "preset": "flurka_performer",
+        "compression": {"rank": 5, "per_head": True},
+        "mixture": {},
     },
     "flurka_pool": {
         "similarity": "kernel",

@@ -19,6 +19,9 @@ from tests.unit.attention.pieces import in_pieces
 LOW_RANK = (
     "linformer",
     "linformer_per_head",
+    "linformer_mixture",
+    "low_rank_blocks_mixture",
+    "flurka_performer_mixture",
     "flurka_rnn",
     "flurka_performer",
     "low_rank_blocks",
@@ -104,7 +107,8 @@ def test_pieces_of_a_sequence_give_the_whole(name, size):
 
 
 @pytest.mark.parametrize(
-    "name", ["linformer", "flurka_rnn", "flurka_performer", "low_rank_blocks", "flurka_eva"]
+    "name",
+    ["linformer", "linformer_mixture", "flurka_rnn", "flurka_performer", "low_rank_blocks", "flurka_eva"],
 )
 @pytest.mark.parametrize("padded", [False, True])
 def test_compressing_before_or_after_bias_free_projections_is_the_same(name, padded):

@@ -235,6 +235,8 @@ def test_pieces_of_a_sequence_give_the_whole(name, size, positions):
         "flurka_shared_favor",
         "flurka_kernel",
         "flurka_kernel_gmm_prf",
+        "flurka_smlk",
+        "flurka_kernel_favor_smlk",
     ],
 )
 def test_half_precision_at_scale_10_and_65536_tokens_stays_close(name):
