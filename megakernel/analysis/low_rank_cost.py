@@ -19,9 +19,7 @@ def compression_flops(model: Model, attention: Attention) -> float:
     assert compression is not None
     rank = 1 if isinstance(compression, PoolCompression) else compression.rank
     if not attention.compresses_input:
-        # Beside a window every key of a token is pooled; landmarks of whole rows are shifted once they are made.
-        keys = attention.keys_per_head if attention.near is None else attention.keys_at_position
-        return model.kv_heads * rank * 2 * (keys + 1) * model.head_size
+        return model.kv_heads * rank * 2 * (attention.keys_per_head + 1) * model.head_size
     matrices = 1 if getattr(compression, "share_kv", True) else 2
     return matrices * rank * 2 * model.hidden_size
 

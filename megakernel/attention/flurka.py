@@ -9,7 +9,7 @@ from megakernel.attention.features import build_projection
 from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties
 from megakernel.attention.local import halo
-from megakernel.attention.mixture import build_mixture, keys_and_priors, sharded_mixture
+from megakernel.attention.mixture import build_mixture, priors_and_shift, sharded_mixture
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
@@ -48,7 +48,7 @@ class FlurkaAttention(AttentionLayer):
     them for a query head beside a softmax under one normalizer. A gated layer normalizes both parts on their
     own, and neither would have an effect.
 
-    Mixture keys: E pools each of the M keys of a token, and what has the keys k_r weighs sum_r pi_r s(q, k_r), with
+    Mixture keys: E pools each projected key of a token, and what has the keys k_r weighs sum_r pi_r s(q, k_r), with
     s = phi(q).phi(k) far and the near part's own s near. Priors belong to keys, whatever s compares them: a window as
     long as the row is then the softmax mixture of MECHANISMS section 6, a window under phi with r = b is MLK, and
     near and far count a token in one unit, sum_r pi_r, so that m still is how many tokens a landmark stands for.
@@ -69,7 +69,7 @@ class FlurkaAttention(AttentionLayer):
         assert form.feature_map is not None
         self.near, self.far_rope, self.block_size = form.near, form.far_rope, form.compression.block_size
         self.projection = build_projection(form.feature_map, self.kv_heads, head_dim, seed, heads)
-        self.keys_per_head, self.keys_at_position = form.keys_per_head, form.keys_at_position
+        self.keys_per_head = form.keys_per_head
         self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
 
         query_heads, kv_heads = len(self.query_heads), len(self.kv_heads)
@@ -91,7 +91,7 @@ class FlurkaAttention(AttentionLayer):
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        tail = (self.keys_at_position + 1) * self.head_dim * self.block_size * self.near.blocks
+        tail = (self.keys_per_head + 1) * self.head_dim * self.block_size * self.near.blocks
         state = len(self.kv_heads) * (self.projection.features * (self.head_dim + 1) + tail)
         return Properties(True, True, state_size=state, state_size_per_token=0, exchanges=("halo", "state"))
 
@@ -116,9 +116,11 @@ class FlurkaAttention(AttentionLayer):
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         projection = self.projection()
-        k, priors = keys_and_priors(self.mixture, k)
+        priors, shift = priors_and_shift(self.mixture)
         if piece.size > 1:
-            far = start_state(self.projection.feature_map, first_key(k, priors), projection, v.shape[-1])
+            far = start_state(
+                self.projection.feature_map, first_key(k, priors, shift), projection, v.shape[-1]
+            )
             state = FlurkaState(far, halo(piece, beside(k), v, self.block_size * self.near.blocks))
         return flurka_attention(
             q,
@@ -131,6 +133,7 @@ class FlurkaAttention(AttentionLayer):
             near=self.near.kind,
             blocks=self.near.blocks,
             priors=priors,
+            shift=shift,
             gate=self._gate(q),
             far_mass=getattr(self, "far_mass", None),
             far_weight=getattr(self, "far_weight", None),

@@ -9,7 +9,7 @@ from megakernel.attention.compression import Compressor
 from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties
 from megakernel.attention.local import halo
-from megakernel.attention.mixture import build_mixture, keys_and_priors, sharded_mixture
+from megakernel.attention.mixture import build_mixture, priors_and_shift, sharded_mixture
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
@@ -17,7 +17,7 @@ from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import landmark_attention
 from megakernel.ops.landmark_attention.form import MISSING, Landmarks, Near, complete_blocks, sight
 from megakernel.ops.mixture import Rotary as Rotation
-from megakernel.ops.mixture import beside, rotated_each
+from megakernel.ops.mixture import beside, rotated_each, shifted
 from megakernel.ops.window import Tail, empty_tail
 
 
@@ -60,12 +60,12 @@ class LandmarkAttention(AttentionLayer):
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        pair = (self.keys_at_position + 1) * len(self.kv_heads) * self.head_dim
+        width = len(self.kv_heads) * self.head_dim
         return Properties(
             True,
             recurrent=False,
-            state_size=pair * self.block_size * self.near.blocks,
-            state_size_per_token=pair * self.rank // self.block_size,
+            state_size=(self.keys_per_head + 1) * width * self.block_size * self.near.blocks,
+            state_size_per_token=(self.keys_at_position + 1) * width * self.rank // self.block_size,
             exchanges=("halo", "landmarks"),
         )
 
@@ -89,7 +89,7 @@ class LandmarkAttention(AttentionLayer):
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         size, blocks, length = self.block_size, self.near.blocks, q.shape[2]
-        k, priors = keys_and_priors(self.mixture, k)
+        priors, shift = priors_and_shift(self.mixture)
         flat, rotate = beside(k), rotated_each(rotary, self.head_dim)
         tail = empty_tail(flat, v, size * blocks) if state is None else state.tail
         if piece.size > 1:
@@ -107,6 +107,7 @@ class LandmarkAttention(AttentionLayer):
             tail=tail,
             mass=size / self.rank,
             priors=priors,
+            shift=shift,
             far_weight=getattr(self, "far_weight", None),
             gate=self._gate(q),
             positions=positions,
@@ -120,7 +121,7 @@ class LandmarkAttention(AttentionLayer):
         found = complete_blocks(positions, k.shape[2], k.device, self.block_size)
         pools = [pool.to(k) for pool in self.compressor.pools()]
         pools = [pool if pool.dim() == 2 else pool[:, None] for pool in pools]
-        keys = pools[0] @ found.of(tail.keys, k)
+        keys = shifted(pools[0] @ found.of(tail.keys, k), priors_and_shift(self.mixture)[1])
         values = pools[-1] @ found.of(tail.values, v)
         if rotate is not None:
             centres = found.last_positions() - (self.block_size - 1) / 2

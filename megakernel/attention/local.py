@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties
-from megakernel.attention.mixture import build_mixture, keys_and_priors, sharded_mixture
+from megakernel.attention.mixture import build_mixture, priors_and_shift, sharded_mixture
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
@@ -32,13 +32,13 @@ class LocalAttention(AttentionLayer):
         assert form.near.block_size is not None
         self.block_size = form.near.block_size
         self.blocks = form.near.blocks
-        self.keys_per_head, self.keys_at_position = form.keys_per_head, form.keys_at_position
+        self.keys_per_head = form.keys_per_head
         self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
 
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        per_token = len(self.kv_heads) * (self.keys_at_position + 1) * self.head_dim
+        per_token = len(self.kv_heads) * (self.keys_per_head + 1) * self.head_dim
         state = per_token * self.block_size * self.blocks
         return Properties(True, recurrent=True, state_size=state, state_size_per_token=0, exchanges=("halo",))
 
@@ -59,7 +59,7 @@ class LocalAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        k, priors = keys_and_priors(self.mixture, k)
+        priors, shift = priors_and_shift(self.mixture)
         if piece.size > 1:
             state = halo(piece, beside(k), v, self.block_size * self.blocks)
         return window_attention(
@@ -69,6 +69,7 @@ class LocalAttention(AttentionLayer):
             block_size=self.block_size,
             blocks=self.blocks,
             priors=priors,
+            shift=shift,
             rotary=rotary,
             positions=positions,
             initial_state=state,

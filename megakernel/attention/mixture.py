@@ -76,6 +76,13 @@ def sharded_mixture(mixture: KeyMixture | None) -> dict[str, int]:
     return {} if mixture is None else {f"mixture.{name}": 0 for name in mixture.state_dict()}
 
 
+def priors_and_shift(mixture: KeyMixture | None) -> tuple[Tensor | None, Tensor | None]:
+    """pi and b of an op that shifts keys itself, as late as it can; None for what does not exist."""
+    if mixture is None:
+        return None, None
+    return mixture.priors(), mixture.shift if mixture.shifted else None
+
+
 def keys_and_priors(mixture: KeyMixture | None, k: Tensor) -> tuple[Tensor, Tensor | None]:
     """The M keys at each position and what they count; k itself and None where one key stands there."""
     if mixture is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megakernel.ops.arguments import check_priors
+from megakernel.ops.arguments import check_priors, check_shift
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.state import EMPTY
 
@@ -27,13 +27,23 @@ def separate(k: Tensor, width: int) -> Tensor:
     return k.unflatten(-1, (-1, width)).movedim(3, 2)
 
 
-def first_key(k: Tensor, priors: Tensor | None) -> Tensor:
-    """(B, H_kv, N, d): k itself, or with priors (H_kv, M) the first of the keys k (B, H_kv, M, N, d).
+def shifted(x: Tensor, shift: Tensor | None) -> Tensor:
+    """Keys k_r = x + b_r, (B, H_kv, ..., M d), of x (B, H_kv, ..., d) and shifts b (H_kv, M, d); None leaves x."""
+    if shift is None:
+        return x
+    each = shift.to(x.dtype).view(len(shift), *[1] * (x.dim() - 3), *shift.shape[1:])
+    return (x[..., None, :] + each).flatten(-2)
+
+
+def first_key(k: Tensor, priors: Tensor | None, shift: Tensor | None = None) -> Tensor:
+    """(B, H_kv, N, d): k itself, or with priors (H_kv, M) and no shift the first of the keys k (B, H_kv, M, N, d).
 
     Raises:
-        ValueError: priors and keys that do not fit.
+        ValueError: priors, shifts and keys that do not fit.
     """
-    if priors is None:
+    if shift is not None:
+        check_shift(shift, priors, k)
+    if priors is None or shift is not None:
         return k
     check_priors(priors, k)
     return k[:, :, 0]
@@ -80,8 +90,8 @@ def by_component(keys: Tensor, priors: Tensor | None, width: int) -> tuple[Tenso
     return components, shares.T[:, :, None, None]
 
 
-def apart(keys: Tensor, visible: Tensor, priors: Tensor) -> tuple[Tensor, Tensor]:
-    """The M keys of each of W positions as M W keys, for weights of pairs that are not linear in a key.
+def each_key(keys: Tensor, visible: Tensor, priors: Tensor) -> tuple[Tensor, Tensor]:
+    """The M keys of each of W positions as M W keys, where no feature map makes one sum of them.
 
     keys: (B, H_kv, C, W, M d); visible: (B, 1, C, L, W) bool; priors: (H_kv, M). Returns keys (B, H_kv, C, M W, d), the
     first of all positions first, and who sees them, (B, H_kv, C, L, M W): nobody sees a key of no weight.
@@ -92,6 +102,6 @@ def apart(keys: Tensor, visible: Tensor, priors: Tensor) -> tuple[Tensor, Tensor
 
 
 def joined(weights: Tensor, priors: Tensor) -> Tensor:
-    """sum_r pi_r w_r of each position, (B, H_kv, C, R, W), from weights (B, H_kv, C, R, M W) of the keys of `apart`."""
+    """sum_r pi_r w_r of each position, (B, H_kv, C, R, W), from weights of each key, (B, H_kv, C, R, M W)."""
     shares = priors.to(weights.dtype)[:, None, None, :, None]
     return (weights.unflatten(-1, (priors.shape[-1], -1)) * shares).sum(-2)

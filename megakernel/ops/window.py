@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.documents import Positions, pad_positions, position_rows
-from megakernel.ops.mixture import Rotary, apart, joined
+from megakernel.ops.mixture import Rotary, each_key, joined
 from megakernel.ops.state import EMPTY
 from megakernel.ops.sums import Sums
 
@@ -119,7 +119,7 @@ def softmax_pairs(
     """
     seen = visible[:, None]
     if priors is not None:
-        keys, seen = apart(keys, seen, priors)
+        keys, seen = each_key(keys, seen, priors)
     scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-1, -2)
     scores = scores.unflatten(3, (-1, visible.shape[2]))
     scores = scores.masked_fill(~seen[:, :, :, None], -torch.inf).flatten(3, 4)

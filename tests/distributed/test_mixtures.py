@@ -17,6 +17,7 @@ LAYOUTS = {
     "cp2": (2, "parallel.context=2"),
     "tp2 cp2": (4, "parallel.tensor=2 parallel.context=2"),
     "dp2 zero 2": (2, "parallel.zero_stage=2"),
+    "dp2 zero 3": (2, "parallel.zero_stage=3"),
     "pp2 full recompute": (2, "parallel.pipeline=2 training.activation_checkpointing=full"),
 }
 

@@ -37,6 +37,7 @@ def flurka_attention(
     near: NearKind = "softmax",
     blocks: int = 1,
     priors: Tensor | None = None,
+    shift: Tensor | None = None,
     gate: Tensor | None = None,
     far_mass: Tensor | None = None,
     far_weight: Tensor | None = None,
@@ -55,7 +56,7 @@ def flurka_attention(
 
     Args:
         q: (B, H, N, d).
-        k: (B, H_kv, N, d), H a multiple of H_kv; (B, H_kv, M, N, d) with priors.
+        k: (B, H_kv, N, d), H a multiple of H_kv; (B, H_kv, M, N, d) with priors and no shift.
         v: (B, H_kv, N, D).
         feature_map: phi; see `kernel_attention`.
         pool_keys: E (r, b) or (H_kv, r, b), the weights themselves, not logits.
@@ -65,6 +66,7 @@ def flurka_attention(
         blocks: 1 own block, 2 own and previous block.
         priors: pi (H_kv, M) >= 0 of mixture keys: a token or landmark weighs the sum over its M keys, sum_r pi_r
             phi(q).phi(E K_r) far and sum_r pi_r exp(q.k_r / sqrt(d)) or sum_r pi_r phi(q).phi(k_r) near.
+        shift: b (H_kv, M, d), beside priors: k_r = k + b_r at tokens, and E K + b_r at landmarks.
         gate: logits of the near part's share, broadcastable to (B, H, N): each part is normalized by itself. None: one
             normalizer for both, which near="kernel" always has.
         far_mass: beta (H_kv,); None is 0.
@@ -84,7 +86,7 @@ def flurka_attention(
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
     """
-    key = first_key(k, priors)
+    key = first_key(k, priors, shift)
     check_heads(q, key, v)
     check_feature_map(feature_map, projection, key)
     check_pools(pool_keys, pool_values, k)
@@ -111,7 +113,7 @@ def flurka_attention(
         k,
         v,
         form=Form(feature_map, size, blocks, near, rotated_each(rotary, q.shape[-1]), far_rope),
-        weights=Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors),
+        weights=Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift),
         gate=gate,
         positions=positions,
         far=initial_state.far,

@@ -12,7 +12,7 @@ from megakernel.ops.documents import Positions, began_before, open_documents, po
 from megakernel.ops.feature_maps import Features, features
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.groups import Tensors, scan_groups
-from megakernel.ops.mixture import mixed_features
+from megakernel.ops.mixture import mixed_features, shifted
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.sums import Sums, add, normalized
@@ -148,9 +148,10 @@ def _near_and_far(
     past = tail.keys.to(dtype)
     values = F.pad(layout.windows(tail.values.to(dtype), v.to(dtype)), (0, 1), value=1.0)
     windows = layout.windows(past, k)
-    near_keys = windows
+    near_past, near_keys = (shifted(x, group.weights.shift) for x in (past, k))
     if form.near_rotary:
-        near_keys = layout.windows(*rotate_keys(form.near_rotary, past, k, group.rows))
+        near_past, near_keys = rotate_keys(form.near_rotary, near_past, near_keys, group.rows)
+    near_keys = layout.windows(near_past, near_keys)
 
     far_q = form.far_rotary(q, group.rows) if form.far_rotary else q
     phi_q = group.phi(chunk_queries(far_q, kv_heads, size, chunks))
@@ -196,7 +197,7 @@ def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, T
     at = ends.int().argmax(-1)
     pool_keys, pool_values = _pools(at, group, keys.dtype)
     window = b if layout.aligned else keys.shape[3]
-    landmarks = pool_keys @ keys[..., :window, :]
+    landmarks = shifted(pool_keys @ keys[..., :window, :], group.weights.shift)
     if form.far_rotary:
         end = places.gather(-1, at[..., None])[..., 0]
         centre = end - (form.blocks - 1) * b - (b - 1) / 2

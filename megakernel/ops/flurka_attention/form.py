@@ -60,6 +60,9 @@ class Weights(NamedTuple):
     priors: Tensor | None
     """pi, (H_kv, M): what each of the M keys of a token or landmark counts; None where one stands there."""
 
+    shift: Tensor | None
+    """b, (H_kv, M, d): the M keys are k + b_r; None where they are given."""
+
 
 class FlurkaState(NamedTuple):
     """What a sequence carries from piece to piece: constant in the number of tokens."""

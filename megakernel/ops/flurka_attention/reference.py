@@ -81,9 +81,12 @@ class _Row:
     ):
         self.form, self.weights, self.group = form, weights, q.shape[0] // keys.shape[0]
         self.q, self.values, self.at = q, values, positions.tolist()
-        # The M keys of a position and what each counts, (H_kv, 1, 1).
+        # The M keys of a position, what is added to them and what each counts, (H_kv, 1, d) and (H_kv, 1, 1).
         components, self.shares = by_component(keys[None], weights.priors, q.shape[-1])
-        self.keys = components[:, 0]
+        self.keys = components[:, 0].expand(len(self.shares), -1, -1, -1)
+        self.shifts = torch.zeros_like(self.shares)
+        if weights.shift is not None:
+            self.shifts = weights.shift.transpose(0, 1)[:, :, None]
         self.before = keys.shape[1] - q.shape[1]
         self.positions = positions[None]
 
@@ -99,8 +102,8 @@ class _Row:
         positions = torch.arange(oldest, self.at[i] + 1)[None]
         values = self._with_ones(self.values[:, window.start : window.stop])
         total = values.new_zeros(len(self.q), values.shape[-1])
-        for share, of_row in zip(self.shares, self.keys):
-            q, keys = self.q[None, :, i : i + 1], of_row[None, :, window.start : window.stop]
+        for share, shift, of_row in zip(self.shares, self.shifts, self.keys):
+            q, keys = self.q[None, :, i : i + 1], of_row[None, :, window.start : window.stop] + shift
             if rotary := self.form.near_rotary:
                 q, keys = rotary(q, positions[:, -1:]), rotary(keys, positions)
             weights = self._near_weights(q, keys)[0] * share.repeat_interleave(self.group, 0)
@@ -150,8 +153,8 @@ class _Row:
             mass = mass * torch.exp(self.weights.far_mass)[:, None, None]
         centre = torch.full((1, rank), block * b + (b - 1) / 2, dtype=torch.float64)
         phi_k = []
-        for share, of_row in zip(self.shares, self.keys):
-            keys = (self.weights.pool_keys @ of_row[:, start : start + b])[None]
+        for share, shift, of_row in zip(self.shares, self.shifts, self.keys):
+            keys = (self.weights.pool_keys @ of_row[:, start : start + b] + shift)[None]
             if rotary := self.form.far_rotary:
                 keys = rotary(keys, centre)
             phi_k.append(share * self._phi_k(keys)[0])

@@ -25,6 +25,7 @@ def landmark_attention(
     tail: Tail,
     mass: float = 1.0,
     priors: Tensor | None = None,
+    shift: Tensor | None = None,
     far_weight: Tensor | None = None,
     gate: Tensor | None = None,
     positions: Positions = 0,
@@ -34,7 +35,7 @@ def landmark_attention(
 
     Args:
         q: (B, H, N, d).
-        k: (B, H_kv, N, d), H a multiple of H_kv; (B, H_kv, M, N, d) with priors.
+        k: (B, H_kv, N, d), H a multiple of H_kv; (B, H_kv, M, N, d) with priors and no shift.
         v: (B, H_kv, N, D).
         landmarks: of every block that a query may see, whichever piece it came from.
         sight: which of them each query sees.
@@ -42,6 +43,7 @@ def landmark_attention(
         tail: at least the near.block_size * near.blocks tokens before these.
         mass: how many tokens a landmark stands for.
         priors: pi (H_kv, M) >= 0 of mixture keys: tokens and landmarks weigh sum_r pi_r exp(q.k_r / sqrt(d)).
+        shift: b (H_kv, M, d), beside priors: the keys of a token are k + b_r; those of landmarks are handed in.
         far_weight: gamma (H,), multiplies landmarks by exp(gamma) under the common normalizer; None is 0.
         gate: logits of the window's share, broadcastable to (B, H, N): window and landmarks are then normalized
             apart. None: one normalizer for both.
@@ -55,7 +57,7 @@ def landmark_attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, naming the argument.
     """
-    check_heads(q, first_key(k, priors), v)
+    check_heads(q, first_key(k, priors, shift), v)
     check_per_head("far_weight", far_weight, q.shape[1])
     if gate is not None:
         gate = expand_tokens("gate", gate, q)
@@ -69,6 +71,7 @@ def landmark_attention(
         tail=tail,
         mass=mass,
         priors=priors,
+        shift=shift,
         far_weight=far_weight,
         gate=gate,
         positions=positions,

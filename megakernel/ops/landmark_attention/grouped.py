@@ -8,6 +8,7 @@ from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight, with_ones
+from megakernel.ops.mixture import shifted
 from megakernel.ops.sums import Sums, add, normalized
 from megakernel.ops.window import Tail, cut, rotate_keys, softmax_pairs
 
@@ -26,6 +27,7 @@ def attend(
     tail: Tail,
     mass: float,
     priors: Tensor | None,
+    shift: Tensor | None,
     far_weight: Tensor | None,
     gate: Tensor | None,
     positions: Positions,
@@ -36,10 +38,10 @@ def attend(
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
         q, k, v, gate, first, limit, at = sequences
-        keys, values, far_weight, priors = shared
+        keys, values, far_weight, priors, shift = shared
         tail, heads, length, kv_heads = Tail(*carry), q.shape[1], q.shape[2], k.shape[1]
         places = positions + start if at is None else at[:, 0]
-        window = _window(q, k, v, tail, places, near, priors)
+        window = _window(q, k, v, tail, places, near, priors, shift)
         far_q = q.to(wide(q.dtype))
         if near.far_rotary:
             far_q = near.far_rotary(far_q, position_rows(places, length, q.device))
@@ -58,18 +60,26 @@ def attend(
     wide_weight = None if far_weight is None else far_weight.to(dtype)
     sequences = (q, k, v, gate, sight.first[:, None], sight.limit[:, None], varying)
     group = near.block_size * max(1, GROUP // near.block_size)
-    shared = (keys, values, wide_weight, priors)
+    shared = (keys, values, wide_weight, priors, shift)
     (out,), _ = scan_groups(on_group, tuple(tail), sequences, shared, group=group)
     return out
 
 
 def _window(
-    q: Tensor, k: Tensor, v: Tensor, tail: Tail, places: Positions, near: Near, priors: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tail: Tail,
+    places: Positions,
+    near: Near,
+    priors: Tensor | None,
+    shift: Tensor | None,
 ) -> Sums:
     """Sums (B, H, N, D + 1) over the window."""
     heads, length, dtype = q.shape[1], q.shape[2], wide(q.dtype)
     layout = cut(places, length, q.device, block_size=near.block_size, blocks=near.blocks)
-    queries, past, keys = q.to(dtype), tail.keys.to(dtype), k.to(dtype)
+    queries = q.to(dtype)
+    past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
     if near.rotary:
         rows = position_rows(places, length, q.device)
         queries = near.rotary(queries, rows)

@@ -6,7 +6,7 @@ from torch import Tensor
 from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight
-from megakernel.ops.mixture import by_component
+from megakernel.ops.mixture import by_component, shifted
 from megakernel.ops.window import Tail, rotate_keys
 
 
@@ -21,6 +21,7 @@ def attend(
     tail: Tail,
     mass: float,
     priors: Tensor | None,
+    shift: Tensor | None,
     far_weight: Tensor | None,
     gate: Tensor | None,
     positions: Positions,
@@ -29,7 +30,8 @@ def attend(
     batch, heads, length, width = q.shape
     group, dtype, rank = heads // k.shape[1], wide(q.dtype), landmarks.keys.shape[3]
     rows = position_rows(positions, length, q.device)
-    far_q, past, keys = q.to(dtype), tail.keys.to(dtype), k.to(dtype)
+    far_q = q.to(dtype)
+    past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
     near_q = far_q
     if near.rotary:
         near_q = near.rotary(near_q, rows)

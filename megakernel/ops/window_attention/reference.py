@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, position_rows
-from megakernel.ops.mixture import by_component
+from megakernel.ops.mixture import by_component, shifted
 from megakernel.ops.window import Rotary, Tail, rotate_keys
 
 
@@ -17,6 +17,7 @@ def attend(
     block_size: int,
     blocks: int,
     priors: Tensor | None,
+    shift: Tensor | None,
     rotary: Rotary | None,
     positions: Positions,
     tail: Tail,
@@ -24,7 +25,8 @@ def attend(
     """Arguments and results of `chunked.attend`."""
     group, dtype = q.shape[1] // k.shape[1], wide(q.dtype)
     rows = position_rows(positions, q.shape[2], q.device)
-    queries, past, keys = q.to(dtype), tail.keys.to(dtype), k.to(dtype)
+    queries = q.to(dtype)
+    past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
     if rotary:
         queries = rotary(queries, rows)
         past, keys = rotate_keys(rotary, past, keys, rows)

@@ -91,6 +91,16 @@ def test_mixtures_at_tokens_and_landmarks_equal_the_reference(near, feature_map)
 
 
 @pytest.mark.parametrize("near", NEAR)
+def test_keys_shifted_at_tokens_and_landmarks_are_keys_shifted_before(near):
+    """E (k + b) = E k + b, since the rows of E have sum 1."""
+    q, _, v = inputs()
+    k, shift, priors = random(B, KV, N, WIDTH, seed=7), random(KV, M, WIDTH, seed=8), random(KV, M).square()
+    inside = flurka(q, k, v, near, priors=priors, shift=shift)
+    before = flurka(q, k[:, :, None] + shift[:, :, None], v, near, priors=priors)
+    torch.testing.assert_close(inside, before)
+
+
+@pytest.mark.parametrize("near", NEAR)
 def test_equal_keys_count_as_one(near):
     q, k, v = inputs()
     one = k[:, :, 0]
@@ -149,3 +159,21 @@ def test_priors_that_do_not_fit_are_named():
             flurka_attention(q, keys, v, feature_map="elu", pool_keys=pool, pool_values=pool, priors=priors)
         with pytest.raises(ValueError, match=r"priors has shape .* expected \(heads, keys\)"):
             window_attention(q, keys, v, block_size=4, priors=priors)
+
+
+@pytest.mark.parametrize(
+    ("shift", "priors", "beside"),
+    [
+        ((KV, M, WIDTH), None, "no priors"),
+        ((KV, M, WIDTH), (KV, 2), r"priors \(2, 2\)"),
+        ((M, WIDTH), (KV, M), r"priors \(2, 3\)"),
+        ((KV, M, 3), (KV, M), r"priors \(2, 3\)"),
+    ],
+)
+def test_shifts_that_do_not_fit_are_named(shift, priors, beside):
+    q, k, v = inputs()
+    options = {"shift": torch.ones(shift), "priors": None if priors is None else torch.ones(priors)}
+    with pytest.raises(
+        ValueError, match=rf"shift has shape .* and {beside}; expected \(heads, keys, width\)"
+    ):
+        window_attention(q, k[:, :, 0], v, block_size=4, **options)
