@@ -226,15 +226,15 @@ class Attention(Section):
         if mixture.sigma2 is not None and self.similarity != "gaussian":
             reason = f"has no effect on similarity: {self.similarity}"
             yield Problem("mixture.sigma2", mixture.sigma2, reason, "remove it or take similarity: gaussian")
-        if mixture.estep == "hard" or mixture.m_step:
+        counts_pairs = mixture.estep == "hard" or mixture.m_step
+        if counts_pairs and self.mechanism == "algebra" and not self.weighs_every_pair:
             key, value = ("m_step", True) if mixture.m_step else ("estep", "hard")
+            shortcut = "near" if self.compression is None else "compression"
             if self.similarity == "kernel":
-                reason = "needs the weight of every pair, which similarity: kernel never forms"
-                yield Problem(f"mixture.{key}", value, reason, "remove it or take similarity: gaussian")
-            elif not self.is_uncompressed:
-                part = "near" if self.compression is None else "compression"
-                reason = f"needs the weight of every pair, which {part} avoids"
-                yield Problem(f"mixture.{key}", value, reason, f"remove it or remove {part}")
+                shortcut = "similarity: kernel"
+            reason = f"needs the weight of every pair, which {shortcut} never forms"
+            instead = "similarity: gaussian" if self.is_uncompressed else "preset: mgk"
+            yield Problem(f"mixture.{key}", value, reason, f"remove it or take {instead}")
 
     def _mechanism_problems(self) -> Iterator[Problem]:
         for name in ("similarity", "normalize", "mixture", "feature_map", "compression", "near"):
