@@ -12,6 +12,7 @@ from megakernel.attention.local import halo
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
+from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import landmark_attention
 from megakernel.ops.landmark_attention.form import MISSING, Landmarks, Near, complete_blocks, sight
@@ -109,10 +110,12 @@ class LandmarkAttention(AttentionLayer):
     ) -> Landmarks:
         """Those of the blocks that end among these tokens."""
         found = complete_blocks(positions, k.shape[2], k.device, self.block_size)
-        pools = [pool.to(k) for pool in self.compressor.pools()]
+        # Sums over tokens, of which half precision would leave 8 bits.
+        dtype = wide(k.dtype)
+        pools = [pool.to(k.device, dtype) for pool in self.compressor.pools()]
         pools = [pool if pool.dim() == 2 else pool[:, None] for pool in pools]
-        keys = pools[0] @ found.of(tail.keys, k)
-        values = pools[-1] @ found.of(tail.values, v)
+        keys = pools[0] @ found.of(tail.keys, k).to(dtype)
+        values = pools[-1] @ found.of(tail.values, v).to(dtype)
         if rotary is not None and self.far_rope == "centroid":
             centres = found.last_positions() - (self.block_size - 1) / 2
             flat = rotary(keys.flatten(2, 3), centres.repeat_interleave(self.rank, 1))

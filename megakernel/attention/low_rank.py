@@ -13,6 +13,7 @@ from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
 from megakernel.ops import kernel_attention, softmax_attention
+from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, position_rows
 
 
@@ -88,10 +89,11 @@ class LowRankAttention(AttentionLayer):
 
     def _attend(self, q: Tensor, landmarks: Landmarks, counts: Tensor | None, piece: SequencePiece) -> Tensor:
         keys, values, mass = landmarks
+        queries = q.to(keys.dtype)
         if self.projection is None:
-            return softmax_attention(q, keys, values, causal=False, mass=mass)[0]
+            return softmax_attention(queries, keys, values, causal=False, mass=mass)[0].to(q.dtype)
         out = kernel_attention(
-            q,
+            queries,
             keys,
             values,
             feature_map=self.projection.feature_map,
@@ -99,11 +101,13 @@ class LowRankAttention(AttentionLayer):
             causal=False,
             mass=None if mass is None else mass[:, None],
         )
-        return cast(Tensor, out)
+        return cast(Tensor, out).to(q.dtype)
 
     def _compressed(
         self, k: Tensor, v: Tensor, key_mask: Tensor | None, piece: SequencePiece
     ) -> tuple[Tensor, Tensor]:
+        # Sums over tokens: half precision would leave 8 bits of what then enters an exponent.
+        k, v = (x.to(wide(x.dtype)) for x in (k, v))
         if key_mask is not None:
             k, v = (x * key_mask[:, None, :, None].to(x.dtype) for x in (k, v))
         tokens = k.shape[2]
