@@ -13,8 +13,12 @@ TOKENS, WIDTH = 65_536, 16
 LAST = 64
 """Queries that look back over the whole row where each query weighs every key."""
 
-LONG: Sizes = {key: {} for key in SMALL} | {"block": {"rank": 2}, "eva": {"chunk_size": 64}}
-"""Sizes as they come, but a quarter of the landmarks where every query may meet every one of them."""
+LONG: Sizes = {key: {} for key in SMALL} | {
+    "block": {"rank": 2},
+    "linformer": {"rank": 64},
+    "eva": {"chunk_size": 64},
+}
+"""Sizes as they come, but a quarter of the landmarks, of which every query may meet every one."""
 
 FORMS = {name: Attention.model_validate(sized(tree, LONG)) for name, tree in POINTS.items()}
 
