@@ -78,7 +78,7 @@ class ThreadPiece:
 
 
 def in_pieces(size: int, work: Callable[[ThreadPiece], Tensor]) -> list[Tensor]:
-    """The result of `work` on every piece; what the first piece that fails by itself raises."""
+    """The result of `work` on every piece."""
     table = Table(size)
 
     def guarded(rank: int) -> Tensor:
@@ -89,7 +89,4 @@ def in_pieces(size: int, work: Callable[[ThreadPiece], Tensor]) -> list[Tensor]:
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        pieces = [pool.submit(guarded, rank) for rank in range(size)]
-    # A piece that waits for one that failed is told of a broken barrier, which says nothing.
-    pieces.sort(key=lambda piece: isinstance(piece.exception(), threading.BrokenBarrierError))
-    return [piece.result() for piece in pieces]
+        return list(pool.map(guarded, range(size)))

@@ -21,7 +21,6 @@ from tests.unit.attention.pieces import Table, ThreadPiece, in_pieces
 
 every_mechanism = pytest.mark.parametrize("name", BIDIRECTIONAL)
 
-
 ROTARY = Rotary(WIDTH)
 DOCUMENTS = packed(24, (3, 4, 13), (8, 17))
 PACKED = packed(32, (3, 4, 13, 16), (17,))
