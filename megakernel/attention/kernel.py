@@ -11,7 +11,7 @@ from megakernel.attention.mixture import build_mixture, keys_and_priors, sharded
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
-from megakernel.ops import KernelState, kernel_attention
+from megakernel.ops import kernel_attention
 from megakernel.ops.documents import Positions
 
 
@@ -67,9 +67,11 @@ class KernelAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
+        dtype = v.dtype
         k, priors = keys_and_priors(self.mixture, k)
+        q, v = q.to(k.dtype), v.to(k.dtype)
         q, k = rotate(rotary, q, k, positions)
-        result = kernel_attention(
+        out, state = kernel_attention(
             q,
             k,
             v,
@@ -84,4 +86,4 @@ class KernelAttention(AttentionLayer):
             exchange=piece.start_prefix if piece.size > 1 else None,
             exchange_after=piece.start_suffix if piece.size > 1 and not self.causal else None,
         )
-        return cast(tuple[Tensor, KernelState], result)
+        return cast(Tensor, out).to(dtype), state

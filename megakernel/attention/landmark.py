@@ -13,6 +13,7 @@ from megakernel.attention.mixture import build_mixture, priors_and_shift, sharde
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
+from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import landmark_attention
 from megakernel.ops.landmark_attention.form import MISSING, Landmarks, Near, complete_blocks, sight
@@ -119,10 +120,12 @@ class LandmarkAttention(AttentionLayer):
     ) -> Landmarks:
         """Those of the blocks that end among these tokens; k and v as they stand in a tail."""
         found = complete_blocks(positions, k.shape[2], k.device, self.block_size)
-        pools = [pool.to(k) for pool in self.compressor.pools()]
+        # Sums over tokens, of which half precision would leave 8 bits.
+        dtype = wide(k.dtype)
+        pools = [pool.to(k.device, dtype) for pool in self.compressor.pools()]
         pools = [pool if pool.dim() == 2 else pool[:, None] for pool in pools]
-        keys = shifted(pools[0] @ found.of(tail.keys, k), priors_and_shift(self.mixture)[1])
-        values = pools[-1] @ found.of(tail.values, v)
+        keys = shifted(pools[0] @ found.of(tail.keys, k).to(dtype), priors_and_shift(self.mixture)[1])
+        values = pools[-1] @ found.of(tail.values, v).to(dtype)
         if rotate is not None:
             centres = found.last_positions() - (self.block_size - 1) / 2
             flat = rotate(keys.flatten(2, 3), centres.repeat_interleave(self.rank, 1))

@@ -14,6 +14,7 @@ from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
 from megakernel.ops import kernel_attention, softmax_attention, weighted_attention
+from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.mixture import beside, separate
 
@@ -104,14 +105,16 @@ class LowRankAttention(AttentionLayer):
     ) -> Tensor:
         """Output (B, H, N, D); with priors (H_kv, M) the landmarks' keys are (B, H_kv, M, L, d)."""
         keys, values, mass = landmarks
+        queries = q.to(keys.dtype)
         if self.projection is None and priors is None:
-            return softmax_attention(q, keys, values, causal=False, mass=mass)[0]
+            return softmax_attention(queries, keys, values, causal=False, mass=mass)[0].to(q.dtype)
         if self.projection is None:
             assert priors is not None
             each = priors[..., None] if mass is None else priors[..., None] * mass[:, None, None]
-            return weighted_attention(q, keys, values, similarity="softmax", mass=each, causal=False)[0]
+            weighed = weighted_attention(queries, keys, values, similarity="softmax", mass=each, causal=False)
+            return weighed[0].to(q.dtype)
         out = kernel_attention(
-            q,
+            queries,
             keys,
             values,
             feature_map=self.projection.feature_map,
@@ -120,11 +123,13 @@ class LowRankAttention(AttentionLayer):
             mass=None if mass is None else mass[:, None],
             priors=priors,
         )
-        return cast(Tensor, out)
+        return cast(Tensor, out).to(q.dtype)
 
     def _compressed(
         self, k: Tensor, v: Tensor, key_mask: Tensor | None, piece: SequencePiece
     ) -> tuple[Tensor, Tensor]:
+        # Sums over tokens: half precision would leave 8 bits of what then enters an exponent.
+        k, v = (x.to(wide(x.dtype)) for x in (k, v))
         if key_mask is not None:
             k, v = (x * key_mask[:, None, :, None].to(x.dtype) for x in (k, v))
         tokens = k.shape[2]

@@ -8,18 +8,19 @@ from torch import Tensor, nn
 
 from megakernel.attention.heads import HeadShard, Seed, generator
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
-from megakernel.attention.noise import FullPrecisionBuffers
+from megakernel.attention.precision import FullPrecision
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.attention.whole_rows import WholeRows
 from megakernel.config.attention import Attention
 from megakernel.config.mixture import Mixture
 from megakernel.ops import weighted_attention
+from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions
 from megakernel.ops.weighted_attention import responsibilities
 
 
-class KeyMixture(FullPrecisionBuffers):
+class KeyMixture(FullPrecision):
     """The M keys at a position and how much each counts: shifts b of shifted keys, priors pi of a soft mixture."""
 
     weights: Tensor
@@ -49,10 +50,12 @@ class KeyMixture(FullPrecisionBuffers):
                 self.weights = nn.Parameter(equal)
 
     def keys(self, k: Tensor) -> Tensor:
-        """(B, H_kv, M, N, d) from that, or from (B, H_kv, N, d) where keys are shifted."""
+        """(B, H_kv, M, N, d) from that, or from (B, H_kv, N, d) where keys are shifted, then in float32 or better."""
         if not self.shifted:
             return k
-        return k[:, :, None] + self.shift.to(k.dtype)[:, :, None]
+        # A key and its shift have more digits than half precision has.
+        dtype = wide(k.dtype)
+        return k.to(dtype)[:, :, None] + self.shift.to(dtype)[:, :, None]
 
     def priors(self) -> Tensor:
         """pi (H_kv, M) in [0, 1], float32 or better."""
@@ -138,7 +141,9 @@ class PairwiseAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
+        dtype = v.dtype
         k, priors = keys_and_priors(self.mixture, k)
+        q, v = q.to(k.dtype), v.to(k.dtype)
         q, k = rotate(rotary, q, k, positions)
         rows = WholeRows(piece, q.shape[1], k.shape[1])
         positions = rows.of_positions(positions, q.shape[2])
@@ -162,7 +167,7 @@ class PairwiseAttention(AttentionLayer):
         )
         if self.mixture is not None and self.mixture.m_step and self.training:
             self._count(q, k, mass, key_mask, positions, rows)
-        return rows.cut(out), state
+        return rows.cut(out.to(dtype)), state
 
     def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
         """See AttentionLayer."""

@@ -134,6 +134,15 @@ class Attention(Section):
         """Why a token cannot see later ones of its document; None where it can."""
         return None if self.near is None else f"a near window of kind: {self.near.kind} looks back only"
 
+    @property
+    def changes_constants(self) -> str | None:
+        """Why values that are all alike come out as something else; None where weights add up to 1."""
+        if not self.normalize:
+            return "normalize: false divides by nothing"
+        if self.compression is not None and self.compression.kind == "linformer":
+            return "rows of linformer's F need not add up to 1"
+        return self.takes_whole_rows and f"{self.mechanism} approximates the sum of its weights, too"
+
     def trades_heads(self, causal: bool) -> bool:
         """Whether pieces of a row trade tokens for heads, whose number must then divide over them."""
         if self.mechanism == "eva":
