@@ -10,7 +10,6 @@ and its mechanism; biases, norms and the output projection are the same for all 
 
 import argparse
 import os
-import platform
 import re
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.machine import description
 from megakernel.analysis.claims import Sizes, in_region_of_claim_1, is_long_enough, speedups
 from megakernel.attention import build
 
@@ -119,9 +119,8 @@ def report(repeats: int) -> str:
         [
             "# FLuRKA's speed on a CPU",
             "",
-            f"`python -m benchmarks.flurka_speed`, {date.today().isoformat()}, {_processor()}, "
-            f"{torch.get_num_threads()} thread(s) of {os.cpu_count()} cores, torch {torch.__version__}, float32, "
-            f"Python {platform.python_version()}. Load average before {before[0]:.1f}, after {after[0]:.1f}: "
+            f"`python -m benchmarks.flurka_speed`, {date.today().isoformat()}, {description()}, float32. "
+            f"Load average before {before[0]:.1f}, after {after[0]:.1f}: "
             f"other work ran on the machine, so each number is the fastest of {repeats} turns that all layers took one "
             "after the other.",
             "",
@@ -146,11 +145,6 @@ def report(repeats: int) -> str:
             "",
         ]
     )
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
 def main() -> None:

@@ -4,14 +4,14 @@ Documents are streamed: no source holds more than a batch of rows or one part of
 """
 
 import sys
-import sysconfig
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TextIO
 
+from data_pipeline import standard_library
 from data_pipeline.document import Columns, Document
 from megakernel.config.errors import UserError
 
@@ -26,8 +26,6 @@ TABLES = {
 
 LONGEST_DOCUMENT = 64 * 2**20
 """Characters; a longer text file becomes several documents, cut at line ends."""
-
-_NOT_LIBRARY_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class Source(ABC):
@@ -106,16 +104,35 @@ class Hub(Source):
         return _rows(self._where, self._columns, f"hf:{self._where['path']}")
 
 
+class LibraryFunctions(Source):
+    """Functions of the standard library with the package they are from, for a classifier."""
+
+    def __init__(self, columns: Columns, description: dict[str, Any]):
+        """Read nothing yet."""
+        super().__init__()
+        self._columns = columns
+        self._description = description
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, version and packages."""
+        return {**self._description, "functions of": list(standard_library.PACKAGES)}
+
+    def _read(self) -> Iterator[Document]:
+        return _documents(standard_library.functions(), self._columns)
+
+
 def open_source(spec: list[str], *, columns: Columns, split: str, include: list[str]) -> Source:
     """The source that `--source SPEC...` names: `stdlib`, `hf:NAME[:CONFIG]`, or files and directories.
 
-    include: name patterns that files inside directories must match, any if empty. Raises UserError for a
-    path that is not there, for a directory without a matching file, and for labels of what is no table.
+    `stdlib` with labels is its functions by package. include: name patterns that files inside directories
+    must match, any if empty. Raises UserError for a path that is not there, for a directory without a matching
+    file, and for labels of what is no table.
     """
     if spec == ["stdlib"]:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        python = ".".join(map(str, sys.version_info[:3]))
-        return _files(_standard_library(root), columns, {"kind": "stdlib", "python": python})
+        description = {"kind": "stdlib", "python": ".".join(map(str, sys.version_info[:3]))}
+        if columns.label is not None:
+            return LibraryFunctions(columns, description)
+        return _files(standard_library.files(), columns, description)
     if len(spec) == 1 and spec[0].startswith("hf:"):
         name, _, config = spec[0].removeprefix("hf:").partition(":")
         return Hub(name, config or None, split, columns)
@@ -159,29 +176,26 @@ def _part(stream: TextIO) -> str:
     return stream.read(LONGEST_DOCUMENT) + stream.readline(LONGEST_DOCUMENT)
 
 
-def _standard_library(root: Path) -> list[Path]:
-    """Sources without tests: those are half of the bytes, and not installed everywhere."""
-    files = (file.relative_to(root) for file in root.rglob("*.py"))
-    return [root / file for file in sorted(files) if not _NOT_LIBRARY_TEXT.intersection(file.parts)]
-
-
 def _rows(where: dict[str, Any], columns: Columns, name: str) -> Iterator[Document]:
     """The rows of a streamed dataset; UserError where it cannot be read or its columns hold something else."""
     from datasets import load_dataset
 
     try:
         for rows in load_dataset(**where, streaming=True).iter(batch_size=256):
-            for key in columns.names:
-                if key not in rows:
-                    raise UserError(
-                        f"no column {key!r} among {', '.join(rows)}; set --{_option(key, columns)}"
-                    )
-            for values in zip(*(rows[key] for key in columns.names)):
-                yield _document(values, columns)
+            yield from _documents(rows, columns)
     # datasets, pyarrow, fsspec and the hub client share no exception type for "this cannot be read".
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise UserError(f"--source {name} cannot be read: {first_line or type(error).__name__}") from error
+
+
+def _documents(rows: Mapping[str, Sequence[Any]], columns: Columns) -> Iterator[Document]:
+    """The documents of a table; UserError where it lacks a column, or one holds something else."""
+    for key in columns.names:
+        if key not in rows:
+            raise UserError(f"no column {key!r} among {', '.join(rows)}; set --{_option(key, columns)}")
+    for values in zip(*(rows[key] for key in columns.names)):
+        yield _document(values, columns)
 
 
 def _document(values: tuple[Any, ...], columns: Columns) -> Document:

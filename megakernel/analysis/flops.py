@@ -96,17 +96,18 @@ def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[st
         return _low_rank(model, attention, compression, seq_len)
     if compression is not None and phi is None:
         return _landmarks(model, attention, compression, near, seq_len)
-    keys_at_position = 1 if attention.mixture is None else attention.mixture.keys
+    # One product for each key of a position, and one for its value.
+    pair = 2 * (attention.keys_at_position + 1) * size
     if phi is None:
         block = attention.block_size or seq_len
         keys = mean_local_keys(seq_len, block, near.blocks if near else 1) if model.is_causal else seq_len
-        return {"near": heads * keys * 2 * (keys_at_position + 1) * size}
+        return {"near": heads * keys * pair}
 
     features, mapping = phi.width(size), _mapping_flops(phi, size)
     one_state = 2 * features * (size + 1)
     if compression is None:
         return {
-            "feature_map": (heads + kv_heads * keys_at_position) * mapping,
+            "feature_map": (heads + kv_heads * attention.keys_at_position) * mapping,
             "state": kv_heads * one_state,
             "readout": heads * one_state,
         }
@@ -114,13 +115,13 @@ def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[st
     assert isinstance(compression, BlockCompression)
     share = compression.rank / compression.block_size
     keys = mean_local_keys(seq_len, compression.block_size, near.blocks)
-    mapped_keys = share + (near.kind == "kernel")
+    mapped_keys = attention.keys_at_position * (share + (near.kind == "kernel"))
     parts = {
-        "landmarks": kv_heads * compression.rank * 4 * size,
+        "landmarks": compression_flops(model, attention),
         "feature_map": (heads + kv_heads * mapped_keys) * mapping,
         "state": kv_heads * share * one_state,
         "readout": heads * one_state,
-        "near": heads * keys * (4 * size if near.kind == "softmax" else 2 * features + 2 * (size + 1)),
+        "near": heads * keys * (pair if near.kind == "softmax" else 2 * features + 2 * (size + 1)),
     }
     if near.kind == "softmax" and near.join == "gated" and near.gate == "token":
         parts["gate"] = heads * 2 * size
@@ -133,10 +134,10 @@ def _low_rank(model: Model, attention: Attention, compression: Compression, seq_
     share, phi = landmarks_per_token(compression, seq_len), attention.feature_map
     parts = {"landmarks": compression_flops(model, attention)}
     if phi is None:
-        return parts | {"far": heads * share * seq_len * 4 * size}
+        return parts | {"far": heads * share * seq_len * 2 * (attention.keys_at_position + 1) * size}
     one_state = 2 * phi.width(size) * (size + 1)
     return parts | {
-        "feature_map": (heads + kv_heads * share) * _mapping_flops(phi, size),
+        "feature_map": (heads + kv_heads * share * attention.keys_at_position) * _mapping_flops(phi, size),
         "state": kv_heads * share * one_state,
         "readout": heads * one_state,
     }
@@ -149,10 +150,11 @@ def _landmarks(
     assert near is not None
     assert isinstance(compression, BlockCompression)
     heads, size, block = model.num_heads, model.head_size, compression.block_size
+    pair = heads * 2 * (attention.keys_at_position + 1) * size
     parts = {
         "landmarks": compression_flops(model, attention),
-        "near": heads * mean_local_keys(seq_len, block, near.blocks) * 4 * size,
-        "far": heads * compression.rank * mean_complete_blocks(seq_len, block, near.blocks) * 4 * size,
+        "near": mean_local_keys(seq_len, block, near.blocks) * pair,
+        "far": compression.rank * mean_complete_blocks(seq_len, block, near.blocks) * pair,
     }
     if (near.join, near.gate) == ("gated", "token"):
         parts["gate"] = heads * 2 * size

@@ -19,7 +19,7 @@ def compression_flops(model: Model, attention: Attention) -> float:
     assert compression is not None
     rank = 1 if isinstance(compression, PoolCompression) else compression.rank
     if not attention.compresses_input:
-        return model.kv_heads * rank * 4 * model.head_size
+        return model.kv_heads * rank * 2 * (attention.keys_per_head + 1) * model.head_size
     matrices = 1 if getattr(compression, "share_kv", True) else 2
     return matrices * rank * 2 * model.hidden_size
 

@@ -73,11 +73,9 @@ def build(
     if form.compression is not None:
         return FlurkaAttention(form, num_heads, kv_heads, head_dim, seed, heads)
     if form.near is not None:
-        return LocalAttention(form.near, num_heads, kv_heads, head_dim, heads)
+        return LocalAttention(form, num_heads, kv_heads, head_dim, seed, heads)
     if form.feature_map is not None:
-        return KernelAttention(
-            form.feature_map, num_heads, kv_heads, head_dim, causal, seed, heads, form.mixture
-        )
+        return KernelAttention(form, num_heads, kv_heads, head_dim, causal, seed, heads)
     if form.similarity == "gaussian" or form.mixture is not None:
         return PairwiseAttention(form, num_heads, kv_heads, head_dim, causal, seed, heads)
     return SoftmaxAttention(num_heads, kv_heads, head_dim, causal, heads)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megakernel.attention.flurka import pooling_logits
 from megakernel.attention.heads import HeadShard, Seed, generator
+from megakernel.attention.precision import FullPrecision
 from megakernel.config.compression import BlockCompression, Compression, LinformerCompression
 from megakernel.ops.low_rank import compress
 
@@ -24,7 +25,7 @@ class Landmarks(NamedTuple):
     """(B, L) or (1, L): how many tokens a landmark stands for; None where all stand for equally many."""
 
 
-class Compressor(nn.Module):
+class Compressor(FullPrecision):
     """E and F, learned unless they are the means of `pool`.
 
     Rows of `block` and `pool` have sum 1, so that a constant stays constant; where a row of tokens ends inside a block

@@ -12,11 +12,13 @@ from megakernel.attention.landmark import LandmarkState, gathered
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.local import halo
 from megakernel.attention.low_rank import LowRankAttention
+from megakernel.attention.precision import FullPrecision
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.attention.whole_rows import WholeRows
 from megakernel.config.attention import Attention
 from megakernel.config.eva import Eva
+from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions
 from megakernel.ops.eva_attention import Chunks, Windows, control_variates, eva_attention
 from megakernel.ops.landmark_attention import landmark_attention
@@ -27,7 +29,7 @@ NOISE_GROUP = 64
 """Chunks whose noise comes from one generator: a stretch of random numbers depends on how long a stretch is drawn."""
 
 
-class MeanNet(nn.Module):
+class MeanNet(FullPrecision):
     """LayerNorm(W x + b) of a chunk's mean, shared by the heads of a layer."""
 
     def __init__(self, head_dim: int, seed: Seed, name: str, heads: HeadShard):
@@ -104,6 +106,8 @@ class Summaries(nn.Module):
         q: (B, H, S, s_q, d); k, v: (B, H, S, s, .); real_q, real_k: (B or 1, S, s) bool; numbers: (B or 1,
         S), the place of each chunk among those of its document; heads: which of the query heads these are.
         """
+        # Means over tokens, of which half precision would leave 8 bits.
+        q, k, v = (x.to(wide(x.dtype)) for x in (q, k, v))
         q_c = self.queries(self._mean(q, real_q))
         k_c = self.keys(self._mean(k, real_k))
         omega = self.share * (q_c + k_c)
@@ -328,7 +332,12 @@ class FlurkaEvaAttention(LowRankAttention):
         )
 
     def _attend(
-        self, q: Tensor, landmarks: Compressed, counts: Tensor | None, piece: SequencePiece
+        self,
+        q: Tensor,
+        landmarks: Compressed,
+        priors: Tensor | None,
+        counts: Tensor | None,
+        piece: SequencePiece,
     ) -> Tensor:
         rows = WholeRows(piece, q.shape[1], landmarks.keys.shape[1])
         q = rows.of_queries(q)

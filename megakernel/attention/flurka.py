@@ -9,12 +9,14 @@ from megakernel.attention.features import build_projection
 from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties
 from megakernel.attention.local import halo
+from megakernel.attention.mixture import build_mixture, priors_and_shift, sharded_mixture
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
 from megakernel.config.compression import BlockCompression
 from megakernel.ops import FlurkaState, flurka_attention
 from megakernel.ops.documents import Positions
+from megakernel.ops.mixture import beside, first_key
 from megakernel.ops.state import start_state
 
 OWN_SHARE = 0.9
@@ -45,6 +47,11 @@ class FlurkaAttention(AttentionLayer):
     far_mass (beta) scales the landmarks of a key head where near and far share phi; far_weight (gamma) scales
     them for a query head beside a softmax under one normalizer. A gated layer normalizes both parts on their
     own, and neither would have an effect.
+
+    Mixture keys: E pools each projected key of a token, and what has the keys k_r weighs sum_r pi_r s(q, k_r), with
+    s = phi(q).phi(k) far and the near part's own s near. Priors belong to keys, whatever s compares them: a window as
+    long as the row is then the softmax mixture of MECHANISMS section 6, a window under phi with r = b is MLK, and
+    near and far count a token in one unit, sum_r pi_r, so that m still is how many tokens a landmark stands for.
     """
 
     def __init__(
@@ -62,6 +69,8 @@ class FlurkaAttention(AttentionLayer):
         assert form.feature_map is not None
         self.near, self.far_rope, self.block_size = form.near, form.far_rope, form.compression.block_size
         self.projection = build_projection(form.feature_map, self.kv_heads, head_dim, seed, heads)
+        self.keys_per_head = form.keys_per_head
+        self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
 
         query_heads, kv_heads = len(self.query_heads), len(self.kv_heads)
         logits = pooling_logits(form.compression.rank, self.block_size)
@@ -82,7 +91,7 @@ class FlurkaAttention(AttentionLayer):
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        tail = 2 * self.head_dim * self.block_size * self.near.blocks
+        tail = (self.keys_per_head + 1) * self.head_dim * self.block_size * self.near.blocks
         state = len(self.kv_heads) * (self.projection.features * (self.head_dim + 1) + tail)
         return Properties(True, True, state_size=state, state_size_per_token=0, exchanges=("halo", "state"))
 
@@ -90,6 +99,7 @@ class FlurkaAttention(AttentionLayer):
         """All but E and F, which heads share unless they are per head."""
         shared = () if self.per_head else ("pool_keys", "pool_values")
         own = {name: 0 for name, _ in self.named_parameters(recurse=False) if name not in shared}
+        own |= sharded_mixture(self.mixture)
         return own | {f"projection.{name}": at for name, at in self.projection.sharded_parameters().items()}
 
     def attend(
@@ -106,9 +116,12 @@ class FlurkaAttention(AttentionLayer):
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         projection = self.projection()
+        priors, shift = priors_and_shift(self.mixture)
         if piece.size > 1:
-            tail = halo(piece, k, v, self.block_size * self.near.blocks)
-            state = FlurkaState(start_state(self.projection.feature_map, k, projection, v.shape[-1]), tail)
+            far = start_state(
+                self.projection.feature_map, first_key(k, priors, shift), projection, v.shape[-1]
+            )
+            state = FlurkaState(far, halo(piece, beside(k), v, self.block_size * self.near.blocks))
         return flurka_attention(
             q,
             k,
@@ -119,6 +132,8 @@ class FlurkaAttention(AttentionLayer):
             pool_values=self._pool(self.pool_keys if self.pool_values is None else self.pool_values),
             near=self.near.kind,
             blocks=self.near.blocks,
+            priors=priors,
+            shift=shift,
             gate=self._gate(q),
             far_mass=getattr(self, "far_mass", None),
             far_weight=getattr(self, "far_weight", None),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakernel.attention.noise import FullPrecisionBuffers
+from megakernel.attention.precision import FullPrecision
 
 SLOPE = 0.01
 """Of LeakyReLU below 0."""
@@ -40,7 +40,7 @@ class Generator(nn.Module):
         return torch.tanh(F.linear(noise, self.weight.to(noise.dtype), self.bias.to(noise.dtype)))
 
 
-class HiddenLayer(FullPrecisionBuffers):
+class HiddenLayer(FullPrecision):
     """Linear, batch norm over the samples, LeakyReLU.
 
     Training normalizes by the samples' own statistics, evaluation by running ones. These move once per training step,

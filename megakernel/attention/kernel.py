@@ -7,12 +7,11 @@ from torch import Tensor
 from megakernel.attention.features import build_projection
 from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
-from megakernel.attention.mixture import KeyMixture
+from megakernel.attention.mixture import build_mixture, keys_and_priors, sharded_mixture
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
-from megakernel.config.attention import FeatureMap
-from megakernel.config.mixture import Mixture
-from megakernel.ops import KernelState, kernel_attention
+from megakernel.config.attention import Attention
+from megakernel.ops import kernel_attention
 from megakernel.ops.documents import Positions
 
 
@@ -24,21 +23,19 @@ class KernelAttention(AttentionLayer):
 
     def __init__(
         self,
-        feature_map: FeatureMap,
+        form: Attention,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
         causal: bool,
         seed: Seed,
         heads: HeadShard,
-        mixture: Mixture | None = None,
     ):
         super().__init__(num_heads, num_kv_heads, head_dim, causal, heads)
-        self.projection = build_projection(feature_map, self.kv_heads, head_dim, seed, heads)
-        self.mixture: KeyMixture | None = None
-        if mixture is not None:
-            self.mixture = KeyMixture(mixture, self.kv_heads, head_dim, seed)
-            self.keys_per_head = 1 if self.mixture.shifted else mixture.keys
+        assert form.feature_map is not None
+        self.projection = build_projection(form.feature_map, self.kv_heads, head_dim, seed, heads)
+        self.keys_per_head = form.keys_per_head
+        self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
 
     @property
     def properties(self) -> Properties:
@@ -55,8 +52,7 @@ class KernelAttention(AttentionLayer):
     def sharded_parameters(self) -> dict[str, int]:
         """The projection, and shifts and priors of mixture keys."""
         cut = {f"projection.{name}": at for name, at in self.projection.sharded_parameters().items()}
-        mixture = () if self.mixture is None else self.mixture.state_dict()
-        return cut | {f"mixture.{name}": 0 for name in mixture}
+        return cut | sharded_mixture(self.mixture)
 
     def attend(
         self,
@@ -71,16 +67,17 @@ class KernelAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        if self.mixture is not None:
-            k = self.mixture.keys(k)
+        dtype = v.dtype
+        k, priors = keys_and_priors(self.mixture, k)
+        q, v = q.to(k.dtype), v.to(k.dtype)
         q, k = rotate(rotary, q, k, positions)
-        result = kernel_attention(
+        out, state = kernel_attention(
             q,
             k,
             v,
             feature_map=self.projection.feature_map,
             projection=self.projection(),
-            priors=None if self.mixture is None else self.mixture.priors(),
+            priors=priors,
             causal=self.causal,
             mass=None if key_mask is None else key_mask[:, None].to(v.dtype),
             positions=positions,
@@ -89,4 +86,4 @@ class KernelAttention(AttentionLayer):
             exchange=piece.start_prefix if piece.size > 1 else None,
             exchange_after=piece.start_suffix if piece.size > 1 and not self.causal else None,
         )
-        return cast(tuple[Tensor, KernelState], result)
+        return cast(Tensor, out).to(dtype), state

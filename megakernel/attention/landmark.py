@@ -9,12 +9,16 @@ from megakernel.attention.compression import Compressor
 from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties
 from megakernel.attention.local import halo
+from megakernel.attention.mixture import build_mixture, priors_and_shift, sharded_mixture
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
+from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import landmark_attention
 from megakernel.ops.landmark_attention.form import MISSING, Landmarks, Near, complete_blocks, sight
+from megakernel.ops.mixture import Rotary as Rotation
+from megakernel.ops.mixture import beside, rotated_each, shifted
 from megakernel.ops.window import Tail, empty_tail
 
 
@@ -44,6 +48,8 @@ class LandmarkAttention(AttentionLayer):
         self.far_rope = form.far_rope
         self.compressor = Compressor(form.compression, None, self.kv_heads, seed, heads)
         self.rank, self.block_size = self.compressor.rank, self.compressor.block_size
+        self.keys_per_head, self.keys_at_position = form.keys_per_head, form.keys_at_position
+        self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
         query_heads = len(self.query_heads)
         if self.near.join == "shared":
             self.far_weight = nn.Parameter(torch.zeros(query_heads))
@@ -55,18 +61,19 @@ class LandmarkAttention(AttentionLayer):
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        pair = 2 * len(self.kv_heads) * self.head_dim
+        width = len(self.kv_heads) * self.head_dim
         return Properties(
             True,
             recurrent=False,
-            state_size=pair * self.block_size * self.near.blocks,
-            state_size_per_token=pair * self.rank // self.block_size,
+            state_size=(self.keys_per_head + 1) * width * self.block_size * self.near.blocks,
+            state_size_per_token=(self.keys_at_position + 1) * width * self.rank // self.block_size,
             exchanges=("halo", "landmarks"),
         )
 
     def sharded_parameters(self) -> dict[str, int]:
         """Gates and weights of query heads, and E and F where they are per head."""
         own = {name: 0 for name, _ in self.named_parameters(recurse=False)}
+        own |= sharded_mixture(self.mixture)
         return own | {f"compressor.{name}": 0 for name in self.compressor.sharded}
 
     def attend(
@@ -83,39 +90,45 @@ class LandmarkAttention(AttentionLayer):
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         size, blocks, length = self.block_size, self.near.blocks, q.shape[2]
-        tail = empty_tail(k, v, size * blocks) if state is None else state.tail
+        priors, shift = priors_and_shift(self.mixture)
+        flat, rotate = beside(k), rotated_each(rotary, self.head_dim)
+        tail = empty_tail(flat, v, size * blocks) if state is None else state.tail
         if piece.size > 1:
-            tail = halo(piece, k, v, size * blocks)
-        own = self._landmarks(k, v, tail, positions, rotary)
+            tail = halo(piece, flat, v, size * blocks)
+        far = rotate if self.far_rope == "centroid" else None
+        own = self._landmarks(flat, v, tail, positions, far)
         landmarks = gathered(piece, own, length) if piece.size > 1 else own.after(state and state.landmarks)
-        far = rotary if self.far_rope == "centroid" else None
         out = landmark_attention(
             q,
             k,
             v,
             landmarks,
             sight(positions, length, q.device, size=size, skipped=blocks),
-            near=Near(size, blocks, rotary, far),
+            near=Near(size, blocks, rotate, far),
             tail=tail,
             mass=size / self.rank,
+            priors=priors,
+            shift=shift,
             far_weight=getattr(self, "far_weight", None),
             gate=self._gate(q),
             positions=positions,
         )
-        return out, LandmarkState(tail.after(k, v), landmarks.moved(length))
+        return out, LandmarkState(tail.after(flat, v), landmarks.moved(length))
 
     def _landmarks(
-        self, k: Tensor, v: Tensor, tail: Tail, positions: Positions, rotary: Rotary | None
+        self, k: Tensor, v: Tensor, tail: Tail, positions: Positions, rotate: Rotation | None
     ) -> Landmarks:
-        """Those of the blocks that end among these tokens."""
+        """Those of the blocks that end among these tokens; k and v as they stand in a tail."""
         found = complete_blocks(positions, k.shape[2], k.device, self.block_size)
-        pools = [pool.to(k) for pool in self.compressor.pools()]
+        # Sums over tokens, of which half precision would leave 8 bits.
+        dtype = wide(k.dtype)
+        pools = [pool.to(k.device, dtype) for pool in self.compressor.pools()]
         pools = [pool if pool.dim() == 2 else pool[:, None] for pool in pools]
-        keys = pools[0] @ found.of(tail.keys, k)
-        values = pools[-1] @ found.of(tail.values, v)
-        if rotary is not None and self.far_rope == "centroid":
+        keys = shifted(pools[0] @ found.of(tail.keys, k).to(dtype), priors_and_shift(self.mixture)[1])
+        values = pools[-1] @ found.of(tail.values, v).to(dtype)
+        if rotate is not None:
             centres = found.last_positions() - (self.block_size - 1) / 2
-            flat = rotary(keys.flatten(2, 3), centres.repeat_interleave(self.rank, 1))
+            flat = rotate(keys.flatten(2, 3), centres.repeat_interleave(self.rank, 1))
             keys = flat.unflatten(2, (-1, self.rank))
         return Landmarks(keys, values, found.ends)
 

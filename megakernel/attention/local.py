@@ -4,29 +4,47 @@ from typing import Any
 
 from torch import Tensor
 
-from megakernel.attention.heads import HeadShard
+from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties
+from megakernel.attention.mixture import build_mixture, priors_and_shift, sharded_mixture
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
-from megakernel.config.attention import Near
+from megakernel.config.attention import Attention
 from megakernel.ops import Tail, window_attention
 from megakernel.ops.documents import Positions
+from megakernel.ops.mixture import beside
 
 
 class LocalAttention(AttentionLayer):
     """Causal softmax over a token's own block, optionally with the block before."""
 
-    def __init__(self, near: Near, num_heads: int, num_kv_heads: int, head_dim: int, heads: HeadShard):
+    def __init__(
+        self,
+        form: Attention,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        seed: Seed,
+        heads: HeadShard,
+    ):
         super().__init__(num_heads, num_kv_heads, head_dim, True, heads)
-        assert near.block_size is not None
-        self.block_size = near.block_size
-        self.blocks = near.blocks
+        assert form.near is not None
+        assert form.near.block_size is not None
+        self.block_size = form.near.block_size
+        self.blocks = form.near.blocks
+        self.keys_per_head = form.keys_per_head
+        self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
 
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        state = 2 * len(self.kv_heads) * self.head_dim * self.block_size * self.blocks
+        per_token = len(self.kv_heads) * (self.keys_per_head + 1) * self.head_dim
+        state = per_token * self.block_size * self.blocks
         return Properties(True, recurrent=True, state_size=state, state_size_per_token=0, exchanges=("halo",))
+
+    def sharded_parameters(self) -> dict[str, int]:
+        """Shifts and priors of mixture keys."""
+        return sharded_mixture(self.mixture)
 
     def attend(
         self,
@@ -41,14 +59,17 @@ class LocalAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
+        priors, shift = priors_and_shift(self.mixture)
         if piece.size > 1:
-            state = halo(piece, k, v, self.block_size * self.blocks)
+            state = halo(piece, beside(k), v, self.block_size * self.blocks)
         return window_attention(
             q,
             k,
             v,
             block_size=self.block_size,
             blocks=self.blocks,
+            priors=priors,
+            shift=shift,
             rotary=rotary,
             positions=positions,
             initial_state=state,

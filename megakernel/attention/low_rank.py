@@ -9,18 +9,22 @@ from megakernel.attention.compression import Compressor, Landmarks
 from megakernel.attention.features import build_projection
 from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties
+from megakernel.attention.mixture import build_mixture, keys_and_priors, sharded_mixture
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
-from megakernel.ops import kernel_attention, softmax_attention
+from megakernel.ops import kernel_attention, softmax_attention, weighted_attention
+from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.mixture import beside, separate
 
 
 class LowRankAttention(AttentionLayer):
     """Linformer, softmax(Q (E K)^T / sqrt(d)) (F V), and FLuRKA, phi(Q) (phi(K~)^T V~) row-normalized.
 
     With `compresses_input` K~ = (E X) W_K and V~ = (F X) W_V (FLuRKA eq. 2), else K~ = E K and V~ = F V (eq. 1).
-    A row is one document: landmarks mix all of its tokens.
+    A row is one document: landmarks mix all of its tokens. Mixture keys stand at landmarks, k~_r = (E X) W_r or
+    k~ + b_r, so that both equations agree whatever the rows of E sum to.
     """
 
     def __init__(
@@ -38,6 +42,8 @@ class LowRankAttention(AttentionLayer):
         self.compresses_input = form.compresses_input
         self.far_rope = form.far_rope
         self.compressor = Compressor(form.compression, max_positions, self.kv_heads, seed, heads)
+        self.keys_per_head = form.keys_per_head
+        self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
         self.projection = None
         if form.feature_map is not None:
             self.projection = build_projection(form.feature_map, self.kv_heads, head_dim, seed, heads)
@@ -48,11 +54,11 @@ class LowRankAttention(AttentionLayer):
         return Properties(False, False, state_size=0, state_size_per_token=0, exchanges=("landmarks",))
 
     def sharded_parameters(self) -> dict[str, int]:
-        """The projection, and E and F where they are per head."""
-        pools = {f"compressor.{name}": 0 for name in self.compressor.sharded}
+        """The projection, mixture keys, and E and F where they are per head."""
+        cut = {f"compressor.{name}": 0 for name in self.compressor.sharded} | sharded_mixture(self.mixture)
         if self.projection is None:
-            return pools
-        return pools | {f"projection.{name}": at for name, at in self.projection.sharded_parameters().items()}
+            return cut
+        return cut | {f"projection.{name}": at for name, at in self.projection.sharded_parameters().items()}
 
     def compress(self, x: Tensor, *, first: int, length: int) -> Tensor:
         """What n tokens of the layer's input contribute to the input's landmarks.
@@ -77,33 +83,53 @@ class LowRankAttention(AttentionLayer):
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer; k and v hold landmarks where the layer compresses its input."""
         length = q.shape[2] * piece.size
+        k = beside(k)
         if not self.compresses_input:
             k, v = self._compressed(k, v, key_mask, piece)
         counts = None if key_mask is None else key_mask.sum(1)
         landmarks = self.compressor.finish(k, v, length=length, counts=counts)
+        keys = landmarks.keys if self.keys_per_head == 1 else separate(landmarks.keys, self.head_dim)
+        keys, priors = keys_and_priors(self.mixture, keys)
         if rotary is not None and self.far_rope == "centroid":
             q = rotary(q, position_rows(positions, q.shape[2], q.device))
-            landmarks = landmarks._replace(keys=rotary(landmarks.keys, self._centres(length, counts, q)))
-        return self._attend(q, landmarks, counts, piece), None
+            keys = rotary(keys.flatten(1, -3), self._centres(length, counts, q)).view_as(keys)
+        return self._attend(q, landmarks._replace(keys=keys), priors, counts, piece), None
 
-    def _attend(self, q: Tensor, landmarks: Landmarks, counts: Tensor | None, piece: SequencePiece) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        landmarks: Landmarks,
+        priors: Tensor | None,
+        counts: Tensor | None,
+        piece: SequencePiece,
+    ) -> Tensor:
+        """Output (B, H, N, D); with priors (H_kv, M) the landmarks' keys are (B, H_kv, M, L, d)."""
         keys, values, mass = landmarks
+        queries = q.to(keys.dtype)
+        if self.projection is None and priors is None:
+            return softmax_attention(queries, keys, values, causal=False, mass=mass)[0].to(q.dtype)
         if self.projection is None:
-            return softmax_attention(q, keys, values, causal=False, mass=mass)[0]
+            assert priors is not None
+            each = priors[..., None] if mass is None else priors[..., None] * mass[:, None, None]
+            weighed = weighted_attention(queries, keys, values, similarity="softmax", mass=each, causal=False)
+            return weighed[0].to(q.dtype)
         out = kernel_attention(
-            q,
+            queries,
             keys,
             values,
             feature_map=self.projection.feature_map,
             projection=self.projection(),
             causal=False,
             mass=None if mass is None else mass[:, None],
+            priors=priors,
         )
-        return cast(Tensor, out)
+        return cast(Tensor, out).to(q.dtype)
 
     def _compressed(
         self, k: Tensor, v: Tensor, key_mask: Tensor | None, piece: SequencePiece
     ) -> tuple[Tensor, Tensor]:
+        # Sums over tokens: half precision would leave 8 bits of what then enters an exponent.
+        k, v = (x.to(wide(x.dtype)) for x in (k, v))
         if key_mask is not None:
             k, v = (x * key_mask[:, None, :, None].to(x.dtype) for x in (k, v))
         tokens = k.shape[2]

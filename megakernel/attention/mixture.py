@@ -8,18 +8,19 @@ from torch import Tensor, nn
 
 from megakernel.attention.heads import HeadShard, Seed, generator
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
-from megakernel.attention.noise import FullPrecisionBuffers
+from megakernel.attention.precision import FullPrecision
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.attention.whole_rows import WholeRows
 from megakernel.config.attention import Attention
 from megakernel.config.mixture import Mixture
 from megakernel.ops import weighted_attention
+from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions
 from megakernel.ops.weighted_attention import responsibilities
 
 
-class KeyMixture(FullPrecisionBuffers):
+class KeyMixture(FullPrecision):
     """The M keys at a position and how much each counts: shifts b of shifted keys, priors pi of a soft mixture."""
 
     weights: Tensor
@@ -30,7 +31,6 @@ class KeyMixture(FullPrecisionBuffers):
 
     def __init__(self, mixture: Mixture, kv_heads: range, head_dim: int, seed: Seed):
         super().__init__()
-        self.keys_per_position = mixture.keys
         self.shifted = mixture.kind == "shifted"
         device = torch.get_default_device()
         if self.shifted:
@@ -50,10 +50,12 @@ class KeyMixture(FullPrecisionBuffers):
                 self.weights = nn.Parameter(equal)
 
     def keys(self, k: Tensor) -> Tensor:
-        """(B, H_kv, M, N, d) from that, or from (B, H_kv, N, d) where keys are shifted."""
+        """(B, H_kv, M, N, d) from that, or from (B, H_kv, N, d) where keys are shifted, then in float32 or better."""
         if not self.shifted:
             return k
-        return k[:, :, None] + self.shift.to(k.dtype)[:, :, None]
+        # A key and its shift have more digits than half precision has.
+        dtype = wide(k.dtype)
+        return k.to(dtype)[:, :, None] + self.shift.to(dtype)[:, :, None]
 
     def priors(self) -> Tensor:
         """pi (H_kv, M) in [0, 1], float32 or better."""
@@ -65,6 +67,30 @@ class KeyMixture(FullPrecisionBuffers):
         counted = total(self.counted)
         self.weights.copy_(counted / counted.sum(-1, keepdim=True))
         self.counted.zero_()
+
+
+def build_mixture(form: Mixture | None, kv_heads: range, head_dim: int, seed: Seed) -> KeyMixture | None:
+    """The mixture of one layer, for the key heads of one shard; None where one key stands at a position."""
+    return None if form is None else KeyMixture(form, kv_heads, head_dim, seed)
+
+
+def sharded_mixture(mixture: KeyMixture | None) -> dict[str, int]:
+    """What a layer's `mixture` adds to its sharded parameters: shifts and priors belong to key heads."""
+    return {} if mixture is None else {f"mixture.{name}": 0 for name in mixture.state_dict()}
+
+
+def priors_and_shift(mixture: KeyMixture | None) -> tuple[Tensor | None, Tensor | None]:
+    """pi and b of an op that shifts keys itself, as late as it can; None for what does not exist."""
+    if mixture is None:
+        return None, None
+    return mixture.priors(), mixture.shift if mixture.shifted else None
+
+
+def keys_and_priors(mixture: KeyMixture | None, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The M keys at each position and what they count; k itself and None where one key stands there."""
+    if mixture is None:
+        return k, None
+    return mixture.keys(k), mixture.priors() if mixture.soft else None
 
 
 class PairwiseAttention(AttentionLayer):
@@ -86,25 +112,21 @@ class PairwiseAttention(AttentionLayer):
         super().__init__(num_heads, num_kv_heads, head_dim, causal, heads)
         assert form.similarity != "kernel"
         self.similarity, self.normalize = form.similarity, form.normalize
-        self.keys_per_head = form.keys_per_head
-        self.variances: list[float] | None = None
-        self.mixture: KeyMixture | None = None
-        if form.mixture is not None:
-            self.variances = form.mixture.sigma2
-            self.mixture = KeyMixture(form.mixture, self.kv_heads, head_dim, seed)
+        self.keys_per_head, self.keys_at_position = form.keys_per_head, form.keys_at_position
+        self.variances = None if form.mixture is None else form.mixture.sigma2
+        self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
 
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
-        keys = 1 if self.mixture is None else self.mixture.keys_per_position
-        per_token = len(self.kv_heads) * (keys + 1) * self.head_dim
+        per_token = len(self.kv_heads) * (self.keys_at_position + 1) * self.head_dim
         return Properties(
             self.causal, recurrent=False, state_size=0, state_size_per_token=per_token, exchanges=("heads",)
         )
 
     def sharded_parameters(self) -> dict[str, int]:
         """Shifts and priors."""
-        return dict.fromkeys(self.state_dict(), 0)
+        return sharded_mixture(self.mixture)
 
     def attend(
         self,
@@ -119,10 +141,9 @@ class PairwiseAttention(AttentionLayer):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        priors = None
-        if self.mixture is not None:
-            k = self.mixture.keys(k)
-            priors = self.mixture.priors() if self.mixture.soft else None
+        dtype = v.dtype
+        k, priors = keys_and_priors(self.mixture, k)
+        q, v = q.to(k.dtype), v.to(k.dtype)
         q, k = rotate(rotary, q, k, positions)
         rows = WholeRows(piece, q.shape[1], k.shape[1])
         positions = rows.of_positions(positions, q.shape[2])
@@ -146,7 +167,7 @@ class PairwiseAttention(AttentionLayer):
         )
         if self.mixture is not None and self.mixture.m_step and self.training:
             self._count(q, k, mass, key_mask, positions, rows)
-        return rows.cut(out), state
+        return rows.cut(out.to(dtype)), state
 
     def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
         """See AttentionLayer."""

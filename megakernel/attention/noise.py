@@ -1,10 +1,12 @@
-"""Random numbers that a layer holds: where they come from, when they change, how precise they stay."""
+"""Random numbers that a layer holds: where they come from and when they change."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from megakernel.attention.precision import FullPrecision
 
 
 @runtime_checkable
@@ -23,19 +25,7 @@ def redraw(model: nn.Module, step: int) -> None:
             module.redraw(step)
 
 
-class FullPrecisionBuffers(nn.Module):
-    """A module whose own buffers stay in float32 or better when the model becomes half precision."""
-
-    def _apply(self, fn, recurse=True):
-        before = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
-        for name, after in self.named_buffers(recurse=False):
-            if after.is_floating_point() and after.dtype.itemsize < 4:
-                self._buffers[name] = before[name].to(after.device)
-        return self
-
-
-class Noise(FullPrecisionBuffers):
+class Noise(FullPrecision):
     """One of a sequence of draws, in a buffer of the checkpoint; called without arguments."""
 
     values: Tensor

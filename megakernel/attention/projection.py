@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megakernel.attention.heads import Seed, generator
 from megakernel.attention.noise import Noise
+from megakernel.attention.precision import FullPrecision
 from megakernel.config.feature_map import FeatureMap
 from megakernel.ops import feature_maps as ops
 from megakernel.ops.projections import Projection as OpProjection
@@ -15,7 +16,7 @@ Draw = Callable[[torch.Generator], Tensor]
 """Random numbers of one head from its stream."""
 
 
-class Projection(nn.Module):
+class Projection(FullPrecision):
     """Called without arguments, gives the projection of the op's feature map; of a map that has none, None."""
 
     def __init__(self, form: FeatureMap, head_dim: int):

@@ -63,7 +63,7 @@ class Attention(Section):
     """Divide by the sum of a query's weights; false only under similarity `gaussian` (kernelized attention)."""
 
     mixture: Mixture | None = None
-    """Several keys at one position; None: one."""
+    """Several keys at one position or landmark; None: one."""
 
     feature_map: FeatureMap | None = None
     """phi, for similarity `kernel`."""
@@ -134,6 +134,15 @@ class Attention(Section):
         """Why a token cannot see later ones of its document; None where it can."""
         return None if self.near is None else f"a near window of kind: {self.near.kind} looks back only"
 
+    @property
+    def changes_constants(self) -> str | None:
+        """Why values that are all alike come out as something else; None where weights add up to 1."""
+        if not self.normalize:
+            return "normalize: false divides by nothing"
+        if self.compression is not None and self.compression.kind == "linformer":
+            return "rows of linformer's F need not add up to 1"
+        return self.takes_whole_rows and f"{self.mechanism} approximates the sum of its weights, too"
+
     def trades_heads(self, causal: bool) -> bool:
         """Whether pieces of a row trade tokens for heads, whose number must then divide over them."""
         if self.mechanism == "eva":
@@ -150,6 +159,11 @@ class Attention(Section):
     def keys_per_head(self) -> int:
         """Keys that the layer's projection makes for one key head."""
         return self.mixture.keys if self.mixture is not None and self.mixture.kind == "projected" else 1
+
+    @property
+    def keys_at_position(self) -> int:
+        """Keys that a query meets at one position or landmark, M."""
+        return 1 if self.mixture is None else self.mixture.keys
 
     @property
     def takes_whole_rows(self) -> str | None:
@@ -218,18 +232,18 @@ class Attention(Section):
             yield Problem("compression.compress", "input", reason, "remove it or remove near")
 
     def _mixture_problems(self, mixture: Mixture) -> Iterator[Problem]:
-        for part in ("compression", "near"):
-            if getattr(self, part) is not None:
-                yield Problem(
-                    "mixture", mixture.keys, f"beside {part} is not available", "remove one of them"
-                )
         if mixture.sigma2 is not None and self.similarity != "gaussian":
             reason = f"has no effect on similarity: {self.similarity}"
             yield Problem("mixture.sigma2", mixture.sigma2, reason, "remove it or take similarity: gaussian")
-        if self.similarity == "kernel" and (mixture.estep == "hard" or mixture.m_step):
+        counts_pairs = mixture.estep == "hard" or mixture.m_step
+        if counts_pairs and self.mechanism == "algebra" and not self.weighs_every_pair:
             key, value = ("m_step", True) if mixture.m_step else ("estep", "hard")
-            reason = "needs the weight of every pair, which similarity: kernel never forms"
-            yield Problem(f"mixture.{key}", value, reason, "remove it or take similarity: gaussian")
+            shortcut = "near" if self.compression is None else "compression"
+            if self.similarity == "kernel":
+                shortcut = "similarity: kernel"
+            reason = f"needs the weight of every pair, which {shortcut} never forms"
+            instead = "similarity: gaussian" if self.is_uncompressed else "preset: mgk"
+            yield Problem(f"mixture.{key}", value, reason, f"remove it or take {instead}")
 
     def _mechanism_problems(self) -> Iterator[Problem]:
         for name in ("similarity", "normalize", "mixture", "feature_map", "compression", "near"):
@@ -241,6 +255,9 @@ class Attention(Section):
                 yield Problem(name, value, reason, "remove it or remove mechanism")
 
     def _near_problems(self, near: Near) -> Iterator[Problem]:
+        if self.similarity == "gaussian":
+            remedy = "take similarity: softmax or kernel with it"
+            yield Problem("near", near.kind, "is not available under gaussian", remedy)
         if self.compression is not None and near.block_size is not None:
             reason = "is set twice: the window's block is compression.block_size"
             yield Problem("near.block_size", near.block_size, reason, "remove it")

@@ -108,6 +108,20 @@ class FeatureMap(Section):
         return self.name in _GENERATIVE
 
     @property
+    def is_trigonometric(self) -> bool:
+        """Whether phi is made of cosines and sines (random kitchen sinks)."""
+        return self.name == "rff" or self.name.endswith("_rks")
+
+    @property
+    def may_divide_by_zero(self) -> str | None:
+        """Why a row's weights can cancel in its denominator; None where none is negative, or smoothing lifts them."""
+        if self.name == "identity":
+            return "products of tokens have either sign"
+        if self.is_trigonometric and self.smoothing == 0:
+            return "cosines have either sign; smoothing: 1.0 lifts their sum"
+        return None
+
+    @property
     def redraw_interval(self) -> int:
         """Training steps between two draws of the noise; 0: it stays what it was at the start."""
         if self.resample_every is not None:
@@ -134,6 +148,5 @@ class FeatureMap(Section):
         elif self.name == "hedgehog":
             width = 2 * head_dim
         else:
-            per_frequency = 2 if self.name == "rff" or self.name.endswith("_rks") else 1
-            width = per_frequency * self.frequencies(head_dim)
+            width = (2 if self.is_trigonometric else 1) * self.frequencies(head_dim)
         return width + (self.smoothing > 0)

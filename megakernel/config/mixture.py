@@ -10,7 +10,10 @@ from .section import Section
 
 
 class Mixture(Section):
-    """M keys stand at every position; a query weighs a position by all of them."""
+    """M keys stand at every position or landmark, which weighs sum_r pi_r s(q, k_r) under the similarity s of its part.
+
+    That part is the layer, or the near window, whose `near.kind` may differ from the similarity of landmarks.
+    """
 
     keys: int = Field(default=2, ge=2)
     """Keys per position, M."""

@@ -63,7 +63,7 @@ def project(
         padding_mask: (B, N) bool, True for real tokens, which come to the front of their row; None: all are.
 
     Returns:
-        q (B, H, N, d), k and v (B, H_kv, L, d).
+        q (B, H, N, d), k and v (B, H_kv, L, d), or k (B, H_kv, M, L, d) of M keys per key head.
 
     Raises:
         ValueError: padding with sequence parallelism or a sequence in pieces.
@@ -83,7 +83,8 @@ def project(
 
     queries, keys, values = weight.unflatten(0, (-1, sum(parts), core.head_dim)).split(parts, 1)
     q = _heads(tokens.whole, queries)
-    return q, _heads(landmarks[0], keys), _heads(landmarks[-1], values)
+    k = _heads(landmarks[0], keys)
+    return q, k if parts[1] == 1 else k.unflatten(1, (-1, parts[1])), _heads(landmarks[-1], values)
 
 
 def _heads(x: Tensor, weight: Tensor) -> Tensor:

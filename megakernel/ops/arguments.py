@@ -116,6 +116,17 @@ def check_priors(priors: Tensor, k: Tensor) -> None:
         )
 
 
+def check_shift(shift: Tensor, priors: Tensor | None, k: Tensor) -> None:
+    """b (H_kv, M, d) of keys (B, H_kv, N, d), and pi (H_kv, M)."""
+    fits = shift.dim() == 3 and k.dim() == 4 and (shift.shape[0], shift.shape[2]) == (k.shape[1], k.shape[3])
+    if not fits or priors is None or priors.shape != shift.shape[:2]:
+        given = "no priors" if priors is None else f"priors {tuple(priors.shape)}"
+        raise ValueError(
+            f"shift has shape {tuple(shift.shape)} beside k {tuple(k.shape)} and {given}; "
+            "expected (heads, keys, width) beside (batch, heads, tokens, width) and (heads, keys)"
+        )
+
+
 def check_state(state: KernelState, k: Tensor, v: Tensor) -> None:
     """Sums (B, H_kv, F, D + 1) and log scales (B, H_kv) of these keys and values."""
     lead, width = tuple(k.shape[:2]), v.shape[-1] + 1

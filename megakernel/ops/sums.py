@@ -37,9 +37,13 @@ def add(a: Sums, b: Sums) -> Sums:
 
 
 def normalized(sums: Sums) -> Tensor:
-    """Weighted mean of the values, (..., N, D); 0 where there was nothing to see."""
+    """Weighted mean of the values, (..., N, D); 0 where there was nothing to see.
+
+    Weights that add up to less than the smallest normal number are nothing: they have lost their digits, and one over
+    them is infinite.
+    """
     numerator, denominator = sums.values[..., :-1], sums.values[..., -1:]
-    empty = denominator == 0
+    empty = denominator.abs() < torch.finfo(denominator.dtype).tiny
     return numerator * denominator.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)
 
 

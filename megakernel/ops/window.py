@@ -6,7 +6,6 @@ begin; each chunk has one window of keys, its own tokens and the `halo` before t
 whom. Nothing is gathered.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,18 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.documents import Positions, pad_positions, position_rows
+from megakernel.ops.mixture import Rotary, each_key, joined
 from megakernel.ops.state import EMPTY
 from megakernel.ops.sums import Sums
-
-Rotary = Callable[[Tensor, Tensor], Tensor]
-"""(x (B, H, N, d), positions (B, N)) -> x rotated."""
 
 
 class Tail(NamedTuple):
     """The last b * blocks tokens before a piece of the sequence: a block that ends in the piece may begin there."""
 
     keys: Tensor
-    """(B, H_kv, b blocks, d), not rotated; anything where no token of the open document lies."""
+    """(B, H_kv, b blocks, d), or M d where M keys stand at a position; not rotated, and anything where no token of the
+    open document lies."""
 
     values: Tensor
     """(B, H_kv, b blocks, D)"""
@@ -111,14 +109,22 @@ def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> t
     return both.narrow(2, 0, count), both.narrow(2, count, k.shape[2])
 
 
-def softmax_pairs(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Sums:
-    """Sums with weights exp(q.k / sqrt(d)) over windows.
+def softmax_pairs(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, priors: Tensor | None = None
+) -> Sums:
+    """Sums with weights exp(q.k / sqrt(d)) over windows, or sum_r pi_r exp(q.k_r / sqrt(d)) where M keys stand.
 
-    queries: (B, H_kv, C, G L, d); keys: (B, H_kv, C, W, d); values: (B, H_kv, C, W, D + 1);
-    visible: (B, C, L, W).
+    queries: (B, H_kv, C, G L, d); keys: (B, H_kv, C, W, d), or (B, H_kv, C, W, M d) with priors pi (H_kv, M); values:
+    (B, H_kv, C, W, D + 1); visible: (B, C, L, W).
     """
+    seen = visible[:, None]
+    if priors is not None:
+        keys, seen = each_key(keys, seen, priors)
     scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-1, -2)
     scores = scores.unflatten(3, (-1, visible.shape[2]))
-    scores = scores.masked_fill(~visible[:, None, :, None], -torch.inf).flatten(3, 4)
+    scores = scores.masked_fill(~seen[:, :, :, None], -torch.inf).flatten(3, 4)
     log_scale = scores.detach().amax(-1).clamp(min=EMPTY)
-    return Sums(torch.exp(scores - log_scale[..., None]) @ values, log_scale)
+    weights = torch.exp(scores - log_scale[..., None])
+    if priors is not None:
+        weights = joined(weights, priors)
+    return Sums(weights @ values, log_scale)

@@ -16,6 +16,7 @@ COMPRESSIONS = {
     "flurka_rnn": {"preset": "flurka_rnn", "compression": {"rank": RANK}},
     "flurka_performer": {"preset": "flurka_performer", "compression": {"rank": RANK, "share_kv": True}},
     "linformer": {"preset": "linformer", "compression": {"rank": RANK}},
+    "mixture": {"preset": "flurka_rnn", "compression": {"rank": RANK}, "mixture": {}},
     "naive_order": {"preset": "flurka_rnn", "compression": {"rank": RANK, "compress": "projected"}},
     "per_head": {"preset": "linformer", "compression": {"rank": RANK, "per_head": True}},
     "blocks": {"similarity": "kernel", "feature_map": {"name": "elu"}, "compression": SHORT},

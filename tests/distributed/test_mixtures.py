@@ -5,9 +5,11 @@ import pytest
 from tests.distributed.training_run import scalars, train, write_config
 
 KINDS = (
-    "model.attention=mgk model.num_kv_heads=2 model.attention_pattern=["
+    "model.attention=mgk model.num_layers=6 model.num_kv_heads=2 model.attention_pattern=["
     "main,{preset: smgk, mixture: {m_step: true}},{preset: mlk, feature_map: {name: favor}},"
-    "{preset: mgk, similarity: softmax, mixture: {estep: hard}}]"
+    "{preset: mgk, similarity: softmax, mixture: {estep: hard}},"
+    "{preset: flurka, compression: {block_size: 16, rank: 4}, mixture: {}},"
+    "{preset: flurka_kernel, compression: {block_size: 16, rank: 4}, mixture: {kind: shifted}}]"
 )
 
 LAYOUTS = {
@@ -15,6 +17,7 @@ LAYOUTS = {
     "cp2": (2, "parallel.context=2"),
     "tp2 cp2": (4, "parallel.tensor=2 parallel.context=2"),
     "dp2 zero 2": (2, "parallel.zero_stage=2"),
+    "dp2 zero 3": (2, "parallel.zero_stage=3"),
     "pp2 full recompute": (2, "parallel.pipeline=2 training.activation_checkpointing=full"),
 }
 

@@ -16,6 +16,7 @@ from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
 from megakernel.ops.flurka_attention.form import FarRope, FlurkaState, Form, NearKind, Weights
+from megakernel.ops.mixture import beside, first_key, rotated_each
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, start_state
 from megakernel.ops.window import Rotary, empty_tail
@@ -35,6 +36,8 @@ def flurka_attention(
     projection: Projection | None = None,
     near: NearKind = "softmax",
     blocks: int = 1,
+    priors: Tensor | None = None,
+    shift: Tensor | None = None,
     gate: Tensor | None = None,
     far_mass: Tensor | None = None,
     far_weight: Tensor | None = None,
@@ -53,7 +56,7 @@ def flurka_attention(
 
     Args:
         q: (B, H, N, d).
-        k: (B, H_kv, N, d), H a multiple of H_kv.
+        k: (B, H_kv, N, d), H a multiple of H_kv; (B, H_kv, M, N, d) with priors and no shift.
         v: (B, H_kv, N, D).
         feature_map: phi; see `kernel_attention`.
         pool_keys: E (r, b) or (H_kv, r, b), the weights themselves, not logits.
@@ -61,6 +64,9 @@ def flurka_attention(
         projection: of the feature map; see `kernel_attention`.
         near: similarity of the exact part, exp(q.k / sqrt(d)) or phi(q).phi(k).
         blocks: 1 own block, 2 own and previous block.
+        priors: pi (H_kv, M) >= 0 of mixture keys: a token or landmark weighs the sum over its M keys, sum_r pi_r
+            phi(q).phi(E K_r) far and sum_r pi_r exp(q.k_r / sqrt(d)) or sum_r pi_r phi(q).phi(k_r) near.
+        shift: b (H_kv, M, d), beside priors: k_r = k + b_r at tokens, and E K + b_r at landmarks.
         gate: logits of the near part's share, broadcastable to (B, H, N): each part is normalized by itself. None: one
             normalizer for both, which near="kernel" always has.
         far_mass: beta (H_kv,); None is 0.
@@ -80,8 +86,9 @@ def flurka_attention(
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
     """
-    check_heads(q, k, v)
-    check_feature_map(feature_map, projection, k)
+    key = first_key(k, priors, shift)
+    check_heads(q, key, v)
+    check_feature_map(feature_map, projection, key)
     check_pools(pool_keys, pool_values, k)
     check_choice("near", near, ("softmax", "kernel"))
     check_choice("blocks", blocks, (1, 2))
@@ -97,15 +104,16 @@ def flurka_attention(
     if isinstance(positions, Tensor):
         check_positions(positions, q)
     size = pool_keys.shape[-1]
+    k = beside(k)
     if initial_state is None:
-        far = start_state(feature_map, k, projection, v.shape[-1])
+        far = start_state(feature_map, key, projection, v.shape[-1])
         initial_state = FlurkaState(far, empty_tail(k, v, size * blocks))
     out, far, tail = choose(IMPLEMENTATIONS, backend)(
         q,
         k,
         v,
-        form=Form(feature_map, size, blocks, near, rotary, far_rope),
-        weights=Weights(projection, pool_keys, pool_values, far_mass, far_weight),
+        form=Form(feature_map, size, blocks, near, rotated_each(rotary, q.shape[-1]), far_rope),
+        weights=Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift),
         gate=gate,
         positions=positions,
         far=initial_state.far,

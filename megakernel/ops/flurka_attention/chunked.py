@@ -12,6 +12,7 @@ from megakernel.ops.documents import Positions, began_before, open_documents, po
 from megakernel.ops.feature_maps import Features, features
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.groups import Tensors, scan_groups
+from megakernel.ops.mixture import mixed_features, shifted
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.sums import Sums, add, normalized
@@ -36,6 +37,9 @@ class _Group(NamedTuple):
 
     def phi(self, x: Tensor) -> Features:
         return features(self.form.feature_map, x, self.weights.projection)
+
+    def phi_keys(self, x: Tensor) -> Features:
+        return mixed_features(self.phi, x, self.weights.priors)
 
 
 def attend(
@@ -144,18 +148,19 @@ def _near_and_far(
     past = tail.keys.to(dtype)
     values = F.pad(layout.windows(tail.values.to(dtype), v.to(dtype)), (0, 1), value=1.0)
     windows = layout.windows(past, k)
-    near_keys = windows
+    near_past, near_keys = (shifted(x, group.weights.shift) for x in (past, k))
     if form.near_rotary:
-        near_keys = layout.windows(*rotate_keys(form.near_rotary, past, k, group.rows))
+        near_past, near_keys = rotate_keys(form.near_rotary, near_past, near_keys, group.rows)
+    near_keys = layout.windows(near_past, near_keys)
 
     far_q = form.far_rotary(q, group.rows) if form.far_rotary else q
     phi_q = group.phi(chunk_queries(far_q, kv_heads, size, chunks))
     if form.near == "kernel":
-        near = pairs(phi_q, group.phi(near_keys), values, layout.visible()[:, :, None])
+        near = pairs(phi_q, group.phi_keys(near_keys), values, layout.visible()[:, :, None])
     else:
         near_q = form.near_rotary(q, group.rows) if form.near_rotary else q
         queries = chunk_queries(near_q, kv_heads, size, chunks)
-        near = softmax_pairs(queries, near_keys, values, layout.visible())
+        near = softmax_pairs(queries, near_keys, values, layout.visible(), group.weights.priors)
 
     keys, far_values, links = _landmarks(windows, values[..., :-1], group)
     merged = Features(
@@ -192,7 +197,7 @@ def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, T
     at = ends.int().argmax(-1)
     pool_keys, pool_values = _pools(at, group, keys.dtype)
     window = b if layout.aligned else keys.shape[3]
-    landmarks = pool_keys @ keys[..., :window, :]
+    landmarks = shifted(pool_keys @ keys[..., :window, :], group.weights.shift)
     if form.far_rotary:
         end = places.gather(-1, at[..., None])[..., 0]
         centre = end - (form.blocks - 1) * b - (b - 1) / 2
@@ -208,7 +213,7 @@ def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, T
     at = (at + chunk % runs * size)[..., None].expand(-1, -1, landmarks.shape[3])
     inside = torch.arange(runs * size, device=at.device).view(runs, size)
     links = link(inside - places.unflatten(1, (-1, runs)), at.unflatten(1, (-1, runs)).flatten(2), delay=1)
-    return group.phi(_merge_chunks(landmarks, runs)), _merge_chunks(pooled, runs), links
+    return group.phi_keys(_merge_chunks(landmarks, runs)), _merge_chunks(pooled, runs), links
 
 
 def _pools(at: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,12 @@ class Weights(NamedTuple):
     far_weight: Tensor | None
     """gamma, (H,): the far part counts exp(gamma) times beside the near part."""
 
+    priors: Tensor | None
+    """pi, (H_kv, M): what each of the M keys of a token or landmark counts; None where one stands there."""
+
+    shift: Tensor | None
+    """b, (H_kv, M, d): the M keys are k + b_r; None where they are given."""
+
 
 class FlurkaState(NamedTuple):
     """What a sequence carries from piece to piece: constant in the number of tokens."""

@@ -7,6 +7,7 @@ from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, open_documents, position_rows
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.kernel_attention.reference import per_query_head, phi
+from megakernel.ops.mixture import by_component
 from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.window import Tail
 
@@ -79,7 +80,13 @@ class _Row:
         self, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, form: Form, weights: Weights
     ):
         self.form, self.weights, self.group = form, weights, q.shape[0] // keys.shape[0]
-        self.q, self.keys, self.values, self.at = q, keys, values, positions.tolist()
+        self.q, self.values, self.at = q, values, positions.tolist()
+        # The M keys of a position, what is added to them and what each counts, (H_kv, 1, d) and (H_kv, 1, 1).
+        components, self.shares = by_component(keys[None], weights.priors, q.shape[-1])
+        self.keys = components[:, 0].expand(len(self.shares), -1, -1, -1)
+        self.shifts = torch.zeros_like(self.shares)
+        if weights.shift is not None:
+            self.shifts = weights.shift.transpose(0, 1)[:, :, None]
         self.before = keys.shape[1] - q.shape[1]
         self.positions = positions[None]
 
@@ -92,17 +99,23 @@ class _Row:
         oldest = max(0, block - self.form.blocks + 1) * self.form.block_size
         here = self.before + i
         window = range(here - (self.at[i] - oldest), here + 1)
-        q, keys = self.q[None, :, i : i + 1], self.keys[None, :, window.start : window.stop]
-        if rotary := self.form.near_rotary:
-            positions = torch.arange(oldest, self.at[i] + 1)[None]
-            q, keys = rotary(q, positions[:, -1:]), rotary(keys, positions)
-        if self.form.near == "kernel":
-            kernel = self._phi_q(q) @ self._phi_k(keys).repeat_interleave(self.group, 1).transpose(-1, -2)
-        else:
-            scores = q @ keys.repeat_interleave(self.group, 1).transpose(-1, -2)
-            kernel = torch.exp(scores * q.shape[-1] ** -0.5)
+        positions = torch.arange(oldest, self.at[i] + 1)[None]
         values = self._with_ones(self.values[:, window.start : window.stop])
-        return (kernel[0] @ values.repeat_interleave(self.group, 0))[:, 0]
+        total = values.new_zeros(len(self.q), values.shape[-1])
+        for share, shift, of_row in zip(self.shares, self.shifts, self.keys):
+            q, keys = self.q[None, :, i : i + 1], of_row[None, :, window.start : window.stop] + shift
+            if rotary := self.form.near_rotary:
+                q, keys = rotary(q, positions[:, -1:]), rotary(keys, positions)
+            weights = self._near_weights(q, keys)[0] * share.repeat_interleave(self.group, 0)
+            total = total + (weights @ values.repeat_interleave(self.group, 0))[:, 0]
+        return total
+
+    def _near_weights(self, q: Tensor, keys: Tensor) -> Tensor:
+        """Similarity (1, H, 1, W) of one query and the keys of its window."""
+        if self.form.near == "kernel":
+            return self._phi_q(q) @ self._phi_k(keys).repeat_interleave(self.group, 1).transpose(-1, -2)
+        scores = q @ keys.repeat_interleave(self.group, 1).transpose(-1, -2)
+        return torch.exp(scores * q.shape[-1] ** -0.5)
 
     def far(self, i: int, entering: Tensor) -> Tensor:
         """Sums (H, D + 1) over the landmarks that token i sees, those of `entering` (H_kv, F, D + 1) included."""
@@ -123,25 +136,29 @@ class _Row:
         b, blocks = self.form.block_size, self.form.blocks
         position = self.at[i] if i < len(self.at) else self.at[-1] + 1
         document = self.before + i - position
-        phi_k = self._phi_k(self.keys[None, :, :1])
-        total = self.keys.new_zeros(self.keys.shape[0], phi_k.shape[-1], self.values.shape[-1] + 1)
+        phi_k = self._phi_k(self.keys[0][None, :, :1])
+        total = self.values.new_zeros(len(self.values), phi_k.shape[-1], self.values.shape[-1] + 1)
         for block in range(position // b - blocks + 1):
             if document + (block + blocks) * b - 1 >= self.before:
                 total = total + self._landmarks(document + block * b, block)
         return total
 
     def _landmarks(self, start: int, block: int) -> Tensor:
-        """sum_s m_s phi(k_s) [v_s, 1] of one block, whose first token stands at `start`."""
+        """sum_s m_s sum_r pi_r phi(k_sr) [v_s, 1] of one block, whose first token stands at `start`."""
         b = self.form.block_size
-        keys = self.weights.pool_keys @ self.keys[:, start : start + b]
         values = self.weights.pool_values @ self.values[:, start : start + b]
-        if rotary := self.form.far_rotary:
-            centre = torch.full((1, keys.shape[1]), block * b + (b - 1) / 2, dtype=torch.float64)
-            keys = rotary(keys[None], centre)[0]
-        mass = torch.tensor(b / keys.shape[1], dtype=keys.dtype)
+        rank = values.shape[1]
+        mass = torch.tensor(b / rank, dtype=values.dtype)
         if self.weights.far_mass is not None:
             mass = mass * torch.exp(self.weights.far_mass)[:, None, None]
-        return (mass * self._phi_k(keys[None])[0]).transpose(-1, -2) @ self._with_ones(values)
+        centre = torch.full((1, rank), block * b + (b - 1) / 2, dtype=torch.float64)
+        phi_k = []
+        for share, shift, of_row in zip(self.shares, self.shifts, self.keys):
+            keys = (self.weights.pool_keys @ of_row[:, start : start + b] + shift)[None]
+            if rotary := self.form.far_rotary:
+                keys = rotary(keys, centre)
+            phi_k.append(share * self._phi_k(keys)[0])
+        return (mass * sum(phi_k)).transpose(-1, -2) @ self._with_ones(values)
 
     def _phi_q(self, x: Tensor) -> Tensor:
         return phi(self.form.feature_map, x, per_query_head(self.weights.projection, self.group))

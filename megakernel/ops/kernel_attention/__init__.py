@@ -7,7 +7,6 @@ from megakernel.ops.arguments import (
     check_feature_map,
     check_heads,
     check_positions,
-    check_priors,
     check_state,
     expand_tokens,
 )
@@ -15,6 +14,7 @@ from megakernel.ops.dispatch import Kernels, choose
 from megakernel.ops.documents import Positions, positions_from_cu_seqlens
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention import chunked, reference
+from megakernel.ops.mixture import beside, first_key
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
 
@@ -81,12 +81,9 @@ def kernel_attention(
         ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
     """
     cross = not causal and positions is None and cu_seqlens is None
-    key = k
-    if priors is not None:
-        check_priors(priors, k)
-        # Tokens are dimension 2 of everything that is scanned: the keys of a position lie beside each other.
-        key, k = k[:, :, 0], k.movedim(2, 3).flatten(3)
+    key = first_key(k, priors)
     check_heads(q, key, v, cross=cross)
+    k = beside(k)
     check_feature_map(feature_map, projection, key)
     batch, _, length, _ = key.shape
     if mass is not None:

@@ -46,7 +46,7 @@ class Phi(NamedTuple):
 
     def of_keys(self, x: Tensor) -> Features:
         """phi of (B, H_kv, C, L, d), or the mixture of (B, H_kv, C, L, M d)."""
-        return self.of_queries(x) if self.priors is None else mixed_features(self.of_queries, x, self.priors)
+        return mixed_features(self.of_queries, x, self.priors)
 
 
 Finish = Callable[[Sums], Tensor]

@@ -6,6 +6,7 @@ from torch import Tensor
 from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, open_documents, position_rows
 from megakernel.ops.feature_maps import FeatureMap, features
+from megakernel.ops.mixture import by_component
 from megakernel.ops.projections import FastFood, Projection, dense
 from megakernel.ops.state import Exchange, KernelState
 
@@ -46,11 +47,9 @@ def attend(
         pairs = pairs & (place[:, None] >= place)
 
     phi_q = phi(feature_map, q.to(wide(q.dtype)), per_query_head(projection, group))
-    components = k.to(wide(k.dtype)).split(q.shape[-1], -1)
+    components, shares = by_component(k.to(wide(k.dtype)), priors, q.shape[-1])
     phi_k = torch.stack([phi(feature_map, key, projection) for key in components])
-    if priors is not None:
-        phi_k = phi_k * priors.T[:, None, :, None, None]
-    phi_k = phi_k.sum(0)
+    phi_k = (shares[:, None] * phi_k).sum(0)
     if mass is not None:
         phi_k = phi_k * mass[..., None]
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1).to(phi_k.dtype)

@@ -7,6 +7,7 @@ from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import grouped, reference
 from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight
+from megakernel.ops.mixture import beside, first_key
 from megakernel.ops.window import Tail
 
 IMPLEMENTATIONS = {"chunked": grouped.attend, "reference": reference.attend}
@@ -23,6 +24,8 @@ def landmark_attention(
     near: Near,
     tail: Tail,
     mass: float = 1.0,
+    priors: Tensor | None = None,
+    shift: Tensor | None = None,
     far_weight: Tensor | None = None,
     gate: Tensor | None = None,
     positions: Positions = 0,
@@ -32,13 +35,15 @@ def landmark_attention(
 
     Args:
         q: (B, H, N, d).
-        k: (B, H_kv, N, d), H a multiple of H_kv.
+        k: (B, H_kv, N, d), H a multiple of H_kv; (B, H_kv, M, N, d) with priors and no shift.
         v: (B, H_kv, N, D).
         landmarks: of every block that a query may see, whichever piece it came from.
         sight: which of them each query sees.
         near: the window.
         tail: at least the near.block_size * near.blocks tokens before these.
         mass: how many tokens a landmark stands for.
+        priors: pi (H_kv, M) >= 0 of mixture keys: tokens and landmarks weigh sum_r pi_r exp(q.k_r / sqrt(d)).
+        shift: b (H_kv, M, d), beside priors: the keys of a token are k + b_r; those of landmarks are handed in.
         far_weight: gamma (H,), multiplies landmarks by exp(gamma) under the common normalizer; None is 0.
         gate: logits of the window's share, broadcastable to (B, H, N): window and landmarks are then normalized
             apart. None: one normalizer for both.
@@ -52,19 +57,21 @@ def landmark_attention(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, naming the argument.
     """
-    check_heads(q, k, v)
+    check_heads(q, first_key(k, priors, shift), v)
     check_per_head("far_weight", far_weight, q.shape[1])
     if gate is not None:
         gate = expand_tokens("gate", gate, q)
     return choose(IMPLEMENTATIONS, backend)(
         q,
-        k,
+        beside(k),
         v,
         landmarks,
         sight,
         near=near,
         tail=tail,
         mass=mass,
+        priors=priors,
+        shift=shift,
         far_weight=far_weight,
         gate=gate,
         positions=positions,

@@ -17,7 +17,7 @@ class Landmarks(NamedTuple):
     """S blocks of r landmarks each."""
 
     keys: Tensor
-    """(B, H_kv, S, r, d)"""
+    """(B, H_kv, S, r, d), or M d where M keys stand at a landmark."""
 
     values: Tensor
     """(B, H_kv, S, r, D)"""
@@ -107,6 +107,8 @@ class Near(NamedTuple):
     block_size: int
     blocks: int
     rotary: Rotary | None
+    """Rotates queries and keys as they lie in a tail: with mixtures, each of those of a position."""
+
     far_rotary: Rotary | None = None
     """Rotates the queries of landmarks, which come rotated."""
 

@@ -8,6 +8,7 @@ from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight, with_ones
+from megakernel.ops.mixture import shifted
 from megakernel.ops.sums import Sums, add, normalized
 from megakernel.ops.window import Tail, cut, rotate_keys, softmax_pairs
 
@@ -25,6 +26,8 @@ def attend(
     near: Near,
     tail: Tail,
     mass: float,
+    priors: Tensor | None,
+    shift: Tensor | None,
     far_weight: Tensor | None,
     gate: Tensor | None,
     positions: Positions,
@@ -35,16 +38,16 @@ def attend(
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
         q, k, v, gate, first, limit, at = sequences
-        keys, values, far_weight = shared
+        keys, values, far_weight, priors, shift = shared
         tail, heads, length, kv_heads = Tail(*carry), q.shape[1], q.shape[2], k.shape[1]
         places = positions + start if at is None else at[:, 0]
-        window = _window(q, k, v, tail, places, near)
+        window = _window(q, k, v, tail, places, near, priors, shift)
         far_q = q.to(wide(q.dtype))
         if near.far_rotary:
             far_q = near.far_rotary(far_q, position_rows(places, length, q.device))
         queries = chunk_queries(far_q, kv_heads, length)
         visible = Sight(first[:, 0], limit[:, 0]).visible(ends, rank)[:, None]
-        far = softmax_pairs(queries, keys, values, visible)
+        far = softmax_pairs(queries, keys, values, visible, priors)
         far = Sums(join_queries(far.values, heads, length), _rows(far, heads, length))
         if far_weight is not None:
             far = far._replace(values=far.values * torch.exp(far_weight)[:, None, None])
@@ -57,15 +60,26 @@ def attend(
     wide_weight = None if far_weight is None else far_weight.to(dtype)
     sequences = (q, k, v, gate, sight.first[:, None], sight.limit[:, None], varying)
     group = near.block_size * max(1, GROUP // near.block_size)
-    (out,), _ = scan_groups(on_group, tuple(tail), sequences, (keys, values, wide_weight), group=group)
+    shared = (keys, values, wide_weight, priors, shift)
+    (out,), _ = scan_groups(on_group, tuple(tail), sequences, shared, group=group)
     return out
 
 
-def _window(q: Tensor, k: Tensor, v: Tensor, tail: Tail, places: Positions, near: Near) -> Sums:
+def _window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tail: Tail,
+    places: Positions,
+    near: Near,
+    priors: Tensor | None,
+    shift: Tensor | None,
+) -> Sums:
     """Sums (B, H, N, D + 1) over the window."""
     heads, length, dtype = q.shape[1], q.shape[2], wide(q.dtype)
     layout = cut(places, length, q.device, block_size=near.block_size, blocks=near.blocks)
-    queries, past, keys = q.to(dtype), tail.keys.to(dtype), k.to(dtype)
+    queries = q.to(dtype)
+    past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
     if near.rotary:
         rows = position_rows(places, length, q.device)
         queries = near.rotary(queries, rows)
@@ -76,6 +90,7 @@ def _window(q: Tensor, k: Tensor, v: Tensor, tail: Tail, places: Positions, near
         layout.windows(past, keys),
         with_ones(layout.windows(tail.values.to(dtype), v.to(dtype))),
         layout.visible(),
+        priors,
     )
     return Sums(join_queries(sums.values, heads, length), _rows(sums, heads, length))
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight
+from megakernel.ops.mixture import by_component, shifted
 from megakernel.ops.window import Tail, rotate_keys
 
 
@@ -19,15 +20,18 @@ def attend(
     near: Near,
     tail: Tail,
     mass: float,
+    priors: Tensor | None,
+    shift: Tensor | None,
     far_weight: Tensor | None,
     gate: Tensor | None,
     positions: Positions,
 ) -> Tensor:
     """Arguments and result of `grouped.attend`."""
     batch, heads, length, width = q.shape
-    group, dtype = heads // k.shape[1], wide(q.dtype)
+    group, dtype, rank = heads // k.shape[1], wide(q.dtype), landmarks.keys.shape[3]
     rows = position_rows(positions, length, q.device)
-    far_q, past, keys = q.to(dtype), tail.keys.to(dtype), k.to(dtype)
+    far_q = q.to(dtype)
+    past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
     near_q = far_q
     if near.rotary:
         near_q = near.rotary(near_q, rows)
@@ -36,11 +40,13 @@ def attend(
         far_q = near.far_rotary(far_q, rows)
     keys = torch.cat([past, keys], 2).repeat_interleave(group, 1)
     values = torch.cat([tail.values, v], 2).to(dtype).repeat_interleave(group, 1)
-    far_keys, far_values = (x.to(dtype).repeat_interleave(group, 1) for x in landmarks[:2])
+    far_keys, far_values = (x.to(dtype).repeat_interleave(group, 1).flatten(2, 3) for x in landmarks[:2])
+    keys, shares = by_component(keys, priors, width)
+    far_keys, _ = by_component(far_keys, priors, width)
     ends = landmarks.ends.expand(batch, -1).tolist()
     first, limit = (x.expand(batch, -1).tolist() for x in sight)
     log_mass = torch.log(torch.tensor(mass, dtype=dtype)) + (
-        0.0 if far_weight is None else far_weight[:, None]
+        0.0 if far_weight is None else far_weight[:, None, None]
     )
 
     outputs = []
@@ -49,20 +55,22 @@ def attend(
             oldest = max(0, (position // near.block_size - near.blocks + 1) * near.block_size)
             here = past.shape[2] + i
             window = slice(here - (position - oldest), here + 1)
-            scores = (keys[row, :, window] @ near_q[row, :, i, :, None])[..., 0] * width**-0.5
+            scores = keys[:, row, :, window] @ near_q[row, :, i, :, None] * width**-0.5
             seen = [s for s, end in enumerate(ends[row]) if first[row][i] <= end < limit[row][i]]
-            far = far_keys[row][:, seen].flatten(1, 2)
-            far_scores = (far @ far_q[row, :, i, :, None])[..., 0] * width**-0.5 + log_mass
-            parts = values[row, :, window], far_values[row][:, seen].flatten(1, 2)
+            at = [s * rank + place for s in seen for place in range(rank)]
+            far_scores = far_keys[:, row][:, :, at] @ far_q[row, :, i, :, None] * width**-0.5 + log_mass
+            # Dividing all weights of a row by one number changes no quotient.
+            largest = torch.cat([scores, far_scores], 2).detach().amax((0, 2), keepdim=True)
+            own, other = ((shares * torch.exp(x - largest)).sum(0) for x in (scores, far_scores))
             share = None if gate is None or not seen else torch.sigmoid(gate[row, :, i, None].to(dtype))
-            outputs.append(_mean(scores, far_scores, *parts, share))
+            outputs.append(_mean(own, other, values[row, :, window], far_values[row][:, at], share))
     out = torch.stack(outputs).view(batch, length, heads, -1).transpose(1, 2)
     return out.to(v.dtype)
 
 
 def _mean(near: Tensor, far: Tensor, values: Tensor, far_values: Tensor, share: Tensor | None) -> Tensor:
+    """(H, D) of weights (H, W, 1) and values (H, W, D) of tokens, and the same of landmarks."""
+    sums = [((weights * of).sum(1), weights.sum(1)) for weights, of in ((near, values), (far, far_values))]
     if share is None:
-        weights = torch.cat([near, far], 1).softmax(1)
-        return (weights[..., None] * torch.cat([values, far_values], 1)).sum(1)
-    apart = [(scores.softmax(1)[..., None] * of).sum(1) for scores, of in ((near, values), (far, far_values))]
-    return share * apart[0] + (1 - share) * apart[1]
+        return (sums[0][0] + sums[1][0]) / (sums[0][1] + sums[1][1])
+    return share * sums[0][0] / sums[0][1] + (1 - share) * sums[1][0] / sums[1][1]

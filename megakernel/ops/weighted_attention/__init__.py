@@ -53,7 +53,8 @@ def weighted_attention(
     Args:
         q: (B, H, N, d).
         k: (B, H_kv, N, d), or (B, H_kv, M, N, d) for M keys at a position; H a multiple of H_kv.
-        v: (B, H_kv, N, D).
+        v: (B, H_kv, N, D). Where nothing is causal or packed, keys and values may be another number of tokens than
+            the queries.
         similarity: softmax (dot product) or gaussian (distance).
         variances: sigma_r^2 of each of the M keys in units of sqrt(d), for gaussian; None takes 1.
         join: sum over the keys of a position, or max: the largest alone.
@@ -72,14 +73,15 @@ def weighted_attention(
         ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
     """
     check_choice("join", join, ("sum", "max"))
-    k = _with_components(q, k, v)
+    cross = not causal and isinstance(positions, int)
+    k = _with_components(q, k, v, cross)
     cached = 0
     if initial_state is not None:
         cached = initial_state.keys.shape[3]
         k = torch.cat([initial_state.keys, k], 3)
         v = torch.cat([initial_state.values, v], 2)
     form = _form(similarity, variances, join, normalize, k)
-    spans = _spans(q, positions, cached, causal)
+    spans = _every_key(q, k) if cross else _spans(q, positions, cached, causal)
     out = choose(IMPLEMENTATIONS, backend)(q, k, v, form=form, mass=_mass(mass, k), spans=spans)
     return out, WeightedState(k, v)
 
@@ -110,7 +112,7 @@ def responsibilities(
     return choose(RESPONSIBILITIES, backend)(q, k, form=form, mass=_mass(mass, k), spans=spans)
 
 
-def _with_components(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _with_components(q: Tensor, k: Tensor, v: Tensor, cross: bool = False) -> Tensor:
     if k.dim() == 4:
         k = k[:, :, None]
     if k.dim() != 5 or k.shape[2] == 0:
@@ -118,7 +120,7 @@ def _with_components(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             f"k has shape {tuple(k.shape)}; "
             "expected (batch, heads, tokens, width) or (batch, heads, keys, tokens, width)"
         )
-    check_heads(q, k[:, :, 0], v)
+    check_heads(q, k[:, :, 0], v, cross=cross)
     return k
 
 
@@ -145,6 +147,11 @@ def _mass(mass: Tensor | None, k: Tensor) -> Tensor:
         return mass.to(wide(k.dtype)).expand(expected)
     except RuntimeError:
         raise ValueError(f"mass has shape {tuple(mass.shape)}; expected to broadcast to {expected}") from None
+
+
+def _every_key(q: Tensor, k: Tensor) -> Spans:
+    first = torch.zeros(1, q.shape[2], dtype=torch.int64, device=q.device)
+    return Spans(first, first + k.shape[3] - 1)
 
 
 def _spans(q: Tensor, positions: Positions, cached: int, causal: bool) -> Spans:

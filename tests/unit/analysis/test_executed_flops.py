@@ -25,7 +25,7 @@ PROJECTIONS = {
 }
 
 
-def model(attention: str, kv_heads: int = HEADS) -> Model:
+def model(attention: str | dict, kv_heads: int = HEADS) -> Model:
     sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": HEADS, "num_kv_heads": kv_heads}
     return Model.model_validate({**sizes, "attention": attention})
 
@@ -77,16 +77,22 @@ def test_kernel_attention_executes_the_formula_and_the_scan(preset, feature_map,
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("seq_len", [2 * RUN, 2 * FLURKA_GROUP])
 @pytest.mark.parametrize("near", ["softmax", "kernel"])
-def test_flurka_executes_the_formula_whole_blocks_and_the_scan(near, seq_len, kv_heads):
-    settings = model({"softmax": "flurka", "kernel": "flurka_kernel"}[near], kv_heads)
+@pytest.mark.parametrize("keys", [1, 3])
+def test_flurka_executes_the_formula_whole_blocks_and_the_scan(keys, near, seq_len, kv_heads):
+    mixture = {"mixture": {"keys": keys}} if keys > 1 else {}
+    settings = model({"preset": {"softmax": "flurka", "kernel": "flurka_kernel"}[near], **mixture}, kv_heads)
     parts = needed(settings, seq_len)
     parts.pop("gate", None)  # a projection of the layer, not of the op
     block, rank, features = 64, 8, 2 * HEAD_DIM
     pool = torch.zeros(rank, block)
+    q, k, v = tensors(seq_len, kv_heads)
     executed = executed_per_token(
         seq_len,
         lambda: flurka_attention(
-            *tensors(seq_len, kv_heads),
+            q,
+            k if keys == 1 else k[:, :, None].expand(-1, -1, keys, -1, -1),
+            v,
+            priors=torch.ones(kv_heads, keys) if keys > 1 else None,
             feature_map="hedgehog",
             projection=PROJECTIONS["hedgehog"],
             pool_keys=pool,
@@ -95,7 +101,7 @@ def test_flurka_executes_the_formula_whole_blocks_and_the_scan(near, seq_len, kv
             backend="chunked",
         ),
     )
-    scores = HEAD_DIM if near == "softmax" else features
+    scores = keys * HEAD_DIM if near == "softmax" else features
     whole_blocks = HEADS * block * (2 * scores + 2 * (HEAD_DIM + 1)) - parts["near"]
     extras = scan_extras(seq_len, FLURKA_GROUP, RUN, RUN // block * rank, features, kv_heads)
     assert executed == sum(parts.values()) + whole_blocks + extras

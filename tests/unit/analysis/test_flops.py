@@ -132,6 +132,17 @@ def test_a_mixture_of_keys_adds_products_and_a_projection_for_each():
     assert (mlk["state"], mlk["readout"]) == (linear["state"], linear["readout"])
 
 
+def test_mixture_keys_in_flurka_add_pooled_and_mapped_keys_and_products_but_no_state():
+    one, two = core("flurka"), core({"preset": "flurka", "mixture": {}})
+    assert two["landmarks"] == 1.5 * one["landmarks"]
+    assert two["near"] == 1.5 * one["near"]
+    assert two["feature_map"] == (4 + 2 * 4 / 8) * 2 * 16 * 16
+    assert (two["state"], two["readout"]) == (one["state"], one["readout"])
+    # Landmarks are shifted once they are made: one key is pooled.
+    shifted = core({"preset": "flurka", "mixture": {"kind": "shifted"}})
+    assert shifted == two | {"landmarks": one["landmarks"]}
+
+
 def test_softmax_grows_with_length_and_flurka_overtakes_it():
     def cost(preset, n):
         return sum(core(preset, n).values())

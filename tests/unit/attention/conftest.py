@@ -1,3 +1,3 @@
-from tests.unit.ops.conftest import small_chunks
+from tests.unit.ops.conftest import short_groups, small_chunks
 
-__all__ = ["small_chunks"]
+__all__ = ["short_groups", "small_chunks"]

@@ -1,4 +1,8 @@
-"""The points of the algebra that every property is tested on, and inputs for them."""
+"""The points of the algebra that every property is tested on, and inputs for them.
+
+They are all presets, and variants of them beside. What a point promises, and in which directions, it declares itself
+(`megakernel.config.attention`): nothing here or in a test goes by its name.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -7,167 +11,187 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import ALL_HEADS, AttentionLayer, HeadShard, build
+from megakernel.config.attention import PRESETS, Attention, expand_preset
+from megakernel.config.merging import merged
 
-UNNORMALIZED = {"kernelized"}
-"""Mechanisms whose weights do not add up to 1."""
-
-SMALL_BLOCKS = {"compression": {"block_size": 4, "rank": 2}}
-
-MECHANISMS: dict[str, dict[str, Any]] = {
-    "softmax": {"preset": "softmax"},
-    "local": {"preset": "local", "near": {"block_size": 4}},
-    "local_two_blocks": {"preset": "local", "near": {"block_size": 4, "blocks": 2}},
-    "gaussian": {"preset": "gaussian"},
-    "kernelized": {"preset": "kernelized"},
-    "mgk": {"preset": "mgk"},
-    "smgk": {"preset": "smgk", "mixture": {"keys": 3, "sigma2": [1.0, 3.0, 0.5]}},
+VARIANTS: dict[str, dict[str, Any]] = {
+    "local_two_blocks": {"preset": "local", "near": {"blocks": 2}},
+    "smgk_three_keys": {"preset": "smgk", "mixture": {"keys": 3, "sigma2": [1.0, 3.0, 0.5]}},
+    "smgk_hard": {"preset": "smgk", "mixture": {"estep": "hard"}},
     "mgk_hard": {"preset": "mgk", "mixture": {"estep": "hard"}},
     "mgk_m_step": {"preset": "mgk", "mixture": {"m_step": True}},
     "mgk_softmax": {"preset": "mgk", "similarity": "softmax"},
-    "linear": {"preset": "linear"},
-    "performer": {"preset": "performer"},
-    "hedgehog": {"preset": "hedgehog"},
-    "mlk": {"preset": "mlk"},
     "smlk_favor": {"preset": "smlk", "feature_map": {"name": "favor"}},
-    "linformer_causal": {"preset": "linformer_causal", "compression": {"block_size": 2, "rank": 1}},
     "linformer_causal_gated": {
         "preset": "linformer_causal",
-        "compression": {"block_size": 2, "rank": 1, "per_head": True},
+        "compression": {"per_head": True},
         "near": {"join": "gated", "blocks": 2},
         "far_rope": "centroid",
     },
-    "eva": {"preset": "eva", "eva": {"window_size": 4, "chunk_size": 2}},
-    "eva_overlap": {
-        "preset": "eva",
-        "eva": {"window_size": 4, "chunk_size": 2, "overlap": True, "exclude_window": True},
-    },
-    "rff": {"preset": "rff"},
-    "gmm_rks": {"preset": "gmm_rks"},
-    "gmm_rks_untied": {
-        "preset": "gmm_rks",
-        "feature_map": {"components": 3, "tied": False, "smoothing": 1.0},
-    },
-    "gmm_prf": {"preset": "gmm_prf"},
-    "fastfood_rks": {"preset": "fastfood_rks"},
-    "fastfood_prf": {"preset": "fastfood_prf", "feature_map": {"learn": "S", "smoothing": 0.5}},
-    # Learned cosines alone may leave a denominator near 0, which rounding then reaches; KL smooths with 1 too.
-    "generative_rks": {"preset": "generative_rks", "feature_map": {"smoothing": 1.0}},
-    "generative_prf": {"preset": "generative_prf"},
-    "flurka": {"preset": "flurka", **SMALL_BLOCKS},
-    "flurka_two_blocks": {"preset": "flurka", **SMALL_BLOCKS, "near": {"blocks": 2}},
-    "flurka_head_gate": {
-        "preset": "flurka",
-        **SMALL_BLOCKS,
-        "near": {"gate": "head"},
-        "feature_map": {"name": "elu"},
-    },
-    "flurka_centroid": {"preset": "flurka", **SMALL_BLOCKS, "far_rope": "centroid"},
-    "flurka_per_head": {"preset": "flurka", "compression": {"block_size": 4, "rank": 2, "per_head": True}},
-    "flurka_one_pool": {"preset": "flurka", "compression": {"block_size": 4, "rank": 2, "share_kv": True}},
+    "eva_overlap": {"preset": "eva", "eva": {"overlap": True, "exclude_window": True}},
+    "eva_uneven_chunks": {"preset": "eva", "eva": {"chunk_size": 3}},
+    # So many samples that the cosines of these inputs do not cancel without smoothing, either.
+    "rff_unsmoothed": {"preset": "rff", "feature_map": {"smoothing": 0.0, "samples": 96}},
+    "gmm_rks_unsmoothed": {"preset": "gmm_rks", "feature_map": {"smoothing": 0.0}},
+    "gmm_rks_untied": {"preset": "gmm_rks", "feature_map": {"components": 3, "tied": False}},
+    "fastfood_rks_unsmoothed": {"preset": "fastfood_rks", "feature_map": {"smoothing": 0.0}},
+    "fastfood_prf_fixed": {"preset": "fastfood_prf", "feature_map": {"learn": "fixed"}},
+    "fastfood_prf_scales": {"preset": "fastfood_prf", "feature_map": {"learn": "S", "smoothing": 0.5}},
+    "flurka_two_blocks": {"preset": "flurka", "near": {"blocks": 2}},
+    "flurka_head_gate": {"preset": "flurka", "near": {"gate": "head"}, "feature_map": {"name": "elu"}},
+    "flurka_centroid": {"preset": "flurka", "far_rope": "centroid"},
+    "flurka_per_head": {"preset": "flurka", "compression": {"per_head": True}},
+    "flurka_one_pool": {"preset": "flurka", "compression": {"share_kv": True}},
     "flurka_uneven_rank": {"preset": "flurka", "compression": {"block_size": 5, "rank": 3}},
-    "flurka_shared": {"preset": "flurka", **SMALL_BLOCKS, "near": {"join": "shared"}},
+    "flurka_shared": {"preset": "flurka", "near": {"join": "shared"}},
     "flurka_shared_favor": {
         "preset": "flurka",
-        **SMALL_BLOCKS,
         "near": {"join": "shared", "blocks": 2},
         "feature_map": {"name": "favor"},
     },
-    "flurka_gmm_rks": {
-        "preset": "flurka",
-        **SMALL_BLOCKS,
-        "feature_map": {"name": "gmm_rks", "smoothing": 1.0},
-    },
+    "flurka_gmm_rks": {"preset": "flurka", "feature_map": {"name": "gmm_rks"}},
     "flurka_shared_fastfood": {
         "preset": "flurka",
-        **SMALL_BLOCKS,
         "near": {"join": "shared"},
         "feature_map": {"name": "fastfood_prf", "learn": "fixed"},
     },
-    "flurka_generative": {"preset": "flurka", **SMALL_BLOCKS, "feature_map": {"name": "generative_prf"}},
-    "flurka_kernel": {"preset": "flurka_kernel", **SMALL_BLOCKS},
+    "flurka_generative": {"preset": "flurka", "feature_map": {"name": "generative_prf"}},
     "flurka_kernel_gmm_prf": {
         "preset": "flurka_kernel",
-        **SMALL_BLOCKS,
         "feature_map": {"name": "gmm_prf", "components": 3},
     },
-    "flurka_kernel_rff": {"preset": "flurka_kernel", **SMALL_BLOCKS, "feature_map": {"name": "rff"}},
+    "flurka_kernel_rff": {"preset": "flurka_kernel", "feature_map": {"name": "rff", "smoothing": 0.0}},
     "flurka_kernel_favor": {
         "preset": "flurka_kernel",
-        **SMALL_BLOCKS,
         "near": {"blocks": 2},
         "feature_map": {"name": "favor"},
         "far_rope": "centroid",
     },
-}
-"""Name -> tree of a causal mechanism, with blocks small enough that a short sequence has many."""
-
-BIDIRECTIONAL: dict[str, dict[str, Any]] = {
-    "softmax": {"preset": "softmax"},
-    "linear": {"preset": "linear"},
-    "performer": {"preset": "performer"},
-    "gmm_rks": {"preset": "gmm_rks", "feature_map": {"smoothing": 1.0}},
-    "fastfood_prf": {"preset": "fastfood_prf", "feature_map": {"learn": "fixed"}},
-    "generative_prf": {"preset": "generative_prf"},
-    "gaussian": {"preset": "gaussian"},
-    "kernelized": {"preset": "kernelized"},
-    "mgk": {"preset": "mgk"},
-    "smgk_hard": {"preset": "smgk", "mixture": {"estep": "hard"}},
-    "mlk": {"preset": "mlk"},
-    "skyformer": {"preset": "skyformer", "skyformer": {"features": 12}},
+    "local_mixture": {"preset": "local", "mixture": {}},
+    "linformer_causal_mixture": {"preset": "linformer_causal", "mixture": {}},
+    "linformer_causal_gated_mixture": {
+        "preset": "linformer_causal",
+        "compression": {"per_head": True},
+        "near": {"join": "gated", "blocks": 2},
+        "mixture": {"kind": "shifted", "keys": 3},
+        "far_rope": "centroid",
+    },
+    "flurka_mlk": {"preset": "flurka", "mixture": {}, "far_rope": "centroid"},
+    "flurka_smlk": {"preset": "flurka", "mixture": {"kind": "shifted", "keys": 3}},
+    "flurka_kernel_mlk": {"preset": "flurka_kernel", "compression": {"per_head": True}, "mixture": {}},
+    "flurka_shared_favor_mlk": {
+        "preset": "flurka",
+        "near": {"join": "shared", "blocks": 2},
+        "feature_map": {"name": "favor"},
+        "mixture": {},
+    },
+    "flurka_kernel_favor_smlk": {
+        "preset": "flurka_kernel",
+        "feature_map": {"name": "favor"},
+        "mixture": {"kind": "shifted"},
+        "far_rope": "centroid",
+    },
     "skyformer_shared_strata": {
         "preset": "skyformer",
         "skyformer": {"features": 13, "draw": "stratified", "per_head": False},
     },
-    "eva": {"preset": "eva", "eva": {"window_size": 4, "chunk_size": 3}},
-    "eva_overlap": {
-        "preset": "eva",
-        "eva": {"window_size": 4, "chunk_size": 2, "overlap": True, "exclude_window": True},
-    },
-    "flurka_eva": {
-        "preset": "flurka_eva",
-        "eva": {"window_size": 4},
-        "compression": {"rank": 7, "compress": "projected"},
-    },
-    "linformer": {"preset": "linformer", "compression": {"rank": 5, "compress": "projected"}},
-    "linformer_per_head": {"preset": "linformer", "compression": {"rank": 5, "per_head": True}},
-    "flurka_rnn": {
-        "preset": "flurka_rnn",
-        "compression": {"rank": 5, "share_kv": True, "compress": "projected"},
-    },
-    "flurka_performer": {"preset": "flurka_performer", "compression": {"rank": 5, "compress": "projected"}},
+    "flurka_eva_uneven_shares": {"preset": "flurka_eva", "compression": {"rank": 7}},
+    "linformer_per_head": {"preset": "linformer", "compression": {"per_head": True}},
+    "flurka_rnn_one_pool": {"preset": "flurka_rnn", "compression": {"share_kv": True}},
+    "flurka_rnn_gmm_prf": {"preset": "flurka_rnn", "feature_map": {"name": "gmm_prf"}},
     "low_rank_blocks": {
         "similarity": "softmax",
-        "compression": {"block_size": 4, "rank": 2, "compress": "projected"},
+        "compression": {"kind": "block"},
         "far_rope": "centroid",
     },
-    "flurka_gmm_prf": {
+    "linformer_mixture": {"preset": "linformer", "mixture": {"kind": "shifted", "keys": 3}},
+    "low_rank_blocks_mixture": {
+        "similarity": "softmax",
+        "compression": {"kind": "block", "per_head": True},
+        "mixture": {},
+        "far_rope": "centroid",
+    },
+    "flurka_rnn_mixture": {
         "preset": "flurka_rnn",
-        "feature_map": {"name": "gmm_prf"},
-        "compression": {"rank": 5, "compress": "projected"},
+        "compression": {"per_head": True},
+        "mixture": {},
     },
     "flurka_pool": {
         "similarity": "kernel",
         "feature_map": {"name": "hedgehog"},
-        "compression": {"kind": "pool", "block_size": 4, "compress": "projected"},
+        "compression": {"kind": "pool"},
     },
-    "nystromformer": {"preset": "nystromformer", "nystromformer": {"landmarks": 5}},
-    "nystromformer_conv": {"preset": "nystromformer", "nystromformer": {"landmarks": 5, "conv_kernel": 3}},
+    "nystromformer_conv": {"preset": "nystromformer", "nystromformer": {"conv_kernel": 3}},
 }
-"""Name -> tree of a mechanism that sees later tokens too."""
+"""Name -> tree of a point that no preset names. Sizes are left out unless they are what varies."""
+
+Sizes = dict[str, dict[str, int]]
+"""Section or kind -> its sizes."""
+
+SMALL: Sizes = {
+    "block": {"block_size": 4, "rank": 2},
+    "pool": {"block_size": 4},
+    "linformer": {"rank": 5},
+    "near": {"block_size": 4},
+    "eva": {"window_size": 4, "chunk_size": 2},
+    "skyformer": {"features": 12},
+    "nystromformer": {"landmarks": 5},
+}
+"""Blocks, windows and landmarks of which a short sequence has many."""
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
 LONGEST = 64
 """Columns of Linformer's matrices."""
 
 
+def small(tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with SMALL sizes, for keys and values of every token."""
+    whole = sized(tree, SMALL)
+    if not Attention.model_validate(whole).compresses_input:
+        return whole
+    # Keys and values of landmarks have no places; that eq. 1 gives the same is a test of its own.
+    return merged(whole, {"compression": {"compress": "projected"}})
+
+
+def sized(tree: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """`tree` expanded, with `sizes` and a smoothing over its preset and under its own changes."""
+    form = Attention.model_validate(expand_preset(tree))
+    between: dict[str, Any] = {}
+    if form.compression is not None:
+        between["compression"] = sizes[form.compression.kind]
+    elif form.near is not None:
+        between["near"] = sizes["near"]
+    if form.mechanism != "algebra":
+        between[form.mechanism] = sizes[form.mechanism]
+    if form.feature_map is not None and form.feature_map.may_divide_by_zero:
+        # No rounding is small beside a denominator near 0.
+        between["feature_map"] = {"smoothing": 1.0}
+    changes = {key: part for key, part in tree.items() if key != "preset"}
+    return merged(merged(PRESETS.get(tree.get("preset", ""), {}), between), changes)
+
+
+POINTS: dict[str, dict[str, Any]] = {name: {"preset": name} for name in PRESETS} | VARIANTS
+"""Name -> tree of every mechanism that is tested."""
+
+TREES = {name: small(tree) for name, tree in POINTS.items()}
+"""The same with small sizes."""
+
+FORMS = {name: Attention.model_validate(tree) for name, tree in TREES.items()}
+
+CAUSAL = [name for name, form in FORMS.items() if not form.mixes_future_tokens]
+"""Mechanisms whose tokens can see earlier ones alone."""
+
+BIDIRECTIONAL = [name for name, form in FORMS.items() if not form.looks_back_only]
+"""Mechanisms whose tokens can see later ones, too."""
+
+
 def layer(
     name: str, *, dtype: torch.dtype = torch.float64, kv_heads: int = KV_HEADS, **options: Any
 ) -> AttentionLayer:
     """A layer whose parameters have moved away from their initial values, where gates and masses would cancel."""
-    tree = (MECHANISMS if options.get("causal", True) else BIDIRECTIONAL)[name]
     module = with_projections(
         build(
-            tree,
+            TREES[name],
             num_heads=HEADS,
             num_kv_heads=kv_heads,
             head_dim=WIDTH,
@@ -204,9 +228,8 @@ def shard_of(
     causal: bool = True,
 ) -> AttentionLayer:
     """The layer that holds some heads of `whole`, with its weights cut as the layer says."""
-    tree = (MECHANISMS if causal else BIDIRECTIONAL)[name]
     sizes = {"num_heads": HEADS, "num_kv_heads": kv_heads, "head_dim": WIDTH, "max_positions": LONGEST}
-    part = with_projections(build(tree, **sizes, causal=causal, seed=(7, 0), heads=heads))
+    part = with_projections(build(TREES[name], **sizes, causal=causal, seed=(7, 0), heads=heads))
     cut = part.sharded_parameters()
     weights = {
         key: value.chunk(heads.size, cut[key])[heads.rank] if key in cut else value

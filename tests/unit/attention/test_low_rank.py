@@ -3,113 +3,28 @@
 import pytest
 import torch
 
-from megakernel.attention import HeadShard, Rotary, build
+from megakernel.attention import build
 from megakernel.model.compressed_input import real_first
 from tests.unit.attention.mechanisms import (
-    BIDIRECTIONAL,
+    FORMS,
+    TREES,
     WIDTH,
     assert_close,
-    gradients,
     layer,
-    shard_of,
     tokens,
 )
-from tests.unit.attention.pieces import in_pieces
 
-LOW_RANK = (
-    "linformer",
-    "linformer_per_head",
-    "flurka_rnn",
-    "flurka_performer",
-    "low_rank_blocks",
-    "flurka_pool",
-)
-EVA = ("eva", "eva_overlap", "flurka_eva")
-every_mechanism = pytest.mark.parametrize("name", [*LOW_RANK, *EVA])
-ROTARY = Rotary(WIDTH)
+# Small trees say `projected` where the mechanism itself would compress its input.
+OF_INPUT = [
+    name for name, form in FORMS.items() if getattr(form.compression, "compress", None) == "projected"
+]
 
 
-@every_mechanism
-@pytest.mark.parametrize("length", [1, 3, 24])
-def test_equals_the_quadratic_reference(name, length, monkeypatch):
-    module = layer(name, causal=False)
-    q, k, v = tokens(2, length)
-    out = module(q, k, v, rotary=ROTARY)
-    monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
-    expected = module(q, k, v, rotary=ROTARY)
-    assert_close(out, expected)
-    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
-        assert_close(actual, wanted)
-
-
-@every_mechanism
-def test_gradients_are_the_slopes(name):
-    module = layer(name, causal=False)
-    q, k, v = tokens(1, 7)
-    inputs = (q, k, v, *module.parameters())
-    assert torch.autograd.gradcheck(lambda q, k, v, *_: module(q, k, v, rotary=ROTARY), inputs)
-
-
-@every_mechanism
-def test_padding_anywhere_changes_nothing(name):
-    module = layer(name, causal=False)
-    q, k, v = (x.detach() for x in tokens(3, 24))
-    mask = torch.rand(3, 24, generator=torch.Generator().manual_seed(0)) > 0.4
-    mask[2] = False
-    out = module(q, k, v, mask, rotary=ROTARY)
-    for row, real in enumerate(mask[:2]):
-        alone = module(*(x[row : row + 1, :, real] for x in (q, k, v)), rotary=ROTARY)
-        assert_close(out[row : row + 1, :, real], alone)
-        assert not out[row, :, ~real].any()
-    assert not out[2].any()
-
-
-@pytest.mark.parametrize("name", ["low_rank_blocks", "flurka_pool", "eva", "eva_overlap"])
-@pytest.mark.parametrize("length", [3, 24])
-def test_constant_values_give_constant_output(name, length):
-    q, k, v = tokens(2, length)
-    constant = torch.full_like(v, 1.5)
-    assert_close(layer(name, causal=False)(q, k, constant, rotary=ROTARY), torch.full_like(q, 1.5))
-
-
-@every_mechanism
-@pytest.mark.parametrize("size", [2, 4])
-def test_shards_of_heads_give_the_unsharded_numbers(name, size):
-    kv_heads = max(2, size)
-    whole = layer(name, kv_heads=kv_heads, causal=False)
-    q, k, v = tokens(2, 24, kv_heads=kv_heads)
-    outputs = [
-        shard_of(whole, name, HeadShard(rank, size), kv_heads, causal=False)(
-            *(x.chunk(size, 1)[rank] for x in (q, k, v)), rotary=ROTARY
-        )
-        for rank in range(size)
-    ]
-    assert_close(torch.cat(outputs, 1), whole(q, k, v, rotary=ROTARY))
-
-
-@pytest.mark.parametrize("name", LOW_RANK)
-@pytest.mark.parametrize("size", [2, 4])
-def test_pieces_of_a_sequence_give_the_whole(name, size):
-    module = layer(name, causal=False)
-    q, k, v = tokens(2, 32)
-    expected = module(q, k, v, rotary=ROTARY)
-
-    def work(piece):
-        return module(*(x.chunk(size, 2)[piece.rank] for x in (q, k, v)), rotary=ROTARY, piece=piece)
-
-    out = torch.cat(in_pieces(size, work), 2)
-    assert_close(out, expected)
-    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
-        assert_close(actual, wanted)
-
-
-@pytest.mark.parametrize(
-    "name", ["linformer", "flurka_rnn", "flurka_performer", "low_rank_blocks", "flurka_eva"]
-)
+@pytest.mark.parametrize("name", OF_INPUT)
 @pytest.mark.parametrize("padded", [False, True])
 def test_compressing_before_or_after_bias_free_projections_is_the_same(name, padded):
     """FLuRKA's eqs. 1 and 2: W (E X) = E (X W); which comes first is a matter of speed."""
-    tree = BIDIRECTIONAL[name]
+    tree = TREES[name]
     before = dict(tree, compression=dict(tree["compression"], compress="input"))
     sizes = {"num_heads": 2, "head_dim": WIDTH, "causal": False, "max_positions": 64, "seed": 3}
     first, second = (build(form, **sizes).double().eval() for form in (before, tree))

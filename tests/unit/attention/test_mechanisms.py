@@ -1,4 +1,4 @@
-"""What every mechanism promises (MECHANISMS section 8), on every point of the algebra."""
+"""What mechanisms promise where tokens see earlier ones alone (MECHANISMS section 8), on every point of the algebra."""
 
 from itertools import pairwise
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from megakernel.attention import AttentionLayer, HeadShard, Rotary, SequenceState, build
 from megakernel.attention.projection import Projection
-from megakernel.config.attention import PRESETS, Attention, expand_preset
 from tests.unit.attention.mechanisms import (
     BIDIRECTIONAL,
+    CAUSAL,
+    FORMS,
     HEADS,
-    MECHANISMS,
-    UNNORMALIZED,
+    TREES,
     WIDTH,
     assert_close,
     gradients,
@@ -25,12 +25,26 @@ from tests.unit.attention.mechanisms import (
 from tests.unit.attention.pieces import in_pieces
 
 
-def test_every_preset_is_tested():
-    trees = (*MECHANISMS.values(), *BIDIRECTIONAL.values())
-    assert {tree["preset"] for tree in trees if "preset" in tree} == set(PRESETS)
+@pytest.mark.parametrize("name", TREES)
+def test_a_mechanism_is_tested_in_every_direction_that_it_can_be_built_in(name):
+    for causal, tested in ((True, CAUSAL), (False, BIDIRECTIONAL)):
+        try:
+            built = layer(name, causal=causal).causal
+        except ValueError:
+            assert name not in tested
+        else:
+            assert built == causal
+            assert name in tested
 
 
-every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("name", TREES)
+def test_a_mechanism_has_a_reference_to_equal(name, monkeypatch):
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "none of them")
+    with pytest.raises(ValueError, match="MEGAKERNEL_BACKEND"):
+        layer(name, causal=name in CAUSAL)(*tokens(1, 4))
+
+
+every_mechanism = pytest.mark.parametrize("name", CAUSAL)
 
 ROTARY = Rotary(WIDTH)
 
@@ -78,17 +92,13 @@ def test_later_tokens_leave_earlier_outputs_bit_identical(name, positions):
         assert torch.equal(module(*changed, positions=positions, rotary=ROTARY)[:, :, :t], out[:, :, :t])
 
 
-GROUPED = [
-    name for name, tree in MECHANISMS.items() if not Attention(**expand_preset(tree)).weighs_every_pair
-]
-
-
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", [name for name in CAUSAL if not FORMS[name].weighs_every_pair])
+@pytest.mark.usefixtures("short_groups")
 def test_later_groups_leave_earlier_outputs_bit_identical(name):
     module = layer(name, dtype=torch.float32)
-    q, k, v = (x.detach() for x in tokens(1, 4200, dtype=torch.float32))
+    q, k, v = (x.detach() for x in tokens(1, 600, dtype=torch.float32))
     out = module(q, k, v)
-    for t in (4095, 4096, 4097):
+    for t in (255, 256, 257, 511, 512, 513):
         changed = [torch.cat([x[:, :, :t], -3 * x[:, :, t:]], 2) for x in (q, k, v)]
         assert torch.equal(module(*changed)[:, :, :t], out[:, :, :t])
 
@@ -164,7 +174,7 @@ def test_any_length_and_rows_of_padding_alone(name, length):
     assert all(gradient.isfinite().all() for gradient in gradients(module, out, q, k, v))
 
 
-@pytest.mark.parametrize("name", [name for name in MECHANISMS if name not in UNNORMALIZED])
+@pytest.mark.parametrize("name", [name for name in CAUSAL if not FORMS[name].changes_constants])
 @pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
 def test_constant_values_give_constant_output(name, positions):
     module = layer(name)
@@ -221,35 +231,6 @@ def test_pieces_of_a_sequence_give_the_whole(name, size, positions):
         assert_close(actual, wanted)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "linear",
-        "performer",
-        "hedgehog",
-        "gmm_rks_untied",
-        "gmm_prf",
-        "fastfood_prf",
-        "generative_prf",
-        "flurka",
-        "flurka_shared_favor",
-        "flurka_kernel",
-        "flurka_kernel_gmm_prf",
-    ],
-)
-def test_half_precision_at_scale_10_and_65536_tokens_stays_close(name):
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (10 * torch.randn(1, 1, 65536, 16, generator=draw).bfloat16() for _ in range(3))
-    tree = {key: part for key, part in MECHANISMS[name].items() if key != "compression"}
-    module = build(tree, num_heads=1, head_dim=16)
-    with torch.no_grad():
-        out = module.bfloat16()(q, k, v).double()
-        expected = module.double()(q.double(), k.double(), v.double())
-    assert out.isfinite().all()
-    # bf16 keeps 8 bits: an output is off by 0.4% of itself at most, and sums of cancelling terms by that of the terms.
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2 * expected.std().item())
-
-
 def test_random_matrices_stay_in_full_precision_and_in_the_state_dict():
     module = build("performer", num_heads=4, head_dim=8, seed=(1, 2)).bfloat16()
     assert module.state_dict()["projection.matrix.values"].dtype == torch.float32
@@ -263,15 +244,16 @@ def test_random_matrices_stay_in_full_precision_and_in_the_state_dict():
 @every_mechanism
 def test_declared_state_size_is_what_a_sequence_carries(name):
     module = layer(name)
+    # Whole blocks, since a block's landmarks come at its end.
+    lengths = [count * (FORMS[name].block_size or 10) for count in (4, 5)]
     sizes = []
-    for length in (40, 50):
+    for length in lengths:
         q, k, v = (x.detach() for x in tokens(1, length))
         _, state = module.extend(q, k, v)
         sizes.append(_numbers(state))
     properties = module.properties
     # The log scale of each key head is bookkeeping, and not counted.
-    assert sizes[0] == properties.state_size + 40 * properties.state_size_per_token
-    assert sizes[1] == properties.state_size + 50 * properties.state_size_per_token
+    assert sizes == [properties.state_size + length * properties.state_size_per_token for length in lengths]
     assert properties.recurrent == (properties.state_size_per_token == 0)
 
 
@@ -284,20 +266,6 @@ def _numbers(state: SequenceState) -> int:
         else:
             stack.extend(item)
     return sum(x.numel() for x in flat if x.dim() > 2)
-
-
-def test_bidirectional_padding_and_documents():
-    q, k, v = (x.detach() for x in tokens(2, 24))
-    mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4
-    for name in ("softmax", "linear", "performer", "gmm_rks", "fastfood_prf", "generative_prf"):
-        module = layer(name, causal=False)
-        out = module(q, k, v, mask, rotary=ROTARY)
-        for row, real in enumerate(mask):
-            alone = module(*(x[row : row + 1, :, real] for x in (q, k, v)), rotary=ROTARY)
-            assert_close(out[row : row + 1, :, real], alone)
-        both = module(q, k, v, positions=DOCUMENTS)
-        first = module(*(x[:1, :, 4:13] for x in (q, k, v)))
-        assert_close(both[:1, :, 4:13], first)
 
 
 def test_heads_of_a_shard_divide():

@@ -16,14 +16,23 @@ def attention(tree) -> dict:
     [
         ({"preset": "softmax", "normalize": False}, "normalize", "take similarity: gaussian or remove it"),
         ({"preset": "gaussian", "feature_map": {}}, "feature_map", "remove it or take similarity: kernel"),
-        ({"preset": "flurka", "mixture": {}}, "mixture", "remove one of them"),
-        ({"preset": "local", "mixture": {}}, "mixture", "remove one of them"),
+        ({"preset": "gaussian", "near": {"block_size": 64}}, "near",
+         "take similarity: softmax or kernel with it"),
         ({"preset": "mgk", "mixture": {"sigma2": [1.0]}}, "mixture.sigma2", "write one value per key"),
         ({"preset": "mgk", "mixture": {"estep": "hard", "m_step": True}}, "mixture.m_step", "remove one"),
         ({"preset": "mlk", "mixture": {"m_step": True}}, "mixture.m_step",
          "remove it or take similarity: gaussian"),
         ({"preset": "mlk", "mixture": {"estep": "hard"}}, "mixture.estep",
          "remove it or take similarity: gaussian"),
+        ({"preset": "flurka", "mixture": {"estep": "hard"}}, "mixture.estep", "remove it or take preset: mgk"),
+        ({"preset": "flurka_kernel", "mixture": {"m_step": True}}, "mixture.m_step",
+         "remove it or take preset: mgk"),
+        ({"preset": "local", "mixture": {"m_step": True}}, "mixture.m_step", "remove it or take preset: mgk"),
+        ({"preset": "linformer_causal", "mixture": {"estep": "hard"}}, "mixture.estep",
+         "remove it or take preset: mgk"),
+        ({"preset": "flurka", "mixture": {"sigma2": [1.0, 3.0]}}, "mixture.sigma2",
+         "remove it or take similarity: gaussian"),
+        ({"preset": "flurka_eva", "mixture": {}}, "mixture", "remove it or remove mechanism"),
         ({"preset": "mlk", "mixture": {"sigma2": [1.0, 3.0]}}, "mixture.sigma2",
          "remove it or take similarity: gaussian"),
         ({"preset": "skyformer", "mixture": {}}, "mixture", "remove it or remove mechanism"),
@@ -49,6 +58,21 @@ def test_landmarks_of_whole_rows_are_for_encoders_on_whole_rows(preset):
 def test_mixtures_suit_decoders_and_encoders(preset):
     assert not attention(preset)
     assert not problems(model={"kind": "masked_lm", "attention": preset})
+
+
+@pytest.mark.parametrize("preset", ["flurka", "flurka_kernel", "linformer_causal", "local"])
+@pytest.mark.parametrize("kind", ["projected", "shifted"])
+def test_mixtures_stand_in_windows_and_at_landmarks(preset, kind):
+    assert not attention({"preset": preset, "mixture": {"kind": kind, "keys": 3}})
+
+
+@pytest.mark.parametrize("preset", ["linformer", "flurka_rnn", "flurka_performer"])
+def test_mixtures_stand_at_landmarks_of_whole_rows(preset):
+    form = {"preset": preset, "mixture": {}}
+    assert not problems(
+        model={"kind": "masked_lm", "attention": form, "position": "learned"},
+        data={"isolate_documents": False},
+    )
 
 
 @pytest.mark.parametrize("preset", ["gaussian", "mgk"])

@@ -2,13 +2,22 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline import standard_library
 from megakernel.analysis.parameters import parameter_count
 from megakernel.config import data_parallel_size, load
 
 from . import trees
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-PROCESSES = {"demo": 2, "pretrain-125m": 8, "pretrain-350m": 8, "pretrain-1b": 16, "pretrain-7b": 64}
+PROCESSES = {
+    "demo": 2,
+    "demo-masked": 2,
+    "demo-classifier": 2,
+    "pretrain-125m": 8,
+    "pretrain-350m": 8,
+    "pretrain-1b": 16,
+    "pretrain-7b": 64,
+}
 SIZES = {"125m": 125e6, "350m": 350e6, "1b": 1e9, "7b": 7e9}
 GPT2_TOKENS = 50_257
 
@@ -22,6 +31,19 @@ def test_a_run_file_works_on_the_machines_it_is_written_for(name):
     config = load(CONFIGS / f"{name}.yaml")
     assert config.run.name == name
     assert data_parallel_size(config, PROCESSES[name]) >= 1
+
+
+def test_the_encoders_have_the_shape_of_the_demo():
+    demo, masked, classifier = (load(CONFIGS / f"{name}.yaml").model for name in PROCESSES if "demo" in name)
+    assert (demo.kind, masked.kind, classifier.kind) == ("causal_lm", "masked_lm", "classifier")
+    other = {"kind": demo.kind, "attention": demo.attention, "classifier": None}
+    assert demo == masked.model_copy(update=other) == classifier.model_copy(update=other)
+
+
+def test_the_classifier_knows_as_many_packages_as_are_prepared():
+    classifier = load(CONFIGS / "demo-classifier.yaml").model.classifier
+    assert classifier is not None
+    assert classifier.num_classes == len(set(standard_library.functions()["package"]))
 
 
 @pytest.mark.parametrize(

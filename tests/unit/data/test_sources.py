@@ -1,13 +1,17 @@
+import ast
+import asyncio
 import gzip
+import inspect
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data_pipeline import sources
+from data_pipeline import sources, standard_library
 from data_pipeline.document import Columns
 from data_pipeline.sources import open_source
 from tests.unit.data.conftest import documents, write_jsonl
@@ -85,6 +89,24 @@ def test_the_standard_library_is_its_sources_without_tests():
     assert 5e6 < sum(map(len, texts)) < 30e6
     assert any("class Thread:" in text for text in texts)
     assert not any("class TestThread" in text for text in texts)
+
+
+def test_the_standard_library_with_labels_is_its_functions_by_package():
+    columns = Columns(label="package")
+    source = open_source(["stdlib"], columns=columns, split="train", include=[])
+    functions = list(source)
+    packages = {function.texts[0]: function.label for function in functions}
+    assert len(packages) == len(functions) > 2000, "no text comes twice"
+    assert set(packages.values()) == set(standard_library.PACKAGES) == set(source.describe()["functions of"])
+    assert all(ast.parse(text).body[0].name for text in packages), "each is a function by itself"
+    method = textwrap.dedent(inspect.getsource(asyncio.Lock.release)).rstrip("\n")
+    assert packages[method] == "asyncio"
+
+
+def test_the_standard_library_has_no_other_columns():
+    columns = Columns(label="module")
+    with pytest.raises(ValueError, match=r"no column 'module' among text, package; set --labels"):
+        list(open_source(["stdlib"], columns=columns, split="train", include=[]))
 
 
 def test_a_dataset_is_streamed_by_name_and_split(tmp_path: Path):

@@ -25,6 +25,7 @@ ATTENTION = {name: name for name in DECODERS} | {
         "far_rope": "centroid",
     },
     "flurka_kernel": {"preset": "flurka_kernel", **COMPRESSED},
+    "flurka_mixture": {"preset": "flurka", **COMPRESSED, "mixture": {}},
     "local": {"preset": "local", "near": {"block_size": 8}},
 }
 

@@ -1,7 +1,9 @@
 import pytest
 
+from megakernel.ops.eva_attention import grouped as eva
 from megakernel.ops.flurka_attention import chunked as flurka
 from megakernel.ops.kernel_attention import chunked as kernel
+from megakernel.ops.landmark_attention import grouped as landmark
 from megakernel.ops.softmax_attention import blocked as softmax
 from megakernel.ops.weighted_attention import streamed as weighted
 from megakernel.ops.window_attention import chunked as window
@@ -17,3 +19,10 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(softmax, "BLOCK", 8)
     monkeypatch.setattr(weighted, "QUERIES", 4)
     monkeypatch.setattr(weighted, "KEYS", 8)
+
+
+@pytest.fixture
+def short_groups(monkeypatch):
+    """Groups of 256 tokens in place of 1,024 and 4,096, and chunks as they are: 600 tokens end in the third group."""
+    for module in (eva, flurka, kernel, landmark, window):
+        monkeypatch.setattr(module, "GROUP", 256)

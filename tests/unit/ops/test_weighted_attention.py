@@ -69,6 +69,7 @@ def test_the_gradient_is_the_slope(kind):
             q, k[:, :1], v[:, :1], mass=mass.square(), positions=PACKED[:1, :9], **KINDS[kind]
         )[0],
         (q, k, v, mass),
+        fast_mode=True,
     )
 
 

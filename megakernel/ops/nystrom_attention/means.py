@@ -1,47 +1,24 @@
-"""Nyströmformer: softmax attention through means over segments of queries and keys (MECHANISMS section 5)."""
+"""Means of all segments by one matrix product, and no scores between tokens."""
 
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.arguments import check_heads
 from megakernel.ops.dispatch import wide
-from megakernel.ops.pseudo_inverse import softmax_inverse
 
 
-def nystrom_attention(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     segments: Tensor,
     count: int,
-    invert: Callable[[Tensor], Tensor] = softmax_inverse,
-    key_mask: Tensor | None = None,
+    invert: Callable[[Tensor], Tensor],
+    key_mask: Tensor | None,
 ) -> Tensor:
-    """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V with s the softmax of scores over sqrt(d), L the means of segments.
-
-    Linear in the number of tokens; not causal.
-
-    Args:
-        q: (B, H, N, d).
-        k: (B, H_kv, N, d), H a multiple of H_kv.
-        v: (B, H_kv, N, D).
-        segments: int64 (B, N) or (1, N), the segment 0 .. count - 1 of each token. A segment without real tokens has no
-            landmark.
-        count: segments.
-        invert: the softmax matrix between landmarks (B, H, count, count) -> its inverse.
-        key_mask: (B, N) bool, False removes a token from means and keys.
-
-    Returns:
-        (B, H, N, D) in the dtype of v; 0 in rows without a real token.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit, naming the argument.
-    """
-    check_heads(q, k, v)
+    """Attention (B, H, N, D); arguments as in `nystrom_attention`."""
     group = q.shape[1] // k.shape[1]
     out_dtype, dtype = v.dtype, wide(q.dtype)
     q = q.to(dtype) * q.shape[-1] ** -0.5
@@ -61,16 +38,6 @@ def nystrom_attention(
     between = between * exists[..., None] + missing
     from_keys = _softmax(mean_q, k, real[:, None]) * exists[..., None]
     return (to_landmarks @ (invert(between) @ (from_keys @ v))).to(out_dtype)
-
-
-def depthwise_convolution(v: Tensor, kernel: Tensor) -> Tensor:
-    """Each head's values under its own filter along the sequence, zeros beyond the ends.
-
-    v: (B, H, N, D); kernel: (H, W), W odd; the same for all channels of a head.
-    """
-    heads, width = kernel.shape
-    weight = kernel.to(v.dtype)[:, None, :, None]
-    return F.conv2d(v, weight, padding=(width // 2, 0), groups=heads)
 
 
 def _softmax(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:

@@ -1,0 +1,248 @@
+"""Whether every mechanism trains: 200 steps of one small model each, on real text, in bfloat16.
+
+    megakernel prepare --source stdlib --tokenizer byte --out data/stdlib
+    OMP_NUM_THREADS=1 python -m benchmarks.short_training --out benchmarks/results/short_training_cpu.md
+
+Each preset is trained by `megakernel pretrain benchmarks/short_training.yaml`, as a decoder where it can be one and
+else as an encoder; softmax as both, so that the encoders have it beside them. A control of each kind has rows of one
+token: what the rest of the model learns by itself. Runs lie in runs/short_training; those that are done are read, not
+repeated. No page is written unless every loss fell, on the training text and on the held-out text, and every number
+was finite.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import description
+from megakernel.config import PRESETS, Attention, Config, ConfigError, check_same_run, expand_preset, load
+
+CONFIG = Path(__file__).with_suffix(".yaml")
+AVERAGED = 10
+"""Steps whose mean is the first and the last training loss."""
+
+BLOCK = {"block_size": 32, "rank": 4}
+RANK, LANDMARKS = 64, 32
+WINDOW, CHUNK = 32, 8
+"""Sizes that divide a row of 256 tokens as the presets' divide longer ones."""
+
+CONTROL = "one token"
+ALONE = {"seq_len": 1, "global_batch_size": 2048, "micro_batch_size": 2048, "eval_samples": 169_984}
+"""As many tokens in a step and in an evaluation as CONFIG has, in rows of one."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model to train."""
+
+    mechanism: str
+    """A preset, or CONTROL."""
+
+    kind: str
+    """What the model predicts."""
+
+    overrides: list[str]
+    """What the command line lays over CONFIG."""
+
+    def __str__(self) -> str:
+        return f"{self.mechanism} as {self.kind}"
+
+
+def runs(presets: Iterable[str]) -> Iterator[Run]:
+    """The controls, then each preset as the kind of model that it can be."""
+    for kind in ("causal_lm", "masked_lm"):
+        keys = {f"training.{key}": value for key, value in ALONE.items()}
+        yield _run(CONTROL, kind, {"model.attention": "softmax", **keys})
+    for preset in presets:
+        tree = attention(preset)
+        form = Attention.model_validate(expand_preset(tree))
+        if form.mixes_future_tokens is None:
+            yield _run(preset, "causal_lm", {"model.attention": tree})
+        if form.mixes_future_tokens or preset == "softmax":
+            # A row is one text where a mechanism cannot keep its documents apart.
+            isolated = form.mixes_documents is None
+            yield _run(preset, "masked_lm", {"model.attention": tree, "data.isolate_documents": isolated})
+
+
+def _run(mechanism: str, kind: str, keys: dict[str, Any]) -> Run:
+    name = f"{mechanism.replace(' ', '-')}-{kind}"
+    keys = {"run.name": name, "model.kind": kind, **keys}
+    return Run(mechanism, kind, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+
+
+def attention(preset: str) -> dict[str, Any]:
+    """The preset, with what divides or shortens a row fitted to 256 tokens."""
+    form = Attention.model_validate(expand_preset(preset))
+    changes: dict[str, Any] = {}
+    if form.compression is not None:
+        changes["compression"] = {"rank": RANK} if form.compression.kind == "linformer" else BLOCK
+    elif form.near is not None:
+        changes["near"] = {"block_size": BLOCK["block_size"]}
+    if form.mechanism == "eva":
+        changes["eva"] = {"window_size": WINDOW, "chunk_size": CHUNK}
+    elif form.mechanism == "skyformer":
+        changes["skyformer"] = {"features": LANDMARKS}
+    elif form.mechanism == "nystromformer":
+        changes["nystromformer"] = {"landmarks": LANDMARKS}
+    return {"preset": preset, **changes}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run's metrics.jsonl says; None stands for a number that was not finite."""
+
+    run: Run
+    losses: list[float | None]
+    held_out: list[float | None]
+    gradient_norms: list[float | None]
+    skipped_steps: int
+    step_times: list[float]
+
+    @property
+    def finite(self) -> bool:
+        """Whether every loss and every gradient was."""
+        return not self.skipped_steps and None not in [*self.losses, *self.held_out, *self.gradient_norms]
+
+    @property
+    def first(self) -> float:
+        """Mean training loss of the first steps."""
+        return _mean(self.losses[:AVERAGED])
+
+    @property
+    def last(self) -> float:
+        """Mean training loss of the last steps."""
+        return _mean(self.losses[-AVERAGED:])
+
+    @property
+    def before(self) -> float:
+        """Held-out loss of the weights as they were drawn."""
+        return _mean(self.held_out[:1])
+
+    @property
+    def after(self) -> float:
+        """Held-out loss of the trained weights."""
+        return _mean(self.held_out[-1:])
+
+    def refusal(self) -> str | None:
+        """Why this is no training; None where it is."""
+        if not self.finite:
+            return f"{self.run}: a loss or gradient was not finite ({self.skipped_steps} steps skipped)"
+        if self.last >= self.first:
+            return f"{self.run}: the training loss did not fall, {self.first:.4f} to {self.last:.4f}"
+        if self.after >= self.before:
+            return f"{self.run}: the held-out loss did not fall, {self.before:.4f} to {self.after:.4f}"
+        return None
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    return statistics.fmean(value for value in values if value is not None)
+
+
+def outcome(run: Run, config: Config) -> Outcome | None:
+    """What a run measured; None where it has not come to its end.
+
+    Raises ConfigError where the run's folder belongs to another configuration.
+    """
+    folder = config.run.folder
+    if not (folder / "metrics.jsonl").exists():
+        return None
+    check_same_run((folder / "config.yaml").read_text(encoding="utf-8"), config, folder)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "train/loss" in line]
+    held_out = [line["eval/loss"] for line in lines if "eval/loss" in line]
+    if len(steps) != config.training.steps or len(held_out) != 2:
+        return None
+    return Outcome(
+        run,
+        losses=[line["train/loss"] for line in steps],
+        held_out=held_out,
+        gradient_norms=[line["train/grad_norm"] for line in steps],
+        skipped_steps=int(steps[-1]["train/skipped_steps"]),
+        step_times=[line["throughput/step_time"] for line in steps],
+    )
+
+
+def train(run: Run) -> Outcome | str:
+    """The outcome of a run, trained now unless it is done; or why it is no training."""
+    config = load(CONFIG, run.overrides)
+    try:
+        found = outcome(run, config)
+    except ConfigError as error:
+        return f"{run}: {error}"
+    if found is None:
+        command = [sys.executable, "-m", "launch.cli", "pretrain", str(CONFIG), *run.overrides]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        found = outcome(run, config)
+        if done.returncode or found is None:
+            print(done.stdout, file=sys.stderr)
+            return f"{run}: megakernel pretrain ended with status {done.returncode}"
+    return found.refusal() or found
+
+
+def row(found: Outcome) -> str:
+    """The line of the table for what trained."""
+    name = found.run.mechanism
+    return (
+        f"| {name if name == CONTROL else f'`{name}`'} | {found.run.kind} | {found.first:.3f} | {found.last:.3f} "
+        f"| {found.before:.3f} | **{found.after:.3f}** | {'yes' if found.finite else 'no'} "
+        f"| {statistics.median(found.step_times):.3f} |"
+    )
+
+
+def page(outcomes: list[Outcome]) -> str:
+    """The table with what it was measured by, decoders first, the lowest held-out loss first."""
+    columns = ["preset", "model", f"loss, first {AVERAGED}", f"last {AVERAGED}", "held-out before", "after"]
+    columns += ["finite", "s/step"]
+    ordered = sorted(outcomes, key=lambda found: (found.run.kind, found.after))
+    return "\n".join(
+        [
+            "# 200 steps of every mechanism",
+            "",
+            "`OMP_NUM_THREADS=1 python -m benchmarks.short_training`, "
+            f"{date.today().isoformat()}, {description()}, bfloat16.",
+            "",
+            "2 layers x 64, 4 heads, context 256, 200 steps of 2,048 tokens, one process. Losses are nats per byte "
+            "of the Python standard library's source, means over training steps and over all held-out text. A masked "
+            "model sees what follows a hidden byte too: the two kinds do not compare. Seconds are the median step's.",
+            "",
+            f"*{CONTROL}* is the same model on rows of one token: without anything to attend to. What ends clearly "
+            "below its held-out loss has learned from other tokens.",
+            "",
+            f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
+            *map(row, ordered),
+            "",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 where every run trained, and the page is written; 1 where one did not, which is named."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PRESETS, default=list(PRESETS), metavar="PRESET")
+    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    arguments = parser.parse_args(argv)
+    results: list[Outcome | str] = []
+    for run in runs(arguments.only):
+        results.append(found := train(run))
+        print(found if isinstance(found, str) else row(found), flush=True)
+    if refusals := [found for found in results if isinstance(found, str)]:
+        print("no page is written:", *refusals, sep="\n  ", file=sys.stderr)
+        return 1
+    text = page([found for found in results if isinstance(found, Outcome)])
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
