@@ -16,10 +16,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None
     With `cross`, keys and values may be another number of tokens than the queries.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, heads, tokens, width)")
-        if not x.is_floating_point():
-            raise ValueError(f"{name} has dtype {x.dtype}; expected a floating type")
+        check_tokens(name, x)
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}; expected {q.dtype} on {q.device} like q")
     batch, heads, length, width = q.shape
@@ -32,6 +29,14 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None
         raise ValueError(f"q has {heads} heads and k {k.shape[1]}; expected a multiple")
     if q.shape[2] == 0:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected at least one token")
+
+
+def check_tokens(name: str, x: Tensor) -> None:
+    """(batch, heads, tokens, width) of a floating dtype."""
+    if x.dim() != 4:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, heads, tokens, width)")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} has dtype {x.dtype}; expected a floating type")
 
 
 def check_feature_map(feature_map: FeatureMap | str, projection: Projection | None, k: Tensor) -> None:

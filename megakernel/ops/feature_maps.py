@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.projections import Projection, project
+from megakernel.ops.dispatch import choose
+from megakernel.ops.projections import FastFood, Projection, project
 
 
 class FeatureMap(NamedTuple):
@@ -46,7 +47,13 @@ class Features(NamedTuple):
 def features(feature_map: FeatureMap | str, x: Tensor, projection: Projection | None) -> Features:
     """phi(x) for x (B, H_kv, C, L, d) in float32 or better."""
     form = named(feature_map)
-    values, log_scale = FEATURE_MAPS[form.name].phi(x, projection)
+    if isinstance(projection, FastFood):
+        # An op of its own, made of the maps below: where there is a GPU, by kernels.
+        from megakernel.ops.fastfood_features import IMPLEMENTATIONS
+
+        values, log_scale = choose(IMPLEMENTATIONS, None)(x, projection, feature_map=form.name)
+    else:
+        values, log_scale = FEATURE_MAPS[form.name].phi(x, projection)
     if form.components > 1:
         values = values * form.components**0.5
     phi = Features(values, log_scale)
@@ -136,3 +143,6 @@ FEATURE_MAPS = {
     "prf": _Map(_prf, projected=True),
 }
 """Name -> phi and whether it takes a projection: omega (M, d), or W (d, d) of hedgehog, or one per key head."""
+
+SAMPLED = ("favor", "rks", "prf")
+"""The maps whose projections are random frequencies."""

@@ -1,0 +1,45 @@
+"""Random features of tokens through FastFood: cos and sin or exp of S H G Pi H B x, without a matrix (KL eq. 6)."""
+
+from torch import Tensor
+
+from megakernel.ops.arguments import check_choice, check_feature_map, check_tokens
+from megakernel.ops.dispatch import Implementation, Kernels, choose
+from megakernel.ops.fastfood_features import chunked, reference
+from megakernel.ops.feature_maps import SAMPLED, Features
+from megakernel.ops.projections import FastFood
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "chunked": chunked.attend,
+    "reference": reference.attend,
+    "triton": Kernels("megakernel.ops.fastfood_features.triton"),
+}
+"""Backend -> implementation."""
+
+
+def fastfood_features(
+    x: Tensor, projection: FastFood, *, feature_map: str, backend: str | None = None
+) -> Features:
+    """phi(x) with fast transforms in place of omega.
+
+    `megakernel.ops.feature_maps.features` comes here for every FastFood. Fused attention does not: it takes the
+    dense matrix of a FastFood, so that no features reach memory.
+
+    Args:
+        x: (B, H_kv, N, d), floating.
+        projection: blocks of n = 2^k >= d numbers for each key head; M = blocks * d.
+        feature_map: rks, prf or favor.
+        backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else triton on a GPU
+            and chunked elsewhere.
+
+    Returns:
+        Values (B, H_kv, N, F) and, for prf and favor, log scales (B, H_kv, N), float32 or better. F is 2 M for rks,
+        cosines first, and M for the others.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
+    """
+    check_tokens("x", x)
+    check_choice("feature_map", feature_map, SAMPLED)
+    check_feature_map(feature_map, projection, x)
+    values, log_scale = choose(IMPLEMENTATIONS, backend)(x[:, :, None], projection, feature_map=feature_map)
+    return Features(values[:, :, 0], None if log_scale is None else log_scale[:, :, 0])

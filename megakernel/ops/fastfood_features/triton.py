@@ -1,0 +1,160 @@
+"""The features by the kernels, as two operators that torch knows: forward, and backward with what forward was given."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from megakernel.ops.fastfood_features import kernels
+from megakernel.ops.feature_maps import SAMPLED, Features
+from megakernel.ops.kernels.launch import PROGRAMS, launch, rows_together, strides
+from megakernel.ops.projections import FastFood
+
+WIDEST = 1024
+"""Numbers that a token's blocks have together at most: they lie in the registers of one program."""
+
+TILE = 2048
+"""Numbers of a tile: 16 in each of 128 threads, of which backward holds five at once."""
+
+SPAN = 256
+"""Tokens of a program at most: many enough that the partial sums of gradients are small beside the features."""
+
+
+def unsupported(x: Tensor, projection: FastFood, *, feature_map: str) -> str | None:
+    """Why the kernels cannot take these arguments."""
+    if feature_map not in SAMPLED:
+        return f"feature_map={feature_map!r}; expected one of {', '.join(SAMPLED)}"
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"x is {x.dtype}; expected bfloat16, float16 or float32"
+    if (numbers := _padded_blocks(projection.scales)) > WIDEST:
+        return f"blocks of {tuple(projection.scales.shape[1:])} make {numbers} numbers; expected at most {WIDEST}"
+    return None
+
+
+def attend(x: Tensor, projection: FastFood, *, feature_map: str) -> Features:
+    """Arguments and results of `chunked.attend`."""
+    chunks = x.shape[2:4]
+    values, logs = _forward(x.flatten(2, 3), *projection, feature_map)
+    return Features(values.unflatten(2, chunks), logs.unflatten(2, chunks) if feature_map != "rks" else None)
+
+
+@torch.library.custom_op("megakernel::fastfood_features", mutates_args=())
+def _forward(
+    x: Tensor, scales: Tensor, gaussians: Tensor, signs: Tensor, permutation: Tensor, feature_map: str
+) -> tuple[Tensor, Tensor]:
+    """Values (B, H_kv, N, F) float32 of x (B, H_kv, N, d), and log scales (B, H_kv, N), of no token for rks."""
+    x = rows_together(x)
+    values, logs = _outputs(x, scales, gaussians, signs, permutation, feature_map)
+    parts = [part.contiguous() for part in (scales, gaussians, signs, permutation)]
+    grid, options = _launch_over(x, scales, feature_map)
+    if x.numel():
+        launch(
+            kernels.write_features,
+            grid,
+            x,
+            *parts,
+            values,
+            logs,
+            *strides(x),
+            x.shape[2],
+            x.shape[1],
+            warps=4,
+            **options,
+        )
+    return values, logs
+
+
+@_forward.register_fake
+def _outputs(x, scales, gaussians, signs, permutation, feature_map):
+    features = scales.shape[1] * x.shape[-1] * (2 if feature_map == "rks" else 1)
+    values = x.new_empty(*x.shape[:3], features, dtype=torch.float32)
+    logged = 0 if feature_map == "rks" else x.shape[2]
+    return values, x.new_empty(*x.shape[:2], logged, dtype=torch.float32)
+
+
+@torch.library.custom_op("megakernel::fastfood_features_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    scales: Tensor,
+    gaussians: Tensor,
+    signs: Tensor,
+    permutation: Tensor,
+    logs: Tensor,
+    feature_map: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x, and of the three diagonals (3, H_kv, blocks, n) float32, given that of the values."""
+    x = rows_together(x)
+    batch, heads, length, _ = x.shape
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    diagonals = [part.contiguous() for part in (scales, gaussians, signs)]
+    permutation = permutation.contiguous()
+    grid, options = _launch_over(x, scales, feature_map)
+    shares = x.new_empty(3, batch, heads, grid[1], *scales.shape[1:], dtype=torch.float32)
+    if x.numel():
+        launch(
+            kernels.write_gradients,
+            grid,
+            grad.contiguous(),
+            x,
+            *diagonals,
+            permutation,
+            permutation.argsort(-1),
+            logs,
+            dx,
+            shares,
+            *strides(x),
+            length,
+            heads,
+            shares[0].numel(),
+            warps=4,
+            **options,
+        )
+    return dx, shares.sum((1, 3))
+
+
+@_backward.register_fake
+def _gradients(grad, x, scales, gaussians, signs, permutation, logs, feature_map):
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dx, x.new_empty(3, *scales.shape, dtype=torch.float32)
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.feature_map = inputs
+    # Log scales are constants: the product does not depend on how it is split.
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _differentiate(ctx, grad, _):
+    dx, of_diagonals = _backward(grad, *ctx.saved_tensors, ctx.feature_map)
+    diagonals = ctx.saved_tensors[1:4]
+    return dx, *(total.to(part.dtype) for total, part in zip(of_diagonals, diagonals)), None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _padded_blocks(scales: Tensor) -> int:
+    """K, the numbers of all blocks of a token, their number padded to a power of two."""
+    return triton.next_power_of_2(scales.shape[1]) * scales.shape[2]
+
+
+def _launch_over(x: Tensor, scales: Tensor, feature_map: str) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid and the compile-time sizes of both kernels: as many tokens to a program as leaves PROGRAMS of them."""
+    batch, heads, length, width = x.shape
+    numbers = _padded_blocks(scales)
+    rows = max(1, TILE // numbers)
+    shared_out = triton.next_power_of_2(max(1, batch * heads * length // PROGRAMS))
+    span = max(rows, min(SPAN, shared_out))
+    options = {
+        "SPAN": span,
+        "R": rows,
+        "BLOCKS": scales.shape[1],
+        "K": numbers,
+        "n": scales.shape[2],
+        "D": width,
+        "MAP": feature_map,
+    }
+    return (batch * heads, triton.cdiv(length, span)), options

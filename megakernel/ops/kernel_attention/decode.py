@@ -1,0 +1,137 @@
+"""One token of kernel attention: it enters the state of its sequence, which its queries read, in one launch."""
+
+import torch
+import triton
+from torch import Tensor
+
+from megakernel.ops.feature_maps import FeatureMap, named
+from megakernel.ops.kernel_attention import decode_kernel
+from megakernel.ops.kernels.features import SUPPORTED, padded, phi_of
+from megakernel.ops.kernels.launch import launch, rows_together
+from megakernel.ops.projections import FastFood, Projection, dense
+from megakernel.ops.state import KernelState
+
+WIDEST = 512
+"""Features of a half that a program holds at most."""
+
+TILE = 8192
+"""Numbers of half a state in one program at most: 32 in each of 256 threads."""
+
+
+def unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMap | str,
+    projection: Projection | None,
+    normalize: bool,
+    mass: Tensor | None,
+    state: KernelState,
+) -> str | None:
+    """Why the kernel cannot take these arguments of `step`."""
+    form = named(feature_map)
+    if q.shape[2] != 1:
+        return f"q has {q.shape[2]} tokens; expected 1"
+    if form.name not in SUPPORTED or form.smoothing:
+        return f"feature_map={form}; expected one of {', '.join(SUPPORTED)} without smoothing"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or state.sums.dtype != torch.float32:
+        return f"q is {q.dtype} and the state {state.sums.dtype}; expected at most float32, and float32"
+    if (rows := _rows(projection, q.shape[-1])) > WIDEST:
+        return f"{form.name} has {rows} features in a half; expected at most {WIDEST}"
+    parts = projection if isinstance(projection, FastFood) else (projection,)
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, mass, *state, *parts)
+    ):
+        return "a gradient is wanted; expected none, as under torch.no_grad()"
+    return None
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMap | str,
+    projection: Projection | None,
+    normalize: bool,
+    mass: Tensor | None,
+    state: KernelState,
+) -> tuple[Tensor, KernelState]:
+    """Outputs (B, H, 1, D) of q (B, H, 1, d), and the state with k and v (B, H_kv, 1, ...) in it.
+
+    The other arguments are those of `megakernel.ops.kernel_attention`, mass of shape (B, H_kv, 1). `state` is left as
+    it was: programs of other columns read its normalizer while one writes the new one, and a caller may go on from
+    the old state again (beams, a rejected draft).
+    """
+    form = named(feature_map)
+    matrix = dense(projection, q.shape[-1])
+    out, sums, log_scale = _step(q, k, v, matrix, mass, *state, form.name, form.components, normalize)
+    return out, KernelState(sums, log_scale)
+
+
+@torch.library.custom_op("megakernel::kernel_attention_step", mutates_args=())
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    matrix: Tensor | None,
+    mass: Tensor | None,
+    sums: Tensor,
+    log_scale: Tensor,
+    feature_map: str,
+    components: int,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, sums and log scales of the new state."""
+    batch, heads, _, width = k.shape
+    group, columns = q.shape[1] // heads, v.shape[-1]
+    # A few kilobytes in float32: exponents need exact tokens, and one row more makes the key one of them.
+    tokens = torch.cat([q.reshape(batch, heads, group, width), k], 2).float()
+    if matrix is not None:
+        matrix = matrix.float().contiguous()
+    phi = phi_of(FeatureMap(feature_map, components), width, None if matrix is None else matrix.shape[-2])
+    out, new_sums, new_logs = _outputs(
+        q, k, v, matrix, mass, sums, log_scale, feature_map, components, normalize
+    )
+    v = rows_together(v)
+    block = max(16, min(padded(columns), TILE // phi.padded_rows))
+    launch(
+        decode_kernel.step,
+        (batch * heads, triton.cdiv(columns, block)),
+        tokens,
+        v,
+        log_scale if mass is None else mass.float().contiguous(),
+        tokens if matrix is None else matrix,
+        sums.contiguous(),
+        log_scale.contiguous(),
+        out,
+        new_sums,
+        new_logs,
+        v.stride(0),
+        v.stride(1),
+        matrix.stride(0) if matrix is not None and matrix.dim() == 3 else 0,
+        heads,
+        warps=8 if phi.padded_rows * block > TILE // 2 else 4,
+        G=group,
+        C=padded(group + 1),
+        V=columns,
+        BV=block,
+        MASSES=mass is not None,
+        NORMALIZE=normalize,
+        **phi.options(),
+    )
+    return out, new_sums, new_logs
+
+
+@_step.register_fake
+def _outputs(q, k, v, matrix, mass, sums, log_scale, feature_map, components, normalize):
+    out = v.new_empty(*q.shape[:3], v.shape[-1])
+    return out, sums.new_empty(sums.shape), log_scale.new_empty(log_scale.shape)
+
+
+def _rows(projection: Projection | None, width: int) -> int:
+    """M."""
+    if projection is None:
+        return width
+    return projection.scales.shape[1] * width if isinstance(projection, FastFood) else projection.shape[-2]

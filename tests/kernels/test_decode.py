@@ -1,0 +1,243 @@
+"""One token at a time through the kernel is the whole sequence at once."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.ops import KernelState, kernel_attention
+from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.projections import FastFood
+from megakernel.ops.state import start_state
+
+from .accuracy import DEVICE, TOLERANCE, error, random
+from .ahead_of_time import assert_fits
+
+MAPS = ("elu", "relu", "identity", "hedgehog", "favor", "prf", "rks")
+
+
+def projection_of(feature_map: str, heads: int, width: int, rows: int = 24) -> Tensor | None:
+    if feature_map in ("elu", "relu", "identity"):
+        return None
+    return random(heads, width if feature_map == "hedgehog" else rows, width, seed=9)
+
+
+def tokens(batch: int, heads: int, group: int, length: int, width: int, values: int, dtype=torch.float32):
+    """Queries, keys and values."""
+    return (
+        random(batch, heads * group, length, width, seed=0, dtype=dtype),
+        random(batch, heads, length, width, seed=1, dtype=dtype),
+        random(batch, heads, length, values, seed=2, dtype=dtype),
+    )
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, **options):
+    from megakernel.ops.kernel_attention import decode
+
+    options = {"projection": None, "normalize": True, "mass": None, **options}
+    with torch.no_grad():
+        reason = decode.unsupported(q, k, v, **options)
+        assert reason is None, reason
+        return decode.step(q, k, v, **options)
+
+
+def exactly(x):
+    """In float64, whatever it is made of."""
+    if isinstance(x, tuple):
+        return type(x)(*map(exactly, x))
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, *, state: KernelState, **options):
+    """The reference's output and state in float64, continuing from `state`."""
+    options = {name: exactly(value) if name != "feature_map" else value for name, value in options.items()}
+    return kernel_attention(
+        *map(exactly, (q, k, v)),
+        **options,
+        initial_state=exactly(state),
+        return_state=True,
+        backend="reference",
+    )
+
+
+def assert_same(got: tuple[Tensor, KernelState], expected: tuple[Tensor, KernelState]) -> None:
+    """Outputs to the rounding of their dtype, states to that of float32."""
+    (out, state), (exact, sums) = got, expected
+    assert error(out, exact) <= TOLERANCE[out.dtype]
+    total = state.sums.double() * state.log_scale.double().exp()[..., None, None]
+    assert error(total, sums.sums) <= TOLERANCE[torch.float32]
+
+
+def state_behind(k: Tensor, v: Tensor, feature_map: str, projection) -> KernelState:
+    """The state of keys and values that came before."""
+    return kernel_attention(
+        k, k, v, feature_map=feature_map, projection=projection, return_state=True, backend="chunked"
+    )[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_a_step_is_the_references(feature_map, normalize, dtype):
+    """With grouped queries, masses, and widths that are no powers of two."""
+    q, k, v = tokens(3, 2, 3, 6, 12, 20, dtype)
+    projection = projection_of(feature_map, 2, 12)
+    options = {"feature_map": feature_map, "projection": projection}
+    state = state_behind(k[:, :, :5].float(), v[:, :, :5].float(), **options)
+    options |= {"normalize": normalize, "mass": random(3, 2, 1, seed=3).abs()}
+    last = [x[:, :, 5:] for x in (q, k, v)]
+    assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "hedgehog", "prf", "rks"])
+def test_token_by_token_is_the_whole_sequence(feature_map):
+    q, k, v = tokens(2, 1, 2, 20, 8, 8)
+    projection = projection_of(feature_map, 1, 8, 16)
+    empty = start_state(feature_map, k, projection, 8)
+    state, outputs = empty, []
+    for at in range(20):
+        token = [x[:, :, at : at + 1] for x in (q, k, v)]
+        out, state = step(*token, feature_map=feature_map, projection=projection, state=state)
+        outputs.append(out)
+    whole = reference(q, k, v, feature_map=feature_map, projection=projection, state=empty)
+    assert_same((torch.cat(outputs, 2), state), whole)
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "prf"])
+def test_many_sequences_at_once(feature_map):
+    q, k, v = tokens(64, 1, 2, 3, 16, 16)
+    projection = projection_of(feature_map, 1, 16)
+    options = {"feature_map": feature_map, "projection": projection}
+    state = state_behind(k[:, :, :2], v[:, :, :2], **options)
+    last = [x[:, :, 2:] for x in (q, k, v)]
+    assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
+
+
+def test_wide_values_are_cut_into_blocks(monkeypatch):
+    from megakernel.ops.kernel_attention import decode
+
+    monkeypatch.setattr(decode, "TILE", 16 * 16)
+    q, k, v = tokens(2, 2, 1, 3, 16, 40)
+    state = state_behind(k[:, :, :2], v[:, :, :2], "elu", None)
+    last = [x[:, :, 2:] for x in (q, k, v)]
+    assert_same(step(*last, state=state, feature_map="elu"), reference(*last, state=state, feature_map="elu"))
+
+
+def test_a_product_of_fast_transforms_is_taken_as_its_matrix():
+    q, k, v = tokens(2, 2, 2, 3, 8, 8)
+    scales, gaussians, signs, order = random(4, 2, 2, 8, seed=4)
+    projection = FastFood(scales, gaussians, signs.sign(), order.argsort(-1))
+    options = {"feature_map": "prf", "projection": projection}
+    state = state_behind(k[:, :, :2], v[:, :, :2], **options)
+    last = [x[:, :, 2:] for x in (q, k, v)]
+    assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
+
+
+def test_components_add():
+    q, k, v = tokens(1, 1, 1, 1, 8, 8)
+    options = {"feature_map": FeatureMap("favor", components=2), "projection": projection_of("favor", 1, 8)}
+    state = start_state(options["feature_map"], k, options["projection"], 8)
+    options["normalize"] = False
+    assert_same(step(q, k, v, state=state, **options), reference(q, k, v, state=state, **options))
+
+
+def test_large_exponents_stay_in_range():
+    """Keys of scale 10: their features alone would overflow float32, or vanish."""
+    q, k, v = tokens(2, 1, 1, 4, 16, 16)
+    k = 10 * k
+    options = {"feature_map": "favor", "projection": projection_of("favor", 1, 16)}
+    state = state_behind(k[:, :, :3], v[:, :, :3], **options)
+    last = [x[:, :, 3:] for x in (q, k, v)]
+    assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "prf"])
+def test_a_key_without_mass_changes_nothing(feature_map):
+    """Also as the first: the output is 0 and the state stays empty."""
+    q, k, v = tokens(2, 1, 1, 1, 8, 8)
+    projection = projection_of(feature_map, 1, 8)
+    state = start_state(feature_map, k, projection, 8)
+    options = {"feature_map": feature_map, "projection": projection}
+    out, after = step(q, k, v, state=state, mass=torch.zeros(2, 1, 1, device=DEVICE), **options)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(after.sums, state.sums)
+    assert torch.equal(after.log_scale, state.log_scale)
+
+
+def test_the_state_handed_in_is_left_as_it_was():
+    q, k, v = tokens(2, 1, 1, 3, 8, 8)
+    state = state_behind(k, v, "elu", None)
+    before = state.sums.clone()
+    _, after = step(q[:, :, :1], k[:, :, :1], v[:, :, :1], state=state, feature_map="elu")
+    assert torch.equal(state.sums, before)
+    assert not torch.equal(after.sums, before)
+
+
+def test_tokens_and_states_may_lie_anywhere_in_memory():
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tokens(2, 2, 2, 3, 8, 8))
+    state = state_behind(k[:, :, :2], v[:, :, :2], "relu", None)
+    state = KernelState(state.sums.mT.contiguous().mT, state.log_scale.T.contiguous().T)
+    last = [x[:, :, 2:] for x in (q, k, v)]
+    assert not last[0].is_contiguous()
+    options = {"feature_map": "relu"}
+    assert_same(step(*last, state=state, **options), reference(*last, state=state, **options))
+
+
+def test_what_the_kernel_cannot_take_is_refused_with_a_reason():
+    from megakernel.ops.kernel_attention import decode
+
+    q, k, v = tokens(1, 1, 1, 2, 8, 8)
+    state = start_state("elu", k, None, 8)
+    options = {"feature_map": "elu", "projection": None, "normalize": True, "mass": None, "state": state}
+    one = [x[:, :, :1] for x in (q, k, v)]
+    wide = {"feature_map": "prf", "projection": torch.zeros(600, 8)}
+    assert decode.unsupported(*one, **options) is None
+    assert "q has 2 tokens" in decode.unsupported(q, k, v, **options)
+    assert "smoothing" in decode.unsupported(*one, **options | {"feature_map": FeatureMap("elu", 1, 0.1)})
+    assert "torch.float64" in decode.unsupported(*(x.double() for x in one), **options)
+    assert "600 features" in decode.unsupported(*one, **options | wide)
+    assert "gradient" in decode.unsupported(one[0].requires_grad_(), *one[1:], **options)
+
+
+def test_torch_knows_the_operator():
+    from megakernel.ops.kernel_attention import decode
+
+    q, k, v = tokens(1, 2, 2, 1, 8, 8)
+    projection = projection_of("rks", 2, 8)
+    state = start_state("rks", k, projection, 8)
+    torch.library.opcheck(decode._step, (q, k, v, projection, None, *state, "rks", 1, True))
+
+
+def noted(feature_map: str, width: int, rows: int, group: int, dtype: torch.dtype) -> None:
+    """A step of 64 sequences."""
+    from megakernel.ops.kernel_attention import decode
+
+    q = torch.zeros(64, 8 * group, 1, width, dtype=dtype)
+    k = torch.zeros(64, 8, 1, width, dtype=dtype)
+    projection = None if feature_map == "elu" else torch.zeros(8, rows, width)
+    state = start_state(feature_map, k, projection, width)
+    options = {"feature_map": feature_map, "projection": projection, "normalize": True, "mass": None}
+    with torch.no_grad():
+        decode.step(q, k, k, state=state, **options)
+
+
+LAUNCHES = {
+    f"{feature_map} d={width}, M={rows}, {group} queries to a key, {dtype}": partial(
+        noted, feature_map, width, rows, group, dtype
+    )
+    for feature_map, width, rows, group, dtype in (
+        ("elu", 64, 64, 4, torch.bfloat16),
+        ("elu", 128, 128, 1, torch.bfloat16),
+        ("hedgehog", 64, 64, 1, torch.bfloat16),
+        ("hedgehog", 128, 128, 8, torch.bfloat16),
+        ("rks", 128, 128, 4, torch.float32),
+        ("prf", 128, 256, 4, torch.bfloat16),
+        ("rks", 128, 512, 1, torch.bfloat16),
+    )
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_fit_the_chips(capability):
+    assert_fits(__name__, capability)

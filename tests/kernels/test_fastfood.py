@@ -1,0 +1,169 @@
+"""FastFood features by kernels are those of the dense matrix."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megakernel.ops import kernel_attention
+from megakernel.ops.dispatch import VARIABLE
+from megakernel.ops.fastfood_features import fastfood_features
+from megakernel.ops.projections import FastFood, padded_width
+
+from .accuracy import TOLERANCE, error, random
+from .ahead_of_time import assert_fits
+
+
+def fast_food(heads: int, blocks: int, width: int, seed: int = 1) -> FastFood:
+    scales, gaussians, signs, order = random(4, heads, blocks, padded_width(width), seed=seed)
+    return FastFood(scales, gaussians, signs.sign(), order.argsort(-1))
+
+
+def leaves(x: torch.Tensor, projection: FastFood, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The tokens and the diagonals, in their dtypes or another."""
+    return [part.detach().clone().to(dtype or part.dtype).requires_grad_() for part in (x, *projection[:3])]
+
+
+def run(feature_map: str, backend: str, x: torch.Tensor, *diagonals: torch.Tensor, order: torch.Tensor):
+    """Features with their scales, and the gradients of a random sum of their values."""
+    values, logs = fastfood_features(x, FastFood(*diagonals, order), feature_map=feature_map, backend=backend)
+    pull = random(*values.shape, seed=2).to(values.dtype)
+    gradients = torch.autograd.grad((values * pull).sum(), (x, *diagonals))
+    return [values, *([] if logs is None else [logs]), *gradients]
+
+
+def assert_same_as_reference(feature_map: str, x: torch.Tensor, projection: FastFood) -> None:
+    fast = run(feature_map, "triton", *leaves(x, projection), order=projection.permutation)
+    inputs = leaves(x, projection, torch.float64)
+    exact = run(feature_map, "reference", *inputs, order=projection.permutation)
+    assert len(fast) == len(exact)
+    for ours, theirs in zip(fast, exact):
+        assert error(ours, theirs) <= TOLERANCE[ours.dtype]
+
+
+@pytest.mark.parametrize("feature_map", ["rks", "prf", "favor"])
+@pytest.mark.parametrize(("width", "blocks"), [(16, 1), (12, 3), (64, 2), (128, 1)])
+def test_features_and_gradients_are_those_of_the_dense_matrix(feature_map, width, blocks):
+    """Also where tokens or blocks are padded to a power of two."""
+    assert_same_as_reference(feature_map, random(2, 2, 17, width, seed=0), fast_food(2, blocks, width))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 17, 64, 1000, 4096])
+def test_rows_of_any_length(length, dtype):
+    x = random(1, 1, length, 16, seed=0, dtype=dtype)
+    for feature_map in ("rks", "prf"):
+        assert_same_as_reference(feature_map, x, fast_food(1, 1, 16))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_the_narrowest_tokens(width):
+    assert_same_as_reference("rks", random(1, 2, 5, width, seed=0), fast_food(2, 2, width))
+
+
+def test_large_exponents_stay_in_range():
+    """Inputs of scale 10: log scales reach hundreds, values lie between 0 and 1."""
+    assert_same_as_reference("prf", 10 * random(1, 2, 17, 16, seed=0), fast_food(2, 2, 16))
+
+
+def test_tokens_may_lie_anywhere_in_memory():
+    """As queries cut out of one product for all heads do."""
+    x = random(2, 9, 3, 16, seed=0).transpose(1, 2)[:, :2]
+    assert not x.is_contiguous()
+    assert_same_as_reference("rks", x, fast_food(2, 1, 16))
+
+
+def test_two_runs_give_the_same_bits():
+    x, projection = random(2, 2, 100, 16, seed=0), fast_food(2, 2, 16)
+    runs = [run("prf", "triton", *leaves(x, projection), order=projection.permutation) for _ in range(2)]
+    assert all(torch.equal(first, second) for first, second in zip(*runs))
+
+
+def test_torch_knows_the_operators():
+    """Fake versions, gradients and aliasing are as torch.compile and checkpointing expect them."""
+    from megakernel.ops.fastfood_features import triton
+
+    projection = fast_food(2, 2, 12)
+    for feature_map in ("rks", "prf"):
+        x, *diagonals = leaves(random(1, 2, 5, 12, seed=0), projection)
+        torch.library.opcheck(triton._forward, (x, *diagonals, projection.permutation, feature_map))
+
+
+def test_attention_in_chunks_takes_its_features_from_the_kernels(monkeypatch):
+    """With gradients down to the diagonals, through the recomputation of groups."""
+    from megakernel.ops.fastfood_features import triton
+
+    launched = []
+
+    def counting(kernel, *arguments, **options):
+        launched.append(kernel.fn.__name__)
+        launch(kernel, *arguments, **options)
+
+    launch = triton.launch
+    monkeypatch.setattr(triton, "launch", counting)
+    monkeypatch.setenv(VARIABLE, "triton")
+    q, k, v = (random(1, 2, 20, 8, seed=seed) for seed in range(3))
+    projection = fast_food(2, 2, 8)
+    results = {}
+    for backend, dtype in (("chunked", torch.float32), ("reference", torch.float64)):
+        query, *diagonals = leaves(q, projection, dtype)
+        out = kernel_attention(
+            query,
+            k.to(dtype),
+            v.to(dtype),
+            feature_map="prf",
+            projection=FastFood(*diagonals, projection.permutation),
+            backend=backend,
+        )
+        results[backend] = [out, *torch.autograd.grad(out.square().sum(), (query, *diagonals))]
+    assert set(launched) == {"write_features", "write_gradients"}
+    for ours, theirs in zip(results["chunked"], results["reference"]):
+        assert error(ours, theirs) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "blocks", "reason"),
+    [(torch.float64, 1, "x is torch.float64"), (torch.float32, 65, "blocks of")],
+)
+def test_what_the_kernels_cannot_take_is_refused_with_a_reason(dtype, blocks, reason):
+    x = random(1, 1, 3, 16, seed=0).to(dtype)
+    with pytest.raises(ValueError, match=reason):
+        fastfood_features(x, fast_food(1, blocks, 16), feature_map="rks", backend="triton")
+
+
+def test_arguments_that_do_not_fit_are_named():
+    x, projection = random(1, 1, 3, 16, seed=0), fast_food(1, 1, 16)
+    with pytest.raises(ValueError, match="feature_map='elu'; expected one of"):
+        fastfood_features(x, projection, feature_map="elu")
+    with pytest.raises(
+        ValueError, match=r"projection.scales has shape \(2, 1, 16\); expected \(1, blocks, 16\)"
+    ):
+        fastfood_features(x, fast_food(2, 1, 16), feature_map="rks")
+    with pytest.raises(ValueError, match=r"x has shape \(1, 3, 16\)"):
+        fastfood_features(x[0], projection, feature_map="rks")
+
+
+def noted(feature_map: str, width: int, blocks: int, dtype: torch.dtype) -> None:
+    """Forward and backward of a training batch."""
+    x = torch.zeros(2, 8, 1024, width, dtype=dtype).requires_grad_()
+    scales, gaussians, signs, order = torch.zeros(4, 8, blocks, padded_width(width))
+    projection = FastFood(scales.requires_grad_(), gaussians, signs, order.long())
+    fastfood_features(x, projection, feature_map=feature_map, backend="triton").values.sum().backward()
+
+
+LAUNCHES = {
+    f"{feature_map} d={width}, {blocks} blocks, {dtype}": partial(noted, feature_map, width, blocks, dtype)
+    for feature_map, width, blocks, dtype in (
+        ("rks", 64, 1, torch.bfloat16),
+        ("rks", 128, 1, torch.bfloat16),
+        ("prf", 64, 2, torch.bfloat16),
+        ("prf", 128, 2, torch.bfloat16),
+        ("prf", 128, 2, torch.float32),
+        ("rks", 128, 8, torch.float32),
+    )
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_fit_the_chips(capability):
+    assert_fits(__name__, capability)
