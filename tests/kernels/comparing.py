@@ -5,15 +5,24 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where kernels run: the GPU, or the interpreter of a machine without one."""
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest RMS ratio: factors of products keep 24, 8 or 11 bits, sums are float32."""
 
 
 def rms_ratio(actual: Tensor, expected: Tensor) -> float:
     """|actual - expected| / |expected|; NaN counts as infinite."""
-    difference = actual.double().cpu() - expected.double().cpu()
-    ratio = (difference.norm() / expected.double().norm().clamp(min=1e-30)).item()
+    actual, expected = actual.detach().double(), expected.detach().double()
+    ratio = ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
     return float("inf") if ratio != ratio else ratio
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers that `dtype` holds exactly."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=draw).to(DEVICE, dtype)
 
 
 def assert_agrees(

@@ -3,11 +3,13 @@ import os
 import pytest
 import torch
 
+from tests.kernels.comparing import DEVICE
+
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where kernels run: the GPU, or the interpreter of a machine without one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """See `comparing.DEVICE`."""
+    return torch.device(DEVICE)
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from megakernel.ops import KernelState, kernel_attention
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.projections import FastFood
 from megakernel.ops.state import start_state
+from tests.kernels.comparing import DEVICE, TOLERANCE, random, rms_ratio
 
-from .accuracy import DEVICE, TOLERANCE, error, random
 from .ahead_of_time import assert_fits
 
 MAPS = ("elu", "relu", "identity", "hedgehog", "favor", "prf", "rks")
@@ -64,9 +64,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *, state: KernelState, **options)
 def assert_same(got: tuple[Tensor, KernelState], expected: tuple[Tensor, KernelState]) -> None:
     """Outputs to the rounding of their dtype, states to that of float32."""
     (out, state), (exact, sums) = got, expected
-    assert error(out, exact) <= TOLERANCE[out.dtype]
+    assert rms_ratio(out, exact) <= TOLERANCE[out.dtype]
     total = state.sums.double() * state.log_scale.double().exp()[..., None, None]
-    assert error(total, sums.sums) <= TOLERANCE[torch.float32]
+    assert rms_ratio(total, sums.sums) <= TOLERANCE[torch.float32]
 
 
 def state_behind(k: Tensor, v: Tensor, feature_map: str, projection) -> KernelState:

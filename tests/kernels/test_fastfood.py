@@ -9,8 +9,8 @@ from megakernel.ops import kernel_attention
 from megakernel.ops.dispatch import VARIABLE
 from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.projections import FastFood, padded_width
+from tests.kernels.comparing import TOLERANCE, random, rms_ratio
 
-from .accuracy import TOLERANCE, error, random
 from .ahead_of_time import assert_fits
 
 
@@ -38,7 +38,7 @@ def assert_same_as_reference(feature_map: str, x: torch.Tensor, projection: Fast
     exact = run(feature_map, "reference", *inputs, order=projection.permutation)
     assert len(fast) == len(exact)
     for ours, theirs in zip(fast, exact):
-        assert error(ours, theirs) <= TOLERANCE[ours.dtype]
+        assert rms_ratio(ours, theirs) <= TOLERANCE[ours.dtype]
 
 
 @pytest.mark.parametrize("feature_map", ["rks", "prf", "favor"])
@@ -118,7 +118,7 @@ def test_attention_in_chunks_takes_its_features_from_the_kernels(monkeypatch):
         results[backend] = [out, *torch.autograd.grad(out.square().sum(), (query, *diagonals))]
     assert set(launched) == {"write_features", "write_gradients"}
     for ours, theirs in zip(results["chunked"], results["reference"]):
-        assert error(ours, theirs) <= TOLERANCE[torch.float32]
+        assert rms_ratio(ours, theirs) <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(
