@@ -14,6 +14,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 Tensors = tuple[Any, ...]
 """Tensors, or None in place of an optional one."""
 
+SHORT = 512
+"""Tokens of a row whose graph is kept from forward to backward.
+
+A kept graph takes 4 to 6 times the memory of q, k and v in every layer (float32, d = 64), so longer rows run again in
+backward, whatever their length: time and memory grow with the row alone.
+"""
+
 Step = Callable[[int, Tensors, Tensors, Tensors], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 """(first token, carry, sequences of this group, shared) -> (outputs of this group, next carry)."""
 
@@ -24,11 +31,11 @@ def scan_groups(
     """Run `step` over consecutive groups of `group` tokens.
 
     sequences and outputs hold tokens along dimension 2. The carry goes from group to group; `shared` is given
-    to all and may hold named tuples of tensors. A sequence of one group runs as plain autograd, without
-    recomputation. Differentiable once.
+    to all and may hold named tuples of tensors. A sequence of one group of at most SHORT tokens runs as plain autograd,
+    without recomputation. Differentiable once.
     """
     length = next(x for x in sequences if x is not None).shape[2]
-    if length <= group:
+    if length <= min(group, SHORT):
         return step(0, carry, sequences, shared)
     flat, tree = tree_flatten(shared)
 

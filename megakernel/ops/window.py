@@ -68,9 +68,12 @@ class Layout(NamedTuple):
     def windows(self, before: Tensor, x: Tensor) -> Tensor:
         """(B, H, tail, d) and (B, H, T, d) -> windows (B, H, C, halo + L, d)."""
         missing = self.places.shape[1] * self.size - x.shape[2]
-        known = torch.cat([before.narrow(2, before.shape[2] - self.halo, self.halo), x], 2)
-        extended = F.pad(known, (0, 0, 0, missing))
-        return extended.unfold(2, self.halo + self.size, self.size).transpose(-1, -2)
+        # Joining or padding by nothing would copy.
+        if self.halo:
+            x = torch.cat([before.narrow(2, before.shape[2] - self.halo, self.halo), x], 2)
+        if missing:
+            x = F.pad(x, (0, 0, 0, missing))
+        return x.unfold(2, self.halo + self.size, self.size).transpose(-1, -2)
 
     def block_ends(self) -> Tensor:
         """(B, C, L) bool: the token ends its block, and the first block of its window is complete."""

@@ -21,7 +21,7 @@ from megakernel.ops.window import Layout, Tail, cut, rotate_keys, softmax_pairs
 RUN = 256
 """Tokens of one chunk of the far scan: several blocks, so that their landmarks fill a matrix product."""
 
-GROUP = 4096
+GROUP = 2048
 """Tokens whose features, windows and states exist at once; the next multiple of a far chunk is taken."""
 
 

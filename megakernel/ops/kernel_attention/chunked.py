@@ -26,10 +26,10 @@ from megakernel.ops.scan import Links, link, read_states, scan_chunks, write_chu
 from megakernel.ops.state import Exchange, KernelState, empty_state, keep, merge, start_state
 from megakernel.ops.sums import Sums, add, normalized, unnormalized
 
-CHUNK = 128
+CHUNK = 64
 """Tokens whose pairs are weighed one by one."""
 
-GROUP = 4096
+GROUP = 2048
 """Tokens whose features and chunk states exist at once, a multiple of CHUNK."""
 
 

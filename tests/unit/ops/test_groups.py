@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megakernel.ops import flurka_attention, kernel_attention, window_attention
-from megakernel.ops.groups import scan_groups
+from megakernel.ops.groups import SHORT, scan_groups
 from tests.unit.ops.comparing import random
 
 
@@ -46,9 +46,10 @@ def _window(q, k, v):
     return window_attention(q, k, v, block_size=16)[0]
 
 
+@pytest.mark.parametrize("length", [2 * SHORT, 16384])
 @pytest.mark.parametrize("op", [_kernel, _flurka, _window])
-def test_a_long_sequence_keeps_its_inputs_and_little_more_for_backward(op):
-    length, width = 16384, 8
+def test_a_long_sequence_keeps_its_inputs_and_little_more_for_backward(op, length):
+    width = 8
     q, k, v = (torch.randn(1, 1, length, width, requires_grad=True) for _ in range(3))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):

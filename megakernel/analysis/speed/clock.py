@@ -1,0 +1,60 @@
+"""Times of a computation on its device, without what the caches held before and the start of the first run."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+WARM_UP = 2
+"""Runs that are not counted: kernels are compiled and memory is taken in the first."""
+
+FLUSHED = 2**28
+"""Bytes written before each run on a GPU, more than its L2 holds: inputs come from memory, as they do in a model."""
+
+Run = Callable[[], Any]
+
+
+def median(run: Run, device: torch.device, repeats: int, patience: float) -> float:
+    """Median seconds of up to `repeats` runs, fewer once they took `patience` seconds together."""
+    return statistics.median(_times(run, device, repeats, patience))
+
+
+def fastest(run: Run, device: torch.device, repeats: int = 10) -> float:
+    """Seconds of the fastest run."""
+    return min(_times(run, device, repeats, patience=10.0))
+
+
+def _times(run: Run, device: torch.device, repeats: int, patience: float) -> list[float]:
+    once = _on_gpu(device) if device.type == "cuda" else _on_cpu
+    spent = 0.0
+    for _ in range(WARM_UP):
+        spent += once(run)
+        if spent > patience:
+            break
+    times: list[float] = []
+    while not times or (len(times) < repeats and sum(times) < patience):
+        times.append(once(run))
+    return times
+
+
+def _on_cpu(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _on_gpu(device: torch.device) -> Callable[[Run], float]:
+    flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=device)
+
+    def once(run: Run) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flushed.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return once
