@@ -7,13 +7,17 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_choice, check_heads, check_positions
-from megakernel.ops.dispatch import choose, wide
+from megakernel.ops.dispatch import Kernels, choose, wide
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
 from megakernel.ops.weighted_attention import reference, streamed
 from megakernel.ops.weighted_attention.form import Form, Join, Similarity
 
-IMPLEMENTATIONS = {"chunked": streamed.attend, "reference": reference.attend}
+IMPLEMENTATIONS = {
+    "chunked": streamed.attend,
+    "reference": reference.attend,
+    "triton": Kernels("megakernel.ops.weighted_attention.triton"),
+}
 """Backend -> implementation."""
 
 RESPONSIBILITIES = {"chunked": streamed.responsibilities, "reference": reference.responsibilities}
@@ -64,7 +68,7 @@ def weighted_attention(
         positions: (B, N) positions within documents, or the position of the first token of rows that hold one
             document each.
         initial_state: cache of the tokens before these.
-        backend: reference or chunked.
+        backend: reference, chunked or triton.
 
     Returns:
         (B, H, N, D) in the dtype of v, and the cache with these tokens. A token that sees nothing gets 0.

@@ -33,10 +33,12 @@ def load_span(first, last, rows, count):
 
 
 @triton.jit
-def log_weights(products, precision: tl.constexpr, of_rows, of_columns, begin, end, columns):
-    """log2 of the weights of a tile of pairs, -inf where a row does not see a column."""
+def log_weights(products, precision: tl.constexpr, of_rows, of_columns, begin, end, at):
+    """log2 of the weights of a tile of pairs whose first column is `at`, -inf where a row does not see a column."""
     logs = products * precision + of_columns[None, :] + of_rows[:, None]
-    visible = (columns[None, :] >= begin[:, None]) & (columns[None, :] <= end[:, None])
+    # Intervals move and column numbers stay: they are constants, and the intervals few.
+    columns = tl.arange(0, products.shape[1])
+    visible = (columns[None, :] >= (begin - at)[:, None]) & (columns[None, :] <= (end - at)[:, None])
     return tl.where(visible, logs, float("-inf"))
 
 
@@ -69,11 +71,11 @@ def key_weights(logs, HARD: tl.constexpr):
 
 
 @triton.jit
-def load_keys(k, rows, part, stride, count, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """The M keys of each position, tiles (C, DP)."""
+def load_keys(k, part, stride, count, C: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """The M keys of C positions from the one at `k` on, tiles (C, DP)."""
     keys = ()
     for _ in tl.static_range(M):
-        keys = keys + (load_rows(k, rows, stride, count, D, DP),)
+        keys = keys + (load_rows(k, stride, count, C, D, DP),)
         k += part
     return keys
 
@@ -131,34 +133,39 @@ def read(
     """Outputs (B, H, N, V), and a of the head comment (B, H, M, N) float32. Program: a block of queries of a head."""
     M: tl.constexpr = len(PRECISIONS)
     # The last queries of a causal row see most: their programs start first.
-    rows = (blocks - 1 - tl.program_id(0) % blocks) * BQ + tl.arange(0, BQ)
+    start = (blocks - 1 - tl.program_id(0) % blocks) * BQ
+    rows = start + tl.arange(0, BQ)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     row, own = head // heads, head % heads
     kv = own // G
+    far, left = start.to(tl.int64), length - start
+    k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
     dtype: tl.constexpr = q.dtype.element_ty
     k += row * k_batch + kv * k_head
     v += row * v_batch + kv * v_head
     of_keys += (row * (heads // G) + kv) * M * places
     begin, end = load_span(first + row * span_batch, last + row * span_batch, rows, length)
 
-    queries = load_rows(q + row * q_batch + own * q_head, rows, q_row, length, D, DP)
-    square = tl.zeros((BQ,), tl.float32)
-    if GAUSSIAN:
-        wide = queries.to(tl.float32)
-        square = tl.sum(wide * wide, 1) / 2
+    queries = load_rows(q + row * q_batch + own * q_head + far * q_row, q_row, left, BQ, D, DP)
+    own_terms = ()
+    for r in tl.static_range(M):
+        if GAUSSIAN:
+            wide = queries.to(tl.float32)
+            own_terms = own_terms + (tl.sum(wide * wide, 1) * (-PRECISIONS[r] / 2),)
+        else:
+            own_terms = own_terms + (tl.zeros((BQ,), tl.float32),)
     total = tl.zeros((BQ, VP), tl.float32)
     sums = tl.zeros((BQ,), tl.float32)
     top = tl.full((BQ,), EMPTY, tl.float32)
     for at in range(tl.min(begin, 0), tl.max(end, 0) + 1, BK):
         columns = at + tl.arange(0, BK)
-        keys = load_keys(k, columns, k_part, k_row, places, M, D, DP)
-        values = load_rows(v, columns, v_row, places, V, VP)
+        keys = load_keys(k + at * k_far, k_part, k_row, places - at, BK, M, D, DP)
+        values = load_rows(v + at * v_far, v_row, places - at, BK, V, VP)
         terms = load_terms(of_keys, columns, places, M)
         logs = ()
         for r in tl.static_range(M):
             products = dot(queries, tl.trans(keys[r]), dtype)
-            own_term = -square * PRECISIONS[r]
-            logs = logs + (log_weights(products, PRECISIONS[r], own_term, terms[r], begin, end, columns),)
+            logs = logs + (log_weights(products, PRECISIONS[r], own_terms[r], terms[r], begin, end, at),)
         position = largest_of(logs)
         larger = tl.maximum(top, tl.max(position, 1))
         if HARD:
@@ -175,10 +182,9 @@ def read(
     exists = tl.where(sums == 0, 1.0, sums)
     factor = 1 / exists if NORMALIZE else tl.exp2(top)
     divisor = top + tl.log2(exists) if NORMALIZE else tl.zeros((BQ,), tl.float32)
-    store_rows(out + head * length * V, rows, V, length, total * factor[:, None], V, VP)
+    store_rows(out + (head * length + far) * V, V, left, total * factor[:, None], V, VP)
     for r in tl.static_range(M):
-        a = -square * PRECISIONS[r] - divisor
-        tl.store(of_queries + (head * M + r) * length + rows, a, mask=rows < length)
+        tl.store(of_queries + (head * M + r) * length + rows, own_terms[r] - divisor, mask=rows < length)
 
 
 @triton.jit
@@ -227,21 +233,24 @@ def pull_queries(
 ):
     """Gradients of queries (B, H, N, d), and delta (B, H, N) float32 for `pull_keys`. Programs as in `read`."""
     M: tl.constexpr = len(PRECISIONS)
-    rows = (blocks - 1 - tl.program_id(0) % blocks) * BQ + tl.arange(0, BQ)
+    start = (blocks - 1 - tl.program_id(0) % blocks) * BQ
+    rows = start + tl.arange(0, BQ)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     row, own = head // heads, head % heads
     kv = own // G
+    far, left = start.to(tl.int64), length - start
+    k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
     dtype: tl.constexpr = q.dtype.element_ty
     k += row * k_batch + kv * k_head
     v += row * v_batch + kv * v_head
     of_keys += (row * (heads // G) + kv) * M * places
     begin, end = load_span(first + row * span_batch, last + row * span_batch, rows, length)
 
-    queries = load_rows(q + row * q_batch + own * q_head, rows, q_row, length, D, DP)
-    pulls = load_rows(pull + row * pull_batch + own * pull_head, rows, pull_row, length, V, VP)
+    queries = load_rows(q + row * q_batch + own * q_head + far * q_row, q_row, left, BQ, D, DP)
+    pulls = load_rows(pull + row * pull_batch + own * pull_head + far * pull_row, pull_row, left, BQ, V, VP)
     shift = tl.zeros((BQ,), tl.float32)
     if NORMALIZE:
-        outputs = load_rows(out + head * length * V, rows, V, length, V, VP)
+        outputs = load_rows(out + (head * length + far) * V, V, left, BQ, V, VP)
         shift = tl.sum(pulls.to(tl.float32) * outputs.to(tl.float32), 1)
     tl.store(delta + head * length + rows, shift, mask=rows < length)
     own_terms = load_terms(of_queries + head * M * length, rows, length, M)
@@ -249,13 +258,13 @@ def pull_queries(
     pulled = tl.zeros((BQ,), tl.float32)
     for at in range(tl.min(begin, 0), tl.max(end, 0) + 1, BK):
         columns = at + tl.arange(0, BK)
-        keys = load_keys(k, columns, k_part, k_row, places, M, D, DP)
-        values = load_rows(v, columns, v_row, places, V, VP)
+        keys = load_keys(k + at * k_far, k_part, k_row, places - at, BK, M, D, DP)
+        values = load_rows(v + at * v_far, v_row, places - at, BK, V, VP)
         terms = load_terms(of_keys, columns, places, M)
         logs = ()
         for r in tl.static_range(M):
             products = dot(queries, tl.trans(keys[r]), dtype)
-            logs = logs + (log_weights(products, PRECISIONS[r], own_terms[r], terms[r], begin, end, columns),)
+            logs = logs + (log_weights(products, PRECISIONS[r], own_terms[r], terms[r], begin, end, at),)
         weights = key_weights(logs, HARD)
         slope = dot(pulls, tl.trans(values), dtype) - shift[:, None]
         for r in tl.static_range(M):
@@ -264,7 +273,7 @@ def pull_queries(
             pulled += tl.sum(share.to(tl.float32), 1)
     if GAUSSIAN:
         total -= pulled[:, None] * queries.to(tl.float32)
-    store_rows(dq + head * length * D, rows, D, length, total, D, DP)
+    store_rows(dq + (head * length + far) * D, D, left, total, D, DP)
 
 
 @triton.jit
@@ -317,14 +326,17 @@ def pull_keys(
     (B, S): the queries that see each position. Rows of tiles are keys.
     """
     M: tl.constexpr = len(PRECISIONS)
-    rows = (tl.program_id(0) % blocks) * BK + tl.arange(0, BK)
+    start = (tl.program_id(0) % blocks) * BK
+    rows = start + tl.arange(0, BK)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     row, kv = head // heads, head % heads
+    far, left = start.to(tl.int64), places - start
+    q_far, pull_far = tl.cast(q_row, tl.int64), tl.cast(pull_row, tl.int64)
     dtype: tl.constexpr = q.dtype.element_ty
     begin, end = load_span(first + row * span_batch, last + row * span_batch, rows, places)
 
-    keys = load_keys(k + row * k_batch + kv * k_head, rows, k_part, k_row, places, M, D, DP)
-    values = load_rows(v + row * v_batch + kv * v_head, rows, v_row, places, V, VP)
+    keys = load_keys(k + row * k_batch + kv * k_head + far * k_row, k_part, k_row, left, BK, M, D, DP)
+    values = load_rows(v + row * v_batch + kv * v_head + far * v_row, v_row, left, BK, V, VP)
     own_terms = load_terms(of_keys + head * M * places, rows, places, M)
     of_values = tl.zeros((BK, VP), tl.float32)
     totals = ()
@@ -340,14 +352,16 @@ def pull_keys(
         at = low + step % steps * BQ
         asking = row * heads * G + own
         columns = at + tl.arange(0, BQ)
-        queries = load_rows(q + row * q_batch + own * q_head, columns, q_row, length, D, DP)
-        pulls = load_rows(pull + row * pull_batch + own * pull_head, columns, pull_row, length, V, VP)
+        queries = load_rows(q + row * q_batch + own * q_head + at * q_far, q_row, length - at, BQ, D, DP)
+        pulls = load_rows(
+            pull + row * pull_batch + own * pull_head + at * pull_far, pull_row, length - at, BQ, V, VP
+        )
         terms = load_terms(of_queries + asking * M * length, columns, length, M)
         shift = tl.load(delta + asking * length + columns, mask=columns < length, other=0.0)
         logs = ()
         for r in tl.static_range(M):
             products = dot(keys[r], tl.trans(queries), dtype)
-            logs = logs + (log_weights(products, PRECISIONS[r], own_terms[r], terms[r], begin, end, columns),)
+            logs = logs + (log_weights(products, PRECISIONS[r], own_terms[r], terms[r], begin, end, at),)
         weights = key_weights(logs, HARD)
         slope = dot(values, tl.trans(pulls), dtype) - shift[None, :]
         position = weights[0]
@@ -362,11 +376,11 @@ def pull_keys(
             new_pulled = new_pulled + (pulled[r] + tl.sum(share.to(tl.float32), 1),)
         totals = new_totals
         pulled = new_pulled
-    store_rows(dv + head * places * V, rows, V, places, of_values, V, VP)
+    store_rows(dv + (head * places + far) * V, V, left, of_values, V, VP)
     for r in tl.static_range(M):
         total = totals[r]
         if GAUSSIAN:
             total -= pulled[r][:, None] * keys[r].to(tl.float32)
         component = head * M + r
-        store_rows(dk + component * places * D, rows, D, places, total * FACTORS[r], D, DP)
+        store_rows(dk + (component * places + far) * D, D, left, total * FACTORS[r], D, DP)
         tl.store(dlog + component * places + rows, pulled[r], mask=rows < places)

@@ -25,13 +25,27 @@ class Tiles(NamedTuple):
     """The sizes of a launch."""
 
     queries: int
+    """Of one block."""
+
     keys: int
-    warps: int
-    stages: int = 2
+    """Positions of one block."""
+
+    warps: int = 8
 
     def options(self) -> dict[str, int]:
         """As `launch` takes them."""
-        return {"BQ": self.queries, "BK": self.keys, "warps": self.warps, "stages": self.stages}
+        return {"BQ": self.queries, "BK": self.keys, "warps": self.warps}
+
+
+TILES = {
+    1: (Tiles(128, 64), Tiles(128, 64), Tiles(32, 128)),
+    2: (Tiles(128, 64), Tiles(128, 32), Tiles(64, 32, warps=4)),
+    4: (Tiles(128, 32), Tiles(64, 32), Tiles(64, 32)),
+    8: (Tiles(32, 32), Tiles(32, 32), Tiles(32, 32)),
+    16: (Tiles(32, 32), Tiles(16, 32), Tiles(32, 16)),
+    32: (Tiles(16, 16), Tiles(16, 16), Tiles(16, 16)),
+}
+"""Sizes of `read`, `pull_queries` and `pull_keys`, by what a position weighs in registers (`_tiles`)."""
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> str | None:
@@ -72,7 +86,7 @@ def _read(
     form = Form(similarity, tuple(variances), join, normalize)
     q, k, v = map(rows_together, (q, k, v))
     out, of_queries = _empty_outputs(q, k, v)
-    tiles = _query_tiles(k, v)
+    tiles, _, _ = _tiles(k, v)
     blocks = triton.cdiv(q.shape[2], tiles.queries)
     launch(
         kernels.read,
@@ -112,7 +126,7 @@ def _pull(
     steps = (*strides(q), *k.stride()[:4], *strides(v), *strides(grad), _span_batch(first))
     options = _options(form, q, k, v) | {"FACTORS": _precisions(form, q.shape[-1])}
 
-    tiles = _query_tiles(k, v)
+    _, tiles, key_tiles = _tiles(k, v)
     blocks = triton.cdiv(q.shape[2], tiles.queries)
     launch(
         kernels.pull_queries,
@@ -123,15 +137,14 @@ def _pull(
         **options,
         **tiles.options(),
     )
-    tiles = _key_tiles(k, v)
-    blocks = triton.cdiv(v.shape[2], tiles.keys)
+    blocks = triton.cdiv(v.shape[2], key_tiles.keys)
     launch(
         kernels.pull_keys,
         (blocks * v.shape[0] * v.shape[1],),
         *(q, k, v, of_keys, *_seen_by(first, last, v.shape[2]), of_queries, grad, delta, dk, dv, dlog),
         *(*steps, q.shape[2], v.shape[2], v.shape[1], blocks),
         **options,
-        **tiles.options(),
+        **key_tiles.options(),
     )
     return dq, dk, dv, dlog
 
@@ -221,11 +234,11 @@ def _options(form: Form, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     }
 
 
-def _query_tiles(k: Tensor, v: Tensor) -> Tiles:
-    """Sizes of programs that hold a block of queries."""
-    return Tiles(32, 32, 4)
+def _tiles(k: Tensor, v: Tensor) -> tuple[Tiles, Tiles, Tiles]:
+    """The largest tiles that stay in registers: M rows of 64 numbers of 16 bits weigh M.
 
-
-def _key_tiles(k: Tensor, v: Tensor) -> Tiles:
-    """Sizes of programs that hold a block of positions."""
-    return Tiles(32, 32, 4)
+    Numbers of 32 bits weigh eight times as much: their products are sums of three, of factors split in two.
+    """
+    width = max(padded(k.shape[-1]), padded(v.shape[-1]))
+    weight = k.shape[2] * width // 64 * (8 if k.element_size() == 4 else 1)
+    return next((tiles for most, tiles in TILES.items() if weight <= most), TILES[32])
