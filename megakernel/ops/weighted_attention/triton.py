@@ -30,18 +30,16 @@ class Tiles(NamedTuple):
     keys: int
     """Positions of one block."""
 
-    warps: int = 8
-
     def options(self) -> dict[str, int]:
         """As `launch` takes them."""
-        return {"BQ": self.queries, "BK": self.keys, "warps": self.warps}
+        return {"BQ": self.queries, "BK": self.keys, "warps": 8}
 
 
 TILES = {
     1: (Tiles(128, 64), Tiles(128, 64), Tiles(32, 128)),
-    2: (Tiles(128, 64), Tiles(128, 32), Tiles(64, 32, warps=4)),
-    4: (Tiles(128, 32), Tiles(64, 32), Tiles(64, 32)),
-    8: (Tiles(32, 32), Tiles(32, 32), Tiles(32, 32)),
+    2: (Tiles(128, 64), Tiles(128, 32), Tiles(64, 32)),
+    4: (Tiles(64, 32), Tiles(64, 32), Tiles(64, 32)),
+    8: (Tiles(32, 32), Tiles(32, 32), Tiles(32, 16)),
     16: (Tiles(32, 32), Tiles(16, 32), Tiles(32, 16)),
     32: (Tiles(16, 16), Tiles(16, 16), Tiles(16, 16)),
 }

@@ -1,0 +1,288 @@
+"""The kernels of weighted attention against its float64 reference."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megakernel.ops import WeightedState, weighted_attention
+from tests.kernels.ahead_of_time import assert_fits
+from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+KINDS = {
+    "softmax": {"similarity": "softmax"},
+    "gaussian": {"similarity": "gaussian"},
+    "kernelized": {"similarity": "gaussian", "normalize": False},
+    "uneven_variances": {"similarity": "gaussian", "variances": (1.0, 1 / 3)},
+    "hard": {"similarity": "gaussian", "join": "max"},
+    "hard_softmax": {"similarity": "softmax", "join": "max"},
+}
+
+
+def tokens(
+    draw: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    keys: int = 2,
+    length: int = 150,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 1,
+    width: int = 12,
+    values: int = 10,
+    scale: float = 1.0,
+) -> dict[str, Tensor]:
+    """q, k, v and a mass of every key."""
+    shapes = {
+        "q": (batch, heads, length, width),
+        "k": (batch, kv_heads, keys, length, width),
+        "v": (batch, kv_heads, length, values),
+    }
+    leaves = {
+        name: (scale * torch.randn(shape, generator=draw)).to(device, dtype) for name, shape in shapes.items()
+    }
+    mass = torch.rand(shapes["k"][:-1], generator=draw) + 0.2
+    return {**leaves, "mass": mass.to(device)}
+
+
+def run(backend: str, leaves: dict[str, Tensor], **options) -> dict[str, Tensor]:
+    q, k, v, mass = (leaves[name] for name in ("q", "k", "v", "mass"))
+    return {"out": weighted_attention(q, k, v, mass=mass, backend=backend, **options)[0]}
+
+
+def packed(lengths: list[int], device: torch.device) -> Tensor:
+    """Positions of one row of documents."""
+    return torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
+@every_dtype
+def test_every_form_agrees(kind, causal, dtype, draw, device):
+    leaves = tokens(draw, device, dtype)
+    assert_agrees(partial(run, causal=causal, **KINDS[kind]), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
+@every_dtype
+def test_documents_and_shared_keys_agree(causal, dtype, draw, device):
+    leaves = tokens(draw, device, dtype, batch=2, heads=4, kv_heads=2, keys=1)
+    # Documents end inside blocks and at their edges; the first of the second row began before it.
+    rows = [packed([3, 61, 64, 1, 21], device), packed([128, 22], device)]
+    rows[1][:, :128] += 9
+    assert_agrees(partial(run, causal=causal, positions=torch.cat(rows)), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("length", [1, 17, 64, 1000, 4096])
+@every_dtype
+def test_any_length_agrees(length, dtype, draw, device):
+    leaves = tokens(draw, device, dtype, length=length, heads=1, keys=1, width=8, values=8)
+    options = {"normalize": length > 1}  # the weight of a single key is 1, and its gradients nothing
+    if length > 1000:
+        # Documents of all sizes: the reference would hold every difference of a query and a key.
+        sizes = [1, 700, 5, 1000, 90, 200, 300, 800, 600, 400]
+        options["positions"] = packed(sizes, device)
+
+    def attend(backend: str, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+        # Streamed float64 equals the reference to its last digits, in blocks: see the tests of the op.
+        return run("chunked" if backend == "reference" and length > 100 else backend, kept, **options)
+
+    assert_agrees(attend, leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("keys", [1, 3, 4])
+def test_any_number_of_keys_agrees(keys, draw, device):
+    leaves = tokens(draw, device, torch.float32, keys=keys, length=70)
+    assert_agrees(partial(run, similarity="gaussian"), leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize("width", [64, 128])
+@every_dtype
+def test_the_widths_of_real_heads_agree(keys, width, dtype, draw, device):
+    leaves = tokens(draw, device, dtype, keys=keys, length=130, heads=1, width=width, values=width, scale=0.5)
+    assert_agrees(partial(run, similarity="gaussian"), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("join", ["sum", "max"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_keys_without_mass_are_not_there(join, normalize, draw, device):
+    leaves = tokens(draw, device, torch.float32, length=90)
+    exists = torch.rand(leaves["mass"].shape, generator=draw) > 0.4
+    exists[..., :9] = False  # the first queries see nothing at all
+    exists = exists.to(device)
+
+    def attend(backend: str, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+        return run(backend, {**kept, "mass": kept["mass"] * exists}, join=join, normalize=normalize)
+
+    assert_agrees(attend, leaves, draw, TOLERANCE[torch.float32])
+    assert not attend("triton", leaves)["out"][:, :, :9].any()
+
+
+def test_equal_keys_share_the_gradient_of_the_largest(draw, device):
+    leaves = tokens(draw, device, torch.float32, length=40)
+    leaves["k"] = leaves["k"][:, :, :1].repeat(1, 1, 2, 1, 1)
+    leaves["mass"] = torch.ones_like(leaves["mass"])
+    assert_agrees(partial(run, join="max"), leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
+def test_a_cache_enters_and_gets_gradients(causal, draw, device):
+    leaves = tokens(draw, device, torch.float32, length=90)
+    cached = 70
+
+    def attend(backend: str, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+        k, v = kept["k"], kept["v"]
+        state = WeightedState(k[..., :cached, :], v[:, :, :cached])
+        new = {**kept, "q": kept["q"][:, :, cached:], "k": k[..., cached:, :], "v": v[:, :, cached:]}
+        # The document began inside the cache: its first 30 keys are another's, which nobody sees.
+        return run(backend, new, causal=causal, positions=40, initial_state=state)
+
+    assert_agrees(attend, leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("similarity", ["softmax", "gaussian"])
+def test_inputs_of_scale_10_in_half_precision_stay_close(similarity, draw, device):
+    leaves = tokens(draw, device, torch.bfloat16, length=300, width=64, heads=1, scale=10.0)
+    fast = run("triton", leaves, similarity=similarity)["out"]
+    exact = run("chunked", {name: x.double() for name, x in leaves.items()}, similarity=similarity)["out"]
+    # bfloat16 outputs alone are off by 2e-3.
+    assert rms_ratio(fast, exact) < 2e-2
+
+
+def test_an_offset_of_queries_and_keys_costs_no_digits(draw, device):
+    leaves = tokens(draw, device, torch.bfloat16, length=70)
+    for name in "qk":
+        leaves[name] = (leaves[name] / 2 + 16).bfloat16()
+    assert_agrees(partial(run, similarity="gaussian"), leaves, draw, TOLERANCE[torch.bfloat16])
+
+
+def test_distant_keys_do_not_underflow(draw, device):
+    leaves = tokens(draw, device, torch.float32, length=40)
+    leaves["q"] += 100
+    ones = torch.ones_like(leaves["v"])
+    out = run("triton", {**leaves, "v": ones}, similarity="gaussian")["out"]
+    torch.testing.assert_close(out, ones.expand_as(out))
+
+
+def test_later_tokens_leave_earlier_outputs_bit_identical(draw, device):
+    leaves = tokens(draw, device, torch.float32)
+    before = run("triton", leaves)["out"]
+    for t in (1, 63, 64, 128):
+        changed = {name: x.clone() for name, x in leaves.items()}
+        changed["q"][:, :, t:] *= -3
+        changed["k"][..., t:, :] *= -3
+        changed["v"][:, :, t:] *= -3
+        assert torch.equal(run("triton", changed)["out"][:, :, :t], before[:, :, :t])
+
+
+def test_two_runs_are_bit_identical(draw, device):
+    leaves = tokens(draw, device, torch.bfloat16, heads=4, kv_heads=2, length=70)
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+
+    def once() -> list[Tensor]:
+        out = run("triton", leaves)["out"]
+        return [out, *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))]
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once()))
+
+
+def test_transposed_inputs_change_nothing(draw, device):
+    leaves = tokens(draw, device, torch.float32, length=70, heads=4, kv_heads=2)
+    moved = {name: x.transpose(1, -2).contiguous().transpose(1, -2) for name, x in leaves.items()}
+    assert not moved["k"].is_contiguous()
+    assert torch.equal(run("triton", moved)["out"], run("triton", leaves)["out"])
+
+
+def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
+    leaves = tokens(draw, device, torch.float32, length=20)
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    places = torch.arange(20, dtype=torch.int32, device=device)[None]
+    form = ("gaussian", [1.0, 0.5], "sum", True)
+    torch.library.opcheck(
+        torch.ops.megakernel.weighted_attention.default,
+        (*leaves.values(), torch.zeros_like(places), places, *form),
+        test_utils=(
+            "test_schema",
+            "test_autograd_registration",
+            "test_faketensor",
+            "test_aot_dispatch_static",
+        ),
+    )
+    out, of_queries = torch.ops.megakernel.weighted_attention(
+        *leaves.values(), torch.zeros_like(places), places, *form
+    )
+    torch.library.opcheck(
+        torch.ops.megakernel.weighted_attention_backward.default,
+        (
+            *(x.detach() for x in (out, *leaves.values())),
+            *(torch.zeros_like(places), places, out.detach(), of_queries, *form),
+        ),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize("wrap", ["compile", "checkpoint"])
+def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
+    leaves = {name: x.requires_grad_() for name, x in tokens(draw, device, torch.float32, length=20).items()}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mass: Tensor) -> Tensor:
+        return weighted_attention(2 * q, k, v, mass=mass, backend="triton")[0]
+
+    plain = attend(*leaves.values())
+    # Everything that torch.compile traces, without the C++ compiler that its last step would need.
+    wrapped = (
+        torch.compile(attend, backend="aot_eager")
+        if wrap == "compile"
+        else partial(checkpoint, attend, use_reentrant=False)
+    )
+    again = wrapped(*leaves.values())
+    assert torch.equal(again, plain)
+    for a, b in zip(*(torch.autograd.grad(x.sum(), list(leaves.values())) for x in (plain, again))):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": torch.float64}, "q is torch.float64; expected float32, bfloat16 or float16"),
+        ({"width": 257}, "q is 257 wide; expected at most 256"),
+        ({"values": 300}, "v is 300 wide; expected at most 256"),
+        ({"keys": 5}, "k has 5 keys at a position; expected at most 4"),
+    ],
+)
+def test_what_kernels_cannot_take_is_named(changes, message, draw, device):
+    leaves = tokens(draw, device, length=8, **{"dtype": torch.float32, **changes})
+    with pytest.raises(ValueError, match=message):
+        run("triton", leaves)
+
+
+def real_sizes(keys: int, width: int, dtype: torch.dtype = torch.bfloat16, **options) -> None:
+    """An op, forward and backward, whose launches are only noted down."""
+    leaves = tokens(
+        torch.Generator(), torch.device("cpu"), dtype, keys=keys, length=512, width=width, values=width
+    )
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    run("triton", leaves, **options)["out"].sum().backward()
+
+
+LAUNCHES = {
+    f"{kind} d={width} M={keys}": partial(real_sizes, keys, width, **KINDS[kind])
+    for kind in ("softmax", "gaussian", "kernelized", "hard")
+    for width in (64, 128)
+    for keys in (1, 2)
+} | {
+    f"float32 d={width} M={keys}": partial(real_sizes, keys, width, torch.float32)
+    for width, keys in ((64, 1), (64, 2), (128, 1))
+}
+"""What `ahead_of_time` compiles."""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_no_kernel_spills_or_takes_too_much_shared_memory(capability):
+    assert_fits("tests.kernels.test_weighted_attention", capability)
