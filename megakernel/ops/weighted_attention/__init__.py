@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_choice, check_heads, check_positions
-from megakernel.ops.dispatch import Kernels, choose, wide
+from megakernel.ops.dispatch import Implementation, Kernels, choose, wide
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
 from megakernel.ops.weighted_attention import reference, streamed
 from megakernel.ops.weighted_attention.form import Form, Join, Similarity
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, Implementation] = {
     "chunked": streamed.attend,
     "reference": reference.attend,
     "triton": Kernels("megakernel.ops.weighted_attention.triton"),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from megakernel.ops.kernels.features import padded
 from megakernel.ops.kernels.launch import launch, rows_together, strides
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.weighted_attention import kernels
-from megakernel.ops.weighted_attention.form import Form
+from megakernel.ops.weighted_attention.form import Form, Join, Similarity
 
 WIDEST = 256
 """The largest d and D: a program holds whole rows."""
@@ -81,7 +81,7 @@ def _read(
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:
     """Outputs (B, H, N, D), and what each query adds to the logs of its weights (B, H, M, N) float32."""
-    form = Form(similarity, tuple(variances), join, normalize)
+    form = _form(similarity, variances, join, normalize)
     q, k, v = map(rows_together, (q, k, v))
     out, of_queries = _empty_outputs(q, k, v)
     tiles, _, _ = _tiles(k, v)
@@ -116,7 +116,7 @@ def _pull(
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and log_mass."""
-    form = Form(similarity, tuple(variances), join, normalize)
+    form = _form(similarity, variances, join, normalize)
     grad, q, k, v = map(rows_together, (grad, q, k, v))
     dq, dk, dv, dlog = _empty_like(q, k, v, log_mass)
     of_keys = _of_keys(form, k, log_mass)
@@ -180,6 +180,10 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _read.register_autograd(_backward, setup_context=_save)
+
+
+def _form(similarity: str, variances: Sequence[float], join: str, normalize: bool) -> Form:
+    return Form(cast(Similarity, similarity), tuple(variances), cast(Join, join), normalize)
 
 
 def _precisions(form: Form, width: int) -> tuple[float, ...]:
