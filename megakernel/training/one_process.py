@@ -27,6 +27,10 @@ def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) ->
     try:
         model = LanguageModel(model_settings(run.config, mesh, vocab_size))
         load_whole_weights(model, run.checkpoint)
-        yield model.to(device, _DTYPES[run.config.training.dtype]).eval()
+        dtype = _DTYPES[run.config.training.dtype]
+        for parameter in model.parameters():
+            # What training saw: DeepSpeed rounds all parameters, also those that a half-precision layer would keep.
+            parameter.data = parameter.data.to(device, dtype)
+        yield model.to(device, dtype).eval()
     finally:
         mesh.destroy()
