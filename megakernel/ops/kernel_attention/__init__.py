@@ -10,7 +10,7 @@ from megakernel.ops.arguments import (
     check_state,
     expand_tokens,
 )
-from megakernel.ops.dispatch import Kernels, choose
+from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions, positions_from_cu_seqlens
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention import chunked, reference
@@ -18,7 +18,7 @@ from megakernel.ops.mixture import beside, first_key
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, Implementation] = {
     "chunked": chunked.attend,
     "reference": reference.attend,
     "triton": Kernels("megakernel.ops.kernel_attention.triton"),

@@ -33,7 +33,7 @@ class Resources(NamedTuple):
 
 
 def compile_launch(launch: Launch, capability: int) -> Resources:
-    """Compile a noted launch for a GPU of this capability (80, 90) as the just-in-time compiler would for its arguments."""
+    """Compile a noted launch for a GPU of this capability (80, 90), as it would be at run time for these arguments."""
     kernel = launch.kernel
     signature, constants, attributes = {}, dict(launch.options), {}
     for index, (name, value) in enumerate(zip(kernel.arg_names, launch.arguments)):
@@ -58,7 +58,5 @@ def _resources(compiled: CompiledKernel) -> Resources:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (
-        int(re.search(rf"{name}:(\d+)", listing)[1]) for name in ("REG", "STACK", "LOCAL")
-    )
-    return Resources(registers, stack + local, compiled.metadata.shared)
+    taken = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}
+    return Resources(taken["REG"], taken["STACK"] + taken["LOCAL"], compiled.metadata.shared)
