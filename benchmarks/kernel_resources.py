@@ -19,7 +19,14 @@ HEADER = ("case", "kernel", "GPU", "warps", "registers", "spilled bytes", "share
 
 
 def kernel_attention_case(
-    feature_map: str, width: int, dtype: str = "bfloat16", group: int = 1, causal: bool = True
+    feature_map: str,
+    width: int,
+    dtype: str = "bfloat16",
+    *,
+    group: int = 1,
+    causal: bool = True,
+    packed: bool = False,
+    weighted: bool = False,
 ) -> Callable[[], None]:
     def call() -> None:
         import torch
@@ -36,7 +43,13 @@ def kernel_attention_case(
         if FEATURE_MAPS[feature_map].projected:
             projection = torch.empty(1, width, width, requires_grad=True)
         out = kernel_attention(
-            q, k, v, feature_map=feature_map, projection=projection, causal=causal, backend="triton"
+            *(q, k, v),
+            feature_map=feature_map,
+            projection=projection,
+            causal=causal,
+            mass=torch.empty(1, 1, length, requires_grad=True) if weighted else None,
+            positions=torch.zeros(1, length, dtype=torch.int64) if packed else 0,
+            backend="triton",
         )
         out.backward(torch.empty_like(out))
 
@@ -53,6 +66,8 @@ CASES: dict[str, Callable[[], None]] = {
     "kernel_attention hedgehog d=128": kernel_attention_case("hedgehog", 128),
     "kernel_attention favor d=64": kernel_attention_case("favor", 64),
     "kernel_attention favor d=128": kernel_attention_case("favor", 128),
+    "kernel_attention favor d=128, documents": kernel_attention_case("favor", 128, packed=True),
+    "kernel_attention hedgehog d=128, masses": kernel_attention_case("hedgehog", 128, weighted=True),
     "kernel_attention rks d=64": kernel_attention_case("rks", 64),
     "kernel_attention rks d=128": kernel_attention_case("rks", 128),
 }
@@ -81,8 +96,15 @@ def launches_of(case: str) -> list:
 
 def tasks(cases: list[str]) -> Iterator[tuple[str, int, int]]:
     """One for each launch and GPU; launches of one kernel with one configuration come once."""
+    seen = set()
     for case in cases:
-        for index in range(len(launches_of(case))):
+        for index, launch in enumerate(launches_of(case)):
+            # Sizes tell compilers whether they are 1 or multiples of 16, and tensors their type.
+            told = [x if isinstance(x, int) else x.dtype for x in launch.arguments]
+            kind = (launch.kernel.__name__, launch.warps, launch.stages, str(launch.options), str(told))
+            if kind in seen:
+                continue
+            seen.add(kind)
             for capability in CAPABILITIES:
                 yield case, index, capability
 
@@ -97,7 +119,9 @@ def problems(rows: list[tuple[str, ...]]) -> list[str]:
         if int(spilled):
             found.append(f"{case}: {kernel} spills {spilled} bytes on {gpu}")
         if int(shared) > limit:
-            found.append(f"{case}: {kernel} takes {shared} bytes of shared memory on {gpu}, which has {limit}")
+            found.append(
+                f"{case}: {kernel} takes {shared} bytes of shared memory on {gpu}, which has {limit}"
+            )
     return found
 
 
@@ -116,7 +140,9 @@ def page(rows: list[tuple[str, ...]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare with the table that is there")
     parser.add_argument("--only", default="", help="print cases whose name holds this, and write nothing")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())

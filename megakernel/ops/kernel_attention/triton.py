@@ -1,4 +1,4 @@
-"""Kernel attention by Triton kernels: two launches and a small one forward, three and a small one backward.
+"""Kernel attention by Triton kernels: two launches and a small one forward, four and a small one backward.
 
 Forward sums each segment's keys, passes the sums on to the states that enter the segments (small), and reads. Backward
 does the same with queries and their pulls from the right, and gives the gradients of queries and of keys. Between the
@@ -6,7 +6,7 @@ two nothing is kept but the inputs, the output, two numbers per token and one st
 the features ever reaches memory.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from megakernel.ops.documents import Positions, open_documents
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.kernel_attention import kernels
 from megakernel.ops.kernels import states
-from megakernel.ops.kernels.features import SUPPORTED, Phi, phi_of, split_matrix
+from megakernel.ops.kernels.features import SUPPORTED, Phi, padded, phi_of, split_matrix
 from megakernel.ops.kernels.launch import Tiles, launch, rows_together, strides, tiles
 from megakernel.ops.projections import Projection, dense
 from megakernel.ops.state import EMPTY, Exchange, KernelState
@@ -120,7 +120,7 @@ def _tiles_of(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Ten
     halves = phi.features // phi.rows
     lead = state.sums.unflatten(2, (halves, phi.rows)).to(torch.float32)
     whole = torch.nn.functional.pad(lead, (0, 0, 0, phi.padded_rows - phi.rows)).flatten(2, 3)
-    sums = torch.nn.functional.pad(whole[..., :-1], (0, _padded_values(value_dim) - value_dim))
+    sums = torch.nn.functional.pad(whole[..., :-1], (0, padded(value_dim) - value_dim))
     return sums.contiguous(), whole[..., -1].contiguous(), state.log_scale.to(torch.float32).contiguous()
 
 
@@ -130,10 +130,6 @@ def _state_of(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: in
     whole = torch.cat([sums[..., :value_dim], norms[..., None]], -1)
     kept = whole.unflatten(2, (halves, phi.padded_rows))[:, :, :, : phi.rows].flatten(2, 3)
     return KernelState(kept, logs.detach())
-
-
-def _padded_values(value_dim: int) -> int:
-    return max(16, triton.next_power_of_2(value_dim))
 
 
 class _Call(NamedTuple):
@@ -162,14 +158,17 @@ class _Call(NamedTuple):
         phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows)
         return _Call(phi, tiles(phi, q, v), q.shape[1] // k.shape[1], causal, normalize, start)
 
-    def options(self, v: Tensor, starts: Tensor | None) -> dict[str, object]:
-        """Compile-time arguments of every kernel with tokens."""
+    def options(self, kernel: str, v: Tensor, starts: Tensor | None) -> dict[str, Any]:
+        """Warps, stages and compile-time arguments of a kernel with tokens."""
+        tile = self.tiles.of(kernel)
         return {
+            "warps": tile.warps,
+            "stages": tile.stages,
             "SEGMENT": self.tiles.segment,
-            "C": self.tiles.chunk,
+            "C": tile.chunk,
             "V": v.shape[-1],
-            "VP": _padded_values(v.shape[-1]),
-            "BV": self.tiles.values,
+            "VP": self.tiles.width,
+            "BV": tile.values,
             "PACKED": starts is not None,
             **self.phi.options(),
         }
@@ -178,15 +177,21 @@ class _Call(NamedTuple):
         """Of a row."""
         return triton.cdiv(length, self.tiles.segment)
 
-    def grid(self, k: Tensor, length: int) -> tuple[int, int]:
-        """Programs for `length` tokens of each key head."""
-        return k.shape[0] * k.shape[1] * self.segments(length), self.tiles.blocks
+    def grid(self, kernel: str, k: Tensor, length: int) -> tuple[int, int]:
+        """Programs of a kernel for `length` tokens of each key head."""
+        return k.shape[0] * k.shape[1] * self.segments(length), self.tiles.blocks(kernel)
+
+    def parts(self, kernel: str, tokens: Tensor, width: int) -> Tensor:
+        """Room for rows of gradients (blocks, B, H, N, width) that the blocks of values of a kernel add up to."""
+        blocks = self.tiles.blocks(kernel)
+        dtype = torch.float32 if blocks > 1 else tokens.dtype
+        return tokens.new_empty(blocks, *tokens.shape[:3], width, dtype=dtype)
 
     def empty_states(self, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Room for the states of every segment and the last one."""
         lead = (k.shape[0], k.shape[1], self.segments(length) + 1)
         size = self.phi.padded_features
-        sums = k.new_empty(*lead, size, _padded_values(v.shape[-1]), dtype=torch.float32)
+        sums = k.new_empty(*lead, size, self.tiles.width, dtype=torch.float32)
         return sums, sums.new_empty(*lead, size), sums.new_empty(lead)
 
     def pass_on(
@@ -247,16 +252,14 @@ def _forward(
     low = 0 if split is None else split.stride(0)
     of_tokens = [unused if given is None else given for given, unused in ((starts, q), (split, q))]
     masses = (q if mass is None else mass.to(torch.float32).contiguous(), *of_tokens)
-    options = call.options(v, starts)
     room = call.empty_states(k, v, length)
     launch(
         states.write_keys,
-        call.grid(k, length),
+        call.grid("write_keys", k, length),
         *(k, v, *masses, *room, *strides(k), *strides(v)),
         *(length, start, heads, call.segments(length), low),
-        warps=call.tiles.warps,
         MASSES=mass is not None,
-        **options,
+        **call.options("write_keys", v, starts),
     )
     first = (first_sums, first_norms, first_logs)
     sums, norms, logs = call.pass_on(room, first, starts, length, reverse=False)
@@ -267,16 +270,15 @@ def _forward(
     if queries:
         launch(
             kernels.read,
-            call.grid(k, queries),
+            call.grid("read", k, queries),
             *(q, k, v, *masses, sums, norms, logs, out, inverse, scale),
             *(*strides(q), *strides(k), *strides(v)),
             *(queries, start, heads, call.segments(queries), call.segments(length), low),
-            warps=call.tiles.warps,
             G=call.group,
             CAUSAL=causal,
             NORMALIZE=normalize,
             MASSES=mass is not None,
-            **options,
+            **call.options("read", v, starts),
         )
     last = (sums[:, :, -1].clone(), norms[:, :, -1].clone(), logs[:, :, -1].clone())
     return out, inverse, scale, sums, norms, logs, *last
@@ -327,8 +329,7 @@ def _backward(
     low = 0 if split is None else split.stride(0)
     of_tokens = [unused if given is None else given for given, unused in ((starts, q), (split, q))]
     masses = (q if mass is None else mass.to(torch.float32).contiguous(), *of_tokens)
-    options = {**call.options(v, starts), "G": call.group, "CAUSAL": causal}
-    warps, blocks, rows = call.tiles.warps, call.tiles.blocks, call.phi.rows
+    rows, group = call.phi.rows, {"G": call.group, "CAUSAL": causal}
     # A row without queries of its own hands the last state's gradient to its keys, segment by segment.
     span = length if causal else queries
     room = call.empty_states(k, v, span)
@@ -336,12 +337,12 @@ def _backward(
     if queries:
         launch(
             kernels.write_queries,
-            call.grid(k, queries),
+            call.grid("write_queries", k, queries),
             *(q, grad, out, inverse, scale, *masses[1:], *room, drift, *strides(q), *strides(grad)),
             *(queries, start, heads, call.segments(queries), low),
-            warps=warps,
             NORMALIZE=normalize,
-            **options,
+            **group,
+            **call.options("write_queries", v, starts),
         )
     else:
         for states_of, empty_value in zip(room, (0.0, 0.0, EMPTY)):
@@ -355,34 +356,44 @@ def _backward(
     )
     pulled = call.pass_on(room, outer, starts, span, reverse=True)
 
-    part = torch.float32 if blocks > 1 else q.dtype
-    options |= {"MASSES": mass is not None, "LEARNED": learned}
+    group["MASSES"] = mass is not None
     reads = (*strides(q), *strides(k), *strides(v), *strides(grad))
-    dq = q.new_empty(blocks, *q.shape, dtype=part)
-    dy_q = q.new_empty(blocks, *q.shape[:3], rows if learned else 0, dtype=part)
+    dq = call.parts("pull_queries", q, q.shape[-1])
+    dy_q = call.parts("pull_queries", q, rows if learned else 0)
     if queries:
         launch(
             kernels.pull_queries,
-            call.grid(k, queries),
+            call.grid("pull_queries", k, queries),
             *(q, k, v, grad, *masses, sums, norms, logs, inverse, drift, dq, dy_q, *reads),
             *(queries, start, heads, call.segments(queries), call.segments(length), low),
             q.shape[0] * q.shape[1] * queries,
-            warps=warps,
             NORMALIZE=normalize,
-            **options,
+            LEARNED=learned,
+            **group,
+            **call.options("pull_queries", v, starts),
         )
-    dk = k.new_empty(blocks, *k.shape, dtype=part)
+    dk = call.parts("pull_keys", k, k.shape[-1])
+    dy_k = call.parts("pull_keys", k, rows if learned else 0)
     dv = v.new_empty(v.shape)
-    dy_k = k.new_empty(blocks, *k.shape[:3], rows if learned else 0, dtype=part)
+    blocks = call.tiles.blocks("pull_values")
     dmass = inverse.new_empty((blocks, *k.shape[:3]) if mass is not None else (blocks, 0))
+    of_queries = (*pulled, inverse, drift, scale)
+    lengths = (length, start, heads, call.segments(length), call.segments(span))
+    sizes = (*lengths, low, k.shape[0] * heads * length)
+    launch(
+        kernels.pull_values,
+        call.grid("pull_values", k, length),
+        *(q, k, v, grad, *masses, *of_queries, dv, dmass, *reads, *sizes),
+        **group,
+        **call.options("pull_values", v, starts),
+    )
     launch(
         kernels.pull_keys,
-        call.grid(k, length),
-        *(q, k, v, grad, *masses, *pulled, inverse, drift, scale, dk, dv, dy_k, dmass, *reads),
-        *(length, start, heads, call.segments(length), call.segments(span), low),
-        k.shape[0] * heads * length,
-        warps=warps,
-        **options,
+        call.grid("pull_keys", k, length),
+        *(q, k, v, grad, *masses, *of_queries, dk, dy_k, *reads, *sizes),
+        LEARNED=learned,
+        **group,
+        **call.options("pull_keys", v, starts),
     )
     dmatrix = _matrix_gradient(matrix, q, k, dy_q, dy_k) if learned and matrix is not None else q.new_empty(0)
     dfirst = (q.new_empty(0), q.new_empty(0))

@@ -139,19 +139,28 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
-    """The first C rows of a matrix at `start`, as a tile (C, DP): zeros from row `count` and column D on."""
+def places_of_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
+    """Where the first C rows of a matrix at `start` are, (C, DP), and which of these places hold numbers.
+
+    The places of rows that are not there depend on `count` for a reason: it differs from chunk to chunk, so that the
+    compiler does not work out the offsets of every tile before the loop and keep them in registers.
+    """
     rows, columns = tl.arange(0, C), tl.arange(0, DP)
     inside = (rows < count)[:, None] & (columns < D)[None, :]
-    return tl.load(start + (rows[:, None] * stride + columns[None, :]), mask=inside, other=0.0)
+    return start + (tl.minimum(rows, count - 1)[:, None] * stride + columns[None, :]), inside
+
+
+@triton.jit
+def load_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
+    """The first C rows of a matrix at `start`, as a tile (C, DP): zeros from row `count` and column D on."""
+    places, inside = places_of_rows(start, stride, count, C, D, DP)
+    return tl.load(places, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_rows(start, stride, count, x, D, DP: tl.constexpr):
     """The inverse of `load_rows`."""
-    rows, columns = tl.arange(0, x.shape[0]), tl.arange(0, DP)
-    inside = (rows < count)[:, None] & (columns < D)[None, :]
-    places = start + (rows[:, None] * stride + columns[None, :])
+    places, inside = places_of_rows(start, stride, count, x.shape[0], D, DP)
     tl.store(places, rounded(x, start.dtype.element_ty), mask=inside)
 
 
@@ -310,7 +319,8 @@ def store_gradient(
         grad = grad_a * COEFFICIENT
         if MAP != "identity":
             wide = load_rows(x, stride, count, C, D, DP).to(tl.float32)
-            grad = tl.where(wide > 0, grad, grad_a * a if MAP == "elu" else 0.0)
+            # From the token rather than from its features: those then need no registers.
+            grad = tl.where(wide > 0, grad, grad * tl.exp(tl.minimum(wide, 0.0)) if MAP == "elu" else 0.0)
         store_rows(dx, D, count, grad, D, DP)
     else:
         if MAP == "hedgehog":

@@ -18,38 +18,85 @@ STATE_SHARE = 0.02
 """Share of the bytes of q, k, v and out that states may take on long rows."""
 
 
-class Tiles(NamedTuple):
-    """The sizes of a launch."""
+LONGEST_CHUNK = 64
+"""Tokens of the longest chunk, which segments are multiples of."""
+
+
+class Tile(NamedTuple):
+    """What one program of a kernel holds."""
 
     chunk: int
     """C, tokens whose pairs are weighed one by one."""
 
+    values: int
+    """BV, columns of values."""
+
+    warps: int
+
+    stages: int = 1
+    """Chunks that are on their way from memory at once; more than one takes registers for its places."""
+
+
+TILES: dict[tuple[int, int], Tile] = {
+    (2, 64): Tile(32, 64, 4),
+    (2, 128): Tile(32, 64, 8),
+    (2, 256): Tile(32, 32, 8),
+    (4, 64): Tile(32, 32, 4),
+    (4, 128): Tile(16, 32, 8),
+    (4, 256): Tile(16, 16, 8),
+}
+"""(bytes of a number, padded features up to this) -> what programs hold.
+
+The largest tiles with which nothing goes to local memory on sm_80 or sm_90: `python -m benchmarks.kernel_resources`.
+"""
+
+EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
+    ("write_keys", 2, 64): Tile(64, 64, 4),
+    ("write_queries", 2, 64): Tile(64, 64, 4),
+    ("read", 4, 64): Tile(16, 32, 4),
+    ("pull_queries", 2, 128): Tile(32, 32, 8),
+    ("pull_keys", 2, 128): Tile(16, 32, 8),
+    ("pull_queries", 2, 256): Tile(16, 32, 8),
+    ("pull_keys", 2, 256): Tile(16, 32, 8),
+    ("pull_values", 2, 256): Tile(16, 32, 8),
+}
+"""(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
+
+
+class Tiles(NamedTuple):
+    """How a call cuts its rows and values."""
+
     segment: int
-    """Tokens between two states in memory, a multiple of the chunk."""
+    """Tokens between two states in memory, the same for all kernels of a call."""
 
     segments: int
     """Of a row."""
 
-    values: int
-    """BV, columns of values of one program."""
+    features: int
+    """Padded, of the feature map."""
 
-    blocks: int
-    """Programs beside each other for all columns."""
+    width: int
+    """Padded columns of values."""
 
-    warps: int
+    bytes: int
+    """Of a number in memory."""
+
+    def of(self, kernel: str) -> Tile:
+        """What programs of the kernel of this name hold."""
+        bound = max(64, self.features)
+        tile = EXCEPTIONS.get((kernel, self.bytes, bound), TILES[self.bytes, bound])
+        return tile._replace(values=min(tile.values, self.width))
+
+    def blocks(self, kernel: str) -> int:
+        """Programs of this kernel beside each other for all columns of values."""
+        return self.width // self.of(kernel).values
 
 
 def tiles(phi: Phi, q: Tensor, v: Tensor) -> Tiles:
     """Sizes for queries (B, H, N, d) and values (B, H_kv, N, D)."""
-    length = v.shape[2]
-    # Half a register file of float32 for the state; the tiles of tokens take the rest.
-    width = padded(v.shape[-1])
-    columns = max(16, min(width, 128 * 128 // phi.padded_features))
-    chunk = 64 if v.element_size() == 2 else 32
-    segment = segment_length(phi, q, v, chunk)
-    blocks = triton.cdiv(v.shape[-1], columns)
-    warps = 8 if phi.padded_features * columns > 8192 else 4
-    return Tiles(chunk, segment, triton.cdiv(length, segment), columns, blocks, warps)
+    segment = segment_length(phi, q, v, LONGEST_CHUNK)
+    segments = triton.cdiv(v.shape[2], segment)
+    return Tiles(segment, segments, phi.padded_features, padded(v.shape[-1]), v.element_size())
 
 
 def segment_length(phi: Phi, q: Tensor, v: Tensor, chunk: int) -> int:
@@ -106,7 +153,7 @@ def noting() -> Iterator[list[Launch]]:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 2, **options: Any
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **options: Any
 ) -> None:
     """Start `kernel` on the device of its first argument."""
     if _noted is not None:
