@@ -3,13 +3,14 @@
     python -m benchmarks.kernel_resources             writes benchmarks/results/kernel_resources.md
     python -m benchmarks.kernel_resources --check     fails where that table differs, or a kernel spills or does not fit
 
-A case is a call of an op, forward and backward, on empty tensors; its launches are noted down and compiled.
+A case (`kernel_cases`) is a call of an op, forward and backward; its launches are noted down and compiled. A launch
+that compiles to what one before it did is not repeated.
 """
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -18,60 +19,11 @@ CAPABILITIES = (80, 90)
 HEADER = ("case", "kernel", "GPU", "warps", "registers", "spilled bytes", "shared bytes")
 
 
-def kernel_attention_case(
-    feature_map: str,
-    width: int,
-    dtype: str = "bfloat16",
-    *,
-    group: int = 1,
-    causal: bool = True,
-    packed: bool = False,
-    weighted: bool = False,
-) -> Callable[[], None]:
-    def call() -> None:
-        import torch
+def cases() -> dict:
+    """The cases; imported late, for triton must not find TRITON_INTERPRET."""
+    from benchmarks.kernel_cases import CASES
 
-        from megakernel.ops import kernel_attention
-        from megakernel.ops.feature_maps import FEATURE_MAPS
-
-        # Long enough that segments have their full length; nothing is computed, and little of it is touched.
-        length = 65536
-        options = {"dtype": getattr(torch, dtype), "requires_grad": True}
-        q = torch.empty(1, group, length, width, **options)
-        k, v = (torch.empty(1, 1, length, width, **options) for _ in range(2))
-        projection = None
-        if FEATURE_MAPS[feature_map].projected:
-            projection = torch.empty(1, width, width, requires_grad=True)
-        out = kernel_attention(
-            *(q, k, v),
-            feature_map=feature_map,
-            projection=projection,
-            causal=causal,
-            mass=torch.empty(1, 1, length, requires_grad=True) if weighted else None,
-            positions=torch.zeros(1, length, dtype=torch.int64) if packed else 0,
-            backend="triton",
-        )
-        out.backward(torch.empty_like(out))
-
-    return call
-
-
-CASES: dict[str, Callable[[], None]] = {
-    "kernel_attention elu d=64": kernel_attention_case("elu", 64),
-    "kernel_attention elu d=128": kernel_attention_case("elu", 128),
-    "kernel_attention elu d=128, 4 queries a key": kernel_attention_case("elu", 128, group=4),
-    "kernel_attention elu d=128, both ways": kernel_attention_case("elu", 128, causal=False),
-    "kernel_attention elu d=64 float32": kernel_attention_case("elu", 64, "float32"),
-    "kernel_attention hedgehog d=64": kernel_attention_case("hedgehog", 64),
-    "kernel_attention hedgehog d=128": kernel_attention_case("hedgehog", 128),
-    "kernel_attention favor d=64": kernel_attention_case("favor", 64),
-    "kernel_attention favor d=128": kernel_attention_case("favor", 128),
-    "kernel_attention favor d=128, documents": kernel_attention_case("favor", 128, packed=True),
-    "kernel_attention hedgehog d=128, masses": kernel_attention_case("hedgehog", 128, weighted=True),
-    "kernel_attention rks d=64": kernel_attention_case("rks", 64),
-    "kernel_attention rks d=128": kernel_attention_case("rks", 128),
-}
-"""Name -> a call of an op."""
+    return CASES
 
 
 def rows_of(task: tuple[str, int, int]) -> tuple[str, ...]:
@@ -90,14 +42,14 @@ def launches_of(case: str) -> list:
     from megakernel.ops.kernels.launch import noting
 
     with noting() as launches:
-        CASES[case]()
+        cases()[case]()
     return launches
 
 
-def tasks(cases: list[str]) -> Iterator[tuple[str, int, int]]:
-    """One for each launch and GPU; launches of one kernel with one configuration come once."""
+def tasks(names: list[str]) -> Iterator[tuple[str, int, int]]:
+    """One for each launch and GPU."""
     seen = set()
-    for case in cases:
+    for case in names:
         for index, launch in enumerate(launches_of(case)):
             # Sizes tell compilers whether they are 1 or multiples of 16, and tensors their type.
             told = [x if isinstance(x, int) else x.dtype for x in launch.arguments]
@@ -148,10 +100,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
-    cases = [case for case in CASES if arguments.only in case]
+    names = [name for name in cases() if arguments.only in name]
     with ProcessPoolExecutor(arguments.jobs) as pool:
         rows = []
-        for row in pool.map(rows_of, tasks(cases)):
+        for row in pool.map(rows_of, tasks(names)):
             rows.append(row)
             print("  ".join(row), file=sys.stderr, flush=True)
     found = problems(rows)

@@ -1,7 +1,5 @@
 """One token at a time through the kernel is the whole sequence at once."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +9,6 @@ from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.projections import FastFood
 from megakernel.ops.state import start_state
 from tests.kernels.comparing import DEVICE, TOLERANCE, random, rms_ratio
-
-from .ahead_of_time import assert_fits
 
 MAPS = ("elu", "relu", "identity", "hedgehog", "favor", "prf", "rks")
 
@@ -207,37 +203,3 @@ def test_torch_knows_the_operator():
     projection = projection_of("rks", 2, 8)
     state = start_state("rks", k, projection, 8)
     torch.library.opcheck(decode._step, (q, k, v, projection, None, *state, "rks", 1, True))
-
-
-def noted(feature_map: str, width: int, rows: int, group: int, dtype: torch.dtype) -> None:
-    """A step of 64 sequences."""
-    from megakernel.ops.kernel_attention import decode
-
-    q = torch.zeros(64, 8 * group, 1, width, dtype=dtype)
-    k = torch.zeros(64, 8, 1, width, dtype=dtype)
-    projection = None if feature_map == "elu" else torch.zeros(8, rows, width)
-    state = start_state(feature_map, k, projection, width)
-    options = {"feature_map": feature_map, "projection": projection, "normalize": True, "mass": None}
-    with torch.no_grad():
-        decode.step(q, k, k, state=state, **options)
-
-
-LAUNCHES = {
-    f"{feature_map} d={width}, M={rows}, {group} queries to a key, {dtype}": partial(
-        noted, feature_map, width, rows, group, dtype
-    )
-    for feature_map, width, rows, group, dtype in (
-        ("elu", 64, 64, 4, torch.bfloat16),
-        ("elu", 128, 128, 1, torch.bfloat16),
-        ("hedgehog", 64, 64, 1, torch.bfloat16),
-        ("hedgehog", 128, 128, 8, torch.bfloat16),
-        ("rks", 128, 128, 4, torch.float32),
-        ("prf", 128, 256, 4, torch.bfloat16),
-        ("rks", 128, 512, 1, torch.bfloat16),
-    )
-}
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_fit_the_chips(capability):
-    assert_fits(__name__, capability)

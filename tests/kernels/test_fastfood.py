@@ -1,7 +1,5 @@
 """FastFood features by kernels are those of the dense matrix."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -10,8 +8,6 @@ from megakernel.ops.dispatch import VARIABLE
 from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.projections import FastFood, padded_width
 from tests.kernels.comparing import TOLERANCE, random, rms_ratio
-
-from .ahead_of_time import assert_fits
 
 
 def fast_food(heads: int, blocks: int, width: int, seed: int = 1) -> FastFood:
@@ -141,29 +137,3 @@ def test_arguments_that_do_not_fit_are_named():
         fastfood_features(x, fast_food(2, 1, 16), feature_map="rks")
     with pytest.raises(ValueError, match=r"x has shape \(1, 3, 16\)"):
         fastfood_features(x[0], projection, feature_map="rks")
-
-
-def noted(feature_map: str, width: int, blocks: int, dtype: torch.dtype) -> None:
-    """Forward and backward of a training batch."""
-    x = torch.zeros(2, 8, 1024, width, dtype=dtype).requires_grad_()
-    scales, gaussians, signs, order = torch.zeros(4, 8, blocks, padded_width(width))
-    projection = FastFood(scales.requires_grad_(), gaussians, signs, order.long())
-    fastfood_features(x, projection, feature_map=feature_map, backend="triton").values.sum().backward()
-
-
-LAUNCHES = {
-    f"{feature_map} d={width}, {blocks} blocks, {dtype}": partial(noted, feature_map, width, blocks, dtype)
-    for feature_map, width, blocks, dtype in (
-        ("rks", 64, 1, torch.bfloat16),
-        ("rks", 128, 1, torch.bfloat16),
-        ("prf", 64, 2, torch.bfloat16),
-        ("prf", 128, 2, torch.bfloat16),
-        ("prf", 128, 2, torch.float32),
-        ("rks", 128, 8, torch.float32),
-    )
-}
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_fit_the_chips(capability):
-    assert_fits(__name__, capability)

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops import WeightedState, weighted_attention
-from tests.kernels.ahead_of_time import assert_fits
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -260,29 +259,3 @@ def test_what_kernels_cannot_take_is_named(changes, message, draw, device):
     leaves = tokens(draw, device, length=8, **{"dtype": torch.float32, **changes})
     with pytest.raises(ValueError, match=message):
         run("triton", leaves)
-
-
-def real_sizes(keys: int, width: int, dtype: torch.dtype = torch.bfloat16, **options) -> None:
-    """An op, forward and backward, whose launches are only noted down."""
-    leaves = tokens(
-        torch.Generator(), torch.device("cpu"), dtype, keys=keys, length=512, width=width, values=width
-    )
-    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    run("triton", leaves, **options)["out"].sum().backward()
-
-
-LAUNCHES = {
-    f"{kind} d={width} M={keys}": partial(real_sizes, keys, width, **KINDS[kind])
-    for kind in ("softmax", "gaussian", "kernelized", "hard")
-    for width in (64, 128)
-    for keys in (1, 2)
-} | {
-    f"float32 d={width} M={keys}": partial(real_sizes, keys, width, torch.float32)
-    for width, keys in ((64, 1), (64, 2), (128, 1))
-}
-"""What `ahead_of_time` compiles."""
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_no_kernel_spills_or_takes_too_much_shared_memory(capability):
-    assert_fits("tests.kernels.test_weighted_attention", capability)

@@ -6,27 +6,24 @@ two nothing is kept but the inputs, the output, two numbers per token and one st
 the features ever reaches memory.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from megakernel.ops.arguments import check_state
 from megakernel.ops.documents import Positions, open_documents
 from megakernel.ops.feature_maps import FeatureMap, named
-from megakernel.ops.kernel_attention import kernels
+from megakernel.ops.kernel_attention import decode, kernels, key_kernels, query_kernels
+from megakernel.ops.kernel_attention.launches import Call, state_of, tiles_of, total
 from megakernel.ops.kernels import states
-from megakernel.ops.kernels.features import SUPPORTED, Phi, padded, phi_of, split_matrix
-from megakernel.ops.kernels.launch import Tiles, launch, rows_together, strides, tiles
+from megakernel.ops.kernels.features import SUPPORTED, phi_of, split_matrix
+from megakernel.ops.kernels.launch import launch, rows_together, strides
 from megakernel.ops.projections import Projection, dense
 from megakernel.ops.state import EMPTY, Exchange, KernelState
 
 WIDEST = 128
 """d and M up to which a program's tiles fit into registers."""
-
-FEATURES_AT_ONCE = 16
-"""Rows of a state that one program passes from segment to segment."""
 
 
 def unsupported(
@@ -54,6 +51,9 @@ def unsupported(
         return f"feature_map is {given}; expected {', '.join(SUPPORTED)} without smoothing"
     if priors is not None:
         return "k is a mixture of keys; expected one key at a position"
+    step = _step(feature_map, projection, causal, normalize, mass, positions, initial_state, exchange)
+    if step is not None and decode.unsupported(q, k, v, **step) is None:
+        return None
     matrix = dense(projection, q.shape[-1])
     sizes = {"q": q.shape[-1], "v": v.shape[-1], "projection": 1 if matrix is None else matrix.shape[-2]}
     for name, size in sizes.items():
@@ -84,6 +84,10 @@ def attend(
 ) -> tuple[Tensor, KernelState]:
     """Arguments and results of `chunked.attend`, in bfloat16, float16 or float32."""
     assert priors is None
+    step = _step(feature_map, projection, causal, normalize, mass, positions, initial_state, exchange)
+    if step is not None and decode.unsupported(q, k, v, **step) is None:
+        check_state(step["state"], k, v)
+        return decode.step(q, k, v, **step)
     width, value_dim = q.shape[-1], v.shape[-1]
     matrix = dense(projection, width)
     phi = phi_of(feature_map, width, None if matrix is None else matrix.shape[-2])
@@ -93,11 +97,11 @@ def attend(
     def run(queries: Tensor, first: KernelState | None):
         if first is not None:
             check_state(first, k, v)
-        tile = (None, None, None) if first is None else _tiles_of(first, phi, value_dim)
+        tile = (None, None, None) if first is None else tiles_of(first, phi, value_dim)
         out, *_, sums, norms, logs = torch.ops.megakernel.kernel_attention(
             queries, k, v, matrix, mass, starts, *tile, form.name, form.components, causal, normalize, start
         )
-        return out, _state_of(sums, norms, logs, phi, value_dim)
+        return out, state_of(sums, norms, logs, phi, value_dim)
 
     if exchange is None:
         return run(q, initial_state)
@@ -107,124 +111,30 @@ def attend(
     return run(q, pending.wait())[0], own
 
 
+def _step(
+    feature_map: FeatureMap | str,
+    projection: Projection | None,
+    causal: bool,
+    normalize: bool,
+    mass: Tensor | None,
+    positions: Positions,
+    state: KernelState | None,
+    exchange: Exchange | None,
+) -> dict[str, Any] | None:
+    """The arguments of `decode.step`, if all tokens continue `state` in this process."""
+    continues = isinstance(positions, int) and positions > 0
+    if not causal or not continues or state is None or exchange is not None:
+        return None
+    options = {"feature_map": feature_map, "projection": projection, "normalize": normalize}
+    return {**options, "mass": mass, "state": state}
+
+
 def _document_starts(positions: Positions, length: int) -> tuple[Tensor | None, int]:
     """The place where each token's document starts, (B, N) int32, or of all tokens: negative before the row."""
     if isinstance(positions, int):
         return None, -1 if positions > 0 else 0
     places = torch.arange(length, device=positions.device)
     return (places - positions).clamp(min=-1).to(torch.int32), 0
-
-
-def _tiles_of(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A state as kernels read it: sums (B, H_kv, FP, VP), normalizers (B, H_kv, FP), log scales."""
-    halves = phi.features // phi.rows
-    lead = state.sums.unflatten(2, (halves, phi.rows)).to(torch.float32)
-    whole = torch.nn.functional.pad(lead, (0, 0, 0, phi.padded_rows - phi.rows)).flatten(2, 3)
-    sums = torch.nn.functional.pad(whole[..., :-1], (0, padded(value_dim) - value_dim))
-    return sums.contiguous(), whole[..., -1].contiguous(), state.log_scale.to(torch.float32).contiguous()
-
-
-def _state_of(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: int) -> KernelState:
-    """The inverse of `_tiles_of`."""
-    halves = phi.features // phi.rows
-    whole = torch.cat([sums[..., :value_dim], norms[..., None]], -1)
-    kept = whole.unflatten(2, (halves, phi.padded_rows))[:, :, :, : phi.rows].flatten(2, 3)
-    return KernelState(kept, logs.detach())
-
-
-class _Call(NamedTuple):
-    """What all launches of a call share."""
-
-    phi: Phi
-    tiles: Tiles
-    group: int
-    causal: bool
-    normalize: bool
-    start: int
-
-    @staticmethod
-    def of(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        matrix: Tensor | None,
-        feature_map: str,
-        components: int,
-        causal: bool,
-        normalize: bool,
-        start: int,
-    ) -> "_Call":
-        rows = None if matrix is None else matrix.shape[-2]
-        phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows)
-        return _Call(phi, tiles(phi, q, v), q.shape[1] // k.shape[1], causal, normalize, start)
-
-    def options(self, kernel: str, v: Tensor, starts: Tensor | None) -> dict[str, Any]:
-        """Warps, stages and compile-time arguments of a kernel with tokens."""
-        tile = self.tiles.of(kernel)
-        return {
-            "warps": tile.warps,
-            "stages": tile.stages,
-            "SEGMENT": self.tiles.segment,
-            "C": tile.chunk,
-            "V": v.shape[-1],
-            "VP": self.tiles.width,
-            "BV": tile.values,
-            "PACKED": starts is not None,
-            **self.phi.options(),
-        }
-
-    def segments(self, length: int) -> int:
-        """Of a row."""
-        return triton.cdiv(length, self.tiles.segment)
-
-    def grid(self, kernel: str, k: Tensor, length: int) -> tuple[int, int]:
-        """Programs of a kernel for `length` tokens of each key head."""
-        return k.shape[0] * k.shape[1] * self.segments(length), self.tiles.blocks(kernel)
-
-    def parts(self, kernel: str, tokens: Tensor, width: int) -> Tensor:
-        """Room for rows of gradients (blocks, B, H, N, width) that the blocks of values of a kernel add up to."""
-        blocks = self.tiles.blocks(kernel)
-        dtype = torch.float32 if blocks > 1 else tokens.dtype
-        return tokens.new_empty(blocks, *tokens.shape[:3], width, dtype=dtype)
-
-    def empty_states(self, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Room for the states of every segment and the last one."""
-        lead = (k.shape[0], k.shape[1], self.segments(length) + 1)
-        size = self.phi.padded_features
-        sums = k.new_empty(*lead, size, self.tiles.width, dtype=torch.float32)
-        return sums, sums.new_empty(*lead, size), sums.new_empty(lead)
-
-    def pass_on(
-        self,
-        room: tuple[Tensor, Tensor, Tensor],
-        first: tuple[Tensor | None, Tensor | None, Tensor | None],
-        starts: Tensor | None,
-        length: int,
-        *,
-        reverse: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The states that enter each segment, from what each segment adds."""
-        sums, norms, added = room
-        logs = torch.empty_like(added)
-        features, values = sums.shape[-2:]
-        entered = [unused if given is None else given for given, unused in zip(first, (sums, norms, added))]
-        launch(
-            states.pass_states,
-            (sums.shape[0] * sums.shape[1], triton.cdiv(features, FEATURES_AT_ONCE)),
-            *(sums, norms, added, logs, *entered, added if starts is None else starts),
-            *(length, self.start, sums.shape[1], sums.shape[2] - 1),
-            warps=4,
-            SEGMENT=self.tiles.segment,
-            FP=features,
-            VP=values,
-            BF=FEATURES_AT_ONCE,
-            PACKED=starts is not None,
-            FIRST=first[0] is not None,
-            REVERSE=reverse,
-            CAUSAL=self.causal,
-            UNBOUNDED=self.phi.unbounded,
-        )
-        return sums, norms, logs
 
 
 @torch.library.custom_op("megakernel::kernel_attention", mutates_args=())
@@ -245,7 +155,7 @@ def _forward(
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output; 1 / den and r of each query; the states of all segments; the last state."""
-    call = _Call.of(q, k, v, matrix, feature_map, components, causal, normalize, start)
+    call = Call.of(q, k, v, matrix, feature_map, components, causal, normalize, start)
     q, k, v = rows_together(q), rows_together(k), rows_together(v)
     length, heads = k.shape[2], k.shape[1]
     split = split_matrix(matrix, heads, q.dtype)
@@ -266,7 +176,7 @@ def _forward(
     queries = q.shape[2]
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     inverse = out.new_empty(q.shape[:3], dtype=torch.float32)
-    scale = inverse.new_empty(*k.shape[:2], queries)
+    scale = inverse.new_empty(*k.shape[:2], queries if call.phi.unbounded else 0)
     if queries:
         launch(
             kernels.read,
@@ -286,10 +196,10 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, matrix, mass, starts, first_sums, first_norms, first_logs, *form):
-    call = _Call.of(q, k, v, matrix, *form)
+    call = Call.of(q, k, v, matrix, *form)
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     inverse = out.new_empty(q.shape[:3], dtype=torch.float32)
-    scale = inverse.new_empty(*k.shape[:2], q.shape[2])
+    scale = inverse.new_empty(*k.shape[:2], q.shape[2] if call.phi.unbounded else 0)
     sums, norms, logs = call.empty_states(k, v, k.shape[2])
     last = (torch.empty_like(x[:, :, -1], memory_format=torch.contiguous_format) for x in (sums, norms, logs))
     return out, inverse, scale, sums, norms, logs, *last
@@ -322,21 +232,21 @@ def _backward(
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, the matrix, the mass and the first state's sums and normalizers; empty where unwanted."""
-    call = _Call.of(q, k, v, matrix, feature_map, components, causal, normalize, start)
+    call = Call.of(q, k, v, matrix, feature_map, components, causal, normalize, start)
     q, k, v, grad = rows_together(q), rows_together(k), rows_together(v), rows_together(grad)
     length, queries, heads = k.shape[2], q.shape[2], k.shape[1]
     split = split_matrix(matrix, heads, q.dtype)
     low = 0 if split is None else split.stride(0)
     of_tokens = [unused if given is None else given for given, unused in ((starts, q), (split, q))]
     masses = (q if mass is None else mass.to(torch.float32).contiguous(), *of_tokens)
-    rows, group = call.phi.rows, {"G": call.group, "CAUSAL": causal}
+    rows, group = call.phi.rows, {"G": call.group if queries else 0, "CAUSAL": causal}
     # A row without queries of its own hands the last state's gradient to its keys, segment by segment.
     span = length if causal else queries
     room = call.empty_states(k, v, span)
     drift = torch.empty_like(inverse) if normalize else torch.zeros_like(inverse)
     if queries:
         launch(
-            kernels.write_queries,
+            query_kernels.write_queries,
             call.grid("write_queries", k, queries),
             *(q, grad, out, inverse, scale, *masses[1:], *room, drift, *strides(q), *strides(grad)),
             *(queries, start, heads, call.segments(queries), low),
@@ -345,8 +255,9 @@ def _backward(
             **call.options("write_queries", v, starts),
         )
     else:
-        for states_of, empty_value in zip(room, (0.0, 0.0, EMPTY)):
-            states_of.fill_(empty_value)
+        for part, nothing in zip(room, (0.0, 0.0, EMPTY)):
+            part.fill_(nothing)
+        scale = torch.full(k.shape[:3], EMPTY, dtype=torch.float32, device=k.device)
     # A last state without keys has gradients and no scale: they go to nothing.
     empty = last_logs <= EMPTY / 2
     outer = (
@@ -362,7 +273,7 @@ def _backward(
     dy_q = call.parts("pull_queries", q, rows if learned else 0)
     if queries:
         launch(
-            kernels.pull_queries,
+            query_kernels.pull_queries,
             call.grid("pull_queries", k, queries),
             *(q, k, v, grad, *masses, sums, norms, logs, inverse, drift, dq, dy_q, *reads),
             *(queries, start, heads, call.segments(queries), call.segments(length), low),
@@ -381,14 +292,14 @@ def _backward(
     lengths = (length, start, heads, call.segments(length), call.segments(span))
     sizes = (*lengths, low, k.shape[0] * heads * length)
     launch(
-        kernels.pull_values,
+        key_kernels.pull_values,
         call.grid("pull_values", k, length),
         *(q, k, v, grad, *masses, *of_queries, dv, dmass, *reads, *sizes),
         **group,
         **call.options("pull_values", v, starts),
     )
     launch(
-        kernels.pull_keys,
+        key_kernels.pull_keys,
         call.grid("pull_keys", k, length),
         *(q, k, v, grad, *masses, *of_queries, dk, dy_k, *reads, *sizes),
         LEARNED=learned,
@@ -401,7 +312,7 @@ def _backward(
         # Sums are those of the first state times exp(its log scale).
         factor = torch.exp(first_logs + pulled[2][:, :, -1])
         dfirst = (pulled[0][:, :, -1] * factor[..., None, None], pulled[1][:, :, -1] * factor[..., None])
-    return dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv, dmatrix, dmass.sum(0), *dfirst
+    return total(dq, q), total(dk, k), dv, dmatrix, total(dmass, dmass), *dfirst
 
 
 @_backward.register_fake
@@ -412,17 +323,17 @@ def _(grad, grad_sums, grad_norms, q, k, v, matrix, mass, starts, first_logs, *r
     dfirst = (q.new_empty(0), q.new_empty(0))
     if first_logs is not None:
         dfirst = (torch.empty_like(grad_sums), torch.empty_like(grad_norms))
-    return tuple(x.new_empty(x.shape) for x in (q, k, v)) + (dmatrix, dmass, *dfirst)
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), dmatrix, dmass, *dfirst)
 
 
 def _matrix_gradient(matrix: Tensor, q: Tensor, k: Tensor, dy_q: Tensor, dy_k: Tensor) -> Tensor:
     """sum over tokens of dy x^T: (M, d) or (H_kv, M, d)."""
     heads = k.shape[1]
-    of_keys = torch.einsum("bhnm,bhnd->hmd", dy_k.sum(0).to(k.dtype), k)
-    grouped = (dy_q.sum(0).to(q.dtype).unflatten(1, (heads, -1)), q.unflatten(1, (heads, -1)))
+    of_keys = torch.einsum("bhnm,bhnd->hmd", total(dy_k, k), k)
+    grouped = (total(dy_q, q).unflatten(1, (heads, -1)), q.unflatten(1, (heads, -1)))
     of_queries = torch.einsum("bhgnm,bhgnd->hmd", *grouped)
-    total = (of_keys.float() + of_queries.float()).to(matrix.dtype)
-    return total.sum(0) if matrix.dim() == 2 else total
+    per_head = (of_keys.float() + of_queries.float()).to(matrix.dtype)
+    return per_head.sum(0) if matrix.dim() == 2 else per_head
 
 
 def _keep(ctx, inputs, output) -> None:

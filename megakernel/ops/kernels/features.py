@@ -6,7 +6,7 @@ tiles, so that no program rearranges registers; where a map has one half, the se
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -74,7 +74,7 @@ class Phi(NamedTuple):
         """Whether the map takes a matrix."""
         return self.name not in ELEMENTWISE
 
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         """The compile-time arguments that every kernel with a feature map has."""
         return {
             "MAP": self.name,
@@ -257,7 +257,7 @@ def phi(
     SCALE: tl.constexpr,
     COEFFICIENT: tl.constexpr,
 ):
-    """Features of the C tokens at `x`, zeros from row `count` on: halves (C, MP) float32, 0 in padding, and logs (C,)."""
+    """Features of the C tokens at `x`, of zeros from row `count` on: halves (C, MP) float32, 0 in padding, and logs."""
     logs = tl.zeros((C,), tl.float32)
     inside = (tl.arange(0, MP) < M)[None, :]
     if MAP == "identity" or MAP == "relu" or MAP == "elu":

@@ -145,7 +145,8 @@ _noted: list[Launch] | None = None
 def noting() -> Iterator[list[Launch]]:
     """Note launches down instead of making them: what would run, on a machine that cannot run it."""
     global _noted
-    _noted = launches = []
+    launches: list[Launch] = []
+    _noted = launches
     try:
         yield launches
     finally:

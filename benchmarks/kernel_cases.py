@@ -1,0 +1,124 @@
+"""Calls of every op that has kernels, forward and backward, of sizes that are trained: what is compiled ahead of time.
+
+The tensors are never computed on; a case runs where launches are noted down instead of made.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from megakernel.ops import kernel_attention, weighted_attention
+from megakernel.ops.fastfood_features import fastfood_features
+from megakernel.ops.feature_maps import FEATURE_MAPS
+from megakernel.ops.projections import FastFood
+from megakernel.ops.state import start_state
+
+Case = Callable[[], None]
+
+
+def kernel_attention_case(
+    feature_map: str,
+    width: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    group: int = 1,
+    causal: bool = True,
+    packed: bool = False,
+    weighted: bool = False,
+) -> None:
+    """One row long enough that segments have their full length."""
+    length = 65536
+    q = torch.empty(1, group, length, width, dtype=dtype, requires_grad=True)
+    k, v = (torch.empty(1, 1, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    projected = FEATURE_MAPS[feature_map].projected
+    out = kernel_attention(
+        q,
+        k,
+        v,
+        feature_map=feature_map,
+        projection=torch.empty(1, width, width, requires_grad=True) if projected else None,
+        causal=causal,
+        mass=torch.empty(1, 1, length, requires_grad=True) if weighted else None,
+        positions=torch.zeros(1, length, dtype=torch.int64) if packed else None,
+        backend="triton",
+    )
+    out.backward(torch.empty_like(out))
+
+
+@torch.no_grad()
+def step_case(
+    feature_map: str, width: int, rows: int, group: int, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """One token of each of 64 sequences."""
+    q = torch.empty(64, 8 * group, 1, width, dtype=dtype)
+    k = torch.empty(64, 8, 1, width, dtype=dtype)
+    projection = torch.empty(8, rows, width) if FEATURE_MAPS[feature_map].projected else None
+    state = start_state(feature_map, k, projection, width)
+    kernel_attention(
+        q, k, k, feature_map=feature_map, projection=projection, initial_state=state, backend="triton"
+    )
+
+
+def fastfood_case(feature_map: str, width: int, blocks: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """A training batch."""
+    x = torch.empty(2, 8, 1024, width, dtype=dtype, requires_grad=True)
+    scales, gaussians, signs = (torch.empty(8, blocks, width, requires_grad=True) for _ in range(3))
+    projection = FastFood(scales, gaussians, signs, torch.zeros(8, blocks, width, dtype=torch.int64))
+    values = fastfood_features(x, projection, feature_map=feature_map, backend="triton").values
+    values.backward(torch.empty_like(values))
+
+
+def weighted_attention_case(
+    similarity: str,
+    width: int,
+    keys: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    join: str = "sum",
+    normalize: bool = True,
+) -> None:
+    """A training batch with a prior for every key."""
+    q = torch.empty(2, 8, 1024, width, dtype=dtype, requires_grad=True)
+    k = torch.empty(2, 4, keys, 1024, width, dtype=dtype, requires_grad=True)
+    v = torch.empty(2, 4, 1024, width, dtype=dtype, requires_grad=True)
+    mass = torch.empty(1, 4, keys, 1, requires_grad=True)
+    out, _ = weighted_attention(
+        q, k, v, similarity=similarity, join=join, mass=mass, normalize=normalize, backend="triton"
+    )
+    out.backward(torch.empty_like(out))
+
+
+_linear, _weighted = partial(partial, kernel_attention_case), partial(partial, weighted_attention_case)
+
+CASES: dict[str, Case] = {
+    "kernel_attention elu d=64": _linear("elu", 64),
+    "kernel_attention elu d=128": _linear("elu", 128),
+    "kernel_attention elu d=128, 4 queries a key": _linear("elu", 128, group=4),
+    "kernel_attention elu d=128, both ways": _linear("elu", 128, causal=False),
+    "kernel_attention elu d=64 float32": _linear("elu", 64, torch.float32),
+    "kernel_attention hedgehog d=64": _linear("hedgehog", 64),
+    "kernel_attention hedgehog d=128": _linear("hedgehog", 128),
+    "kernel_attention favor d=64": _linear("favor", 64),
+    "kernel_attention favor d=128": _linear("favor", 128),
+    "kernel_attention favor d=128, documents": _linear("favor", 128, packed=True),
+    "kernel_attention hedgehog d=128, masses": _linear("hedgehog", 128, weighted=True),
+    "kernel_attention rks d=64": _linear("rks", 64),
+    "kernel_attention rks d=128": _linear("rks", 128),
+    "one token elu d=64, 4 queries a key": partial(step_case, "elu", 64, 64, 4),
+    "one token hedgehog d=128, 8 queries a key": partial(step_case, "hedgehog", 128, 128, 8),
+    "one token rks d=128 float32": partial(step_case, "rks", 128, 128, 4, torch.float32),
+    "one token prf d=128, M=256": partial(step_case, "prf", 128, 256, 4),
+    "FastFood rks d=64": partial(fastfood_case, "rks", 64, 1),
+    "FastFood prf d=128, 2 blocks": partial(fastfood_case, "prf", 128, 2),
+    "FastFood rks d=128, 8 blocks, float32": partial(fastfood_case, "rks", 128, 8, torch.float32),
+    "weighted_attention softmax d=64": _weighted("softmax", 64, 1),
+    "weighted_attention gaussian d=64": _weighted("gaussian", 64, 1),
+    "weighted_attention gaussian d=128": _weighted("gaussian", 128, 1),
+    "weighted_attention gaussian d=64, 2 keys": _weighted("gaussian", 64, 2),
+    "weighted_attention gaussian d=128, 2 keys": _weighted("gaussian", 128, 2),
+    "weighted_attention gaussian d=128, 2 keys, largest": _weighted("gaussian", 128, 2, join="max"),
+    "weighted_attention gaussian d=64, not normalized": _weighted("gaussian", 64, 1, normalize=False),
+    "weighted_attention gaussian d=128 float32": _weighted("gaussian", 128, 1, torch.float32),
+}
+"""Name -> a call of an op."""

@@ -1,0 +1,21 @@
+"""What kernels take of GPUs that need not be there: the committed table is true, and nothing spills."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(900)
+def test_kernels_compile_for_both_gpus_without_spills_to_what_the_table_says():
+    # A process of its own: the interpreter's kernels cannot be compiled.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.kernel_resources", "--check"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
