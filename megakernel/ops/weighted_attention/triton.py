@@ -32,12 +32,13 @@ class Tiles(NamedTuple):
 
     def options(self) -> dict[str, int]:
         """As `launch` takes them."""
-        return {"BQ": self.queries, "BK": self.keys, "warps": 8}
+        # Two stages: the next block of keys is on its way while one is weighed.
+        return {"BQ": self.queries, "BK": self.keys, "warps": 8, "stages": 2}
 
 
 TILES = {
     1: (Tiles(128, 64), Tiles(128, 64), Tiles(32, 128)),
-    2: (Tiles(128, 64), Tiles(128, 32), Tiles(64, 32)),
+    2: (Tiles(64, 64), Tiles(64, 64), Tiles(64, 32)),
     4: (Tiles(64, 32), Tiles(64, 32), Tiles(64, 32)),
     8: (Tiles(32, 32), Tiles(32, 32), Tiles(32, 16)),
     16: (Tiles(32, 32), Tiles(16, 32), Tiles(32, 16)),
