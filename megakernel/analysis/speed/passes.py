@@ -1,23 +1,20 @@
 """What the launches of our kernels read, write and multiply, counted pass by pass.
 
 A pass goes over all tokens once. It is as long as its bytes or its operations take, whichever is slower, and passes
-follow each other. Left out is what does not grow with N times d: the states of segments, at most 2 % of q, k, v and
-out.
+follow each other. Programs hold what `megakernel.ops.kernels.launch.TILES` says; FLuRKA, which has no kernels yet, is
+counted as if its passes were those of kernel attention. Left out is what does not grow with N times d: the states of
+segments, at most 2 % of q, k, v and out.
 """
 
 from typing import NamedTuple
 
 from megakernel.config import Attention
 from megakernel.config.compression import BlockCompression
+from megakernel.ops.kernels.features import padded
+from megakernel.ops.kernels.launch import Tiles
 
 from .cases import Case
 from .cost import Cost, attention_of
-
-CHUNK = 64
-"""Tokens whose pairs a kernel weighs one by one, as `megakernel.ops.kernels.launch.tiles` has it for bfloat16."""
-
-STATE_TILE = 128 * 128
-"""Numbers of a state that one program holds, as there: larger states are cut along their values."""
 
 FLOAT32 = 4
 """Bytes."""
@@ -62,14 +59,17 @@ class _Products(NamedTuple):
     read: float
     """A query's product with the state; as much as adding a query to the gradient of the state."""
 
-    weights: float
-    """Weights of the keys of a chunk or a window, or the gradient of a query or key through them."""
+    weight: float
+    """The weight of one key, or its share in the gradient of a query or key."""
 
     weighing: float
-    """Values weighed, or a product of gradients with values."""
+    """One value weighed, or its product with a gradient."""
 
-    blocks: int
-    """Programs side by side for the values of a state: each reads the queries and keys and maps them again."""
+    window: int | None
+    """Keys that a query weighs one by one; None: those of the kernel's chunk."""
+
+    tiles: Tiles
+    """What programs of each kernel hold."""
 
     learned: bool
     """Whether phi has a matrix with a gradient."""
@@ -77,15 +77,30 @@ class _Products(NamedTuple):
     gated: bool
     """Whether a softmax window and a far part have a normalizer each, and a gate between them."""
 
-    @property
-    def carry(self) -> float:
-        """The state taken past the token."""
-        return self.pooling + self.blocks * self.key_map + self.write
+    def blocks(self, kernel: str) -> int:
+        """Programs side by side for the values of a state: each reads the queries and keys and maps them again."""
+        return self.tiles.blocks(kernel)
 
-    @property
-    def gradients(self) -> int:
+    def carry(self, kernel: str) -> float:
+        """The state taken past the token."""
+        return self.pooling + self.blocks(kernel) * self.key_map + self.write
+
+    def weights(self, kernel: str) -> float:
+        """Weights of all keys that a query meets one by one, in every block."""
+        return self.blocks(kernel) * self.met(kernel) * self.weight
+
+    def weighed(self, kernel: str) -> float:
+        """Their values, weighed."""
+        return self.met(kernel) * self.weighing
+
+    def met(self, kernel: str) -> int:
+        """Keys that a query meets one by one."""
+        return self.window or self.tiles.of(kernel).chunk
+
+    def gradients(self, kernel: str) -> int:
         """Vectors written for the gradient of a query or key, and of the argument of its learned map."""
-        return (1 if self.blocks == 1 else 2 * self.blocks) * (2 if self.learned else 1)
+        blocks = self.blocks(kernel)
+        return (1 if blocks == 1 else 2 * blocks) * (2 if self.learned else 1)
 
     @property
     def numbers(self) -> int:
@@ -102,7 +117,7 @@ def launched(preset: str, case: Case, element: int, backward: bool) -> list[Pass
     if case.is_layer or form.feature_map is None:
         return None
     rows, size = case.all_tokens * case.heads, case.head_dim
-    products = _products(form, size)
+    products = _products(form, size, element)
     work = _forward(products)
     if backward:
         work += _backward(products)
@@ -115,20 +130,21 @@ def launched(preset: str, case: Case, element: int, backward: bool) -> list[Pass
     ]
 
 
-def _products(form: Attention, size: int) -> _Products:
+def _products(form: Attention, size: int, element: int) -> _Products:
     phi, compression, near = form.feature_map, form.compression, form.near
     assert phi is not None
     learned = phi.name == "hedgehog"
     features = phi.width(size)
     mapped = 2 * size * (size if learned else phi.frequencies(size))
     state = 2 * features * size
-    blocks = -(-size * features // STATE_TILE)
+    tiles = Tiles(0, 0, padded(features), padded(size), element)
     if compression is None:
-        weights, weighing = 2 * CHUNK * features, 2 * CHUNK * size
-        return _Products(mapped, mapped, 0, state, state, weights, weighing, blocks, learned, gated=False)
+        return _Products(
+            mapped, mapped, 0, state, state, 2 * features, 2 * size, None, tiles, learned, gated=False
+        )
     assert isinstance(compression, BlockCompression)
     assert near is not None
-    share, window = compression.rank / compression.block_size, 2 * compression.block_size
+    share = compression.rank / compression.block_size
     return _Products(
         query_map=mapped,
         key_map=share * mapped,
@@ -136,40 +152,65 @@ def _products(form: Attention, size: int) -> _Products:
         write=share * state,
         read=state,
         # A window of softmax weighs with keys of d numbers, not with features.
-        weights=window * (size if near.kind == "softmax" else features),
-        weighing=window * size,
-        blocks=blocks,
+        weight=2 * (size if near.kind == "softmax" else features),
+        weighing=2 * size,
+        window=compression.block_size,
+        tiles=tiles,
         learned=learned,
         gated=near.kind == "softmax" and near.join == "gated",
     )
 
 
 def _forward(of: _Products) -> list[_Work]:
-    pairs = of.blocks * of.weights + of.weighing
-    queries = of.blocks * of.query_map + of.read
+    blocks = of.blocks("read")
+    queries = blocks * of.query_map + of.read + of.weights("read") + of.weighed("read")
     return [
-        _Work("states: k, v", of.blocks + 1, 0, of.carry),
-        _Work("outputs: q, k, v -> out", 2 * of.blocks + 2, of.numbers, queries + pairs + of.carry),
+        _Work("states: k, v", of.blocks("write_keys") + 1, 0, of.carry("write_keys")),
+        _Work("outputs: q, k, v -> out", 2 * blocks + 2, of.numbers, queries + of.carry("read")),
     ]
 
 
 def _backward(of: _Products) -> list[_Work]:
-    # The pull of a query, phi(q) g^T, is added to the gradient of the state before the keys meet it.
-    pull = of.blocks * of.query_map + of.read
-    # Pairs: g.u and dq; under a softmax their weights as well.
-    pairs = of.blocks * of.weights * (2 if of.gated else 1) + of.weighing
-    queries = pairs + 2 * of.blocks * of.query_map + of.read + of.carry
-    # Pairs: weights, g.u, dk and dv. Keys, or landmarks and through them keys, meet the gradient of the state twice.
-    pairs = 2 * of.blocks * of.weights + 2 * of.weighing
-    keys = pull + pairs + 2 * of.write + 2 * of.blocks * of.key_map + 2 * of.pooling
-    reads = 2 * of.blocks + 2
-    work = [
-        _Work("pulls: q, do, out -> do.o", of.blocks + 2, of.numbers + 1, pull),
-        _Work("dq: q, k, v, do -> dq", reads + of.gradients, of.numbers + 1 + of.gated, queries),
-        _Work("dk, dv: q, k, v, do -> dk, dv", reads + of.gradients + 1, of.numbers + 1, keys),
-    ]
-    if of.blocks > 1:
-        work.append(_Work("sums over blocks", 2 * of.gradients + (4 if of.learned else 2), 0, 0))
+    work = [_pulls(of), _of_queries(of), _of_values(of), _of_keys(of)]
+    cut = [of.gradients(name) for name in ("pull_queries", "pull_keys") if of.blocks(name) > 1]
+    if cut:
+        work.append(_Work("sums over blocks", sum(cut) + len(cut) * (2 if of.learned else 1), 0, 0))
     if of.learned:
         work.append(_Work("dW: gradients of the map's arguments, q, k", 4, 0, of.query_map + of.key_map))
     return work
+
+
+def _pulls(of: _Products) -> _Work:
+    # phi(q) g^T is added to the gradient of the state before the keys meet it. do comes twice: for do.o, and as pull.
+    blocks = of.blocks("write_queries")
+    work = blocks * of.query_map + of.read
+    return _Work("pulls: q, do, out -> do.o", blocks + 3, of.numbers + 1, work)
+
+
+def _of_queries(of: _Products) -> _Work:
+    # Pairs: g.u and dq; under a softmax their weights as well.
+    kernel = "pull_queries"
+    blocks = of.blocks(kernel)
+    pairs = of.weights(kernel) * (2 if of.gated else 1) + of.weighed(kernel)
+    work = pairs + 2 * blocks * of.query_map + of.read + of.carry(kernel)
+    vectors = 2 * blocks + 2 + of.gradients(kernel)
+    return _Work("dq: q, k, v, do -> dq", vectors, of.numbers + 1 + of.gated, work)
+
+
+def _of_values(of: _Products) -> _Work:
+    # Pairs: weights and dv. Keys, or landmarks and through them keys, meet the gradient of the state.
+    kernel = "pull_values"
+    blocks = of.blocks(kernel)
+    maps = blocks * (of.query_map + of.key_map) + of.pooling
+    work = maps + of.read + of.write + of.weights(kernel) + of.weighed(kernel)
+    return _Work("dv: q, k, do -> dv", 2 * blocks + 2, of.numbers + 1, work)
+
+
+def _of_keys(of: _Products) -> _Work:
+    # Pairs: g.u and dk; under a softmax their weights as well.
+    kernel = "pull_keys"
+    blocks = of.blocks(kernel)
+    maps = blocks * (of.query_map + 2 * of.key_map) + of.pooling
+    pairs = of.weights(kernel) * (2 if of.gated else 1) + of.weighed(kernel)
+    vectors = 2 * blocks + 2 + of.gradients(kernel)
+    return _Work("dk: q, k, v, do -> dk", vectors, of.numbers + 1, maps + of.read + of.write + pairs)
