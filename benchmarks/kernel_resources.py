@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 TABLE = Path(__file__).parent / "results" / "kernel_resources.md"
@@ -101,7 +102,8 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     names = [name for name in cases() if arguments.only in name]
-    with ProcessPoolExecutor(arguments.jobs) as pool:
+    # Not forked: noting a backward starts threads, which a fork would leave waiting for ever.
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
         rows = []
         for row in pool.map(rows_of, tasks(names)):
             rows.append(row)
