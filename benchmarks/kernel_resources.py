@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def rows_of(task: tuple[str, int, int]) -> tuple[str, ...]:
     return (case, launch.kernel.__name__, f"sm_{capability}", *map(str, numbers))
 
 
+@lru_cache(maxsize=1)  # a process compiles the launches of a case one after another
 def launches_of(case: str) -> list:
     """What a case would start."""
     from megakernel.ops.kernels.launch import noting

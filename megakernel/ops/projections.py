@@ -54,6 +54,13 @@ def _transform(x: Tensor, projection: FastFood) -> Tensor:
     return y[..., :width].flatten(-2)
 
 
+def rows_of(projection: Projection | None, width: int) -> int:
+    """M of a projection of vectors of `width` d; d where there is none."""
+    if projection is None:
+        return width
+    return projection.scales.shape[1] * width if isinstance(projection, FastFood) else projection.shape[-2]
+
+
 def dense(projection: Projection | None, width: int) -> Tensor | None:
     """The matrices (M, d) or (H_kv, M, d) of a projection of vectors of `width` d, from its formula."""
     if not isinstance(projection, FastFood):

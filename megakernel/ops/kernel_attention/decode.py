@@ -8,7 +8,7 @@ from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.kernel_attention import decode_kernel
 from megakernel.ops.kernels.features import SUPPORTED, padded, phi_of
 from megakernel.ops.kernels.launch import launch, rows_together
-from megakernel.ops.projections import FastFood, Projection, dense
+from megakernel.ops.projections import FastFood, Projection, dense, rows_of
 from megakernel.ops.state import KernelState
 
 WIDEST = 512
@@ -37,7 +37,7 @@ def unsupported(
         return f"feature_map={form}; expected one of {', '.join(SUPPORTED)} without smoothing"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or state.sums.dtype != torch.float32:
         return f"q is {q.dtype} and the state {state.sums.dtype}; expected at most float32, and float32"
-    if (rows := _rows(projection, q.shape[-1])) > WIDEST:
+    if (rows := rows_of(projection, q.shape[-1])) > WIDEST:
         return f"{form.name} has {rows} features in a half; expected at most {WIDEST}"
     parts = projection if isinstance(projection, FastFood) else (projection,)
     if torch.is_grad_enabled() and any(
@@ -128,10 +128,3 @@ def _step(
 def _outputs(q, k, v, matrix, mass, sums, log_scale, feature_map, components, normalize):
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     return out, sums.new_empty(sums.shape), log_scale.new_empty(log_scale.shape)
-
-
-def _rows(projection: Projection | None, width: int) -> int:
-    """M."""
-    if projection is None:
-        return width
-    return projection.scales.shape[1] * width if isinstance(projection, FastFood) else projection.shape[-2]

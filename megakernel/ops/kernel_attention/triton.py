@@ -19,7 +19,7 @@ from megakernel.ops.kernel_attention.launches import Call, state_of, tiles_of, t
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.features import SUPPORTED, phi_of, split_matrix
 from megakernel.ops.kernels.launch import launch, rows_together, strides
-from megakernel.ops.projections import Projection, dense
+from megakernel.ops.projections import Projection, dense, rows_of
 from megakernel.ops.state import EMPTY, Exchange, KernelState
 
 WIDEST = 128
@@ -54,8 +54,8 @@ def unsupported(
     step = _step(feature_map, projection, causal, normalize, mass, positions, initial_state, exchange)
     if step is not None and decode.unsupported(q, k, v, **step) is None:
         return None
-    matrix = dense(projection, q.shape[-1])
-    sizes = {"q": q.shape[-1], "v": v.shape[-1], "projection": 1 if matrix is None else matrix.shape[-2]}
+    width = q.shape[-1]
+    sizes = {"q": width, "v": v.shape[-1], "projection": rows_of(projection, width)}
     for name, size in sizes.items():
         if size > WIDEST:
             return f"{name} has width {size}; expected at most {WIDEST}"
@@ -86,7 +86,6 @@ def attend(
     assert priors is None
     step = _step(feature_map, projection, causal, normalize, mass, positions, initial_state, exchange)
     if step is not None and decode.unsupported(q, k, v, **step) is None:
-        check_state(step["state"], k, v)
         return decode.step(q, k, v, **step)
     width, value_dim = q.shape[-1], v.shape[-1]
     matrix = dense(projection, width)
@@ -137,6 +136,16 @@ def _document_starts(positions: Positions, length: int) -> tuple[Tensor | None, 
     return (places - positions).clamp(min=-1).to(torch.int32), 0
 
 
+def _beside_tokens(
+    q: Tensor, mass: Tensor | None, starts: Tensor | None, matrix: Tensor | None, heads: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """What kernels take beside tokens: masses, starts and matrix, q in place of the unused; `low` of the last."""
+    split = split_matrix(matrix, heads, q.dtype)
+    wide = None if mass is None else mass.to(torch.float32).contiguous()
+    masses, places, terms = (q if given is None else given for given in (wide, starts, split))
+    return (masses, places, terms), 0 if split is None else split.stride(0)
+
+
 @torch.library.custom_op("megakernel::kernel_attention", mutates_args=())
 def _forward(
     q: Tensor,
@@ -158,10 +167,7 @@ def _forward(
     call = Call.of(q, k, v, matrix, feature_map, components, causal, normalize, start)
     q, k, v = rows_together(q), rows_together(k), rows_together(v)
     length, heads = k.shape[2], k.shape[1]
-    split = split_matrix(matrix, heads, q.dtype)
-    low = 0 if split is None else split.stride(0)
-    of_tokens = [unused if given is None else given for given, unused in ((starts, q), (split, q))]
-    masses = (q if mass is None else mass.to(torch.float32).contiguous(), *of_tokens)
+    masses, low = _beside_tokens(q, mass, starts, matrix, heads)
     room = call.empty_states(k, v, length)
     launch(
         states.write_keys,
@@ -235,10 +241,7 @@ def _backward(
     call = Call.of(q, k, v, matrix, feature_map, components, causal, normalize, start)
     q, k, v, grad = rows_together(q), rows_together(k), rows_together(v), rows_together(grad)
     length, queries, heads = k.shape[2], q.shape[2], k.shape[1]
-    split = split_matrix(matrix, heads, q.dtype)
-    low = 0 if split is None else split.stride(0)
-    of_tokens = [unused if given is None else given for given, unused in ((starts, q), (split, q))]
-    masses = (q if mass is None else mass.to(torch.float32).contiguous(), *of_tokens)
+    masses, low = _beside_tokens(q, mass, starts, matrix, heads)
     rows, group = call.phi.rows, {"G": call.group if queries else 0, "CAUSAL": causal}
     # A row without queries of its own hands the last state's gradient to its keys, segment by segment.
     span = length if causal else queries
