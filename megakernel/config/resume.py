@@ -31,6 +31,8 @@ _FREE = (
     "training.eval_every",
     "training.eval_samples",
     "training.activation_checkpointing",
+    "training.checkpoint_offload",
+    "training.mlp_chunk_size",
     "training.loss_chunk_size",
     # Passing over samples that made the loss diverge is done on resume; the order of the others stays.
     "training.skip_samples",

@@ -93,6 +93,12 @@ class Training(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute in backward: nothing, the attention core, or whole layers."""
 
+    checkpoint_offload: bool = False
+    """Keep what a recomputed layer starts from in host memory; takes activation_checkpointing: full."""
+
+    mlp_chunk_size: int | None = Field(default=None, gt=0)
+    """Tokens whose inner MLP activations exist at once, recomputed in backward; None keeps all of them."""
+
     loss_chunk_size: int = Field(default=4096, gt=0)
     """Tokens whose logits exist at once."""
 
@@ -108,6 +114,11 @@ class Training(Section):
             reason = f"is not a multiple of micro_batch_size={self.micro_batch_size}"
             choice = nearest_multiples(self.global_batch_size, self.micro_batch_size)
             yield Problem("global_batch_size", self.global_batch_size, reason, f"set {choice}")
+        if self.checkpoint_offload and self.activation_checkpointing != "full":
+            reason = f"has nothing to move with activation_checkpointing={self.activation_checkpointing}"
+            yield Problem(
+                "checkpoint_offload", True, reason, "set activation_checkpointing to full or remove it"
+            )
         for first, end in self.skip_samples:
             if not 0 <= first < end:
                 yield Problem(

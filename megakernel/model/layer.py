@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megakernel.parallel import replicated
 
 from .norm import Norm
+from .recompute import recomputed
 from .self_attention import SelfAttention, SelfAttentionSubmodules
 from .settings import ModelSettings, drawn_from
 from .stream import Stream
@@ -53,6 +55,8 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.index = index
         self.recompute = settings.recompute == "full"
+        self.offload = settings.offload
+        self.mlp_chunk_size = settings.mlp_chunk_size
         self.bias_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
         transformer = settings.transformer
         with drawn_from(settings.seed, "layer", index):
@@ -70,7 +74,7 @@ class TransformerLayer(nn.Module):
         """Hidden states (N, B, C) to hidden states; the rest of the stream passes through."""
         hidden, positions, *rest = stream
         if self.recompute and self.training:
-            hidden = checkpoint(self._compute, hidden, positions, use_reentrant=False)
+            hidden = recomputed(self._compute, hidden, positions, offload=self.offload)
         else:
             hidden = self._compute(hidden, positions)
         return (hidden, positions, *rest)
@@ -85,6 +89,14 @@ class TransformerLayer(nn.Module):
         return self._through_mlp(hidden)
 
     def _through_mlp(self, hidden: Tensor) -> Tensor:
+        size = self.mlp_chunk_size
+        if size is None or size >= len(hidden) or not (self.training and torch.is_grad_enabled()):
+            return self._mlp_of(hidden)
+        # A token's MLP needs no other token, whichever tokens the chunks of other tensor ranks hold.
+        chunks = hidden.split(size)
+        return torch.cat([checkpoint(self._mlp_of, chunk, use_reentrant=False) for chunk in chunks])
+
+    def _mlp_of(self, hidden: Tensor) -> Tensor:
         return self._add(hidden, self.mlp(self.mlp_norm(hidden)))
 
     def _add(self, residual: Tensor, output: tuple[Tensor, Tensor | None]) -> Tensor:

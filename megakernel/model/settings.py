@@ -38,6 +38,12 @@ class ModelSettings:
     recompute: Recompute = "none"
     """What backward computes again instead of keeping."""
 
+    offload: bool = False
+    """Whether the inputs of layers that backward computes again wait in host memory."""
+
+    mlp_chunk_size: int | None = None
+    """Tokens whose inner MLP activations exist at once; None: all."""
+
     loss_chunk_size: int = 4096
     """Tokens whose logits exist at once."""
 

@@ -18,6 +18,7 @@ from .checkpoint_files import record
 from .cut import cuts
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
 from .deferred_errors import DeferredErrors
+from .memory import MemoryPeaks
 from .optimizer import build_optimizer
 from .universal import UniversalFolder, WholeTensors
 from .universal_load import Comparison, compare, load_run, load_weights, whole_shapes
@@ -61,6 +62,7 @@ class Engine:
             dist_init_required=False,
         )
         self.write_errors = DeferredErrors.install(self.engine)
+        self.memory = MemoryPeaks(mesh.device)
 
     def redraw(self, step: int) -> None:
         """Let the model hold the random numbers that `step`, counted from 0, is trained with."""
@@ -73,7 +75,9 @@ class Engine:
         streams = self._streams(batches)
         skipped_before = self.skipped_steps
         if self.pipelined:
-            loss = float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in streams])))
+            # Forward, backward and update overlap over the stages.
+            with self.memory.phase("step"):
+                loss = float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in streams])))
         else:
             loss = self._accumulate(streams)
         attention.finish_step(self.engine.module, lambda x: self.mesh.sum(x, self.mesh.gradient))
@@ -88,9 +92,12 @@ class Engine:
         self.engine.train()
         total = torch.zeros((), device=self.mesh.device)
         for stream in streams:
-            loss = self.engine(*stream)
-            self.engine.backward(loss * self.loss_scale)
-            self.engine.step()
+            with self.memory.phase("forward"):
+                loss = self.engine(*stream)
+            with self.memory.phase("backward"):
+                self.engine.backward(loss * self.loss_scale)
+            with self.memory.phase("optimizer"):
+                self.engine.step()
             total += loss.detach()
         return self.mesh.sum(total, self.mesh.gradient).item()
 

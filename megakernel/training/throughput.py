@@ -1,7 +1,5 @@
 """How fast training goes between two logged steps."""
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +55,7 @@ class Throughput:
     def scalars(self) -> dict[str, float]:
         """Means over the steps of the window, at least one, under their TensorBoard tags.
 
-        Times in seconds, memory in GiB: the most so far on this device, or in this process on CPU.
+        Times in seconds.
         """
         self._wait_for_device()
         seconds = self._clock() - self._start - self._aside
@@ -69,7 +67,6 @@ class Throughput:
             "throughput/tflops": tflops,
             "throughput/step_time": seconds / self._steps,
             "throughput/data_time": self._loading / self._steps,
-            "memory/peak_gib": _peak_bytes(self._device) / 2**30,
         }
         if self._peak_tflops is not None:
             means["throughput/mfu"] = tflops / self._peak_tflops
@@ -85,10 +82,3 @@ class Throughput:
         # Kernels run on after the call that started them: unwaited for, their time lands in the wrong place.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident if sys.platform == "darwin" else resident * 1024

@@ -130,7 +130,8 @@ class Trainer:
             )
 
     def _log(self, step: int, result: StepResult, rate: float) -> None:
-        scalars = self.throughput.scalars() | {
+        scalars = self.throughput.scalars() | self.engine.memory.scalars()
+        scalars |= {
             "train/loss": result.loss,
             "train/lr": rate,
             "train/grad_norm": result.grad_norm,
@@ -240,6 +241,8 @@ def model_settings(config: Config, mesh: Mesh, vocab_size: int) -> ModelSettings
         seed=config.run.seed,
         isolate_documents=config.data.isolate_documents and model.classifier is None,
         recompute=config.training.activation_checkpointing,
+        offload=config.training.checkpoint_offload,
+        mlp_chunk_size=config.training.mlp_chunk_size,
         loss_chunk_size=config.training.loss_chunk_size,
     )
 

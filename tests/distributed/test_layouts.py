@@ -33,6 +33,23 @@ LAYOUTS = {
     "dp2 full recompute": (2, "training.activation_checkpointing=full"),
     "tp2 selective recompute": (2, "parallel.tensor=2 training.activation_checkpointing=selective"),
     "dp2 loss chunks": (2, "training.loss_chunk_size=100"),
+    "tp2 sequence parallel mlp chunks": (
+        2,
+        "parallel.tensor=2 parallel.sequence_parallel=true training.mlp_chunk_size=50",
+    ),
+    "cp2 zero 3 full recompute mlp chunks": (
+        2,
+        "parallel.context=2 parallel.zero_stage=3 training.activation_checkpointing=full training.mlp_chunk_size=50",
+    ),
+    "pp2 full recompute offload": (
+        2,
+        "parallel.pipeline=2 training.activation_checkpointing=full training.checkpoint_offload=true",
+    ),
+    "cp2 full recompute offload mlp chunks": (
+        2,
+        "parallel.context=2 training.activation_checkpointing=full training.checkpoint_offload=true "
+        "training.mlp_chunk_size=50",
+    ),
     "one process, one micro-batch": (1, "training.micro_batch_size=8"),
 }
 

@@ -7,6 +7,7 @@ import torch
 
 from launch.cli import main
 from megakernel import attention
+from megakernel.model.recompute import recomputed
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +48,26 @@ def test_training_on_cuda_gives_the_losses_of_the_cpu(tmp_path):
     cuda = _train(tmp_path / "cuda", "training.dtype=float32", "training.steps=5")
     cpu = _train(tmp_path / "cpu", "training.dtype=float32", "training.steps=5", "training.device=cpu")
     assert cuda == pytest.approx(cpu, rel=1e-4)  # another order of float32 sums in every matrix product
+
+
+def test_offloaded_layer_inputs_leave_the_device_until_backward():
+    weight = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    hidden = torch.randn(8192, 1, 1024, device="cuda", requires_grad=True)
+    kept, gradients = {}, {}
+    for offload in (False, True):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = hidden
+        for _ in range(4):
+            out = recomputed(lambda x, _: torch.tanh(x @ weight), out, None, offload=offload)
+        kept[offload] = torch.cuda.memory_allocated() - before
+        hidden.grad = weight.grad = None
+        out.sum().backward()
+        gradients[offload] = hidden.grad, weight.grad
+    size = hidden.numel() * hidden.element_size()
+    # Of four layers the inputs of three are neither the first nor the output.
+    assert kept[False] - kept[True] == 3 * size
+    assert all(torch.equal(a, b) for a, b in zip(*gradients.values()))
 
 
 def _run(module, q, k, v, positions):

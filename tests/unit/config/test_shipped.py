@@ -17,6 +17,7 @@ PROCESSES = {
     "pretrain-350m": 8,
     "pretrain-1b": 16,
     "pretrain-7b": 64,
+    "million_token_cpu": 2,
 }
 SIZES = {"125m": 125e6, "350m": 350e6, "1b": 1e9, "7b": 7e9}
 GPT2_TOKENS = 50_257

@@ -39,7 +39,6 @@ def test_times_and_rates_are_means_over_the_window(clock):
     assert scalars["throughput/tokens_per_sec"] == 500.0
     assert scalars["throughput/tokens_per_sec_per_device"] == 250.0
     assert scalars["throughput/tflops"] == 2.5
-    assert scalars["memory/peak_gib"] > 0.01, "a process with torch loaded takes more than 10 MiB"
 
 
 def test_evaluating_and_saving_do_not_slow_the_steps(clock):

@@ -1,0 +1,135 @@
+"""What a step costs per token as rows grow to 1,048,576 tokens, on two CPU processes.
+
+    megakernel prepare --source stdlib --tokenizer byte --out data/stdlib
+    OMP_NUM_THREADS=1 python -m benchmarks.long_rows --out benchmarks/results/long_rows_cpu.md
+
+Trains `configs/million_token_cpu.yaml` as it stands, and a few steps of the same model at shorter rows. Each run's
+numbers come from its metrics.jsonl. What the processes hold before any token (libraries and weights) is measured by a
+run on rows of 2,048 tokens, and memory per token is what a run takes beyond that. No page is written unless the loss
+of the longest rows fell.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.machine import description
+from megakernel.config import load
+
+CONFIG = Path("configs/million_token_cpu.yaml")
+BASE = 2_048
+LENGTHS = (131_072, 262_144, 524_288)
+STEPS = 3
+WARM = 1
+"""Steps whose times do not count: pages are touched for the first time."""
+
+ALLOWED = 1.15
+"""How much dearer than the cheapest a token may be."""
+
+LIMIT_GIB = 8.0
+"""Of both processes together."""
+
+
+class Row(NamedTuple):
+    """One length."""
+
+    tokens: int
+    seconds: float
+    """Of a step, the median."""
+
+    peak: float
+    """GiB of the process that takes most."""
+
+    losses: list[float]
+
+
+def trained(tokens: int, steps: int, processes: int, overrides: Sequence[str]) -> Row:
+    """Train `steps` steps of rows of `tokens`, or read what was trained."""
+    name = f"long_rows-{tokens}"
+    keys = [f"run.name={name}", f"training.seq_len={tokens}", f"training.steps={steps}", *overrides]
+    # Short rows have less for a validation sample to fill, and nothing here needs one.
+    command = [sys.executable, "-m", "launch.cli", "pretrain", str(CONFIG), "--nproc", str(processes), *keys]
+    subprocess.run(command, check=True)
+    metrics = load(CONFIG, keys).run.folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    times = [line["throughput/step_time"] for line in lines]
+    return Row(
+        tokens,
+        statistics.median(times[WARM:]),
+        max(line["memory/peak_gib"] for line in lines),
+        [line["train/loss"] for line in lines],
+    )
+
+
+def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
+    """The table and what it says."""
+    longest = rows[-1]
+    per_token = [row.seconds / row.tokens * 1e6 for row in rows]
+    bytes_per_token = [(row.peak - base.peak) * processes * 2**30 / row.tokens for row in rows]
+    lines = [
+        "# Long rows on a CPU",
+        "",
+        f"`{command}`, {date.today()}, {description()} in each of {processes} processes "
+        f"(`parallel.context: {processes}`).",
+        "",
+        f"`{CONFIG}`: {_model(longest.tokens)} Times are medians of the steps behind the first {WARM}. Memory is the "
+        f"peak of the process that takes most, times {processes}; before any token both together hold "
+        f"{base.peak * processes:.2f} GiB (rows of {base.tokens:,} tokens), and memory per token is what comes on top.",
+        "",
+        "| tokens of a row | step, s | µs per token | peak of both, GiB | bytes per token |",
+        "|---|---|---|---|---|",
+    ]
+    for row, micro, size in zip(rows, per_token, bytes_per_token):
+        peak = row.peak * processes
+        lines.append(f"| {row.tokens:,} | {row.seconds:.1f} | {micro:.1f} | {peak:.2f} | {size:,.0f} |")
+    times, memory = max(per_token) / min(per_token), max(bytes_per_token) / min(bytes_per_token)
+    lines += [
+        "",
+        f"The dearest token costs {times:.2f}x the cheapest in time and {memory:.2f}x in memory "
+        f"(asked for: at most {ALLOWED:.2f}x each); the longest rows take {longest.peak * processes:.2f} GiB "
+        f"(asked for: at most {LIMIT_GIB:.0f} GiB).",
+        "",
+        f"Loss of the steps of {longest.tokens:,} tokens, nats per byte: "
+        + ", ".join(f"{loss:.3f}" for loss in longest.losses)
+        + ".",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _model(tokens: int) -> str:
+    config = load(CONFIG)
+    model, training = config.model, config.training
+    return (
+        f"{model.num_layers} layers × {model.hidden_size}, {model.num_heads} heads, FLuRKA, {training.dtype}, "
+        f"one row of {tokens:,} bytes of Python source per step at the longest."
+    )
+
+
+def main() -> None:
+    """Measure and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/long_rows_cpu.md"))
+    parser.add_argument("overrides", nargs="*", help="section.key=value, as data.train=DIR")
+    options = parser.parse_args()
+    config = load(CONFIG, options.overrides)
+    processes = config.parallel.context
+    base = trained(BASE, STEPS, processes, options.overrides)
+    rows = [trained(tokens, STEPS, processes, options.overrides) for tokens in LENGTHS]
+    rows.append(trained(config.training.seq_len, config.training.steps, processes, options.overrides))
+    losses = rows[-1].losses
+    if not losses[-1] < losses[0]:
+        raise SystemExit(f"the loss did not fall: {losses}; no page is written")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(page(rows, base, processes, "OMP_NUM_THREADS=1 python -m benchmarks.long_rows"))
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main()

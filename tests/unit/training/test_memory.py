@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from megakernel.training import memory
+from megakernel.training.memory import MemoryPeaks
+
+MIB = 2**20
+
+
+@pytest.fixture
+def peaks() -> MemoryPeaks:
+    if not memory._can_reset():
+        pytest.skip("this system cannot reset the peak of a process")
+    return MemoryPeaks(torch.device("cpu"))
+
+
+def test_a_phase_has_the_peak_of_its_own_time(peaks):
+    with peaks.phase("forward"):
+        torch.ones(200 * MIB, dtype=torch.uint8)
+    with peaks.phase("backward"):
+        pass
+    scalars = peaks.scalars()
+    freed = scalars["memory/forward_peak_gib"] - scalars["memory/backward_peak_gib"]
+    # Resident memory counts whole pages, and other threads' pages come and go.
+    assert freed == pytest.approx(200 / 1024, rel=0.2)
+    assert scalars["memory/peak_gib"] == scalars["memory/forward_peak_gib"]
+
+
+def test_the_highest_peak_outlives_its_window(peaks):
+    with peaks.phase("forward"):
+        torch.ones(200 * MIB, dtype=torch.uint8)
+    first = peaks.scalars()["memory/peak_gib"]
+    with peaks.phase("forward"):
+        pass
+    later = peaks.scalars()
+    assert later["memory/peak_gib"] == first
+    assert later["memory/forward_peak_gib"] < first - 0.1
+
+
+def test_a_phase_keeps_the_most_of_its_window(peaks):
+    for size in (200 * MIB, 1):
+        with peaks.phase("forward"):
+            torch.ones(size, dtype=torch.uint8)
+    scalars = peaks.scalars()
+    assert scalars["memory/forward_peak_gib"] == scalars["memory/peak_gib"]
+
+
+def test_without_a_peak_to_reset_the_whole_life_counts(monkeypatch):
+    monkeypatch.setattr(memory, "_can_reset", lambda: False)
+    peaks = MemoryPeaks(torch.device("cpu"))
+    with peaks.phase("forward"):
+        pass
+    scalars = peaks.scalars()
+    assert list(scalars) == ["memory/peak_gib"]
+    assert scalars["memory/peak_gib"] > 0.01, "a process with torch loaded takes more than 10 MiB"
