@@ -31,6 +31,7 @@ class Mesh:
         gradient: dp x cp, over which gradients are averaged and ZeRO shards.
         model: tp x pp, which together hold one copy of the weights.
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
+        state_exchange: how kernel states go from piece to piece.
         sequence_piece: this process's piece of every sequence, for attention.
         head_shard: this process's share of every attention layer's heads.
         topology: the same order for DeepSpeed's PipelineModule, where `data` is `gradient`.
@@ -49,7 +50,8 @@ class Mesh:
         self.pp = Axis.of(parallel_state.get_pipeline_model_parallel_group())
         self.gradient = Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self.model = Axis.of(parallel_state.get_model_parallel_group())
-        self.sequence_piece: SequencePiece = WHOLE if self.cp.size == 1 else ContextPiece(self.cp)
+        self.state_exchange = parallel.state_exchange
+        self.sequence_piece = self.new_sequence_piece()
         self.head_shard = head_shard(self.tp)
         self.topology = PipeModelDataParallelTopology(
             num_pp=self.pp.size, num_mp=self.tp.size, num_dp=self.gradient.size
@@ -93,6 +95,10 @@ class Mesh:
             create_gloo_process_groups=False,
         )
         return cls(parallel, device)
+
+    def new_sequence_piece(self) -> SequencePiece:
+        """This process's piece of every sequence, with a count of its own of what it sends."""
+        return WHOLE if self.cp.size == 1 else ContextPiece(self.cp, self.state_exchange)
 
     @property
     def is_first_stage(self) -> bool:

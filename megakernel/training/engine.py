@@ -15,6 +15,7 @@ from megakernel.config import Config
 from megakernel.model import IGNORED, MEASURES, LanguageModel, ModelSettings, pipeline
 
 from .checkpoint_files import record
+from .context_traffic import ContextTraffic
 from .cut import cuts
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
 from .deferred_errors import DeferredErrors
@@ -63,6 +64,7 @@ class Engine:
         )
         self.write_errors = DeferredErrors.install(self.engine)
         self.memory = MemoryPeaks(mesh.device)
+        self.traffic = ContextTraffic(self.engine.module)
 
     def redraw(self, step: int) -> None:
         """Let the model hold the random numbers that `step`, counted from 0, is trained with."""
@@ -74,12 +76,8 @@ class Engine:
             group["lr"] = learning_rate
         streams = self._streams(batches)
         skipped_before = self.skipped_steps
-        if self.pipelined:
-            # Forward, backward and update overlap over the stages.
-            with self.memory.phase("step"):
-                loss = float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in streams])))
-        else:
-            loss = self._accumulate(streams)
+        with self.traffic.step():
+            loss = self._update(streams)
         attention.finish_step(self.engine.module, lambda x: self.mesh.sum(x, self.mesh.gradient))
         norm = self.engine.get_global_grad_norm()
         return StepResult(
@@ -88,7 +86,11 @@ class Engine:
             skipped=self.skipped_steps > skipped_before,
         )
 
-    def _accumulate(self, streams: list[tuple[Tensor, ...]]) -> float:
+    def _update(self, streams: list[tuple[Tensor, ...]]) -> float:
+        if self.pipelined:
+            # Forward, backward and update overlap over the stages.
+            with self.memory.phase("step"):
+                return float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in streams])))
         self.engine.train()
         total = torch.zeros((), device=self.mesh.device)
         for stream in streams:

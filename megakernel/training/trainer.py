@@ -130,7 +130,7 @@ class Trainer:
             )
 
     def _log(self, step: int, result: StepResult, rate: float) -> None:
-        scalars = self.throughput.scalars() | self.engine.memory.scalars()
+        scalars = self.throughput.scalars() | self.engine.memory.scalars() | self.engine.traffic.scalars()
         scalars |= {
             "train/loss": result.loss,
             "train/lr": rate,
