@@ -31,7 +31,10 @@ class Parallel(Section):
     """DeepSpeed ZeRO: 0 shards nothing (float32 only), 1 optimizer state, 2 also gradients, 3 also weights."""
 
     timeout_minutes: float = Field(default=10.0, gt=0)
-    """A collective that waits longer ends the job."""
+    """A collective that waits longer ends the job, and a first step that makes no progress for as long."""
+
+    stall_minutes: float = Field(default=5.0, gt=0)
+    """A later step that makes no progress for as long ends the job, which says what rank the others wait for."""
 
     @property
     def model_size(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megakernel.ops.state import KernelState, PendingState
 from megakernel.parallel.axis import Axis
+from megakernel.parallel.progress import Progress
 from megakernel.parallel.state_exchange import (
     Background,
     Exchange,
@@ -31,15 +32,17 @@ class ContextPiece:
     Every process of the axis must ask the same questions in the same order, and must run the same backward.
     """
 
-    def __init__(self, axis: Axis, state_exchange: Literal["auto"] | Way = "auto"):
-        """state_exchange: `parallel.state_exchange` of the configuration."""
+    def __init__(
+        self, axis: Axis, state_exchange: Literal["auto"] | Way = "auto", progress: Progress | None = None
+    ):
+        """state_exchange: `parallel.state_exchange` of the configuration; progress: of this process."""
         self._axis = axis
         self._way = state_exchange
         self._background: Background | None = None
         self.rank = axis.rank
         self.size = axis.size
         self._group = axis.group
-        self.traffic = Traffic()
+        self.traffic = Traffic(progress)
         """What has gone from here to the other pieces."""
 
     def previous_tokens(self, x: Tensor, count: int) -> Tensor:
@@ -52,7 +55,8 @@ class ContextPiece:
             from_left[self.rank - 1] = count
         last = x[..., x.shape[-2] - count :, :].movedim(-2, 0)
         sent = last[: sum(to_right)]
-        received = all_to_all(self._group, sent, from_left, to_right)
+        with self.traffic.waiting("window"):
+            received = all_to_all(self._group, sent, from_left, to_right)
         self.traffic.sends("window", sent)
         if received.requires_grad:
             received.register_hook(lambda grad: self.traffic.sends("window", grad))
@@ -80,14 +84,16 @@ class ContextPiece:
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of `x` over the pieces, on each of them."""
-        result = total(x, self._group)
+        with self.traffic.waiting("sums"):
+            result = total(x, self._group)
         self.traffic.sends_and_returns("sums", x, result, times=2 * (self.size - 1) / self.size)
         return result
 
     def all_tokens(self, x: Tensor) -> Tensor:
         """(..., n, d) of mine -> (..., size * n, d) of all pieces in order."""
         tokens_first = x.movedim(-2, 0).contiguous()
-        result = gather_from_sequence_parallel_region(tokens_first, group=self._group)
+        with self.traffic.waiting("tokens"):
+            result = gather_from_sequence_parallel_region(tokens_first, group=self._group)
         self.traffic.sends_and_returns("tokens", x, result, times=self.size - 1)
         return result.movedim(0, -2)
 
@@ -105,6 +111,7 @@ class ContextPiece:
         return self._trade(by_receiver).movedim(0, 1).flatten(1, 2)
 
     def _trade(self, by_receiver: Tensor) -> Tensor:
-        by_sender = all_to_all(self._group, by_receiver)
+        with self.traffic.waiting("heads"):
+            by_sender = all_to_all(self._group, by_receiver)
         self.traffic.sends_and_returns("heads", by_receiver, by_sender, times=(self.size - 1) / self.size)
         return by_sender

@@ -153,8 +153,8 @@ class Gathered:
 
     def _wait(self) -> Tensor:
         # A device runs behind the calls that fill its queue: there the question has no answer yet.
-        self.traffic.waited(self._message.is_cuda or self._work.is_completed())
-        self._work.wait()
+        with self.traffic.waiting("state", self._message.is_cuda or self._work.is_completed()):
+            self._work.wait()
         gathered = self._gathered.view(self.size, -1)
         del self._work, self._message, self._gathered
         return gathered.flip(0) if self.backwards else gathered
@@ -189,8 +189,8 @@ class Passed:
         return self._result()
 
     def _result(self) -> Any:
-        self.traffic.waited(self._run.done())
-        result = self._run.result()
+        with self.traffic.waiting("state", self._run.done()):
+            result = self._run.result()
         del self._run
         return result
 

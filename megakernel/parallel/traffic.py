@@ -1,9 +1,13 @@
 """What pieces of a sequence send each other, counted where it is sent."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from torch import Tensor
+
+from megakernel.parallel.progress import Progress
 
 Kind = Literal["state", "window", "heads", "tokens", "sums"]
 """Kernel states; a neighbour's last tokens; tokens traded for heads; tokens gathered; sums over pieces."""
@@ -16,7 +20,9 @@ class Traffic:
     to each of the others, what it reduces leaves it twice but for its own share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
+        """progress: of the process; it learns of every wait."""
+        self._progress = progress or Progress()
         self._sent: Counter[str] = Counter()
         self._late = 0
 
@@ -31,9 +37,12 @@ class Traffic:
             amount = x.numel() * times / max(1, result.numel())
             result.register_hook(lambda grad: self.sends(kind, grad, amount))
 
-    def waited(self, finished: bool) -> None:
-        """Count a wait for an exchange that had not `finished` when its result was needed."""
+    @contextmanager
+    def waiting(self, kind: Kind, finished: bool = True) -> Iterator[None]:
+        """Around a wait; not `finished`: it is counted, because local work was over before the exchange."""
         self._late += not finished
+        with self._progress.waiting(f"exchange of {kind}"):
+            yield
 
     def take(self) -> tuple[Counter[str], int]:
         """Bytes by kind and late exchanges since the last call."""

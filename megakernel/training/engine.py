@@ -1,7 +1,8 @@
 """A model under DeepSpeed: optimizer steps, evaluation, and the state that a checkpoint holds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,19 +90,25 @@ class Engine:
     def _update(self, streams: list[tuple[Tensor, ...]]) -> float:
         if self.pipelined:
             # Forward, backward and update overlap over the stages.
-            with self.memory.phase("step"):
+            with self._phase("step"):
                 return float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in streams])))
         self.engine.train()
         total = torch.zeros((), device=self.mesh.device)
         for stream in streams:
-            with self.memory.phase("forward"):
+            with self._phase("forward"):
                 loss = self.engine(*stream)
-            with self.memory.phase("backward"):
+            with self._phase("backward"):
                 self.engine.backward(loss * self.loss_scale)
-            with self.memory.phase("optimizer"):
+            with self._phase("optimizer"):
                 self.engine.step()
             total += loss.detach()
         return self.mesh.sum(total, self.mesh.gradient).item()
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.mesh.progress.reach(name)
+        with self.memory.phase(name):
+            yield
 
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """What MEASURES names, means over the targets of all ranks' batches; no gradients."""

@@ -28,6 +28,7 @@ from .schedule import learning_rate
 from .stop import Stop
 from .stop_requests import StopRequests
 from .throughput import Throughput
+from .watchdog import Watchdog
 
 
 class Trainer:
@@ -84,8 +85,12 @@ class Trainer:
                 self._evaluate(0)
                 self._write(0)
             batches = self.batches.from_step(done)
+            parallel = self.config.parallel
+            limits = parallel.timeout_minutes, parallel.stall_minutes
+            watchdog = stack.enter_context(Watchdog(self.mesh, *limits))
             for step in range(done, steps):
-                self._step(step, batches)
+                with watchdog.step(step):
+                    self._step(step, batches)
                 stop = Stop(self.mesh.agree(requests.pending()))
                 requests.accept(stop) if stop else None
                 self._after_step(step + 1, stop)
