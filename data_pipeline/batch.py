@@ -47,15 +47,6 @@ class Batch:
         per_label = samples.reshape(-1, *(1,) * (self.loss_mask.dim() - 1))
         return replace(self, loss_mask=self.loss_mask & per_label)
 
-    def piece(self, rank: int, size: int) -> "Batch":
-        """Piece `rank` of `size` equal contiguous pieces of every row; whole examples are never cut."""
-        if size == 1:
-            return self
-        assert self.labels.dim() == 2, "labels of whole rows"
-        length = self.tokens.shape[1] // size
-        cut = slice(rank * length, (rank + 1) * length)
-        return Batch(*(getattr(self, f.name)[:, cut].contiguous() for f in fields(self)))
-
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`; from pinned memory the copy runs beside the device's work."""
         return Batch(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))

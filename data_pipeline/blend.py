@@ -56,6 +56,11 @@ class Blend(Generic[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index` of the stream."""
+        part, place = self.locate(index)
+        return self._parts[part][place]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Which corpus sample `index` of the stream comes from, and which of that corpus's samples it is."""
         period, place = divmod(index, BLEND_PERIOD)
-        part = self._which[place]
-        return self._parts[part][int(period * self._counts[part] + self._rank[place])]
+        part = int(self._which[place])
+        return part, int(period * self._counts[part] + self._rank[place])

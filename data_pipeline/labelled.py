@@ -14,6 +14,7 @@ from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.document import Label
 from data_pipeline.labels import read_labels
+from data_pipeline.order import Share
 from megakernel.config.errors import UserError
 from megakernel.config.model import Classifier
 
@@ -75,8 +76,9 @@ class LabelledDocuments:
         self.one_pass = self._examples.one_pass
         self.build = self._examples.build
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`: tokens and positions (examples x documents, seq_len), labels (examples,)."""
+        assert share.piece_size == 1, "config.checks keeps labelled documents whole"
         examples = [self._examples[index] for index in indices]
         rows = [self._row(document) for example in examples for document in example.documents]
         tokens, positions = map(torch.stack, zip(*rows))

@@ -11,6 +11,7 @@ from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
 from data_pipeline.objective import Objective, open_objective
 from data_pipeline.order import ConsumptionOrder, Share, rows_by_pass
+from megakernel.config.length import Phase
 from megakernel.config.tree import Config
 
 
@@ -27,9 +28,20 @@ class _Rows(Dataset[Batch]):
 
     def __getitems__(self, indices: Sequence[int | None]) -> Batch:
         """The share's piece of these samples; None is a sample of which no label counts."""
-        whole = self._objective.batch([index or 0 for index in indices])
-        counts = torch.tensor([index is not None for index in indices])
-        return whole.counting(counts).piece(self._share.piece_rank, self._share.piece_size)
+        batch = self._objective.batch([index or 0 for index in indices], self._share)
+        return batch.counting(torch.tensor([index is not None for index in indices]))
+
+
+class _PhaseBatches:
+    """The batches of the steps of one phase."""
+
+    def __init__(self, config: Config, corpora: Corpora, share: Share, phase: Phase):
+        self.phase = phase
+        self.order = ConsumptionOrder(phase, share)
+        self.objective = open_objective(
+            config, corpora, "train", phase.training.seq_len, f"{phase.key}.seq_len"
+        )
+        self.rows = _Rows(self.objective, share)
 
 
 class TrainingBatches:
@@ -44,29 +56,42 @@ class TrainingBatches:
         builds_index: bool = True,
         barrier: Callable[[], None] = _alone,
     ):
-        """Open the training corpora's sample index, built first where it is not there.
+        """Open the training corpora's sample indices, one for each length, built first where they are not there.
 
         builds_index: True on global rank 0 only. barrier: every process calls it once, between building and
         reading. Raises UserError for too little data and an index that cannot be written.
         """
-        self._order = ConsumptionOrder(config.training, share)
-        self._steps = config.training.steps
+        self._training = config.training
         self._num_workers = config.data.num_workers
-        objective = open_objective(config, corpora, "train")
+        # All phases are opened now: too little text for the last length should not be found out after weeks.
+        self._phases = [
+            _PhaseBatches(config, corpora, share, phase)
+            for phase in config.training.phases
+            if phase.first_step < config.training.steps
+        ]
         if builds_index:
-            objective.build(self._order.stream_length)
+            for batches in self._phases:
+                batches.objective.build(batches.order.stream_length(self._training.steps))
         barrier()
-        self._rows = _Rows(objective, share)
 
     def batches_for(self, step: int) -> list[Batch]:
         """The micro-batches of optimizer step `step` (from 0), read now."""
-        return [self._rows.__getitems__(indices) for indices in self._order.indices(step)]
+        reached = (batches for batches in self._phases if step < batches.phase.end_step)
+        at = next(reached, self._phases[-1])
+        return [at.rows.__getitems__(indices) for indices in at.order.indices(step)]
 
     def from_step(self, step: int) -> Iterator[list[Batch]]:
-        """The micro-batches of `step`, of the next step, ... to the last of training, read ahead."""
-        micro_batches = (indices for s in range(step, self._steps) for indices in self._order.indices(s))
+        """The micro-batches of `step`, of the next step, ... to the last of training, read ahead within a phase."""
+        for batches in self._phases:
+            phase = batches.phase
+            steps = range(max(step, phase.first_step), min(phase.end_step, self._training.steps))
+            if steps:
+                yield from self._read_ahead(batches, steps)
+
+    def _read_ahead(self, of: _PhaseBatches, steps: range) -> Iterator[list[Batch]]:
+        micro_batches = (indices for step in steps for indices in of.order.indices(step))
         loader: DataLoader[Batch] = DataLoader(
-            self._rows,
+            of.rows,
             batch_sampler=micro_batches,
             collate_fn=_as_it_is,
             num_workers=self._num_workers,
@@ -77,7 +102,7 @@ class TrainingBatches:
             generator=torch.Generator(),
         )
         batches = iter(loader)
-        while of_step := list(islice(batches, self._order.micro_batches_per_step)):
+        while of_step := list(islice(batches, of.order.micro_batches_per_step)):
             yield of_step
 
 
@@ -94,7 +119,8 @@ class ValidationBatches:
         barrier: Callable[[], None] = _alone,
     ):
         """Open the validation corpora's sample index; arguments and errors as for `TrainingBatches`."""
-        objective = open_objective(config, corpora, "validation")
+        key = "training.seq_len" if config.training.eval_seq_len is None else "training.eval_seq_len"
+        objective = open_objective(config, corpora, "validation", config.training.evaluation_len, key)
         self.samples = min(config.training.eval_samples, objective.one_pass)
         """Samples of the set: training.eval_samples, or one pass over the corpora where they hold fewer."""
         if builds_index:

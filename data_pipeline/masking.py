@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from data_pipeline.batch import Batch
-from data_pipeline.packed_text import document_positions
+from data_pipeline.order import Share
+from data_pipeline.packed_text import document_positions, first_places
 from data_pipeline.samples import BlendedSamples
 from megakernel.config.data import Masking
 
@@ -32,15 +33,22 @@ class Vocabulary:
 
 
 def hide(
-    tokens: Tensor, masking: Masking, vocabulary: Vocabulary, seed: Sequence[int]
+    tokens: Tensor,
+    masking: Masking,
+    vocabulary: Vocabulary,
+    seed: Sequence[int],
+    start: int = 0,
+    seq_len: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One row (N,) as the model sees it, and which of its tokens are to be predicted (N,) bool.
 
-    A function of (row, seed) alone. Ends of documents are never hidden.
+    start, seq_len: where the tokens are a piece of a row of seq_len tokens, its first. A function of (row, seed)
+    alone, whatever the pieces: each draws for the whole row. Ends of documents are never hidden.
     """
     draw = np.random.default_rng(seed)
-    chosen, kind = torch.from_numpy(draw.random((2, len(tokens))))
-    others = torch.from_numpy(draw.integers(vocabulary.size, size=len(tokens)))
+    row, piece = len(tokens) if seq_len is None else seq_len, slice(start, start + len(tokens))
+    chosen, kind = torch.from_numpy(draw.random((2, row))[:, piece])
+    others = torch.from_numpy(draw.integers(vocabulary.size, size=row)[piece])
     hidden = (chosen < masking.rate) & (tokens != vocabulary.eod)
     masked = hidden & (kind < masking.mask_share)
     swapped = hidden & ~masked & (kind < masking.mask_share + masking.random_share)
@@ -62,7 +70,7 @@ class MaskedTokens:
         seed: int,
         isolate_documents: bool,
     ):
-        self._samples = samples
+        self.samples = samples
         self._masking = masking
         self._vocabulary = vocabulary
         self._seed = seed
@@ -70,13 +78,17 @@ class MaskedTokens:
         self.one_pass = samples.one_pass
         self.build = samples.build
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`."""
-        labels = torch.stack([self._samples[index][:-1] for index in indices])
+        seq_len = self.samples.seq_len
+        start, end = share.piece_of(seq_len)
+        pieces = [self.samples.read(index, start, end) for index in indices]
         rows = [
-            hide(row, self._masking, self._vocabulary, (self._seed, index))
-            for row, index in zip(labels, indices)
+            hide(piece.tokens, self._masking, self._vocabulary, (self._seed, index), start, seq_len)
+            for piece, index in zip(pieces, indices)
         ]
+        labels = torch.stack([piece.tokens for piece in pieces])
         tokens, hidden = map(torch.stack, zip(*rows))
-        positions = document_positions(labels, self._vocabulary.eod, self._isolate_documents)
+        first = first_places(pieces, start, self._isolate_documents)
+        positions = document_positions(labels, self._vocabulary.eod, self._isolate_documents, first)
         return Batch(tokens, labels, hidden, positions)

@@ -7,6 +7,7 @@ from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
 from data_pipeline.labelled import LabelledDocuments, check_labels
 from data_pipeline.masking import MaskedTokens, Vocabulary
+from data_pipeline.order import Share
 from data_pipeline.packed_text import NextTokens
 from data_pipeline.samples import BlendedSamples
 from megakernel.config.data import Masking
@@ -22,15 +23,18 @@ class Objective(Protocol):
     def build(self, samples: int) -> None:
         """Make what reading the first `samples` samples needs and is not there yet."""
 
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """These samples of the stream, in whole rows."""
+    def batch(self, indices: Sequence[int], share: Share) -> Batch:
+        """The share's piece of these samples of the stream."""
 
 
-def open_objective(config: Config, corpora: Corpora, split: Literal["train", "validation"]) -> Objective:
-    """The split's samples for the configured kind of model.
+def open_objective(
+    config: Config, corpora: Corpora, split: Literal["train", "validation"], seq_len: int, seq_len_key: str
+) -> Objective:
+    """The split's samples of seq_len tokens for the configured kind of model.
 
-    Training follows the run's seed; validation is the same for every seed. Raises UserError for corpora that
-    hold too little, or not what this kind of model reads.
+    seq_len_key: the configuration key that the length comes from, for errors. Training follows the run's seed;
+    validation is the same for every seed. Raises UserError for corpora that hold too little, or not what this kind of
+    model reads.
     """
     validation_key = "data.validation" if config.data.validation else "data.train"
     named = [("data.train", corpus) for corpus in corpora.train]
@@ -39,14 +43,14 @@ def open_objective(config: Config, corpora: Corpora, split: Literal["train", "va
         parts, key, seed = corpora.train, "data.train", config.run.seed
     else:
         parts, key, seed = corpora.validation, validation_key, 0
-    model, data, seq_len = config.model, config.data, config.training.seq_len
+    model, data = config.model, config.data
     vocabulary = Vocabulary(corpora.vocab_size, corpora.eod)
     if model.classifier is not None:
         check_labels(named, model.classifier)
         first = [vocabulary.document] if model.classifier.pooling == "cls" else []
         return LabelledDocuments(parts, split, seq_len, seed, model.classifier.documents, first)
     cache = data.index_cache or data.train[0].path / ".index_cache"
-    samples = BlendedSamples(parts, split, seq_len, seed, cache, key)
+    samples = BlendedSamples(parts, split, seq_len, seed, cache, keys=(key, seq_len_key))
     if model.kind == "masked_lm":
         masking = data.masking or Masking()
         return MaskedTokens(samples, masking, vocabulary, seed, data.isolate_documents)

@@ -1,13 +1,13 @@
 """Which sample is read when, and by whom.
 
-Training consumes one endless stream of samples. Consumption index i is what training has consumed before;
-global batch s holds the consumption indices [s·G, (s+1)·G). Nothing here knows how many steps a run has or
-was restarted with.
+Training consumes samples of one endless stream, or of one for each length that its rows have in turn. Consumption
+index i is what training has consumed before; with batches of G samples, global batch s holds the consumption indices
+[s·G, (s+1)·G). Nothing here knows how many steps a run has or was restarted with.
 """
 
 from dataclasses import dataclass
 
-from megakernel.config.training import Training
+from megakernel.config.length import Phase
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,32 @@ class Share:
 
     piece_size: int = 1
 
+    def piece_of(self, seq_len: int) -> tuple[int, int]:
+        """First token and end of the share's piece of a row."""
+        assert seq_len % self.piece_size == 0, "config.checks cuts rows evenly"
+        length = seq_len // self.piece_size
+        return self.piece_rank * length, (self.piece_rank + 1) * length
+
 
 class ConsumptionOrder:
     """Stream indices by step: the same global batches for any replicas, micro-batch size and restart."""
 
-    def __init__(self, training: Training, share: Share):
+    def __init__(self, phase: Phase, share: Share):
         """The global batch is a whole number of micro-batches for every replica (config.world checks it)."""
+        training = phase.training
         assert training.global_batch_size % (training.micro_batch_size * share.data_size) == 0
+        self._phase = phase
         self._training = training
         self._share = share
-        self._skipped = _disjoint(training.skip_samples)
+        self._skipped = [
+            (max(first - phase.stream_start, 0), end - phase.stream_start)
+            for first, end in _disjoint(training.skip_samples)
+            if end > phase.stream_start
+        ]
 
-    @property
-    def stream_length(self) -> int:
-        """Samples of the stream that the whole run reads or passes over."""
-        return self._stream_index(self._training.steps * self._training.global_batch_size)
+    def stream_length(self, steps: int) -> int:
+        """Samples of the stream that are read or passed over up to the end of the phase, or of `steps` steps."""
+        return self._stream_index(self._phase.samples_before(min(steps, self._phase.end_step)))
 
     @property
     def micro_batches_per_step(self) -> int:
@@ -47,19 +58,20 @@ class ConsumptionOrder:
 
     def indices(self, step: int) -> list[list[int]]:
         """Stream indices this share reads in optimizer step `step` (from 0), a list for each micro-batch."""
-        size = self._training.global_batch_size
+        size, before = self._training.global_batch_size, self._phase.samples_before(step)
         return [
-            [self._stream_index(step * size + row) for row in rows]
+            [self._stream_index(before + row) for row in rows]
             for rows in rows_by_pass(size, self._training.micro_batch_size, self._share)
         ]
 
     def _stream_index(self, consumed: int) -> int:
         """The stream index of a consumption index: ranges passed over push everything behind them back."""
+        index = consumed - self._phase.stream_start
         for first, end in self._skipped:
-            if consumed < first:
+            if index < first:
                 break
-            consumed += end - first
-        return consumed
+            index += end - first
+        return index
 
 
 def rows_by_pass(count: int, micro_batch_size: int, share: Share) -> list[range]:

@@ -6,44 +6,58 @@ import torch
 from torch import Tensor
 
 from data_pipeline.batch import Batch
-from data_pipeline.samples import BlendedSamples
+from data_pipeline.order import Share
+from data_pipeline.samples import BlendedSamples, Piece
 
 
-def document_positions(tokens: Tensor, eod: int, isolate_documents: bool) -> Tensor:
+def document_positions(tokens: Tensor, eod: int, isolate_documents: bool, first: Tensor | int = 0) -> Tensor:
     """Each token's place (B, N) in its document, or in its row where documents are not isolated.
 
-    The end-of-document token belongs to the document it ends, so the next token has position 0. Positions
-    count from the start of the document or of the row, whichever is later.
+    first: the place of each row's first token (B,), not 0 where these tokens are a later piece of a row. The
+    end-of-document token belongs to the document it ends, so the next token has position 0. Positions count from the
+    start of the document or of the row, whichever is later.
     """
     places = torch.arange(tokens.shape[1])
+    before = torch.as_tensor(first).expand(len(tokens))[:, None]
     if not isolate_documents:
-        return places.expand_as(tokens)
-    starts = torch.zeros_like(tokens)
-    starts[:, 1:] = torch.where(tokens[:, :-1] == eod, places[1:], 0)
+        return places + before
+    # The document of the first token began at place -first.
+    starts = (-before).repeat(1, tokens.shape[1])
+    starts[:, 1:] = torch.where(tokens[:, :-1] == eod, places[1:], starts[:, 1:])
     return places - starts.cummax(dim=1).values
 
 
-def next_tokens(rows: Tensor, eod: int, isolate_documents: bool) -> Batch:
-    """What a causal model reads of whole samples.
+def next_tokens(rows: Tensor, eod: int, isolate_documents: bool, first: Tensor | int = 0) -> Batch:
+    """What a causal model reads of rows or of pieces of them.
 
-    rows: (B, seq_len + 1) int64. Where documents are isolated, what follows an end is no label.
+    rows: (B, N + 1) int64, the last token a label alone. first: as for `document_positions`. Where documents are
+    isolated, what follows an end is no label.
     """
     tokens, labels = rows[:, :-1], rows[:, 1:]
     loss_mask = tokens != eod if isolate_documents else torch.ones_like(tokens, dtype=torch.bool)
-    return Batch(tokens, labels, loss_mask, document_positions(tokens, eod, isolate_documents))
+    return Batch(tokens, labels, loss_mask, document_positions(tokens, eod, isolate_documents, first))
 
 
 class NextTokens:
     """The objective of a causal model."""
 
     def __init__(self, samples: BlendedSamples, eod: int, isolate_documents: bool):
-        self._samples = samples
+        self.samples = samples
         self._eod = eod
         self._isolate_documents = isolate_documents
         self.one_pass = samples.one_pass
         self.build = samples.build
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`."""
-        rows = torch.stack([self._samples[index] for index in indices])
-        return next_tokens(rows, self._eod, self._isolate_documents)
+        start, end = share.piece_of(self.samples.seq_len)
+        pieces = [self.samples.read(index, start, end + 1) for index in indices]
+        rows = torch.stack([piece.tokens for piece in pieces])
+        return next_tokens(
+            rows, self._eod, self._isolate_documents, first_places(pieces, start, self._isolate_documents)
+        )
+
+
+def first_places(pieces: Sequence[Piece], start: int, isolate_documents: bool) -> Tensor:
+    """The position (B,) of the first token of pieces that begin at token `start` of their rows."""
+    return torch.tensor([piece.position if isolate_documents else start for piece in pieces])

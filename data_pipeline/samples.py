@@ -5,12 +5,16 @@ number of samples asked for, so raising `training.steps` would reorder what come
 every epoch is a GPTDataset of its own, seeded by (seed, epoch), and the blend repeats one fixed pattern.
 What sample i is then depends on nothing but the corpora, the sequence length, the seed and i, and no
 process has to talk to another to know it.
+
+GPTDataset makes the indices; reading is done here, because it knows whole samples only, and a process that holds a
+piece of a sequence should read that piece.
 """
 
 import os
 import shutil
 from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +40,16 @@ class _TokenizerFacts:
         # No id: samples are never padded, and GPTDataset must not take a real token for padding.
         self.pad = -1
         self.unique_identifiers = {"hash": corpus.manifest.tokenizer.hash}
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a sample."""
+
+    tokens: Tensor
+    """(N,) int64."""
+
+    position: int
+    """Place of the first in its document, or in the sample where that begins within the document."""
 
 
 class CorpusSamples:
@@ -77,9 +91,27 @@ class CorpusSamples:
 
     def __getitem__(self, index: int) -> Tensor:
         """Sample `index`: (seq_len + 1,) int64."""
+        return self.read(index, 0, self._seq_len + 1).tokens
+
+    def read(self, index: int, start: int, end: int) -> Piece:
+        """Tokens [start, end) of sample `index`, of which there are seq_len + 1; nothing else is read."""
         epoch, row = divmod(index, self.per_epoch)
-        sample = self._epoch(epoch)[row]
-        return torch.cat([sample["tokens"], sample["labels"][-1:]])
+        plan = self._epoch(epoch)
+        place = plan.shuffle_index[row]
+        (first, offset), (last, _) = plan.sample_index[place], plan.sample_index[place + 1]
+        documents = plan.document_index[first : last + 1]
+        # Places in the row's documents laid end to end, of which the first begins `offset` tokens before the row.
+        ends = self._tokens.sequence_lengths[documents].cumsum(dtype=np.int64)
+        begins = np.concatenate([[0], ends[:-1]])
+        start, end = start + int(offset), end + int(offset)
+        parts = []
+        begun, ended = np.searchsorted(ends, [start, end - 1], side="right")
+        for at in range(begun, ended + 1):
+            since, until = max(start, begins[at]), min(end, ends[at])
+            part = self._tokens.get(documents[at], offset=int(since - begins[at]), length=int(until - since))
+            parts.append(part)
+        tokens = torch.from_numpy(np.concatenate(parts, dtype=np.int64))
+        return Piece(tokens, start - max(int(begins[begun]), int(offset)))
 
     def _epoch(self, epoch: int) -> GPTDataset:
         if epoch not in self._epochs:
@@ -115,22 +147,34 @@ class BlendedSamples(Blend[Tensor]):
     """The stream of several corpora's tokens; a sample is (seq_len + 1,) int64."""
 
     def __init__(
-        self, corpora: list[PreparedCorpus], split: str, seq_len: int, seed: int, cache: Path, key: str
+        self,
+        corpora: list[PreparedCorpus],
+        split: str,
+        seq_len: int,
+        seed: int,
+        cache: Path,
+        keys: tuple[str, str] = ("data.train", "training.seq_len"),
     ):
-        """key: the configuration key that named the corpora, for errors.
+        """keys: the configuration keys that named the corpora and the length, for errors.
 
         Raises UserError where a corpus has too few tokens for one sample.
         """
         for corpus in corpora:
-            _check_holds_a_sample(corpus, split, seq_len, key)
-        parts = [CorpusSamples(corpus, split, seq_len, seed, cache) for corpus in corpora]
-        super().__init__(parts, [corpus.weight for corpus in corpora])
+            _check_holds_a_sample(corpus, split, seq_len, keys)
+        self.seq_len = seq_len
+        self.corpora = [CorpusSamples(corpus, split, seq_len, seed, cache) for corpus in corpora]
+        super().__init__(self.corpora, [corpus.weight for corpus in corpora])
+
+    def read(self, index: int, start: int, end: int) -> Piece:
+        """Tokens [start, end) of sample `index` of the stream."""
+        part, place = self.locate(index)
+        return self.corpora[part].read(place, start, end)
 
 
-def _check_holds_a_sample(corpus: PreparedCorpus, split: str, seq_len: int, key: str) -> None:
+def _check_holds_a_sample(corpus: PreparedCorpus, split: str, seq_len: int, keys: tuple[str, str]) -> None:
     tokens = corpus.record(split).tokens
     if tokens < seq_len + 1:
         raise UserError(
-            f"{key}={corpus.folder} has {tokens} tokens in its {split} split, one sample takes "
-            f"training.seq_len + 1 = {seq_len + 1}; prepare more text, or set training.seq_len={tokens - 1}"
+            f"{keys[0]}={corpus.folder} has {tokens} tokens in its {split} split, one sample takes "
+            f"{keys[1]} + 1 = {seq_len + 1}; prepare more text, or set {keys[1]}={tokens - 1}"
         )

@@ -1,27 +1,91 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, and its frequencies for rows longer than those a model has learned from."""
+
+import math
 
 import torch
 from torch import Tensor
 
+from megakernel.config.rope import RopeScaling
+
 
 class Rotary:
-    """Rotates pairs (x_j, x_{j + d/2}) by position * base^(-2j/d).
+    """Rotates pairs (x_j, x_{j + d/2}) by position * base^(-2j/d), or by what a scaling makes of that frequency.
 
     A dot product of two rotated vectors depends on the difference of their positions only.
     """
 
-    def __init__(self, head_dim: int, base: float = 10_000.0):
+    def __init__(self, head_dim: int, base: float = 10_000.0, scaling: RopeScaling | None = None):
         if head_dim % 2:
             raise ValueError(f"head_dim={head_dim}: rotary positions need an even width")
         self.head_dim = head_dim
         self.base = base
+        self.frequencies, self.length = frequencies(head_dim, base, scaling or RopeScaling())
+        self._on_device: dict[torch.device, Tensor] = {}
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (B, H, N, head_dim) at positions (B, N) or (1, N), whole or fractional; dtype of x."""
         wide = torch.promote_types(x.dtype, torch.float32)
+        if x.device not in self._on_device:  # copied once: a copy in every call would wait for the device
+            self._on_device[x.device] = self.frequencies.to(x.device)
         # Angles in float64: at position 10^6 a float32 angle is off by 0.06.
-        exponents = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float64) / self.head_dim
-        angles = positions[:, None, :, None] * self.base**-exponents
+        angles = positions[:, None, :, None] * self._on_device[x.device]
         cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+        if self.length != 1.0:
+            cos, sin = self.length * cos, self.length * sin
         first, second = x.to(wide).chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def frequencies(head_dim: int, base: float, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """Radians per token of each pair (head_dim / 2,), float64, and what rotated vectors are multiplied by.
+
+    linear: f / s, position interpolation (Chen et al. 2023). ntk: of base * s^(d / (d - 2)), which leaves the fastest
+    pair as it is and slows the slowest by s. yarn, llama3: f or f / s by wavelength, with a ramp between.
+    """
+    factor = scaling.factor or 1.0
+    if scaling.kind == "ntk":
+        if head_dim == 2:
+            raise ValueError("head_dim=2: rope_scaling kind ntk needs a second pair; take kind linear")
+        base = base * factor ** (head_dim / (head_dim - 2))
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    plain = base**-exponents
+    if scaling.kind == "linear":
+        return plain / factor, 1.0
+    if scaling.kind == "yarn":
+        length = scaling.attention_factor or 0.1 * math.log(factor) + 1.0
+        return _mixed(plain, factor, _yarn_kept(head_dim, base, scaling)), length
+    if scaling.kind == "llama3":
+        return _mixed(plain, factor, _llama3_kept(plain, scaling)), 1.0
+    return plain, 1.0
+
+
+def _mixed(plain: Tensor, factor: float, kept: Tensor) -> Tensor:
+    """Frequencies of which a share is kept and the rest divided by the factor."""
+    return plain * kept + plain / factor * (1 - kept)
+
+
+def _yarn_kept(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
+    """1 for pairs that turn often within the original length, 0 for those that turn rarely (YaRN, section 3.2).
+
+    Pair j turns original_seq_len * base^(-2j/d) / 2 pi times; the ramp between is linear in j, from whole j to whole j.
+    """
+    original = scaling.original_seq_len
+    assert original is not None
+
+    def pair_turning(times: float) -> float:
+        return head_dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(base))
+
+    first = max(math.floor(pair_turning(scaling.beta_fast or 32.0)), 0)
+    last = min(math.ceil(pair_turning(scaling.beta_slow or 1.0)), head_dim - 1)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64)
+    # A ramp of no width is a step.
+    return 1 - ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+
+
+def _llama3_kept(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """1 for wavelengths below original / high_freq_factor, 0 above original / low_freq_factor, linear in the turns."""
+    original = scaling.original_seq_len
+    assert original is not None
+    low, high = scaling.low_freq_factor or 1.0, scaling.high_freq_factor or 4.0
+    turns = original * plain / (2 * math.pi)
+    return ((turns - low) / (high - low)).clamp(0, 1)

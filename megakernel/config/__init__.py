@@ -4,10 +4,12 @@ from .attention import PRESETS, Attention, FeatureMap, Near, expand_preset
 from .compression import BlockCompression, Compression, LinformerCompression, PoolCompression
 from .data import Corpus, Data, Masking
 from .errors import MISSING, ConfigError, Problem, RunFailed, UserError
+from .length import LengthPhase, Phase
 from .load import from_yaml, load, to_yaml
 from .model import Classifier, Model
 from .parallel import Parallel
 from .resume import Difference, check_same_run, differences
+from .rope import RopeScaling
 from .training import Checkpoint, Logging, Optimizer, Schedule, Training
 from .tree import Config, Run
 from .world import data_parallel_size
@@ -26,6 +28,7 @@ __all__ = [
     "Data",
     "Difference",
     "FeatureMap",
+    "LengthPhase",
     "LinformerCompression",
     "Logging",
     "Masking",
@@ -33,8 +36,10 @@ __all__ = [
     "Near",
     "Optimizer",
     "Parallel",
+    "Phase",
     "PoolCompression",
     "Problem",
+    "RopeScaling",
     "Run",
     "RunFailed",
     "Schedule",

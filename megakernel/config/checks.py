@@ -57,7 +57,8 @@ def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training
                 windows.append(attention.block_size * (attention.near.blocks if attention.near else 1))
     unit = parallel.context * math.lcm(sharded, *blocks)
     shortest = -(-parallel.context * max(windows) // unit) * unit
-    if training.seq_len % unit == 0 and training.seq_len >= shortest:
+    wrong = {k: n for k, n in _lengths(training).items() if n % unit or n < shortest}
+    if not wrong:
         return
     needs = [f"pieces for parallel.context={parallel.context}"] if parallel.context > 1 else []
     if max(blocks) > 1:
@@ -66,10 +67,29 @@ def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training
         needs.append(f"windows of {max(windows)} tokens within each")
     if sharded > 1:
         needs.append(f"shards for sequence_parallel over tensor={sharded}")
-    longer = max(nearest_multiples(training.seq_len, unit).split(" or ")[-1], str(shortest), key=int)
-    shorter = training.seq_len // unit * unit
-    choice = f"{shorter} or {longer}" if shortest <= shorter < int(longer) else longer
-    yield Problem("training.seq_len", training.seq_len, f"does not give {', '.join(needs)}", f"set {choice}")
+    for key, length in wrong.items():
+        longer = max(nearest_multiples(length, unit).split(" or ")[-1], str(shortest), key=int)
+        shorter = length // unit * unit
+        choice = f"{shorter} or {longer}" if shortest <= shorter < int(longer) else longer
+        yield Problem(key, length, f"does not give {', '.join(needs)}", f"set {choice}")
+
+
+def _lengths(training: Training) -> dict[str, int]:
+    """The length of every phase's rows and of those that are evaluated, by the key where it is written."""
+    lengths = {f"{phase.key}.seq_len": phase.training.seq_len for phase in training.phases}
+    if training.eval_seq_len is not None:
+        lengths["training.eval_seq_len"] = training.eval_seq_len
+    return lengths
+
+
+def _phases_rotate_what_rotates(model: Model, training: Training) -> Iterator[Problem]:
+    for phase in training.phases:
+        own = phase.model(model)
+        if model.position != "rope" and own != model:
+            key = "rope_base" if own.rope_base != model.rope_base else "rope_scaling"
+            reason = f"has no effect on model.position: {model.position}"
+            remedy = "remove it or take model.position: rope"
+            yield Problem(f"{phase.key}.{key}", getattr(own, key), reason, remedy)
 
 
 def _pieces_of_a_row_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Problem]:
@@ -190,6 +210,7 @@ _RULES: list[Rule] = [
     _tensor_ranks_share_evenly,
     _every_stage_has_layers,
     _sequence_is_cut_evenly,
+    _phases_rotate_what_rotates,
     _pieces_of_a_row_have_heads_to_trade,
     _bfloat16_has_master_weights,
     _positions_reach_the_end,

@@ -7,6 +7,7 @@ from pydantic import Discriminator, Field, Tag
 
 from .attention import DEFAULT_PRESET, Attention, AttentionField, expand_preset
 from .errors import Problem
+from .rope import RopeScaling
 from .section import Section
 
 
@@ -79,6 +80,9 @@ class Model(Section):
     rope_base: float = Field(default=10_000.0, gt=0)
     """Base of the rotary frequencies."""
 
+    rope_scaling: RopeScaling = RopeScaling()
+    """How they are changed for rows longer than those learned from."""
+
     max_positions: int | None = Field(default=None, gt=0)
     """Rows of the learned position table, and columns of linformer's E and F; None takes training.seq_len."""
 
@@ -118,6 +122,12 @@ class Model(Section):
         All encoders have both, so that a classifier can start from the weights of a masked language model.
         """
         return 0 if self.is_causal else 2
+
+    @property
+    def has_position_rows(self) -> bool:
+        """Whether parameters count the places of a row: a learned position table, or linformer's E and F."""
+        layers = (self.layer_attention(layer) for layer in range(self.num_layers))
+        return self.position == "learned" or any(layer.counts_positions for layer in layers)
 
     @property
     def rows_per_sample(self) -> int:
@@ -165,15 +175,14 @@ class Model(Section):
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             reason, choice = f"does not divide num_heads={self.num_heads}", ", ".join(map(str, divisors))
             yield Problem("num_kv_heads", self.kv_heads, reason, f"choose one of {choice}")
+        if self.position != "rope" and self.rope_scaling.kind != "none":
+            reason = f"has no effect on position: {self.position}"
+            yield Problem("rope_scaling", self.rope_scaling.kind, reason, "remove it or take position: rope")
         if self.position == "rope" and self.head_size % 2:
             reason = f"rotates pairs and one head is {self.head_size} wide"
             yield Problem("position", self.position, reason, "set an even head_dim")
         layers = [self.layer_attention(layer) for layer in range(self.num_layers)]
-        if (
-            self.position != "learned"
-            and self.max_positions is not None
-            and not any(layer.counts_positions for layer in layers)
-        ):
+        if self.max_positions is not None and not self.has_position_rows:
             reason = f"has no effect on position: {self.position}"
             yield Problem("max_positions", self.max_positions, reason, "remove it or take position: learned")
         if self.qkv_bias and any(layer.compresses_input for layer in layers):

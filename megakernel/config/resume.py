@@ -1,11 +1,12 @@
 """Whether a run folder belongs to a configuration.
 
 The rule: what determines which numbers a run produces is fixed with its first step; where, how fast, how long
-and how closely watched it runs may change with every start. `_FREE` is the whole list of what may change.
+and how closely watched it runs may change with every start. `_FREE` is the whole list of what may change, and
+`_OF_LENGTH` of what may change behind the steps that the run was to have: phases of longer rows may follow.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ _FREE = (
     "training.log_every",
     "training.eval_every",
     "training.eval_samples",
+    "training.eval_seq_len",
     "training.activation_checkpointing",
     "training.checkpoint_offload",
     "training.mlp_chunk_size",
@@ -37,6 +39,14 @@ _FREE = (
     # Passing over samples that made the loss diverge is done on resume; the order of the others stays.
     "training.skip_samples",
     "training.max_skipped_steps",
+)
+
+_OF_LENGTH = (
+    "training.seq_len",
+    "training.seq_len_schedule",
+    "training.global_batch_size",
+    "model.rope_base",
+    "model.rope_scaling",
 )
 
 
@@ -48,15 +58,40 @@ class Difference:
     recorded: Any
     wanted: Any
 
+    same_steps: bool = False
+    """Whether both mean the same lengths, batches and frequencies in every step that the recorded run was to have."""
+
     @property
     def may_change(self) -> bool:
         """Whether a run may be continued across this difference."""
-        return any(self.key == free or self.key.startswith(f"{free}.") for free in _FREE)
+        free = (*_FREE, *_OF_LENGTH) if self.same_steps else _FREE
+        return any(self.key == key or self.key.startswith(f"{key}.") for key in free)
 
 
 def differences(recorded: Config, wanted: Config) -> list[Difference]:
     """Every key whose value differs, in the tree's order; a part that only one side has is one difference."""
-    return list(_differences(recorded.model_dump(mode="json"), wanted.model_dump(mode="json"), ""))
+    same_steps = _steps(recorded, recorded.training.steps) == _steps(wanted, recorded.training.steps)
+    found = _differences(recorded.model_dump(mode="json"), wanted.model_dump(mode="json"), "")
+    return [replace(item, same_steps=same_steps) for item in found]
+
+
+def _steps(config: Config, steps: int) -> list[tuple[Any, ...]]:
+    """What the first `steps` steps read and rotate by, a tuple for each stretch of steps that are alike."""
+    model = config.model
+    # Without a number of their own, learned positions and linformer's columns are as many as the longest row's tokens.
+    rows = (model.max_positions or config.training.seq_len) if model.has_position_rows else None
+    stretches: list[tuple[Any, ...]] = []
+    # A run that ends within a phase may be given more of it.
+    phases = [phase for phase in config.training.phases if phase.first_step < steps]
+    for phase in phases:
+        rotary = phase.model(model)
+        batch = (phase.training.seq_len, phase.training.global_batch_size)
+        alike = (rows, *batch, rotary.rope_base, rotary.rope_scaling)
+        end = steps if phase is phases[-1] else phase.end_step
+        if stretches and stretches[-1][1:] == alike:
+            stretches.pop()
+        stretches.append((end, *alike))
+    return stretches
 
 
 def check_same_run(recorded_yaml: str, wanted: Config, folder: Path) -> list[Difference]:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from .errors import Problem, nearest_multiples
+from .length import LengthPhase, Phase, phases_of
 from .section import Section
 
 
@@ -67,7 +68,10 @@ class Training(Section):
     """Optimizer steps of the whole run."""
 
     seq_len: int = Field(gt=0)
-    """Tokens per sample."""
+    """Tokens per sample; of the last and longest phase, where there is a seq_len_schedule."""
+
+    seq_len_schedule: list[LengthPhase] = Field(default=[])
+    """Phases of shorter samples before those of seq_len, in order."""
 
     global_batch_size: int = Field(gt=0)
     """Samples per optimizer step over all processes."""
@@ -90,6 +94,9 @@ class Training(Section):
     eval_samples: int = Field(default=64, ge=0)
     """Validation samples per evaluation, the same ones each time; 0 never evaluates."""
 
+    eval_seq_len: int | None = Field(default=None, gt=0)
+    """Tokens per validation sample, in every phase; None takes seq_len."""
+
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute in backward: nothing, the attention core, or whole layers."""
 
@@ -108,12 +115,36 @@ class Training(Section):
     max_skipped_steps: int = Field(default=10, gt=0)
     """Steps in a row with a non-finite loss or gradient after which training stops."""
 
+    @property
+    def phases(self) -> list[Phase]:
+        """Which steps read rows of which length; one phase where there is no schedule."""
+        return phases_of(self)
+
+    @property
+    def evaluation_len(self) -> int:
+        """Tokens per validation sample."""
+        return self.eval_seq_len or self.seq_len
+
+    def phase_of(self, step: int) -> Phase:
+        """The phase in which `step`, counted from 0, is trained; after the last step, the last phase reached."""
+        return next((phase for phase in self.phases if step < phase.end_step), self.phases[-1])
+
+    def phase_behind(self, steps: int) -> Phase:
+        """The phase of the last of `steps` steps done: that whose frequencies the weights were trained with."""
+        return self.phase_of(max(steps - 1, 0))
+
+    def consumed(self, steps: int) -> tuple[int, int]:
+        """Samples, and tokens of their rows, that the first `steps` steps read."""
+        samples = tokens = 0
+        for phase in self.phases:
+            inside = min(max(steps - phase.first_step, 0), phase.end_step - phase.first_step)
+            samples += inside * phase.training.global_batch_size
+            tokens += inside * phase.training.global_batch_size * phase.training.seq_len
+        return samples, tokens
+
     def problems(self) -> Iterator[Problem]:
-        """Batches that do not divide and ranges that are none."""
-        if self.global_batch_size % self.micro_batch_size:
-            reason = f"is not a multiple of micro_batch_size={self.micro_batch_size}"
-            choice = nearest_multiples(self.global_batch_size, self.micro_batch_size)
-            yield Problem("global_batch_size", self.global_batch_size, reason, f"set {choice}")
+        """Batches that do not divide, lengths that shrink, and ranges that are none."""
+        yield from _phase_problems(self)
         if self.checkpoint_offload and self.activation_checkpointing != "full":
             reason = f"has nothing to move with activation_checkpointing={self.activation_checkpointing}"
             yield Problem(
@@ -124,6 +155,28 @@ class Training(Section):
                 yield Problem(
                     "skip_samples", [first, end], "is no range", "write [first, end] with 0 <= first < end"
                 )
+
+
+def _phase_problems(training: Training) -> Iterator[Problem]:
+    before, longest = 0, 0
+    for phase in training.phases:
+        key, now = phase.key.partition("training")[2].lstrip("."), phase.training
+        prefix = f"{key}." if key else ""
+        if now.global_batch_size % now.micro_batch_size:
+            reason = f"is not a multiple of micro_batch_size={now.micro_batch_size}"
+            choice = nearest_multiples(now.global_batch_size, now.micro_batch_size)
+            yield Problem(f"{prefix}global_batch_size", now.global_batch_size, reason, f"set {choice}")
+        if phase.written is not None and phase.written.until_step <= before:
+            reason = f"does not come after the phase before it, which ends with step {before}"
+            yield Problem(f"{prefix}until_step", phase.written.until_step, reason, f"set more than {before}")
+        if now.seq_len < longest:
+            reason = f"is shorter than the phase before it ({longest} tokens)"
+            yield Problem(f"{prefix}seq_len", now.seq_len, reason, f"set at least {longest}")
+        before, longest = max(before, phase.end_step), max(longest, now.seq_len)
+    if training.evaluation_len > training.seq_len:
+        reason = f"exceeds seq_len={training.seq_len}"
+        remedy = "set at most seq_len; `megakernel evaluate --seq-len` measures longer samples"
+        yield Problem("eval_seq_len", training.eval_seq_len, reason, remedy)
 
 
 class Checkpoint(Section):

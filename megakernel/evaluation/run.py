@@ -28,7 +28,8 @@ def evaluate_run(
         folder: folder of the run.
         step: which checkpoint; None takes the newest good one.
         samples: validation samples; None takes training.eval_samples. One pass over the corpora at most.
-        seq_len: tokens per sample, also more than in training; None takes training.seq_len.
+        seq_len: tokens per sample, also more than in training; None takes training.eval_seq_len, else
+            training.seq_len.
         draws: average the predicted probabilities over this many draws of the noise that training redraws; None
             takes the draw that training held last.
         progress: called after each batch with the batches done and all batches.
@@ -133,7 +134,7 @@ def _evaluated_config(config: Config, samples: int | None, seq_len: int | None) 
     """The configuration of a run with another evaluation."""
     training = config.training
     samples = training.eval_samples if samples is None else samples
-    seq_len = training.seq_len if seq_len is None else seq_len
+    seq_len = training.evaluation_len if seq_len is None else seq_len
     if samples < 1:
         raise UserError(f"samples={samples} leaves nothing to evaluate; give --samples 1 or more")
     if seq_len < 1:
@@ -145,7 +146,13 @@ def _evaluated_config(config: Config, samples: int | None, seq_len: int | None) 
         )
     # As many tokens per forward pass as in training, so that longer samples need no more memory.
     rows = max(1, training.micro_batch_size * training.seq_len // seq_len)
-    changes = {"eval_samples": samples, "seq_len": seq_len, "micro_batch_size": rows}
+    changes = {
+        "eval_samples": samples,
+        "seq_len": seq_len,
+        "eval_seq_len": seq_len,
+        "seq_len_schedule": [],
+        "micro_batch_size": rows,
+    }
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 

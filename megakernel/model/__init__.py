@@ -1,6 +1,7 @@
 """Transformer language models from Megatron-core parts around `megakernel.attention`."""
 
 from .language_model import MEASURES, LanguageModel, layer_list, pipeline
+from .self_attention import rotate_by
 from .settings import ModelSettings, padded_vocab_size
 from .stream import IGNORED
 
@@ -12,4 +13,5 @@ __all__ = [
     "layer_list",
     "padded_vocab_size",
     "pipeline",
+    "rotate_by",
 ]

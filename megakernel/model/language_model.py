@@ -49,12 +49,12 @@ def _tied_loss(embedding: TokenEmbedding, stream: Stream, settings: ModelSetting
     return mean_loss(embedding.tokens.weight, stream, settings)
 
 
-def pipeline(settings: ModelSettings, loss_scale: float) -> PipelineModule:
-    """The layers as a DeepSpeed pipeline over the mesh; its loss is multiplied by `loss_scale`."""
+def pipeline(settings: ModelSettings, loss_scale: Callable[[], float]) -> PipelineModule:
+    """The layers as a DeepSpeed pipeline over the mesh; its loss is multiplied by what `loss_scale` then says."""
     return PipelineModule(
         layer_list(settings),
         topology=settings.mesh.topology,
-        loss_fn=lambda loss, _: loss * loss_scale,
+        loss_fn=lambda loss, _: loss * loss_scale(),
         # Equal shares of transformer layers; the embedding and the head ride with the first and last of them.
         partition_method="type:TransformerLayer",
         # Weights are functions of (seed, layer) by our own hand; nothing else is random.

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakernel import attention
 from megakernel.attention.low_rank import LowRankAttention
+from megakernel.config import Model
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
@@ -21,6 +22,20 @@ class SelfAttentionSubmodules:
 
     qkv: ModuleSpec | type
     output: ModuleSpec | type
+
+
+def rotate_by(layers: nn.Module, model: Model) -> None:
+    """Let all layers rotate by the frequencies that this model section names; nothing else of it is looked at."""
+    rotary = _rotary(model)
+    for layer in layers.modules():
+        if isinstance(layer, SelfAttention):
+            layer.rotary = rotary
+
+
+def _rotary(model: Model) -> attention.Rotary | None:
+    if model.position != "rope":
+        return None
+    return attention.Rotary(model.head_size, model.rope_base, model.rope_scaling)
 
 
 class SelfAttention(nn.Module):
@@ -42,7 +57,7 @@ class SelfAttention(nn.Module):
         self.isolate_documents = settings.isolate_documents
         self.pads = model.classifier is not None
         self.recompute = settings.recompute == "selective"
-        self.rotary = attention.Rotary(model.head_size, model.rope_base) if model.position == "rope" else None
+        self.rotary = _rotary(model)
         self.qkv = build_module(
             submodules.qkv,
             model.hidden_size,

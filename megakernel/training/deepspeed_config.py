@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megakernel.config import Config
+from megakernel.config import Config, Training
 from megakernel.config.merging import merged
 from megakernel.parallel import Mesh
 
@@ -12,9 +12,9 @@ def deepspeed_clips(config: Config) -> bool:
     return config.parallel.zero_stage > 0
 
 
-def micro_batches_per_step(config: Config, mesh: Mesh) -> int:
+def micro_batches_per_step(training: Training, mesh: Mesh) -> int:
     """Forward passes of one data-parallel rank per optimizer step."""
-    return config.training.global_batch_size // (config.training.micro_batch_size * mesh.dp.size)
+    return training.global_batch_size // (training.micro_batch_size * mesh.dp.size)
 
 
 def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
 
     DeepSpeed's data-parallel world is ours times the context ranks, so its batch size counts each sequence piece.
     """
-    accumulation = micro_batches_per_step(config, mesh)
+    accumulation = micro_batches_per_step(config.training, mesh)
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
         "gradient_accumulation_steps": accumulation,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from data_pipeline.batch import Batch
 from megakernel import attention
-from megakernel.config import Config
-from megakernel.model import IGNORED, MEASURES, LanguageModel, ModelSettings, pipeline
+from megakernel.config import Config, Phase
+from megakernel.model import IGNORED, MEASURES, LanguageModel, ModelSettings, pipeline, rotate_by
 
 from .checkpoint_files import record
 from .context_traffic import ContextTraffic
@@ -47,12 +47,11 @@ class Engine:
         mesh = settings.mesh
         self.config = config
         self.mesh = mesh
-        self.micro_batches = micro_batches_per_step(config, mesh)
-        # DeepSpeed averages over micro-batches and over dp x cp; our losses are shares of a global mean and add up.
-        self.loss_scale = float(self.micro_batches * mesh.gradient.size)
+        self.micro_batches = micro_batches_per_step(config.training, mesh)
         self.pipelined = mesh.pp.size > 1
+        self._rows: torch.Size | None = None
         ds_config = deepspeed_config(config, mesh)
-        model = pipeline(settings, self.loss_scale) if self.pipelined else LanguageModel(settings)
+        model = pipeline(settings, lambda: self.loss_scale) if self.pipelined else LanguageModel(settings)
         optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config))
         self.cuts = cuts(model)
         self.record = record(model, self.cuts, optimizer)
@@ -66,6 +65,28 @@ class Engine:
         self.write_errors = DeferredErrors.install(self.engine)
         self.memory = MemoryPeaks(mesh.device)
         self.traffic = ContextTraffic(self.engine.module)
+
+    @property
+    def loss_scale(self) -> float:
+        """What DeepSpeed divides by, averaging over micro-batches and over dp x cp.
+
+        Our losses are shares of a global mean and add up.
+        """
+        return float(self.micro_batches * self.mesh.gradient.size)
+
+    def begin(self, phase: Phase) -> None:
+        """Train rows, batches and rotary frequencies of this phase from now on; between two steps."""
+        training = phase.training
+        self.micro_batches = micro_batches_per_step(training, self.mesh)
+        # In this order: the second reads the first, and tells a pipeline of its micro-batches.
+        self.engine.set_train_micro_batch_size(training.micro_batch_size)
+        rows = training.micro_batch_size * self.micro_batches * self.mesh.gradient.size
+        self.engine.set_train_batch_size(rows)
+        if hasattr(
+            self.engine.optimizer, "gradient_accumulation_steps"
+        ):  # ZeRO, which remembers it of its making
+            self.engine.optimizer.gradient_accumulation_steps = self.micro_batches
+        rotate_by(self.engine.module, phase.model(self.config.model))
 
     def redraw(self, step: int) -> None:
         """Let the model hold the random numbers that `step`, counted from 0, is trained with."""
@@ -94,7 +115,9 @@ class Engine:
                 return float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in streams])))
         self.engine.train()
         total = torch.zeros((), device=self.mesh.device)
-        for stream in streams:
+        for index, stream in enumerate(streams):
+            # DeepSpeed's own count of micro-batches would lose its step where their number changes.
+            self.engine.set_gradient_accumulation_boundary(index == len(streams) - 1)
             with self._phase("forward"):
                 loss = self.engine(*stream)
             with self._phase("backward"):
@@ -141,7 +164,17 @@ class Engine:
             labels = batch.labels.where(batch.loss_mask, IGNORED)
             parts = (batch.tokens, batch.positions, labels)
             streams.append((*(part.to(self.mesh.device, non_blocking=True) for part in parts), targets))
+        self._pass_on(batches[0].tokens.shape)
         return streams
+
+    def _pass_on(self, rows: torch.Size) -> None:
+        """Prepare the stages for micro-batches of these rows (B, N).
+
+        DeepSpeed's stages tell each other the shape of what they send once, and then keep buffers of it.
+        """
+        if self.pipelined and rows != self._rows:
+            self.engine.reset_activation_shape()
+        self._rows = rows
 
     @property
     def skipped_steps(self) -> int:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from megakernel.config import Parallel
-from megakernel.model import LanguageModel
+from megakernel.model import LanguageModel, rotate_by
 from megakernel.parallel import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
 
@@ -26,6 +26,8 @@ def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) ->
     mesh = Mesh.create(Parallel(), ProcessEnvironment(), device)
     try:
         model = LanguageModel(model_settings(run.config, mesh, vocab_size))
+        # A run whose rows grow may change its frequencies with them: the weights know those they were trained with.
+        rotate_by(model, run.config.training.phase_behind(run.checkpoint.step).model(run.config.model))
         load_whole_weights(model, run.checkpoint)
         dtype = _DTYPES[run.config.training.dtype]
         for parameter in model.parameters():

@@ -12,7 +12,6 @@ class Throughput:
 
     Times are those of this process, which waits for the others in every step; tokens are those of all.
     devices: processes that train.
-    training_flops_per_token: forward and backward, without recomputation.
     peak_tflops: of one device; None leaves out throughput/mfu.
     """
 
@@ -20,13 +19,11 @@ class Throughput:
         self,
         device: torch.device,
         devices: int,
-        training_flops_per_token: float,
         peak_tflops: float | None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._device = device
         self._devices = devices
-        self._flops_per_token = training_flops_per_token
         self._peak_tflops = peak_tflops
         self._clock = clock
         self._open_window()
@@ -47,10 +44,14 @@ class Throughput:
         self._wait_for_device()
         self._aside += self._clock() - start
 
-    def step(self, tokens: int) -> None:
-        """Count a finished step of `tokens` over all processes."""
+    def step(self, tokens: int, flops_per_token: float) -> None:
+        """Count a finished step of `tokens` over all processes.
+
+        flops_per_token: forward and backward, without recomputation; it grows with the rows' length.
+        """
         self._steps += 1
         self._tokens += tokens
+        self._flops += tokens * flops_per_token
 
     def scalars(self) -> dict[str, float]:
         """Means over the steps of the window, at least one, under their TensorBoard tags.
@@ -60,7 +61,7 @@ class Throughput:
         self._wait_for_device()
         seconds = self._clock() - self._start - self._aside
         per_device = self._tokens / seconds / self._devices
-        tflops = per_device * self._flops_per_token / 1e12
+        tflops = self._flops / seconds / self._devices / 1e12
         means = {
             "throughput/tokens_per_sec": self._tokens / seconds,
             "throughput/tokens_per_sec_per_device": per_device,
@@ -76,7 +77,7 @@ class Throughput:
     def _open_window(self) -> None:
         self._start = self._clock()
         self._steps = self._tokens = 0
-        self._loading = self._aside = 0.0
+        self._flops = self._loading = self._aside = 0.0
 
     def _wait_for_device(self) -> None:
         # Kernels run on after the call that started them: unwaited for, their time lands in the wrong place.

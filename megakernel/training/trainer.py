@@ -81,6 +81,7 @@ class Trainer:
             requests = stack.enter_context(StopRequests(stop_file))
             self.writer = self._open_writer(stack, done)
             self.throughput = self._throughput()
+            self._enter(done)
             if done == 0:
                 self._evaluate(0)
                 self._write(0)
@@ -90,6 +91,8 @@ class Trainer:
             watchdog = stack.enter_context(Watchdog(self.mesh, *limits))
             for step in range(done, steps):
                 with watchdog.step(step):
+                    if step == self.phase.end_step:
+                        self._enter(step)
                     self._step(step, batches)
                 stop = Stop(self.mesh.agree(requests.pending()))
                 requests.accept(stop) if stop else None
@@ -110,6 +113,19 @@ class Trainer:
             start_from_weights(source, self.engine, self.ranks, self._note)
         return done
 
+    def _enter(self, step: int) -> None:
+        """Train as the phase of `step` says, from that step on."""
+        training = self.config.training
+        self.phase = training.phase_of(step)
+        self.engine.begin(self.phase)
+        now = self.phase.training
+        self.tokens_per_step = now.global_batch_size * now.seq_len * self.config.model.rows_per_sample
+        self.flops_per_token = self._flops_per_token(now.seq_len)
+        if training.seq_len_schedule:
+            self._note(
+                f"from step {step + 1}: {now.global_batch_size} samples of {now.seq_len} tokens a step"
+            )
+
     def _step(self, step: int, batches) -> None:
         training = self.config.training
         rate = learning_rate(step, self.config.schedule, self.config.optimizer.lr, training.steps)
@@ -117,7 +133,7 @@ class Trainer:
             micro_batches = next(batches)
         self.engine.redraw(step)
         result = self.engine.train_step(micro_batches, rate)
-        self.throughput.step(self._tokens_per_step)
+        self.throughput.step(self.tokens_per_step, self.flops_per_token)
         self._guard(step + 1, result)
         if (step + 1) % training.log_every == 0 or step + 1 == training.steps:
             self._log(step + 1, result, rate)
@@ -140,7 +156,8 @@ class Trainer:
             "train/loss": result.loss,
             "train/lr": rate,
             "train/grad_norm": result.grad_norm,
-            "train/tokens": float(step * self._tokens_per_step),
+            "train/tokens": float(self._consumed(step)[1]),
+            "train/seq_len": float(self.phase.training.seq_len),
             "train/skipped_steps": float(self.engine.skipped_steps),
         }
         scalars |= self._bits("train", result.loss, "train")
@@ -175,20 +192,21 @@ class Trainer:
         return {f"{tag}/bits_per_byte": bits_per_byte(loss, self.corpora, split)}
 
     def _save(self, step: int) -> None:
+        samples, tokens = self._consumed(step)
         progress = Progress(
             step=step,
-            consumed_samples=step * self.config.training.global_batch_size,
-            consumed_tokens=step * self._tokens_per_step,
+            consumed_samples=samples,
+            consumed_tokens=tokens,
             layout=self.layout,
             versions=package_versions(),
         )
         with self.throughput.aside():
             self.checkpoints.save(progress, self.engine.save)
 
-    @property
-    def _tokens_per_step(self) -> int:
-        training = self.config.training
-        return training.global_batch_size * training.seq_len * self.config.model.rows_per_sample
+    def _consumed(self, steps: int) -> tuple[int, int]:
+        """Samples and tokens that the first `steps` steps of the run read."""
+        samples, tokens = self.config.training.consumed(steps)
+        return samples, tokens * self.config.model.rows_per_sample
 
     def _open_writer(self, stack: ExitStack, done: int) -> MetricsWriter | None:
         if self.mesh.rank != 0:
@@ -199,16 +217,16 @@ class Trainer:
         return writer
 
     def _throughput(self) -> Throughput:
-        training, logging = self.config.training, self.config.logging
+        # The table holds bfloat16 peaks.
+        is_half = self.config.training.dtype == "bfloat16"
+        known = peak_tflops(_device_name(self.mesh.device)) if is_half else None
+        peak = self.config.logging.peak_tflops or known
+        return Throughput(self.mesh.device, self.mesh.world_size, peak)
+
+    def _flops_per_token(self, seq_len: int) -> float:
         masking = self.config.data.masking or Masking()
         predicted = masking.rate if self.config.model.kind == "masked_lm" else 1.0
-        flops = training_flops_per_token(
-            self.config.model, training.seq_len, self.corpora.vocab_size, predicted
-        )
-        # The table holds bfloat16 peaks.
-        known = peak_tflops(_device_name(self.mesh.device)) if training.dtype == "bfloat16" else None
-        peak = logging.peak_tflops or known
-        return Throughput(self.mesh.device, self.mesh.world_size, flops, peak)
+        return training_flops_per_token(self.config.model, seq_len, self.corpora.vocab_size, predicted)
 
     def _write(self, step: int) -> None:
         """What logging and evaluating found out about a step, as one entry."""

@@ -24,20 +24,20 @@ OPTIONS = (f"training.steps={STEPS}", "checkpoint.every=2", "logging.tensorboard
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_killed_at_any_step_and_continued_the_numbers_are_the_same_bit_for_bit(layout, corpus, tmp_path):
+def testkilled_at_any_step_and_continued_the_numbers_are_the_same_bit_for_bit(layout, corpus, tmp_path):
     overrides = [*OPTIONS, *LAYOUTS[layout].split()]
     config = write_config(tmp_path, corpus)
     whole = train(config, 2, *overrides, "run.name=whole")
     step = random.Random(layout).randrange(3, STEPS)
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(_killed_at, 2, config, (*overrides, "run.name=killed"), step)
+        run_ranks(killed_at, 2, config, (*overrides, "run.name=killed"), step)
     assert list((tmp_path / "killed/checkpoints").glob("step_*"))
     continued = train(config, 2, *overrides, "run.name=killed")
     for tag in ("step", "train/loss", "train/grad_norm", "eval/loss"):
         assert scalars(continued, tag) == scalars(whole, tag), tag
 
 
-def _killed_at(config: Path, overrides: tuple[str, ...], step: int) -> int:
+def killed_at(config: Path, overrides: tuple[str, ...], step: int) -> int:
     """Train, and die by SIGKILL wherever this process is when it has told of a step."""
     read, write = os.pipe()
     os.dup2(write, 1)

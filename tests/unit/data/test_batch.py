@@ -19,6 +19,13 @@ def whole(isolate: bool = True) -> Batch:
     return next_tokens(ROWS, EOD, isolate)
 
 
+def piece(rank: int, size: int, isolate: bool = True) -> Batch:
+    """A piece of whole(), made of its own tokens and the place of the first."""
+    length = 12 // size
+    start, end = rank * length, (rank + 1) * length
+    return next_tokens(ROWS[:, start : end + 1], EOD, isolate, whole(isolate).positions[:, start])
+
+
 def test_labels_are_the_next_tokens():
     assert torch.equal(whole().tokens, ROWS[:, :-1])
     assert torch.equal(whole().labels, ROWS[:, 1:])
@@ -70,7 +77,7 @@ def test_cu_seqlens_are_the_document_starts_and_the_end():
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("isolate", [True, False])
 def test_pieces_put_together_are_the_whole(size: int, isolate: bool):
-    pieces = [whole(isolate).piece(rank, size) for rank in range(size)]
+    pieces = [piece(rank, size, isolate) for rank in range(size)]
     for name in ("tokens", "labels", "loss_mask", "positions"):
         assert torch.equal(
             torch.cat([getattr(piece, name) for piece in pieces], 1), getattr(whole(isolate), name)
@@ -78,16 +85,16 @@ def test_pieces_put_together_are_the_whole(size: int, isolate: bool):
 
 
 def test_the_last_label_of_a_piece_is_the_first_token_of_the_next():
-    left, right = (whole().piece(rank, 2) for rank in range(2))
+    left, right = (piece(rank, 2) for rank in range(2))
     assert torch.equal(left.labels[:, -1], right.tokens[:, 0])
     assert torch.equal(right.labels[:, -1], ROWS[:, -1])
 
 
 def test_a_document_begun_on_an_earlier_piece_does_not_start_again():
-    piece = whole().piece(1, 2)
-    assert piece.positions[0].tolist() == [3, 4, 0, 1, 2, 3]
+    right = piece(1, 2)
+    assert right.positions[0].tolist() == [3, 4, 0, 1, 2, 3]
     # Row 0 continues and starts at 2; row 1 continues all along; row 2 starts at its first token, 12.
-    assert piece.cu_seqlens.tolist() == [2, 12, 18]
+    assert right.cu_seqlens.tolist() == [2, 12, 18]
 
 
 def test_moving_a_batch_keeps_it():

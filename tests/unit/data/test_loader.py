@@ -100,7 +100,7 @@ def test_reading_leaves_the_random_state_of_the_model_alone(corpus: Path, config
 def test_an_epoch_reads_every_token_once_and_the_next_in_another_order(corpus: Path, configure: Configure):
     config = configure(corpus, steps=200)
     corpora = Corpora(config.data)
-    samples = BlendedSamples(corpora.train, "train", SEQ_LEN, 7, config.data.index_cache, "data.train")
+    samples = BlendedSamples(corpora.train, "train", SEQ_LEN, 7, config.data.index_cache)
     samples.build(2 * samples.one_pass)
     first = torch.stack([samples[i] for i in range(samples.one_pass)])
     second = torch.stack([samples[i] for i in range(samples.one_pass, 2 * samples.one_pass)])

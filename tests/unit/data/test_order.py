@@ -13,7 +13,8 @@ def training(**keys: object) -> Training:
 def global_batch(step: int, data_size: int, **keys: object) -> list[int]:
     """The stream indices of a step, from every replica's micro-batches in the order documented."""
     replicas = [
-        ConsumptionOrder(training(**keys), Share(rank, data_size)).indices(step) for rank in range(data_size)
+        ConsumptionOrder(training(**keys).phase_of(step), Share(rank, data_size)).indices(step)
+        for rank in range(data_size)
     ]
     return [index for passes in zip(*replicas) for indices in passes for index in indices]
 
@@ -39,8 +40,9 @@ def test_skipped_ranges_are_passed_over_and_nothing_else(ranges: list[tuple[int,
 
 
 def test_the_stream_is_long_enough_for_what_is_skipped():
-    assert ConsumptionOrder(training(), Share()).stream_length == 72
-    assert ConsumptionOrder(training(skip_samples=[(0, 5), (70, 71)]), Share()).stream_length == 78
+    assert ConsumptionOrder(training().phases[0], Share()).stream_length(6) == 72
+    skipping = training(skip_samples=[(0, 5), (70, 71)])
+    assert ConsumptionOrder(skipping.phases[0], Share()).stream_length(6) == 78
 
 
 @pytest.mark.parametrize(("count", "data_size", "micro"), [(10, 1, 4), (10, 2, 4), (1, 4, 2), (16, 2, 4)])

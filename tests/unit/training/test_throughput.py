@@ -19,7 +19,7 @@ def clock() -> Clock:
 
 
 def meter(clock: Clock, peak: float | None = None) -> Throughput:
-    return Throughput(torch.device("cpu"), 2, training_flops_per_token=1e10, peak_tflops=peak, clock=clock)
+    return Throughput(torch.device("cpu"), 2, peak_tflops=peak, clock=clock)
 
 
 def train(throughput: Throughput, clock: Clock, steps: int) -> None:
@@ -27,7 +27,7 @@ def train(throughput: Throughput, clock: Clock, steps: int) -> None:
         with throughput.loading():
             clock.now += 0.5
         clock.now += 1.5
-        throughput.step(tokens=1000)
+        throughput.step(tokens=1000, flops_per_token=1e10)
 
 
 def test_times_and_rates_are_means_over_the_window(clock):
@@ -39,6 +39,18 @@ def test_times_and_rates_are_means_over_the_window(clock):
     assert scalars["throughput/tokens_per_sec"] == 500.0
     assert scalars["throughput/tokens_per_sec_per_device"] == 250.0
     assert scalars["throughput/tflops"] == 2.5
+
+
+def test_a_window_over_two_lengths_counts_the_work_of_each(clock):
+    throughput = meter(clock)
+    clock.now += 1.0
+    throughput.step(tokens=1000, flops_per_token=1e10)
+    clock.now += 3.0
+    throughput.step(tokens=3000, flops_per_token=5e10)
+    scalars = throughput.scalars()
+    assert scalars["throughput/tokens_per_sec"] == 1000.0
+    # (1000 * 1e10 + 3000 * 5e10) FLOPs in 4 seconds on 2 devices.
+    assert scalars["throughput/tflops"] == 20.0
 
 
 def test_evaluating_and_saving_do_not_slow_the_steps(clock):

@@ -1,0 +1,101 @@
+"""A run whose rows grow is one run: on any layout, and after a kill in any phase."""
+
+import pytest
+
+from megakernel.config import load
+from megakernel.training.trained_run import find_checkpoint
+from tests.distributed.ranks import RankFailedError, run_ranks
+from tests.distributed.test_resume import killed_at
+from tests.distributed.training_run import scalars, train, write_config
+
+SCHEDULE = (
+    "training.seq_len_schedule=[{until_step: 3, seq_len: 64, global_batch_size: 16, micro_batch_size: 4, "
+    "rope_base: 1000, rope_scaling: {kind: none}}]"
+)
+OPTIONS = (
+    SCHEDULE,
+    "training.steps=7",
+    "training.seq_len=256",
+    "training.global_batch_size=8",
+    "training.micro_batch_size=1",
+    # Neither phase's length: stages of a pipeline have to change what they send for it, and back.
+    "training.eval_seq_len=128",
+    "training.eval_every=2",
+    "model.rope_scaling={kind: yarn, factor: 4, original_seq_len: 64}",
+    # A decay over the rest of training would know how long the run is to be.
+    "schedule.name=constant",
+    "checkpoint.every=1",
+    "logging.tensorboard=false",
+)
+"""The number of micro-batches per step changes too, from 4 to 8, and 3 * 4 is no multiple of 8."""
+
+LAYOUTS = {
+    "cp2": (2, "parallel.context=2"),
+    "pp2": (2, "parallel.pipeline=2"),
+    "tp2 sequence parallel": (2, "parallel.tensor=2 parallel.sequence_parallel=true"),
+    "dp2 zero 1": (2, "parallel.zero_stage=1"),
+    "dp2 zero 2": (2, "parallel.zero_stage=2"),
+    "cp2 zero 3": (2, "parallel.context=2 parallel.zero_stage=3"),
+    "cp2 pp2 zero 1": (4, "parallel.context=2 parallel.pipeline=2 parallel.zero_stage=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, corpus):
+    """The configuration, and what one process measures."""
+    config = write_config(tmp_path_factory.mktemp("one"), corpus)
+    return config, train(config, 1, *OPTIONS)
+
+
+def test_what_was_read_is_counted_in_every_phase(one_process):
+    config, lines = one_process
+    assert scalars(lines, "train/seq_len") == [64] * 3 + [256] * 4
+    first, second = 16 * 64, 8 * 256
+    tokens = [first, 2 * first, 3 * first, *(3 * first + n * second for n in range(1, 5))]
+    assert scalars(lines, "train/tokens") == tokens
+    run = load(config, OPTIONS).run.folder
+    progress = find_checkpoint(run).progress
+    assert (progress.consumed_samples, progress.consumed_tokens) == (3 * 16 + 4 * 8, tokens[-1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_may_grow_on_any_layout(layout, one_process, tmp_path):
+    config, expected = one_process
+    world_size, overrides = LAYOUTS[layout]
+    found = train(config, world_size, *OPTIONS, *overrides.split(), f"run.root={tmp_path}")
+    # As for layouts at one length (test_layouts): float32 sums in another order.
+    assert scalars(found, "train/loss") == pytest.approx(scalars(expected, "train/loss"), rel=1e-5)
+    assert scalars(found, "train/grad_norm") == pytest.approx(scalars(expected, "train/grad_norm"), rel=1e-4)
+    assert scalars(found, "eval/loss") == pytest.approx(scalars(expected, "eval/loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["parallel.zero_stage=1", "parallel.pipeline=2"])
+@pytest.mark.parametrize("step", [2, 5], ids=["first phase", "second phase"])
+def test_killed_in_any_phase_and_continued_the_numbers_are_the_same_bit_for_bit(
+    layout, step, corpus, tmp_path
+):
+    config = write_config(tmp_path, corpus)
+    overrides = (*OPTIONS, layout)
+    whole = train(config, 2, *overrides, "run.name=whole")
+    with pytest.raises(RankFailedError, match="exit status -9"):
+        run_ranks(killed_at, 2, config, (*overrides, "run.name=killed"), step)
+    continued = train(config, 2, *overrides, "run.name=killed")
+    for tag in ("step", "train/loss", "train/grad_norm", "eval/loss"):
+        assert scalars(continued, tag) == scalars(whole, tag), tag
+
+
+def test_a_finished_run_goes_on_with_longer_rows(one_process, corpus, tmp_path):
+    config, expected = one_process
+    short = (
+        "training.steps=3",
+        "training.seq_len=64",
+        "training.global_batch_size=16",
+        "training.micro_batch_size=4",
+        "model.rope_base=1000",
+        "schedule.name=constant",
+        "training.eval_samples=0",
+        f"run.root={tmp_path}",
+    )
+    train(config, 1, *short)
+    lines = train(config, 1, *OPTIONS, f"run.root={tmp_path}")
+    assert scalars(lines, "train/loss") == scalars(expected, "train/loss")
