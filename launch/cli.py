@@ -13,7 +13,18 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import megakernel
-from launch import bench, config, doctor, evaluate, generate, mechanisms, prepare, pretrain, reshape
+from launch import (
+    bench,
+    config,
+    doctor,
+    evaluate,
+    generate,
+    import_dense,
+    mechanisms,
+    prepare,
+    pretrain,
+    reshape,
+)
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
 from megakernel.config import RunFailed, UserError
@@ -21,6 +32,7 @@ from megakernel.config import RunFailed, UserError
 COMMANDS: dict[str, ModuleType] = {
     "prepare": prepare,
     "pretrain": pretrain,
+    "import": import_dense,
     "evaluate": evaluate,
     "generate": generate,
     "reshape": reshape,

@@ -40,7 +40,8 @@ def _layer(model: Model, attention: Attention, seq_len: int) -> int:
     biases = projected if model.qkv_bias else 0
     if model.bias:
         biases += width + inner + width
-    return matrices + biases + 2 * _norm(model) + _mechanism(model, attention, seq_len)
+    head_norms = 2 * size if model.qk_norm else 0
+    return matrices + biases + head_norms + 2 * _norm(model) + _mechanism(model, attention, seq_len)
 
 
 def _norm(model: Model) -> int:

@@ -11,7 +11,8 @@ from megakernel.config.rope import RopeScaling
 class Rotary:
     """Rotates pairs (x_j, x_{j + d/2}) by position * base^(-2j/d), or by what a scaling makes of that frequency.
 
-    A dot product of two rotated vectors depends on the difference of their positions only.
+    d is head_dim; of wider vectors the first head_dim numbers are rotated. A dot product of two rotated vectors depends
+    on the difference of their positions only.
     """
 
     def __init__(self, head_dim: int, base: float = 10_000.0, scaling: RopeScaling | None = None):
@@ -23,7 +24,7 @@ class Rotary:
         self._on_device: dict[torch.device, Tensor] = {}
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x (B, H, N, head_dim) at positions (B, N) or (1, N), whole or fractional; dtype of x."""
+        """Rotate x (B, H, N, d) at positions (B, N) or (1, N), whole or fractional; dtype of x."""
         wide = torch.promote_types(x.dtype, torch.float32)
         if x.device not in self._on_device:  # copied once: a copy in every call would wait for the device
             self._on_device[x.device] = self.frequencies.to(x.device)
@@ -32,8 +33,9 @@ class Rotary:
         cos, sin = angles.cos().to(wide), angles.sin().to(wide)
         if self.length != 1.0:
             cos, sin = self.length * cos, self.length * sin
-        first, second = x.to(wide).chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+        first, second = x[..., : self.head_dim].to(wide).chunk(2, -1)
+        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+        return torch.cat([rotated, x[..., self.head_dim :]], -1) if self.head_dim < x.shape[-1] else rotated
 
 
 def frequencies(head_dim: int, base: float, scaling: RopeScaling) -> tuple[Tensor, float]:

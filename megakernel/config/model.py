@@ -65,8 +65,8 @@ class Model(Section):
     ffn_hidden_size: int | None = Field(default=None, gt=0)
     """Inner width of the MLP; None takes 4 (gelu) or 8/3 (swiglu, rounded up to 128) x hidden_size."""
 
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    """MLP nonlinearity."""
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    """MLP nonlinearity; gelu_tanh is gelu by a formula with tanh, as GPT-2 has it."""
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization before attention, before the MLP and before the head."""
@@ -74,11 +74,20 @@ class Model(Section):
     norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the variance inside the norm."""
 
+    qk_norm: bool = False
+    """RMSNorm of each head's queries and keys, before positions rotate them."""
+
+    parallel_residual: bool = False
+    """The MLP reads what the attention reads, not what it has made of it."""
+
     position: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
     """Rotary positions inside attention, a learned or a fixed table added to the embedding, or none."""
 
     rope_base: float = Field(default=10_000.0, gt=0)
     """Base of the rotary frequencies."""
+
+    rotary_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of a head's width, from its first number on, that positions rotate."""
 
     rope_scaling: RopeScaling = RopeScaling()
     """How they are changed for rows longer than those learned from."""
@@ -145,11 +154,16 @@ class Model(Section):
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
+    def rotary_size(self) -> int:
+        """Numbers of a head that positions rotate."""
+        return int(self.head_size * self.rotary_share)
+
+    @property
     def ffn_size(self) -> int:
         """Inner width of the MLP."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        if self.activation == "gelu":
+        if self.activation != "swiglu":
             return 4 * self.hidden_size
         return -(-8 * self.hidden_size // (3 * 128)) * 128
 
@@ -178,16 +192,22 @@ class Model(Section):
         if self.position != "rope" and self.rope_scaling.kind != "none":
             reason = f"has no effect on position: {self.position}"
             yield Problem("rope_scaling", self.rope_scaling.kind, reason, "remove it or take position: rope")
-        if self.position == "rope" and self.head_size % 2:
-            reason = f"rotates pairs and one head is {self.head_size} wide"
-            yield Problem("position", self.position, reason, "set an even head_dim")
+        if self.position == "rope" and self.rotary_size % 2:
+            reason = f"rotates pairs, and {self.rotary_size} numbers of a head are to be rotated"
+            yield Problem(
+                "position", self.position, reason, "set an even head_dim and rotary_share x head_dim"
+            )
+        if self.position != "rope" and self.rotary_share != 1.0:
+            reason = f"has no effect on position: {self.position}"
+            yield Problem("rotary_share", self.rotary_share, reason, "remove it or take position: rope")
         layers = [self.layer_attention(layer) for layer in range(self.num_layers)]
         if self.max_positions is not None and not self.has_position_rows:
             reason = f"has no effect on position: {self.position}"
             yield Problem("max_positions", self.max_positions, reason, "remove it or take position: learned")
-        if self.qkv_bias and any(layer.compresses_input for layer in layers):
-            reason = "cannot stand behind E and F, which act on the input before its projections"
-            yield Problem("qkv_bias", True, reason, "remove it or set compression.compress: projected")
+        for key in ("qkv_bias", "qk_norm"):
+            if getattr(self, key) and any(layer.compresses_input for layer in layers):
+                reason = "cannot stand behind E and F, which act on the input before its projections"
+                yield Problem(key, True, reason, "remove it or set compression.compress: projected")
         if self.position != "rope" and any(layer.far_rope != "none" for layer in layers):
             remedy = "set far_rope: none or take position: rope"
             yield Problem("position", self.position, "leaves far_rope nothing to rotate with", remedy)

@@ -19,6 +19,7 @@ _FREE = (
     "run.root",
     "parallel",
     "checkpoint",
+    "init",
     "logging",
     "deepspeed",
     "data.validation",

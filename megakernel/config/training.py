@@ -1,7 +1,6 @@
 """The sections of a training run: optimizer, schedule, training, checkpoint and logging."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -180,7 +179,7 @@ def _phase_problems(training: Training) -> Iterator[Problem]:
 
 
 class Checkpoint(Section):
-    """When checkpoints are written, which are kept, and what a run starts from."""
+    """When checkpoints are written and which are kept."""
 
     every: int = Field(default=1000, gt=0)
     """Steps between two checkpoints; the last step is always saved."""
@@ -190,9 +189,6 @@ class Checkpoint(Section):
 
     keep_every: int | None = Field(default=None, gt=0)
     """Checkpoints at multiples of this step are kept for good."""
-
-    weights_from: Path | None = None
-    """Run folder or checkpoint whose weights (not optimizer or position) a new run starts from."""
 
     def problems(self) -> Iterator[Problem]:
         """A checkpoint that is kept for good has to be written first."""

@@ -9,6 +9,7 @@ from pydantic import Field
 from .checks import agreement
 from .data import Data
 from .errors import Problem
+from .init import Init
 from .model import Model
 from .parallel import Parallel
 from .section import Section
@@ -39,6 +40,7 @@ class Config(Section):
     run: Run
     model: Model
     data: Data
+    init: Init = Init()
     training: Training
     parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()

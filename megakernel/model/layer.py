@@ -49,7 +49,7 @@ def layer_spec() -> ModuleSpec:
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)) = y, then y + mlp(norm(y)), or y + mlp(norm(x)) where the two are parallel."""
 
     def __init__(self, settings: ModelSettings, index: int, submodules: LayerSubmodules):
         super().__init__()
@@ -57,6 +57,7 @@ class TransformerLayer(nn.Module):
         self.recompute = settings.recompute == "full"
         self.offload = settings.offload
         self.mlp_chunk_size = settings.mlp_chunk_size
+        self.parallel = settings.model.parallel_residual
         self.bias_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
         transformer = settings.transformer
         with drawn_from(settings.seed, "layer", index):
@@ -82,22 +83,23 @@ class TransformerLayer(nn.Module):
     def extend(self, hidden: Tensor, positions: Tensor, state: Any) -> tuple[Tensor, Any]:
         """The same for tokens that follow those already in `state` (None: the beginning); returns the new state."""
         output, state = self.self_attention.extend(self.attention_norm(hidden), positions, state)
-        return self._through_mlp(self._add(hidden, output)), state
+        return self._add_mlp(self._add(hidden, output), hidden), state
 
     def _compute(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        hidden = self._add(hidden, self.self_attention(self.attention_norm(hidden), positions))
-        return self._through_mlp(hidden)
+        attended = self._add(hidden, self.self_attention(self.attention_norm(hidden), positions))
+        return self._add_mlp(attended, hidden)
 
-    def _through_mlp(self, hidden: Tensor) -> Tensor:
+    def _add_mlp(self, attended: Tensor, entered: Tensor) -> Tensor:
+        source = entered if self.parallel else attended
         size = self.mlp_chunk_size
-        if size is None or size >= len(hidden) or not (self.training and torch.is_grad_enabled()):
-            return self._mlp_of(hidden)
+        if size is None or size >= len(source) or not (self.training and torch.is_grad_enabled()):
+            return self._mlp_of(attended, source)
         # A token's MLP needs no other token, whichever tokens the chunks of other tensor ranks hold.
-        chunks = hidden.split(size)
-        return torch.cat([checkpoint(self._mlp_of, chunk, use_reentrant=False) for chunk in chunks])
+        chunks = zip(attended.split(size), source.split(size))
+        return torch.cat([checkpoint(self._mlp_of, *chunk, use_reentrant=False) for chunk in chunks])
 
-    def _mlp_of(self, hidden: Tensor) -> Tensor:
-        return self._add(hidden, self.mlp(self.mlp_norm(hidden)))
+    def _mlp_of(self, residual: Tensor, source: Tensor) -> Tensor:
+        return self._add(residual, self.mlp(self.mlp_norm(source)))
 
     def _add(self, residual: Tensor, output: tuple[Tensor, Tensor | None]) -> Tensor:
         branch, bias = output

@@ -9,6 +9,20 @@ from megakernel.parallel import replicated
 from .settings import ModelSettings
 
 
+class HeadNorm(nn.Module):
+    """RMSNorm of each head's vectors, with one weight for the heads of all tensor ranks."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        self.eps = settings.model.norm_eps
+        self.group = settings.mesh.tp.group if settings.mesh.tp.size > 1 else None
+        self.weight = nn.Parameter(torch.ones(settings.model.head_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., head_dim) -> the same shape and dtype."""
+        return F.rms_norm(x, self.weight.shape, replicated(self.weight, self.group), self.eps)
+
+
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dimension, computed in float32 by torch.
 

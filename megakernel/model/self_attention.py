@@ -13,6 +13,7 @@ from megakernel.config import Model
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
+from .norm import HeadNorm
 from .settings import ModelSettings
 
 
@@ -35,7 +36,7 @@ def rotate_by(layers: nn.Module, model: Model) -> None:
 def _rotary(model: Model) -> attention.Rotary | None:
     if model.position != "rope":
         return None
-    return attention.Rotary(model.head_size, model.rope_base, model.rope_scaling)
+    return attention.Rotary(model.rotary_size, model.rope_base, model.rope_scaling)
 
 
 class SelfAttention(nn.Module):
@@ -68,6 +69,8 @@ class SelfAttention(nn.Module):
             gather_output=False,
             tp_group=mesh.tp.group,
         )
+        self.query_norm = HeadNorm(settings) if model.qk_norm else None
+        self.key_norm = HeadNorm(settings) if model.qk_norm else None
         self.core = attention.build(
             model.layer_attention(index),
             num_heads=model.num_heads,
@@ -133,6 +136,8 @@ class SelfAttention(nn.Module):
         tokens, batch, _ = fused.shape
         groups = fused.view(tokens, batch, self.kv_heads, sum(parts), self.head_dim)
         q, k, v = groups.permute(1, 2, 3, 0, 4).split(parts, dim=2)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         return q.flatten(1, 2), k.squeeze(2) if self.keys_per_head == 1 else k, v.squeeze(2)
 
     def _merge(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,6 +15,8 @@ from megakernel.config import Model
 from megakernel.parallel import Mesh
 
 Recompute = Literal["none", "selective", "full"]
+
+_ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class ModelSettings:
             kv_channels=model.head_size,
             ffn_hidden_size=model.ffn_size,
             gated_linear_unit=model.activation == "swiglu",
-            activation_func=F.silu if model.activation == "swiglu" else F.gelu,
+            activation_func=_ACTIVATIONS[model.activation],
             add_bias_linear=model.bias,
             add_qkv_bias=model.qkv_bias,
             init_method_std=model.init_std,

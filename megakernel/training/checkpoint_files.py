@@ -54,6 +54,10 @@ class CheckpointTensors:
         """How the checkpoint's tensor ranks share a tensor."""
         return self._homes[name][0].cuts[name]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return tuple(self.read(name, [WEIGHT])[WEIGHT].shape)
+
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
         """Those of `keys` that are known of a tensor."""
         pieces = [tensor_rank.read(name, set(keys)) for tensor_rank in self._homes[name]]

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from megakernel.config import UserError
+from megakernel.config import Model, UserError
+from megakernel.uptraining.dense import DenseCheckpoint, is_dense_checkpoint
 
 from .checkpoint import Checkpoint
 from .checkpoint_files import CheckpointTensors
@@ -12,8 +13,12 @@ from .engine import Engine
 from .ranks import Ranks
 from .reshape import reshape
 from .trained_run import find_checkpoint
+from .universal import WholeTensors
 
 Note = Callable[[str], None]
+
+MECHANISM = ".self_attention.core."
+"""In the names of what an attention mechanism owns."""
 
 
 def resume(
@@ -38,19 +43,33 @@ def resume(
     return found.checkpoint.step
 
 
-def start_from_weights(source: Path, engine: Engine, ranks: Ranks, note: Note) -> None:
-    """Take the weights alone, from a run's newest good checkpoint or from a checkpoint folder, of any layout.
+def start_from_weights(source: Path, model: Model, engine: Engine, ranks: Ranks, note: Note) -> None:
+    """Take the weights alone: of a run's newest good checkpoint, of a checkpoint folder, or of a dense model.
 
-    Says which weights stay as they were drawn, and which were left out.
-    Raises UserError, alike on all ranks, where there is no checkpoint or shapes do not fit.
+    Says which weights stay as they were drawn, and which were left out; a dense model has to give all but those of
+    attention mechanisms, and to have no others.
+    Raises UserError, alike on all ranks, where there is no checkpoint or the model is another one.
     """
-    checkpoint = ranks.first(lambda: _source(source))
-    comparison = engine.load_weights(CheckpointTensors(checkpoint))
-    if comparison.misshapen:
-        remedy = "give the model the checkpoint's sizes, or choose another checkpoint"
-        lines = [f"checkpoint.weights_from={source}: {line}; {remedy}" for line in comparison.misshapen]
-        raise UserError("\n".join(lines))
-    note(f"weights from {checkpoint.folder}")
+    tensors: WholeTensors
+    refused: list[str] = []
+    dense = ranks.first(lambda: is_dense_checkpoint(source))
+    if dense:
+        refused = ranks.first(lambda: DenseCheckpoint(source).unlike(model))
+        tensors = DenseCheckpoint(source)
+    else:
+        tensors = CheckpointTensors(ranks.first(lambda: _source(source)))
+    comparison = engine.load_weights(tensors)
+    remedy = "give the model the checkpoint's sizes, or choose another checkpoint"
+    refused += [f"{line}; {remedy}" for line in comparison.misshapen]
+    if dense:
+        lost = [name for name in comparison.missing if MECHANISM not in name]
+        refused += [f"{name} of the model is not in the checkpoint; {remedy}" for name in lost]
+        refused += [
+            f"{name} of the checkpoint is not in the model; {remedy}" for name in comparison.unexpected
+        ]
+    if refused:
+        raise UserError("\n".join(f"init.from={source}: {line}" for line in refused))
+    note(f"weights from {source}")
     for names, what in (
         (comparison.missing, "missing there and new here"),
         (comparison.unexpected, "left out"),
@@ -66,6 +85,6 @@ def _source(path: Path) -> Checkpoint:
         return Checkpoint.read(path)
     except ValueError as error:
         raise UserError(
-            f"checkpoint.weights_from={path} is no run and no good checkpoint ({error}); give a folder such as "
-            "runs/NAME or runs/NAME/checkpoints/step_N"
+            f"init.from={path} is no run, no good checkpoint ({error}) and no dense model; give a folder such as "
+            "runs/NAME, runs/NAME/checkpoints/step_N, or one with config.json and model.safetensors"
         ) from None

@@ -108,9 +108,9 @@ class Trainer:
     def _begin(self) -> int:
         """Load what the run starts from; returns the steps it has behind it."""
         done = resume(self.engine, self.checkpoints, self.layout, self.ranks, self._note)
-        source = self.config.checkpoint.weights_from
+        source = self.config.init.source
         if done == 0 and source is not None:
-            start_from_weights(source, self.engine, self.ranks, self._note)
+            start_from_weights(source, self.config.model, self.engine, self.ranks, self._note)
         return done
 
     def _enter(self, step: int) -> None:

@@ -31,6 +31,9 @@ class WholeTensors(Protocol):
     def names(self) -> set[str]:
         """All parameters and buffers."""
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
         """Those of `keys` that are known of a tensor."""
 
@@ -45,6 +48,10 @@ class UniversalFolder:
     def names(self) -> set[str]:
         """All parameters and buffers."""
         return {path.name for path in (self.folder / "zero").iterdir()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return tuple(self.read(name, [WEIGHT])[WEIGHT].shape)
 
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
         """Those of `keys` that are known of a tensor."""

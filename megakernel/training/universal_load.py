@@ -95,7 +95,7 @@ class Comparison:
 def compare(shapes: Mapping[str, tuple[int, ...]], source: WholeTensors) -> Comparison:
     """Compare the whole model's tensors, name -> whole shape, with those of a checkpoint."""
     there = source.names
-    found = {name: tuple(source.read(name, [WEIGHT])[WEIGHT].shape) for name in there & shapes.keys()}
+    found = {name: source.shape(name) for name in there & shapes.keys()}
     return Comparison(
         common={name for name, shape in found.items() if shape == shapes[name]},
         missing=sorted(shapes.keys() - there),

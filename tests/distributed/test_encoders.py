@@ -135,7 +135,7 @@ def test_a_classifier_starts_from_the_weights_of_a_masked_language_model(one_pro
     model = MODELS["masked_lm"].replace("masked_lm", "classifier, classifier: {num_classes: 2}")
     path.write_text(CONFIG.format(root=tmp_path, model=model, corpus=corpora["classifier"], documents="true"))
     # Steps too small to be seen in float32 leave the weights as they came.
-    still = ("optimizer.lr=1e-30", f"checkpoint.weights_from={config.parent / 'run'}")
+    still = ("optimizer.lr=1e-30", f"init.from={config.parent / 'run'}")
     train(path, 1, *still)
     before, after = (
         CheckpointTensors(find_checkpoint(folder / "run")) for folder in (config.parent, tmp_path)

@@ -44,7 +44,7 @@ def source(tmp_path_factory, corpus):
 )
 def test_weights_come_from_a_run_of_any_layout(world_size, layout, source, tmp_path):
     config, run = source
-    own = f"run.root={tmp_path} checkpoint.weights_from={run} {layout}"
+    own = f"run.root={tmp_path} init.from={run} {layout}"
     found = train(config, world_size, *SHORT, *own.split())
     # The same weights in float32, summed in another order.
     assert found[0]["eval/loss"] == pytest.approx(metrics(run)[-1]["eval/loss"], rel=1e-6)
@@ -55,7 +55,7 @@ def test_weights_come_from_a_run_of_any_layout(world_size, layout, source, tmp_p
 
 def test_weights_in_bfloat16_come_from_float32_masters(source, tmp_path):
     config, run = source
-    own = f"run.root={tmp_path} checkpoint.weights_from={run}/checkpoints/step_2 training.dtype=bfloat16"
+    own = f"run.root={tmp_path} init.from={run}/checkpoints/step_2 training.dtype=bfloat16"
     found = train(config, 2, *SHORT, *own.split(), "parallel.zero_stage=1")
     # Three significant digits of bfloat16 in every weight and activation.
     assert found[0]["eval/loss"] == pytest.approx(metrics(run)[-1]["eval/loss"], rel=3e-3)
@@ -63,7 +63,7 @@ def test_weights_in_bfloat16_come_from_float32_masters(source, tmp_path):
 
 def test_weights_that_only_one_side_has_are_named(source, tmp_path):
     config, run = source
-    own = f"run.root={tmp_path} checkpoint.weights_from={run} model.qkv_bias=true model.num_layers=3"
+    own = f"run.root={tmp_path} init.from={run} model.qkv_bias=true model.num_layers=3"
     said = start(config, 1, *SHORT, *own.split())
     new, left = (
         next(line for line in said.splitlines() if what in line) for what in ("new here", "left out")
@@ -74,22 +74,19 @@ def test_weights_that_only_one_side_has_are_named(source, tmp_path):
 
 def test_weights_of_another_shape_are_refused_one_line_each(source, tmp_path):
     config, run = source
-    own = f"run.root={tmp_path} checkpoint.weights_from={run} model.ffn_hidden_size=96"
+    own = f"run.root={tmp_path} init.from={run} model.ffn_hidden_size=96"
     with pytest.raises(RankFailedError) as failure:
         start(config, 2, *SHORT, *own.split(), "parallel.tensor=2")
     lines = [line for line in str(failure.value).splitlines() if "mlp" in line]
     assert len(lines) == 8, "two matrices in each of four layers"
-    assert (
-        f"checkpoint.weights_from={run}: 1.mlp.linear_fc1.weight is (512, 64) in the checkpoint and "
-        in lines[0]
-    )
+    assert f"init.from={run}: 1.mlp.linear_fc1.weight is (512, 64) in the checkpoint and " in lines[0]
     assert "(192, 64) in the model; give the model the checkpoint's sizes" in lines[0]
 
 
-def test_weights_from_no_run_are_refused(source, tmp_path):
+def test_init_from_no_run_are_refused(source, tmp_path):
     config, _ = source
-    with pytest.raises(RankFailedError, match=f"checkpoint.weights_from={tmp_path} is no run and no good"):
-        start(config, 1, *SHORT, f"run.root={tmp_path}", f"checkpoint.weights_from={tmp_path}")
+    with pytest.raises(RankFailedError, match=f"init.from={tmp_path} is no run, no good"):
+        start(config, 1, *SHORT, f"run.root={tmp_path}", f"init.from={tmp_path}")
 
 
 def truncate(checkpoint: Path) -> str:

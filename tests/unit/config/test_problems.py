@@ -46,7 +46,7 @@ def test_all_problems_of_a_file_come_at_once_one_line_each(tmp_path):
         ({"model": {"attention_pattern": ["main", {"near": {"block": 1}}]}},
          "model.attention_pattern.1.near.block", "did you mean blocks?"),
         ({"data": {"train": [{"path": "x", "wieght": 2}]}}, "data.train.0.wieght", "did you mean weight?"),
-        ({"checkpoint": {"zzz": 1}}, "checkpoint.zzz", "known here: every, keep, keep_every, weights_from"),
+        ({"checkpoint": {"zzz": 1}}, "checkpoint.zzz", "known here: every, keep, keep_every"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_names_the_nearest_right_one(sections, key, remedy):

@@ -1,0 +1,38 @@
+"""`megakernel import`: what a dense checkpoint is, as the model section of a run that starts from it."""
+
+import argparse
+from pathlib import Path
+
+HELP = "read a Hugging Face checkpoint and write the configuration of a model that starts from it"
+EXAMPLE = "megakernel import models/Llama-3.2-1B --to configs/model/llama-1b.yaml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors"
+    )
+    parser.add_argument(
+        "--to", type=Path, metavar="FILE", help="write the YAML there (default: print it on the console)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check that every tensor is there and none is unknown, and give the model section."""
+    from megakernel.analysis.parameters import parameter_count
+    from megakernel.uptraining.dense import DenseCheckpoint
+    from megakernel.uptraining.dense.fragment import fragment
+
+    checkpoint = DenseCheckpoint(args.checkpoint)
+    model = checkpoint.model
+    assert model.vocab_size is not None
+    count = parameter_count(model, model.vocab_size, model.max_positions or 0)
+    text = fragment(checkpoint)
+    if args.to is None:
+        print(text, end="")
+        return 0
+    args.to.parent.mkdir(parents=True, exist_ok=True)
+    args.to.write_text(text, encoding="utf-8")
+    print(f"{args.checkpoint}: {checkpoint.config['model_type']}, {count:,} parameters, all tensors there")
+    print(f"{args.to}: lay a run on it with `extends: {args.to.name}`")
+    return 0

@@ -1,0 +1,41 @@
+"""The init section: where the weights of a new run come from."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from pydantic import Field, create_model
+
+from .section import Section
+
+FROM = "from"
+"""A word of Python's own, which no class body can have for a field."""
+
+if TYPE_CHECKING:
+
+    class _WithFrom(Section):
+        """What `create_model` makes, as far as types are concerned."""
+
+else:
+    _WithFrom = create_model(
+        "_WithFrom",
+        __base__=Section,
+        **{
+            FROM: (
+                Path | None,
+                Field(
+                    default=None,
+                    description="Run folder, checkpoint, or dense model in the Hugging Face form whose weights (not "
+                    "optimizer or position) a new run starts from.",
+                ),
+            )
+        },
+    )
+
+
+class Init(_WithFrom):
+    """Where the weights of a new run come from; what it continues is not asked for again."""
+
+    @property
+    def source(self) -> Path | None:
+        """`from`."""
+        return cast(Path | None, getattr(self, FROM))

@@ -1,0 +1,1 @@
+"""From dense checkpoints to models with kernelized attention, and back out."""

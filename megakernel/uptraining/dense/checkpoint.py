@@ -1,0 +1,205 @@
+"""A folder in the Hugging Face form, read tensor by tensor."""
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from megakernel.config import Model, UserError
+
+from .families import FAMILIES, Family, model_section
+from .parts import Part
+
+CONFIG = "config.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_TIED_HEADS = ("lm_head.weight", "embed_out.weight")
+"""A copy of the embedding that some files keep beside it."""
+
+_PREFIXES = ("transformer.", "model.", "gpt_neox.")
+"""Of a model with a head; files of the model alone leave them out."""
+
+_FUNCTION = (
+    "num_heads",
+    "head_size",
+    "activation",
+    "norm",
+    "norm_eps",
+    "qk_norm",
+    "parallel_residual",
+    "position",
+    "rotary_share",
+    "tie_embeddings",
+)
+"""Keys of a model section that the shapes of weights do not tell."""
+
+_RENAMED = {"lm_head.weight": "embed_out.weight", "embed_out.weight": "lm_head.weight"}
+
+
+def is_dense_checkpoint(folder: Path) -> bool:
+    """Whether a folder is one of these, whole or not: it has a config.json with a model_type."""
+    try:
+        return "model_type" in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+class DenseCheckpoint:
+    """A dense checkpoint under our names (`WholeTensors`).
+
+    Files are mapped into memory, so that what is read is what is used. Raises UserError, one line with a remedy, for
+    what is no whole checkpoint of a known family.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = _config(folder)
+        self.section = model_section(self.config, f"{folder / CONFIG}")
+        self.model = Model.model_validate(self.section)
+        self._files = _files(folder)
+        self._open = ExitStack()
+        self._readers: dict[Path, Any] = {}
+        self._check_names()
+
+    @property
+    def family(self) -> Family:
+        """What config.json names."""
+        return FAMILIES[self.config["model_type"]]
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """Our names -> what they are made of."""
+        return our_parts(self.family, self.model)
+
+    @property
+    def names(self) -> set[str]:
+        """Our names of all tensors."""
+        return set(self.parts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one of our tensors, from the files' headers."""
+        part = self.parts[name]
+        shapes = (self._reader(theirs).get_slice(self._found(theirs)).get_shape() for theirs in part.theirs)
+        return tuple(part.join([torch.empty(shape, device="meta") for shape in shapes]).shape)
+
+    def read(self, name: str, keys: Iterable[str] = ("fp32",)) -> dict[str, Tensor]:
+        """One of our tensors, in the checkpoint's dtype, as the value of a universal checkpoint's key for weights."""
+        if "fp32" not in keys:
+            return {}
+        part = self.parts[name]
+        return {"fp32": part.join([self._tensor(theirs) for theirs in part.theirs])}
+
+    def unlike(self, model: Model) -> list[str]:
+        """One line for each key of a model section that makes another function of the same weights.
+
+        Not asked about is what shapes tell, what up-training changes (the attention), and the rotary frequencies,
+        which longer rows may change.
+        """
+        return [
+            f"model.{key}={getattr(model, key)!r} is {getattr(self.model, key)!r} in the checkpoint; set it to that"
+            for key in _FUNCTION
+            if getattr(model, key) != getattr(self.model, key)
+        ]
+
+    def _tensor(self, theirs: str) -> Tensor:
+        return self._reader(theirs).get_tensor(self._found(theirs))
+
+    def _reader(self, theirs: str) -> Any:
+        path = self._files[self._found(theirs)]
+        if path not in self._readers:
+            self._readers[path] = self._open.enter_context(safetensors.safe_open(path, "pt"))
+        return self._readers[path]
+
+    def _found(self, theirs: str) -> str:
+        """The name under which the files have one of the family's tensors."""
+        candidates = [theirs, _RENAMED.get(theirs, theirs)]
+        candidates += [theirs.removeprefix(prefix) for prefix in _PREFIXES]
+        return next((name for name in candidates if name in self._files), theirs)
+
+    def _check_names(self) -> None:
+        wanted = {self._found(theirs) for part in self.parts.values() for theirs in part.theirs}
+        spare = _TIED_HEADS if self.model.tie_embeddings else ()
+        extra = [
+            name
+            for name in self._files.keys() - wanted
+            if name not in spare and not name.endswith(self.family.ignored)
+        ]
+        for names, what in ((wanted - self._files.keys(), "misses"), (set(extra), "has unknown")):
+            if names:
+                raise UserError(
+                    f"{self.folder} {what} {len(names)} tensors of a {self.config['model_type']} model: "
+                    f"{_some(sorted(names))}; download it again, or correct {CONFIG}"
+                )
+
+
+def our_parts(family: Family, model: Model) -> dict[str, Part]:
+    """The names of `megakernel.model.LanguageModel`'s tensors -> parts."""
+    around = family.around(model)
+    first = 2 if model.position == "learned" else 1
+    last = first + model.num_layers
+    embedding = "tied_modules.embedding.tokens.weight" if model.tie_embeddings else "0.tokens.weight"
+    places = {
+        "embedding": embedding,
+        "positions": "1.weight",
+        "norm.weight": f"{last}.norm.weight",
+        "norm.bias": f"{last}.norm.bias",
+        "head": f"{last + 1}.linear.weight",
+    }
+    parts = {places[place]: part for place, part in around.items()}
+    for index in range(model.num_layers):
+        parts |= {f"{first + index}.{name}": part for name, part in family.layer(model, index).items()}
+    return parts
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """config.json, with what it leaves out as `transformers` completes it."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(
+            f"{folder} is no Hugging Face checkpoint: it has no {CONFIG}; give a folder that "
+            "`save_pretrained` or `hf download` wrote"
+        )
+    try:
+        kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON ({error}); download it again") from None
+    if kind not in FAMILIES:
+        return {"model_type": kind}
+    from transformers import AutoConfig  # seconds, which an error need not wait for
+
+    return AutoConfig.from_pretrained(folder).to_dict()
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Their names of all tensors -> file."""
+    index = folder / INDEX
+    if index.is_file():
+        weights: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        paths = sorted({folder / file for file in weights.values()})
+    else:
+        paths = [folder / ONE_FILE]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        pickled = f"; {others[0]} is pickled: save it again with `save_pretrained`" if others else ""
+        raise UserError(
+            f"{folder} is not whole: {_some(missing)} missing{pickled or '; download what is missing'}"
+        )
+    found: dict[str, Path] = {}
+    for path in paths:
+        try:
+            with safetensors.safe_open(path, "pt") as reader:
+                found |= dict.fromkeys(reader.keys(), path)
+        except safetensors.SafetensorError as error:
+            raise UserError(f"{path} cannot be read ({error}); download it again") from None
+    return found
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

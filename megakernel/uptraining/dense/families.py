@@ -1,0 +1,262 @@
+"""The families of dense checkpoints that are read: their sizes as our model section, their tensors as parts of ours.
+
+A family is known by the `model_type` of its config.json. What a configuration asks of a model that ours has not is an
+error with the key; nothing is left out silently.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from megakernel.config import Model, UserError
+
+from .parts import GroupedHeads, Part, Same, Stacked
+
+Parts = dict[str, Part]
+"""Name inside a layer, or of what stands around the layers, -> part."""
+
+
+class Family(NamedTuple):
+    """One `model_type`."""
+
+    section: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """config.json, as `transformers` completes it -> what our model section has beside `_common`."""
+
+    around: Callable[[Model], Parts]
+    """`embedding`, `positions`, `norm.weight`, `norm.bias` and `head`, those that there are."""
+
+    layer: Callable[[Model, int], Parts]
+    """The tensors of a layer by our names."""
+
+    ignored: tuple[str, ...] = ()
+    """Ends of names that hold nothing learned."""
+
+
+def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The model section of a checkpoint's configuration, with softmax attention.
+
+    source: what errors name. Raises UserError for a family, or a key of it, that is not known here.
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UserError(f"{source}: model_type={kind!r} is not known; this reads {known}")
+    try:
+        section = FAMILIES[kind].section(config)
+    except _Unlike as error:
+        raise UserError(f"{source}: {error}") from None
+    vocab = config["vocab_size"]
+    common = {
+        "attention": "softmax",
+        "vocab_size": vocab,
+        # As many rows as they have: a row more would be a token more that the softmax counts.
+        "vocab_multiple": max(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if vocab % n == 0),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "init_std": config.get("initializer_range", 0.02),
+    }
+    return {**common, **section}
+
+
+class _Unlike(ValueError):
+    """A key of theirs that ours has no counterpart for."""
+
+
+def _expect(config: Mapping[str, Any], key: str, *allowed: Any) -> None:
+    if (value := config.get(key)) not in (None, *allowed):
+        choice = " or ".join(map(repr, allowed))
+        raise _Unlike(f"{key}={value!r} has no counterpart here; only {choice} is read")
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    given = dict(config["rope_parameters"])
+    kind = given.pop("rope_type", "default")
+    section: dict[str, Any] = {"position": "rope", "rope_base": given.pop("rope_theta")}
+    if (share := given.pop("partial_rotary_factor", 1.0)) != 1.0:
+        section["rotary_share"] = share
+    names = {"original_max_position_embeddings": "original_seq_len"}
+    keys = {names.get(key, key): value for key, value in given.items() if value is not None}
+    if kind == "default":
+        return section
+    if kind not in ("linear", "yarn", "llama3"):
+        raise _Unlike(f"rope_type={kind!r} has no counterpart here; linear, yarn and llama3 are read")
+    if kind == "yarn":
+        keys.setdefault("original_seq_len", config["max_position_embeddings"])
+    return {**section, "rope_scaling": {"kind": kind, **keys}}
+
+
+def _attends_to_all(config: Mapping[str, Any]) -> None:
+    window = config.get("sliding_window")
+    used = config.get("use_sliding_window", window is not None)
+    if used and window is not None and window < config["max_position_embeddings"]:
+        raise _Unlike(
+            f"sliding_window={window} is shorter than max_position_embeddings={config['max_position_embeddings']}; "
+            "set it to null in config.json to attend to all tokens, which is another model beyond the window"
+        )
+
+
+def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    _expect(config, "hidden_act", "silu")
+    _attends_to_all(config)
+    biased = bool(config.get("attention_bias", config["model_type"] == "qwen2"))
+    if config["model_type"] != "qwen2" and biased != bool(config.get("mlp_bias", False)):
+        raise _Unlike(
+            "attention_bias and mlp_bias differ; here the output projections have biases or have none"
+        )
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or width // heads
+    return {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": width,
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        **({} if head_dim * heads == width else {"head_dim": head_dim}),
+        "ffn_hidden_size": config["intermediate_size"],
+        "activation": "swiglu",
+        "norm": "rmsnorm",
+        "norm_eps": config["rms_norm_eps"],
+        "qkv_bias": biased,
+        "bias": biased and config["model_type"] != "qwen2",
+        "qk_norm": config["model_type"] == "qwen3",
+        **_rope(config),
+    }
+
+
+def _llama_around(model: Model) -> Parts:
+    parts: Parts = {
+        "embedding": Same(("model.embed_tokens.weight",)),
+        "norm.weight": Same(("model.norm.weight",)),
+    }
+    return parts if model.tie_embeddings else {**parts, "head": Same(("lm_head.weight",))}
+
+
+def _llama_layer(model: Model, index: int) -> Parts:
+    layer = f"model.layers.{index}"
+    names = [f"{layer}.self_attn.{x}_proj" for x in "qkv"]
+    mlp = [f"{layer}.mlp.{x}_proj" for x in ("gate", "up")]
+    parts: Parts = {
+        "attention_norm.weight": Same((f"{layer}.input_layernorm.weight",)),
+        "self_attention.qkv.weight": GroupedHeads.of(model, *(f"{name}.weight" for name in names)),
+        "self_attention.output.weight": Same((f"{layer}.self_attn.o_proj.weight",)),
+        "mlp_norm.weight": Same((f"{layer}.post_attention_layernorm.weight",)),
+        "mlp.linear_fc1.weight": Stacked(tuple(f"{name}.weight" for name in mlp)),
+        "mlp.linear_fc2.weight": Same((f"{layer}.mlp.down_proj.weight",)),
+    }
+    if model.qkv_bias:
+        parts["self_attention.qkv.bias"] = GroupedHeads.of(model, *(f"{name}.bias" for name in names))
+    if model.bias:
+        parts["self_attention.output.bias"] = Same((f"{layer}.self_attn.o_proj.bias",))
+        parts["mlp.linear_fc1.bias"] = Stacked(tuple(f"{name}.bias" for name in mlp))
+        parts["mlp.linear_fc2.bias"] = Same((f"{layer}.mlp.down_proj.bias",))
+    if model.qk_norm:
+        parts["self_attention.query_norm.weight"] = Same((f"{layer}.self_attn.q_norm.weight",))
+        parts["self_attention.key_norm.weight"] = Same((f"{layer}.self_attn.k_norm.weight",))
+    return parts
+
+
+def _gelu(config: Mapping[str, Any], key: str) -> str:
+    _expect(config, key, "gelu", "gelu_new", "gelu_pytorch_tanh")
+    return "gelu" if config[key] == "gelu" else "gelu_tanh"
+
+
+def _gpt2_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    _expect(config, "scale_attn_weights", True)
+    _expect(config, "scale_attn_by_inverse_layer_idx", False)
+    return {
+        "num_layers": config["n_layer"],
+        "hidden_size": config["n_embd"],
+        "num_heads": config["n_head"],
+        "ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"],
+        "activation": _gelu(config, "activation_function"),
+        "norm": "layernorm",
+        "norm_eps": config["layer_norm_epsilon"],
+        "position": "learned",
+        "max_positions": config["n_positions"],
+        "bias": True,
+        "qkv_bias": True,
+    }
+
+
+def _gpt2_around(model: Model) -> Parts:
+    parts: Parts = {
+        "embedding": Same(("transformer.wte.weight",)),
+        "positions": Same(("transformer.wpe.weight",)),
+        "norm.weight": Same(("transformer.ln_f.weight",)),
+        "norm.bias": Same(("transformer.ln_f.bias",)),
+    }
+    return parts if model.tie_embeddings else {**parts, "head": Same(("lm_head.weight",))}
+
+
+def _gpt2_layer(model: Model, index: int) -> Parts:
+    layer = f"transformer.h.{index}"
+    parts: Parts = {}
+    for kind in ("weight", "bias"):
+        parts |= {
+            f"attention_norm.{kind}": Same((f"{layer}.ln_1.{kind}",)),
+            f"self_attention.qkv.{kind}": GroupedHeads.of(
+                model, f"{layer}.attn.c_attn.{kind}", transposed=True
+            ),
+            f"self_attention.output.{kind}": Same((f"{layer}.attn.c_proj.{kind}",), transposed=True),
+            f"mlp_norm.{kind}": Same((f"{layer}.ln_2.{kind}",)),
+            f"mlp.linear_fc1.{kind}": Same((f"{layer}.mlp.c_fc.{kind}",), transposed=True),
+            f"mlp.linear_fc2.{kind}": Same((f"{layer}.mlp.c_proj.{kind}",), transposed=True),
+        }
+    return parts
+
+
+def _neox_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    _expect(config, "attention_bias", True)
+    return {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "num_heads": config["num_attention_heads"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "activation": _gelu(config, "hidden_act"),
+        "norm": "layernorm",
+        "norm_eps": config["layer_norm_eps"],
+        "bias": True,
+        "qkv_bias": True,
+        "parallel_residual": config["use_parallel_residual"],
+        **_rope(config),
+    }
+
+
+def _neox_around(model: Model) -> Parts:
+    parts: Parts = {
+        "embedding": Same(("gpt_neox.embed_in.weight",)),
+        "norm.weight": Same(("gpt_neox.final_layer_norm.weight",)),
+        "norm.bias": Same(("gpt_neox.final_layer_norm.bias",)),
+    }
+    return parts if model.tie_embeddings else {**parts, "head": Same(("embed_out.weight",))}
+
+
+def _neox_layer(model: Model, index: int) -> Parts:
+    layer = f"gpt_neox.layers.{index}"
+    parts: Parts = {}
+    for kind in ("weight", "bias"):
+        # Their rows are grouped by head, queries, keys and values, as ours are without shared keys.
+        parts |= {
+            f"attention_norm.{kind}": Same((f"{layer}.input_layernorm.{kind}",)),
+            f"self_attention.qkv.{kind}": Same((f"{layer}.attention.query_key_value.{kind}",)),
+            f"self_attention.output.{kind}": Same((f"{layer}.attention.dense.{kind}",)),
+            f"mlp_norm.{kind}": Same((f"{layer}.post_attention_layernorm.{kind}",)),
+            f"mlp.linear_fc1.{kind}": Same((f"{layer}.mlp.dense_h_to_4h.{kind}",)),
+            f"mlp.linear_fc2.{kind}": Same((f"{layer}.mlp.dense_4h_to_h.{kind}",)),
+        }
+    return parts
+
+
+_LLAMA = Family(_llama_section, _llama_around, _llama_layer, ignored=("rotary_emb.inv_freq",))
+
+FAMILIES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gpt2": Family(_gpt2_section, _gpt2_around, _gpt2_layer, ignored=(".attn.bias", ".attn.masked_bias")),
+    "gpt_neox": Family(
+        _neox_section,
+        _neox_around,
+        _neox_layer,
+        ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
+    ),
+}
+"""model_type -> family."""

@@ -1,0 +1,101 @@
+"""How one of our tensors is made of theirs, and theirs of ours, without changing a bit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megakernel.config import Model
+
+
+class Part(Protocol):
+    """One of our tensors."""
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        """Names in their checkpoint, in the order in which `join` takes them."""
+        ...
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Theirs -> ours."""
+        ...
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Ours -> theirs; the inverse of `join`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """The same tensor, with the dimensions of a matrix exchanged where they keep it the other way round."""
+
+    theirs: tuple[str, ...]
+    transposed: bool = False
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """See Part."""
+        return self._turned(tensors[0])
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """See Part."""
+        return [self._turned(tensor)]
+
+    def _turned(self, tensor: Tensor) -> Tensor:
+        return tensor.t() if self.transposed and tensor.dim() == 2 else tensor
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Equal tensors one below the other: the gate and up rows of SwiGLU."""
+
+    theirs: tuple[str, ...]
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """See Part."""
+        return torch.cat(list(tensors))
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """See Part."""
+        return list(tensor.chunk(len(self.theirs)))
+
+
+@dataclass(frozen=True)
+class GroupedHeads:
+    """Rows of queries, keys and values, which we keep by key head: [its queries | keys | value].
+
+    theirs: three tensors; or one with all queries first, then keys, then values.
+    """
+
+    theirs: tuple[str, ...]
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    transposed: bool = False
+
+    @classmethod
+    def of(cls, model: Model, *theirs: str, transposed: bool = False) -> "GroupedHeads":
+        """With the heads of a model."""
+        return cls(theirs, model.num_heads, model.kv_heads, model.head_size, transposed)
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """See Part."""
+        if len(tensors) == 1:
+            rows = tensors[0].t() if self.transposed and tensors[0].dim() == 2 else tensors[0]
+            tensors = rows.split(self._rows)
+        groups = [x.unflatten(0, (self.kv_heads, -1)) for x in tensors]
+        return torch.cat(groups, 1).flatten(0, 1)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """See Part."""
+        sizes = [rows // self.kv_heads for rows in self._rows]
+        parts = [x.flatten(0, 1) for x in tensor.unflatten(0, (self.kv_heads, -1)).split(sizes, 1)]
+        if len(self.theirs) == 3:
+            return parts
+        rows = torch.cat(parts)
+        return [rows.t() if self.transposed and rows.dim() == 2 else rows]
+
+    @property
+    def _rows(self) -> list[int]:
+        return [heads * self.head_dim for heads in (self.query_heads, self.kv_heads, self.kv_heads)]

@@ -1,0 +1,84 @@
+"""Tiny models of `transformers` with random weights, one for each thing in which families differ."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+LENGTH = 64
+VOCABULARY = 384
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": LENGTH,
+    "initializer_range": 0.2,
+}
+_GROUPED = _SIZES | {"num_key_value_heads": 2}
+
+
+def _rope(kind: str, **keys: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 500.0, **keys}
+
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_GROUPED),
+    "llama, biases, tied, scaled": LlamaConfig(
+        **_GROUPED,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "mistral, wide heads": MistralConfig(**_GROUPED, head_dim=16, sliding_window=None),
+    "qwen2, yarn": Qwen2Config(
+        **_GROUPED, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=16)
+    ),
+    "qwen3, tied": Qwen3Config(**_GROUPED, head_dim=16, tie_word_embeddings=True),
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, initializer_range=0.2
+    ),
+    "gpt_neox": GPTNeoXConfig(**_SIZES),
+    "gpt_neox, one after the other": GPTNeoXConfig(
+        **_SIZES,
+        use_parallel_residual=False,
+        rope_parameters=_rope("linear", factor=2.0, partial_rotary_factor=0.5),
+    ),
+}
+
+
+def dense_model(name: str) -> Any:
+    """The model with weights that a seed draws; norms and biases differ from what they begin with."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def save(name: str, folder: Path, **options: Any) -> Any:
+    """Write the checkpoint; the model."""
+    model = dense_model(name)
+    model.save_pretrained(folder, **options)
+    return model

@@ -1,0 +1,146 @@
+"""A run that starts from a dense checkpoint computes what `transformers` computes, on any layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data_pipeline.corpus import Corpora
+from data_pipeline.loader import ValidationBatches
+from data_pipeline.order import Share
+from megakernel.config import load
+from tests import dense_models
+from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
+from tests.distributed.training_run import train
+
+LAYOUTS = {
+    "one process": (1, ""),
+    "tp2": (2, "parallel.tensor=2"),
+    "pp2": (2, "parallel.pipeline=2"),
+    "tp2 sequence parallel, zero 3": (
+        2,
+        "parallel.tensor=2 parallel.sequence_parallel=true parallel.zero_stage=3",
+    ),
+    "bfloat16": (1, "training.dtype=bfloat16"),
+}
+
+
+def logits(names, folder, dtype):
+    """Ours of each model, after the same tokens."""
+    from megakernel.model import LanguageModel, ModelSettings
+    from megakernel.uptraining.dense import DenseCheckpoint
+
+    found = {}
+    with cpu_mesh() as mesh, torch.no_grad():
+        for name in names:
+            checkpoint = DenseCheckpoint(Path(folder, name))
+            assert checkpoint.model.vocab_size is not None
+            model = LanguageModel(ModelSettings(checkpoint.model, checkpoint.model.vocab_size, mesh)).eval()
+            for key, target in model.state_dict().items():
+                if isinstance(target, torch.Tensor):
+                    target.copy_(checkpoint.read(key)["fp32"])
+            found[name], _ = model.to(dtype).extend(tokens(), torch.arange(dense_models.LENGTH)[None], None)
+    return found
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(dense_models.VOCABULARY, (1, dense_models.LENGTH), generator=generator)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=str)
+def test_logits_are_those_of_transformers(dtype, bound, tmp_path):
+    models = {name: dense_models.save(name, tmp_path / name) for name in dense_models.CONFIGS}
+    for name, ours in run_ranks(logits, 1, list(models), str(tmp_path), dtype)[0].items():
+        with torch.no_grad():
+            theirs = models[name].float()(tokens()).logits
+        error = (ours.float() - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
+        assert error < bound, name
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory, corpus):
+    """Name -> a configuration that starts from the checkpoint, and the loss of `transformers` on its validation set."""
+    found = {}
+    for number, name in enumerate(dense_models.CONFIGS):
+        folder = tmp_path_factory.mktemp(f"dense-{number}")
+        model = dense_models.save(name, folder / "hf")
+        found[name] = (config := write(folder, corpus, folder / "hf")), theirs(model, config)
+    return found
+
+
+def write(folder, corpus, source):
+    from megakernel.config import yaml_text
+    from megakernel.uptraining.dense import DenseCheckpoint
+
+    tree = {
+        "run": {"name": "run", "root": str(folder)},
+        "model": DenseCheckpoint(source).section,
+        "init": {"from": str(source)},
+        # `transformers` sees a row as one text.
+        "data": {"train": str(corpus), "isolate_documents": False, "num_workers": 0},
+        "training": {
+            "steps": 1,
+            "seq_len": dense_models.LENGTH,
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+            "eval_samples": 8,
+            "dtype": "float32",
+        },
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml_text.write(tree))
+    return path
+
+
+@torch.no_grad()
+def theirs(model, config):
+    loaded = load(config)
+    corpora = Corpora(loaded.data, validation=True)
+    total = count = 0.0
+    for batch in ValidationBatches(loaded, corpora, Share()):
+        losses = F.cross_entropy(
+            model(batch.tokens).logits.flatten(0, 1), batch.labels.flatten(), reduction="none"
+        )
+        total += float((losses * batch.loss_mask.flatten()).sum())
+        count += float(batch.loss_mask.sum())
+    return total / count
+
+
+CASES = [
+    (layout, name)
+    for layout in LAYOUTS
+    for name in (dense_models.CONFIGS if layout in ("tp2", "pp2") else ("llama", "gpt2"))
+]
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES)
+def test_the_first_evaluation_has_the_loss_of_transformers(layout, name, starts, tmp_path):
+    config, expected = starts[name]
+    processes, overrides = LAYOUTS[layout]
+    lines = train(config, processes, *f"{overrides} run.root={tmp_path}".split())
+    bound = 2e-2 if layout == "bfloat16" else 1e-5
+    assert lines[0]["eval/loss"] == pytest.approx(expected, rel=bound)
+
+
+def test_a_student_whose_window_holds_the_row_is_the_dense_model(starts, tmp_path):
+    config, expected = starts["llama"]
+    tree = {"preset": "flurka", "compression": {"block_size": dense_models.LENGTH, "rank": 4}}
+    lines = train(config, 1, f"model.attention={json.dumps(tree)}", f"run.root={tmp_path}")
+    assert lines[0]["eval/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_of_other_sizes_is_refused_with_every_difference(starts, tmp_path):
+    config, _ = starts["llama"]
+    overrides = ["model.ffn_hidden_size=64", "model.norm_eps=0.1", f"run.root={tmp_path}"]
+    with pytest.raises(RankFailedError) as caught:
+        train(config, 2, *overrides)
+    said = str(caught.value)
+    assert (
+        f"init.from={config.parent / 'hf'}: model.norm_eps=0.1 is 1e-06 in the checkpoint; set it to that"
+        in said
+    )
+    assert "1.mlp.linear_fc1.weight is (96, 32) in the checkpoint and (128, 32) in the model" in said
+    assert "2.mlp.linear_fc2.weight is (32, 48) in the checkpoint and (32, 64) in the model" in said

@@ -1,0 +1,138 @@
+"""Dense checkpoints under our names, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from launch.cli import main
+from megakernel.config import UserError, load
+from megakernel.uptraining.dense import DenseCheckpoint
+from tests import dense_models
+from tests.unit.config import trees
+
+every_model = pytest.mark.parametrize("name", dense_models.CONFIGS)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    dense_models.save("llama", tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@every_model
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_every_tensor_goes_in_and_out_bit_for_bit(name, shard, tmp_path):
+    model = dense_models.save(name, tmp_path, max_shard_size=shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "20KB")
+    checkpoint = DenseCheckpoint(tmp_path)
+    found = {}
+    for ours in checkpoint.names:
+        tensor = checkpoint.read(ours)["fp32"]
+        assert checkpoint.shape(ours) == tensor.shape
+        part = checkpoint.parts[ours]
+        found |= dict(zip(part.theirs, part.split(tensor)))
+    # The names in memory, of which a tied head is one that is in no file.
+    head = "embed_out.weight" if "neox" in name else "lm_head.weight"
+    expected = {head if key == "lm_head.weight" else key: x for key, x in model.state_dict().items()}
+    if checkpoint.model.tie_embeddings:
+        del expected[head]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
+
+
+@every_model
+def test_a_dtype_stays_as_it_is(name, tmp_path):
+    dense_models.dense_model(name).bfloat16().save_pretrained(tmp_path)
+    checkpoint = DenseCheckpoint(tmp_path)
+    assert {checkpoint.read(ours)["fp32"].dtype for ours in checkpoint.names} == {torch.bfloat16}
+
+
+def test_import_writes_what_a_run_is_laid_on(llama, tmp_path, capsys):
+    base = trees.file(tmp_path, "base.yaml")
+    assert main(["import", str(llama), "--to", str(tmp_path / "model.yaml")]) == 0
+    said = capsys.readouterr().out
+    count = sum(x.numel() for x in dense_models.dense_model("llama").parameters())
+    assert f"llama, {count:,} parameters, all tensors there" in said
+    (tmp_path / "run.yaml").write_text(f"extends: [{base.name}, model.yaml]")
+    config = load(tmp_path / "run.yaml")
+    assert config.init.source == llama
+    assert DenseCheckpoint(llama).unlike(config.model) == []
+    assert (config.model.num_layers, config.model.vocab_size) == (2, dense_models.VOCABULARY)
+
+
+def test_a_model_that_computes_something_else_is_named_key_by_key(llama):
+    checkpoint = DenseCheckpoint(llama)
+    other = checkpoint.model.model_copy(update={"norm_eps": 0.5, "activation": "gelu", "rope_base": 7.0})
+    assert checkpoint.unlike(other) == [
+        "model.activation='gelu' is 'swiglu' in the checkpoint; set it to that",
+        "model.norm_eps=0.5 is 1e-06 in the checkpoint; set it to that",
+    ]
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+FAULTS = {
+    "no checkpoint": (
+        lambda f: (f / "config.json").unlink(),
+        "is no Hugging Face checkpoint: it has no config.json",
+    ),
+    "config.json cut off": (lambda f: (f / "config.json").write_text('{"model_type": "ll'), "is no JSON"),
+    "unknown family": (
+        lambda f: edit_config(f, model_type="mamba"),
+        "model_type='mamba' is not known; this reads llama, mistral, qwen2, qwen3, gpt2, gpt_neox",
+    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "is not whole: model.safetensors missing"),
+    "pickled weights": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "pytorch_model.bin is pickled: save it again with `save_pretrained`",
+    ),
+    "half a download": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]),
+        "cannot be read",
+    ),
+    "a tensor missing": (
+        lambda f: edit_tensors(f, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")),
+        "misses 1 tensors of a llama model: model.layers.1.mlp.up_proj.weight",
+    ),
+    "a tensor too many": (
+        lambda f: edit_tensors(f, lambda tensors: tensors.update(extra=torch.ones(2))),
+        "has unknown 1 tensors of a llama model: extra",
+    ),
+    "an activation that is not ours": (
+        lambda f: edit_config(f, hidden_act="relu"),
+        "hidden_act='relu' has no counterpart here; only 'silu' is read",
+    ),
+    "a sliding window": (
+        lambda f: edit_config(f, model_type="mistral", sliding_window=8),
+        "sliding_window=8 is shorter than max_position_embeddings=64",
+    ),
+    "frequencies that are not ours": (
+        lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "rope_type='dynamic' has no counterpart here",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_no_whole_checkpoint_is_refused_in_one_line(fault, llama, capsys):
+    spoil, text = FAULTS[fault]
+    spoil(llama)
+    with pytest.raises(UserError) as caught:
+        DenseCheckpoint(llama)
+    message = str(caught.value)
+    assert text in message
+    assert str(llama) in message
+    assert "\n" not in message
+    assert main(["import", str(llama)]) == 2
+    assert message in capsys.readouterr().err
