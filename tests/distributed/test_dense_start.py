@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import ValidationBatches
 from data_pipeline.order import Share
+from launch.cli import main
 from megakernel.config import load
 from tests import dense_models
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
-from tests.distributed.training_run import train
+from tests.distributed.training_run import train, write_config
 
 LAYOUTS = {
     "one process": (1, ""),
@@ -96,8 +99,8 @@ def write(folder, corpus, source):
 
 
 @torch.no_grad()
-def theirs(model, config):
-    loaded = load(config)
+def theirs(model, config, overrides=()):
+    loaded = load(config, overrides)
     corpora = Corpora(loaded.data, validation=True)
     total = count = 0.0
     for batch in ValidationBatches(loaded, corpora, Share()):
@@ -144,3 +147,40 @@ def test_a_model_of_other_sizes_is_refused_with_every_difference(starts, tmp_pat
     )
     assert "1.mlp.linear_fc1.weight is (96, 32) in the checkpoint and (128, 32) in the model" in said
     assert "2.mlp.linear_fc2.weight is (32, 48) in the checkpoint and (32, 64) in the model" in said
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3, tied", "gpt2", "gpt_neox"])
+def test_what_came_in_goes_out_bit_for_bit(name, starts, tmp_path, capsys):
+    config, _ = starts[name]
+    # A step of which nothing is left: too small for any weight to change.
+    still = ("optimizer.lr=1e-30", "optimizer.weight_decay=0", "training.eval_samples=0")
+    train(config, 2, *still, "parallel.tensor=2", f"run.root={tmp_path}")
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (config.parent / "hf", tmp_path / "out")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".out")]
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 2
+    assert f"--to {tmp_path / 'out'} is in use; name a new folder" in capsys.readouterr().err
+
+
+def test_a_model_trained_here_speaks_in_transformers(corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    softmax = ("model.attention=softmax", "model.attention_pattern=null", "data.isolate_documents=false")
+    lines = train(config, 2, *softmax, "training.steps=2")
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    loaded = load(config, softmax)
+    assert theirs(model, config, softmax) == pytest.approx(lines[-1]["eval/loss"], rel=1e-5)
+    assert model.config.vocab_size == 384
+    assert loaded.training.seq_len == model.config.max_position_embeddings
+
+
+def test_a_model_without_softmax_everywhere_is_refused(corpus, tmp_path, capsys):
+    config = write_config(tmp_path, corpus)
+    train(config, 1, "training.steps=1", "training.eval_samples=0")
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 2
+    assert "only a causal_lm with softmax in every layer is exported so far" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

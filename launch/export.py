@@ -1,0 +1,32 @@
+"""`megakernel export`: a trained model as a folder that `transformers` loads."""
+
+import argparse
+from pathlib import Path
+
+from launch.run_arguments import add_run_arguments
+
+HELP = "write a run's model as a Hugging Face checkpoint"
+EXAMPLE = "megakernel export runs/softmax --to models/softmax"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_run_arguments(parser)
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of the weights (default: that of training)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write it and say what it is."""
+    from megakernel.parallel.device import prepare_device
+
+    prepare_device("cpu", local_rank=0)  # before DeepSpeed is imported, which would look for one and say so
+    from megakernel.uptraining.export import export
+
+    config = export(args.run_folder, args.to, step=args.step, dtype=args.dtype)
+    print(f"{args.to}: {config['architectures'][0]} in {config['dtype']}, with its tokenizer")
+    return 0
