@@ -1,7 +1,7 @@
 """Rows that grow while a run trains: the schedule as it is written, and the phases that it means."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -52,6 +52,9 @@ class Phase:
     stream_start: int
     """Samples that the run consumes before its first phase of this length: those read another stream."""
 
+    stream_end: int | None
+    """Samples that it consumes up to its last phase of this length; None for the last length, which has no end."""
+
     training: "Training"
     """The training section while the phase lasts; it has no schedule."""
 
@@ -87,11 +90,16 @@ def phases_of(training: "Training") -> list[Phase]:
                 end_step=max(training.steps, first) if entry is None else entry.until_step,
                 first_sample=consumed,
                 stream_start=before.stream_start if before is not None and continues else consumed,
+                stream_end=None,
                 training=now,
                 written=entry,
             )
         )
-    return phases
+    ends: dict[int, int | None] = {
+        phase.stream_start: phase.samples_before(phase.end_step) for phase in phases
+    }
+    ends[phases[-1].stream_start] = None
+    return [replace(phase, stream_end=ends[phase.stream_start]) for phase in phases]
 
 
 _OF_TRAINING = {"seq_len", "global_batch_size", "micro_batch_size"}

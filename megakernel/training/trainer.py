@@ -8,6 +8,7 @@ import torch
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.order import Share
+from data_pipeline.packing import packing_table
 from megakernel.analysis.flops import training_flops_per_token
 from megakernel.config import Config, Masking, RunFailed, UserError
 from megakernel.model import ModelSettings, padded_vocab_size
@@ -208,7 +209,10 @@ class Trainer:
             return None
         tensorboard = self.folder.tensorboard if self.config.logging.tensorboard else None
         writer = stack.enter_context(MetricsWriter(self.folder.metrics_file, tensorboard, done))
-        writer.describe(self.config)
+        packing = self.batches.packing()
+        for one in packing:
+            self._note(f"packing of {one}")
+        writer.describe(self.config, packing_table(packing) if packing else "")
         return writer
 
     def _throughput(self) -> Throughput:
