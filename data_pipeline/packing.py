@@ -36,10 +36,10 @@ class Packing:
 
     def __str__(self) -> str:
         return (
-            f"{self.corpus} in rows of {self.seq_len} tokens: {self.documents} documents, {self.tokens} tokens; "
-            f"{self.whole / self.documents:.1%} of the documents whole in one row, {self.parts / self.rows:.2f} "
-            f"documents per row, {self.cut_tokens / self.tokens:.1%} of the tokens in documents that are cut, "
-            f"{self.lost:.2%} of the tokens left over at the end of an epoch"
+            f"{self.corpus} in rows of {self.seq_len:,} tokens: {self.documents:,} documents, {self.tokens:,} tokens; "
+            f"{self.whole / self.documents:.1%} of documents in one row, {self.parts / self.rows:.2f} documents per "
+            f"row, {self.cut_tokens / self.tokens:.1%} of tokens in cut documents, {self.lost:.2%} of tokens left "
+            "over at the end of an epoch"
         )
 
 
@@ -63,11 +63,11 @@ def packing(corpus: str, lengths: np.ndarray, order: np.ndarray, seq_len: int, r
 def packing_table(packings: Sequence[Packing]) -> str:
     """The same as a table in Markdown."""
     head = (
-        "| corpus | tokens per row | documents | tokens | documents whole in one row | documents per row | "
+        "| corpus | tokens per row | documents | tokens | documents in one row | documents per row | "
         "tokens in cut documents | tokens left over |"
     )
     lines = [
-        f"| {one.corpus} | {one.seq_len} | {one.documents} | {one.tokens} | {one.whole / one.documents:.1%} | "
+        f"| {one.corpus} | {one.seq_len:,} | {one.documents:,} | {one.tokens:,} | {one.whole / one.documents:.1%} | "
         f"{one.parts / one.rows:.2f} | {one.cut_tokens / one.tokens:.1%} | {one.lost:.2%} |"
         for one in packings
     ]
