@@ -43,7 +43,7 @@ class Trainer:
         self.ranks = Ranks(mesh.rank, mesh.world_size, mesh.gather_objects)
         self.corpora = Corpora(config.data, validation=config.training.eval_samples > 0)
         self.folder = RunFolder(config, self.ranks)
-        self.console = Console(config.training.steps)
+        self.console = Console(config.training.steps, self._consumed(config.training.steps)[1])
         changes = self.folder.open([_device_name(mesh.device)])
         for change in changes:
             self._note(f"{change.key} was {change.recorded!r} and is now {change.wanted!r}")
@@ -119,7 +119,7 @@ class Trainer:
         self.flops_per_token = self._flops_per_token(now.seq_len)
         if training.seq_len_schedule:
             self._note(
-                f"from step {step + 1}: {now.global_batch_size} samples of {now.seq_len} tokens a step"
+                f"from step {step + 1}: rows of {now.seq_len:,} tokens, {now.global_batch_size} in a step"
             )
 
     def _step(self, step: int, batches) -> None:

@@ -1,8 +1,11 @@
 """A run whose rows grow is one run: on any layout, and after a kill in any phase."""
 
+from pathlib import Path
+
 import pytest
 
 from megakernel.config import load
+from megakernel.evaluation.run import evaluate_run
 from megakernel.training.trained_run import find_checkpoint
 from tests.distributed.ranks import RankFailedError, run_ranks
 from tests.distributed.test_resume import killed_at
@@ -99,3 +102,16 @@ def test_a_finished_run_goes_on_with_longer_rows(one_process, corpus, tmp_path):
     train(config, 1, *short)
     lines = train(config, 1, *OPTIONS, f"run.root={tmp_path}")
     assert scalars(lines, "train/loss") == scalars(expected, "train/loss")
+
+
+@pytest.mark.parametrize("steps", [3, 5], ids=["first phase", "second phase"])
+def test_a_checkpoint_is_evaluated_with_the_frequencies_it_was_trained_with(steps, one_process, tmp_path):
+    config, _ = one_process
+    lines = train(config, 1, *OPTIONS, f"training.steps={steps}", f"run.root={tmp_path}")
+    (loss,) = run_ranks(evaluated, 1, tmp_path / "run")
+    # Sums in another order: of positions' buckets.
+    assert loss == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-5)
+
+
+def evaluated(run: Path) -> float:
+    return evaluate_run(run).loss
