@@ -75,9 +75,10 @@ class TrainingBatches:
                 batches.objective.build(batches.order.stream_length(self._training.steps))
         barrier()
 
-    def packing(self) -> list[Packing]:
-        """How the corpora's documents lie in rows of each length."""
-        by_length = {batches.phase.training.seq_len: batches.objective for batches in self._phases}
+    def packing(self, step: int = 0) -> list[Packing]:
+        """How the corpora's documents lie in rows of each length that `step` or a later one reads."""
+        ahead = [batches for batches in self._phases if batches.phase.end_step > step]
+        by_length = {batches.phase.training.seq_len: batches.objective for batches in ahead}
         return [one for objective in by_length.values() for one in objective.packing()]
 
     def batches_for(self, step: int) -> list[Batch]:

@@ -209,7 +209,7 @@ class Trainer:
             return None
         tensorboard = self.folder.tensorboard if self.config.logging.tensorboard else None
         writer = stack.enter_context(MetricsWriter(self.folder.metrics_file, tensorboard, done))
-        packing = self.batches.packing()
+        packing = self.batches.packing(done)
         for one in packing:
             self._note(f"packing of {one}")
         writer.describe(self.config, packing_table(packing) if packing else "")

@@ -59,4 +59,5 @@ def test_a_run_tells_of_each_length_once(corpus: Path, configure: Callable[..., 
     assert short.whole < long.whole
     assert short.cut_tokens > long.cut_tokens
     assert str(long).startswith(f"{corpus} in rows of 256 tokens: {long.documents} documents, ")
+    assert batches.packing(step=4) == [long]
     assert packing_table([short, long]).count("\n") == 3
