@@ -21,6 +21,9 @@ class Parallel(Section):
     context: int = Field(default=1, gt=0)
     """Processes that share one sequence; each holds a contiguous piece."""
 
+    state_exchange: Literal["auto", "gather", "ring"] = "auto"
+    """How kernel states reach the other context ranks: all to all at once, or summed from rank to rank."""
+
     pipeline: int = Field(default=1, gt=0)
     """Pipeline stages."""
 
@@ -28,7 +31,10 @@ class Parallel(Section):
     """DeepSpeed ZeRO: 0 shards nothing (float32 only), 1 optimizer state, 2 also gradients, 3 also weights."""
 
     timeout_minutes: float = Field(default=10.0, gt=0)
-    """A collective that waits longer ends the job."""
+    """A collective that waits longer ends the job, and a first step that makes no progress for as long."""
+
+    stall_minutes: float = Field(default=5.0, gt=0)
+    """A later step that makes no progress for as long ends the job, which says what rank the others wait for."""
 
     @property
     def model_size(self) -> int:
@@ -42,6 +48,9 @@ class Parallel(Section):
                 f"with pipeline={self.pipeline} is beyond DeepSpeed's pipeline engine, which supports 0 and 1"
             )
             yield Problem("zero_stage", self.zero_stage, reason, "set zero_stage to 1 or pipeline to 1")
+        if self.state_exchange != "auto" and self.context == 1:
+            remedy = "remove it or set context above 1"
+            yield Problem("state_exchange", self.state_exchange, "has nothing to send and context=1", remedy)
         if self.sequence_parallel and self.tensor == 1:
             remedy = "set tensor above 1 or remove sequence_parallel"
             yield Problem("sequence_parallel", True, "shards over tensor ranks and tensor=1", remedy)

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from megakernel import attention
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config import Model
-from megakernel.parallel.sequence import ContextPiece
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
@@ -54,7 +53,7 @@ class SelfAttention(nn.Module):
         self.kv_heads = model.kv_heads // mesh.tp.size
         self.queries_per_key = model.num_heads // model.kv_heads
         self.keys_per_head = model.layer_attention(index).keys_per_head
-        self.piece = ContextPiece(mesh.cp) if mesh.cp.size > 1 else attention.WHOLE
+        self.piece = mesh.new_sequence_piece()
         self.isolate_documents = settings.isolate_documents
         self.pads = model.classifier is not None
         self.recompute = settings.recompute == "selective"

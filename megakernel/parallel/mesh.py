@@ -17,6 +17,7 @@ from megakernel.parallel.axis import Axis
 from megakernel.parallel.device import quieten_ranks
 from megakernel.parallel.mpu import ModelParallelUnit
 from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.parallel.progress import Progress
 from megakernel.parallel.sequence import ContextPiece
 from megakernel.parallel.tensor import head_shard
 
@@ -31,15 +32,20 @@ class Mesh:
         gradient: dp x cp, over which gradients are averaged and ZeRO shards.
         model: tp x pp, which together hold one copy of the weights.
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
+        state_exchange: how kernel states go from piece to piece.
         sequence_piece: this process's piece of every sequence, for attention.
         head_shard: this process's share of every attention layer's heads.
         topology: the same order for DeepSpeed's PipelineModule, where `data` is `gradient`.
+        progress: how far this process is.
+        store: what all processes can write to and read.
         mpu: what `deepspeed.initialize` asks for when there is no pipeline.
         process_groups: what Megatron-core's layers ask for.
     """
 
-    def __init__(self, parallel: Parallel, device: torch.device):
+    def __init__(self, parallel: Parallel, device: torch.device, store: dist.Store):
         self.device = device
+        self.store = store
+        self.progress = Progress()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.sequence_parallel = parallel.sequence_parallel
@@ -49,7 +55,8 @@ class Mesh:
         self.pp = Axis.of(parallel_state.get_pipeline_model_parallel_group())
         self.gradient = Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self.model = Axis.of(parallel_state.get_model_parallel_group())
-        self.sequence_piece: SequencePiece = WHOLE if self.cp.size == 1 else ContextPiece(self.cp)
+        self.state_exchange = parallel.state_exchange
+        self.sequence_piece = self.new_sequence_piece()
         self.head_shard = head_shard(self.tp)
         self.topology = PipeModelDataParallelTopology(
             num_pp=self.pp.size, num_mp=self.tp.size, num_dp=self.gradient.size
@@ -75,12 +82,15 @@ class Mesh:
                 f"start a multiple of {parallel.model_size} or change parallel"
             )
         timeout = timedelta(minutes=parallel.timeout_minutes)
+        store: dist.Store = dist.HashStore()
+        if process.world_size > 1:
+            store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             rank=process.rank,
             world_size=process.world_size,
             timeout=timeout,
-            store=dist.HashStore() if process.world_size == 1 else None,
+            store=dist.PrefixStore("torch", store),
             device_id=device if device.type == "cuda" else None,
         )
         quieten_ranks(process.rank)
@@ -92,7 +102,11 @@ class Mesh:
             distributed_timeout_minutes=parallel.timeout_minutes,
             create_gloo_process_groups=False,
         )
-        return cls(parallel, device)
+        return cls(parallel, device, store)
+
+    def new_sequence_piece(self) -> SequencePiece:
+        """This process's piece of every sequence, with a count of its own of what it sends."""
+        return WHOLE if self.cp.size == 1 else ContextPiece(self.cp, self.state_exchange, self.progress)
 
     @property
     def is_first_stage(self) -> bool:

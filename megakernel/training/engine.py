@@ -1,7 +1,8 @@
 """A model under DeepSpeed: optimizer steps, evaluation, and the state that a checkpoint holds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megakernel.config import Config, Phase
 from megakernel.model import IGNORED, MEASURES, LanguageModel, ModelSettings, pipeline, rotate_by
 
 from .checkpoint_files import record
+from .context_traffic import ContextTraffic
 from .cut import cuts
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
 from .deferred_errors import DeferredErrors
@@ -62,6 +64,7 @@ class Engine:
         )
         self.write_errors = DeferredErrors.install(self.engine)
         self.memory = MemoryPeaks(mesh.device)
+        self.traffic = ContextTraffic(self.engine.module)
 
     @property
     def loss_scale(self) -> float:
@@ -79,9 +82,8 @@ class Engine:
         self.engine.set_train_micro_batch_size(training.micro_batch_size)
         rows = training.micro_batch_size * self.micro_batches * self.mesh.gradient.size
         self.engine.set_train_batch_size(rows)
-        if hasattr(
-            self.engine.optimizer, "gradient_accumulation_steps"
-        ):  # ZeRO, which remembers it of its making
+        # ZeRO remembers the number of its making.
+        if hasattr(self.engine.optimizer, "gradient_accumulation_steps"):
             self.engine.optimizer.gradient_accumulation_steps = self.micro_batches
         rotate_by(self.engine.module, phase.model(self.config.model))
 
@@ -95,12 +97,8 @@ class Engine:
             group["lr"] = learning_rate
         streams = self._streams(batches)
         skipped_before = self.skipped_steps
-        if self.pipelined:
-            # Forward, backward and update overlap over the stages.
-            with self.memory.phase("step"):
-                loss = float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in streams])))
-        else:
-            loss = self._accumulate(streams)
+        with self.traffic.step():
+            loss = self._update(streams)
         attention.finish_step(self.engine.module, lambda x: self.mesh.sum(x, self.mesh.gradient))
         norm = self.engine.get_global_grad_norm()
         return StepResult(
@@ -109,20 +107,30 @@ class Engine:
             skipped=self.skipped_steps > skipped_before,
         )
 
-    def _accumulate(self, streams: list[tuple[Tensor, ...]]) -> float:
+    def _update(self, streams: list[tuple[Tensor, ...]]) -> float:
+        if self.pipelined:
+            # Forward, backward and update overlap over the stages.
+            with self._phase("step"):
+                return float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in streams])))
         self.engine.train()
         total = torch.zeros((), device=self.mesh.device)
         for index, stream in enumerate(streams):
             # DeepSpeed's own count of micro-batches would lose its step where their number changes.
             self.engine.set_gradient_accumulation_boundary(index == len(streams) - 1)
-            with self.memory.phase("forward"):
+            with self._phase("forward"):
                 loss = self.engine(*stream)
-            with self.memory.phase("backward"):
+            with self._phase("backward"):
                 self.engine.backward(loss * self.loss_scale)
-            with self.memory.phase("optimizer"):
+            with self._phase("optimizer"):
                 self.engine.step()
             total += loss.detach()
         return self.mesh.sum(total, self.mesh.gradient).item()
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.mesh.progress.reach(name)
+        with self.memory.phase(name):
+            yield
 
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """What MEASURES names, means over the targets of all ranks' batches; no gradients."""

@@ -29,6 +29,7 @@ from .schedule import learning_rate
 from .stop import Stop
 from .stop_requests import StopRequests
 from .throughput import Throughput
+from .watchdog import Watchdog
 
 
 class Trainer:
@@ -86,10 +87,15 @@ class Trainer:
                 self._evaluate(0)
                 self._write(0)
             batches = self.batches.from_step(done)
+            parallel = self.config.parallel
+            limits = parallel.timeout_minutes, parallel.stall_minutes
+            watchdog = stack.enter_context(Watchdog(self.mesh, *limits))
             for step in range(done, steps):
                 if step == self.phase.end_step:
                     self._enter(step)
-                self._step(step, batches)
+                    watchdog.expect_start()
+                with watchdog.step(step):
+                    self._step(step, batches)
                 stop = Stop(self.mesh.agree(requests.pending()))
                 requests.accept(stop) if stop else None
                 self._after_step(step + 1, stop)
@@ -147,7 +153,7 @@ class Trainer:
             )
 
     def _log(self, step: int, result: StepResult, rate: float) -> None:
-        scalars = self.throughput.scalars() | self.engine.memory.scalars()
+        scalars = self.throughput.scalars() | self.engine.memory.scalars() | self.engine.traffic.scalars()
         scalars |= {
             "train/loss": result.loss,
             "train/lr": rate,

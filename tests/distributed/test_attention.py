@@ -10,6 +10,9 @@ from tests.distributed.ranks import cpu_mesh, run_ranks
 
 BATCH, HEADS, KEY_HEADS, TOKENS, DIM, BLOCK = 2, 8, 4, 64, 8, 8
 
+ONE_BLOCK = TOKENS // BLOCK
+"""Pieces of one block each."""
+
 BLOCKS = {"compression": {"block_size": BLOCK, "rank": 2}}
 
 
@@ -19,19 +22,24 @@ def is_cut_by_time_and_heads(preset):
     return form.mixes_future_tokens is None and form.keys_per_head == 1
 
 
+TWO_BLOCKS = "flurka, two blocks, shared join, rotated landmarks"
 FORMS = {name: name for name in PRESETS if is_cut_by_time_and_heads(name)} | {
     "flurka": {"preset": "flurka", "compression": {"block_size": BLOCK, "rank": 2}},
     "flurka_kernel": {"preset": "flurka_kernel", "compression": {"block_size": BLOCK, "rank": 2}},
     "linformer_causal": {"preset": "linformer_causal", **BLOCKS},
     "eva": {"preset": "eva", "eva": {"window_size": BLOCK, "chunk_size": 4, "overlap": True}},
     "local": {"preset": "local", "near": {"block_size": BLOCK}},
-    "flurka, two blocks, shared join, rotated landmarks": {
+    TWO_BLOCKS: {
         "preset": "flurka",
         "compression": {"block_size": BLOCK, "rank": 2, "per_head": True},
         "near": {"blocks": 2, "join": "shared"},
         "far_rope": "centroid",
     },
 }
+
+
+WIDE = (TWO_BLOCKS, "eva")
+"""Their windows reach back by two blocks, and a piece asks its left neighbour alone."""
 
 
 def inputs():
@@ -83,6 +91,8 @@ def all_forms_on_ranks(sizes):
     with cpu_mesh(**sizes) as mesh:
         found = {}
         for name, form in FORMS.items():
+            if name in WIDE and mesh.cp.size == ONE_BLOCK:
+                continue
             tensors, parameters, cut = outputs_and_gradients(form, mesh.head_shard, mesh.sequence_piece)
             found[name] = (
                 tensors,
@@ -92,7 +102,10 @@ def all_forms_on_ranks(sizes):
         return found
 
 
-@pytest.fixture(scope="module", params=[{"context": 2}, {"context": 4}, {"tensor": 2, "context": 2}], ids=str)
+LAYOUTS = [{"context": 2}, {"context": 4}, {"context": ONE_BLOCK}, {"tensor": 2, "context": 2}]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def layout(request):
     sizes = request.param
     shards, pieces = sizes.get("tensor", 1), sizes["context"]
@@ -103,6 +116,8 @@ def layout(request):
 def test_attention_over_ranks_is_attention_of_one_process(form, layout):
     expected, gradients, cut = outputs_and_gradients(FORMS[form])
     shards, pieces, results = layout
+    if form not in results[0]:
+        pytest.skip("a window of two blocks does not fit into a piece of one")
     for rank, (actual, parameters, _) in enumerate(result[form] for result in results):
         shard, piece = rank % shards, rank // shards
         for part, whole in zip(actual, expected):

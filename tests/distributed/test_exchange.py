@@ -5,9 +5,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
+from megakernel.parallel import state_exchange
 from tests.distributed.ranks import cpu_mesh, run_ranks
 
 SIZES = [2, 4]
+WAYS = {"gather": ("gather", 1), "ring": ("ring", 1), "ring in parts": ("ring", 2)}
+"""parallel.state_exchange and how many parts a passed state has."""
+
 BATCH, HEADS, FEATURES, WIDTH, TOKENS = 16, 2, 3, 4, 6
 
 
@@ -34,8 +38,10 @@ def states(pieces, dtype):
     )
 
 
-def entering_states(pieces, dtype, direction):
-    with cpu_mesh(context=pieces) as mesh:
+def entering_states(pieces, dtype, direction, way):
+    chosen, parts = WAYS[way]
+    state_exchange.parts = lambda size, message_bytes: parts
+    with cpu_mesh(context=pieces, state_exchange=chosen) as mesh:
         sums, log_scales, carries, weights = states(pieces, dtype)
         piece, rank = mesh.sequence_piece, mesh.cp.rank
         mine = sums[rank].detach().requires_grad_()
@@ -50,7 +56,8 @@ def entering_states(pieces, dtype, direction):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("pieces", SIZES)
 @pytest.mark.parametrize("direction", ["before", "behind"])
-def test_the_state_that_enters_is_the_state_of_all_keys_on_its_side(direction, pieces, dtype):
+@pytest.mark.parametrize("way", WAYS)
+def test_the_state_that_enters_is_the_state_of_all_keys_on_its_side(way, direction, pieces, dtype):
     sums, log_scales, carries, weights = states(pieces, dtype)
     entering = empty_state(KernelState(sums[0], log_scales[0]))
     expected, loss = {}, 0.0
@@ -59,7 +66,7 @@ def test_the_state_that_enters_is_the_state_of_all_keys_on_its_side(direction, p
         loss = loss + (entering.sums * weights[piece]).sum()
         entering = merge(keep(entering, carries[piece]), KernelState(sums[piece], log_scales[piece]))
     loss.backward()
-    results = run_ranks(entering_states, pieces, pieces, dtype, direction)
+    results = run_ranks(entering_states, pieces, pieces, dtype, direction, way)
     for piece, (actual, log_scale, grad) in enumerate(results):
         assert torch.equal(log_scale, expected[piece].log_scale)
         close(actual, expected[piece].sums.detach(), dtype)
@@ -80,8 +87,8 @@ def stacked(x, piece, recompute):
     return x
 
 
-def stacked_gradients(pieces, recompute):
-    with cpu_mesh(context=pieces) as mesh:
+def stacked_gradients(pieces, recompute, way):
+    with cpu_mesh(context=pieces, state_exchange=way) as mesh:
         x = torch.linspace(-1, 1, pieces * 24, dtype=torch.float64).view(pieces, 1, 2, 3, 4)[mesh.cp.rank]
         x.requires_grad_()
         out = stacked(x, mesh.sequence_piece, recompute)
@@ -89,14 +96,15 @@ def stacked_gradients(pieces, recompute):
         return out.detach(), x.grad
 
 
+@pytest.mark.parametrize("way", ["gather", "ring"])
 @pytest.mark.parametrize("recompute", [None, "reentrant", "saved"])
-def test_exchanges_overlap_and_are_recomputed_without_changing_gradients(recompute):
+def test_exchanges_overlap_and_are_recomputed_without_changing_gradients(recompute, way):
     x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 1, 2, 3, 4).requires_grad_()
     y = x
     for _ in range(2):
         y = torch.stack([y[0], y[1] + y[0].sin() * y[0].tanh()])
     (y * y).sum().backward()
-    for rank, (out, grad) in enumerate(run_ranks(stacked_gradients, 2, 2, recompute)):
+    for rank, (out, grad) in enumerate(run_ranks(stacked_gradients, 2, 2, recompute, way)):
         close(out, y[rank].detach(), torch.float64)
         close(grad, x.grad[rank], torch.float64)
 
@@ -161,3 +169,9 @@ def whole():
 
 def test_a_sequence_that_nobody_shares_is_whole():
     assert run_ranks(whole, 1) == [1]
+
+
+def test_large_states_and_those_of_many_pieces_are_passed_on():
+    state = 16 * 128 * 129 * 4  # one row, 16 key heads, F = D = 128
+    assert [state_exchange.way(8, size) for size in (100, state, 8 * state)] == ["gather", "gather", "ring"]
+    assert [state_exchange.way(pieces, state) for pieces in (2, 64, 1024)] == ["gather", "gather", "ring"]

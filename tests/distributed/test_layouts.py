@@ -10,6 +10,7 @@ LAYOUTS = {
     "tp2 sequence parallel": (2, "parallel.tensor=2 parallel.sequence_parallel=true"),
     "cp2": (2, "parallel.context=2"),
     "cp4": (4, "parallel.context=4"),
+    "cp4 states passed on": (4, "parallel.context=4 parallel.state_exchange=ring"),
     "pp2": (2, "parallel.pipeline=2"),
     "tp2 cp2": (4, "parallel.tensor=2 parallel.context=2"),
     "tp2 pp2": (4, "parallel.tensor=2 parallel.pipeline=2"),

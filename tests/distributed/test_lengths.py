@@ -21,6 +21,8 @@ OPTIONS = (
     "training.seq_len=256",
     "training.global_batch_size=8",
     "training.micro_batch_size=1",
+    # Attention that is sharp from the start, so that frequencies show in the loss.
+    "model.init_std=0.1",
     # Neither phase's length: stages of a pipeline have to change what they send for it, and back.
     "training.eval_seq_len=128",
     "training.eval_every=2",

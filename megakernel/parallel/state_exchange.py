@@ -1,0 +1,343 @@
+"""The exclusive prefix of kernel states over the pieces of a sequence, asynchronous both ways.
+
+Two ways to send the same numbers. `Gathered`: every piece's state goes to all others at once, P - 1 states per piece.
+`Passed`: each piece adds its own state to what enters it and hands the sum to its neighbour, so that one state per
+piece travels, in parts that follow each other like the stages of a pipeline. `way` says which is shorter.
+"""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from megakernel.ops.state import EMPTY, KernelState
+from megakernel.parallel.axis import Axis
+from megakernel.parallel.traffic import Traffic
+
+Way = Literal["gather", "ring"]
+
+HOP_SECONDS = 30e-6
+"""From one device's memory to the next for a few bytes, with the kernels that add to them; assumed."""
+
+BYTES_PER_SECOND = 50e9
+"""Between devices of two machines; assumed, a 400 Gb/s adapter per device."""
+
+MOST_GATHERED = 2**28
+"""Bytes of states that a process may hold at once."""
+
+MOST_PARTS = 16
+"""A part is at least some feature rows; more parts gain little."""
+
+
+def way(size: int, message_bytes: int) -> Way:
+    """The shorter way between `size` pieces, by a model of the network.
+
+    A gather moves P - 1 messages of S bytes past each process, (P - 1) S / w seconds and one hop. A message that is
+    passed on in K parts has gone round after P + K - 2 hops of S / K bytes. Both grow with P: what decides is whether S
+    bytes take longer than a hop, which is so from about 3 MB on (16 key heads with F = D = 128 have 1). But a gather
+    holds P states, and beyond MOST_GATHERED they are passed on.
+    """
+    if size * message_bytes > MOST_GATHERED:
+        return "ring"
+    gather = HOP_SECONDS + (size - 1) * message_bytes / BYTES_PER_SECOND
+    count = parts(size, message_bytes)
+    ring = (size + count - 2) * (HOP_SECONDS + message_bytes / count / BYTES_PER_SECOND)
+    return "gather" if gather <= ring else "ring"
+
+
+def parts(size: int, message_bytes: int) -> int:
+    """K at which (P + K - 2) (hop + S / (K w)) is least."""
+    best = math.sqrt(max(0, size - 2) * message_bytes / (BYTES_PER_SECOND * HOP_SECONDS))
+    return min(MOST_PARTS, max(1, round(best)))
+
+
+class Place(NamedTuple):
+    """Where a process stands in the order in which pieces are read."""
+
+    axis: Axis
+    backwards: bool = False
+    """Whether the order is that of the axis from its end."""
+
+    @property
+    def rank(self) -> int:
+        """Pieces before this one."""
+        return self.axis.size - 1 - self.axis.rank if self.backwards else self.axis.rank
+
+    def neighbour(self, distance: int) -> int | None:
+        """World rank of the piece `distance` places behind; None beyond the ends."""
+        place = self.axis.rank + (-distance if self.backwards else distance)
+        return self.axis.ranks[place] if 0 <= place < self.axis.size else None
+
+
+class Exchange(Protocol):
+    """One prefix and its backward; `start` and `finish` enclose local work, in forward and in backward."""
+
+    def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
+        """Begin with this piece's state, and whether what enters the piece also leaves it (B,)."""
+        ...
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Sums and log scale of what enters this piece."""
+        ...
+
+    def start_backward(self, grad: Tensor) -> None:
+        """Begin with the gradient of the sums that entered."""
+        ...
+
+    def finish_backward(self) -> Tensor:
+        """The gradient of the sums that this piece handed in."""
+        ...
+
+
+class PendingPrefix:
+    """A prefix under way (`megakernel.ops.state.PendingState`)."""
+
+    def __init__(self, exchange: Exchange, state: KernelState, carries: Tensor):
+        self._exchange = exchange
+        self._ticket = _Start.apply(state.sums, state.log_scale, carries, exchange)
+
+    def wait(self) -> KernelState:
+        """What enters this piece."""
+        sums, log_scale = _Wait.apply(self._ticket, self._exchange)
+        return KernelState(sums, log_scale)
+
+
+class Gathered:
+    """Two all-gathers, forward and backward.
+
+    What enters piece r is sum_s weights[r, s] sums_s; the gradient of sums_s is the same sum over r.
+    """
+
+    def __init__(self, place: Place, traffic: Traffic):
+        self.rank, self.size = place.rank, place.axis.size
+        self.group = place.axis.group
+        self.backwards = place.backwards
+        self.traffic = traffic
+
+    def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
+        """Send one message: the state, its scales and whether this piece carries."""
+        self.shape, self.scale_dtype = sums.shape, log_scale.dtype
+        self._gather(torch.cat([sums.flatten(), log_scale.to(sums.dtype).flatten(), carries.to(sums.dtype)]))
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """See Exchange."""
+        batch, heads = self.shape[:2]
+        sizes = [self.shape.numel(), batch * heads, batch]
+        sums, log_scales, carries = self._wait().split(sizes, dim=1)
+        scales = log_scales.view(self.size, batch, heads)
+        entering, weights = prefix_weights(scales, carries)
+        self.to_later = weights[self.rank + 1 :, self.rank]
+        earlier = sums.view(self.size, *self.shape)[: self.rank]
+        return _weighted_sum(weights[self.rank], earlier), entering[self.rank].to(self.scale_dtype)
+
+    def start_backward(self, grad: Tensor) -> None:
+        """See Exchange."""
+        self._gather(grad.flatten())
+
+    def finish_backward(self) -> Tensor:
+        """See Exchange."""
+        grads = self._wait().view(self.size, *self.shape)
+        return _weighted_sum(self.to_later, grads[self.rank + 1 :])
+
+    def _gather(self, message: Tensor) -> None:
+        # The message is kept until the wait: the collective reads it from its own stream.
+        self._message = message
+        self._gathered = message.new_empty(self.size * len(message))
+        self._work = dist.all_gather_into_tensor(self._gathered, message, group=self.group, async_op=True)
+        self.traffic.sends("state", message, times=self.size - 1)
+
+    def _wait(self) -> Tensor:
+        # A device runs behind the calls that fill its queue: there the question has no answer yet.
+        with self.traffic.waiting("state", self._message.is_cuda or self._work.is_completed()):
+            self._work.wait()
+        gathered = self._gathered.view(self.size, -1)
+        del self._work, self._message, self._gathered
+        return gathered.flip(0) if self.backwards else gathered
+
+
+class Passed:
+    """A chain from piece to piece, forward from the first, backward from the last.
+
+    With a and b what the sums that enter a piece and its own are scaled by, E' = a E + b S leaves it; its gradient G'
+    comes back, b G' is that of S, and G + a G' goes on to the piece before.
+    """
+
+    def __init__(self, place: Place, traffic: Traffic, background: "Background"):
+        self.place = place
+        self.traffic = traffic
+        self.background = background
+
+    def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
+        """See Exchange."""
+        self._run = self.background.run(lambda: self._forward(sums.contiguous(), log_scale, carries))
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """See Exchange."""
+        return self._result()
+
+    def start_backward(self, grad: Tensor) -> None:
+        """See Exchange."""
+        self._run = self.background.run(lambda: self._backward(grad.contiguous()))
+
+    def finish_backward(self) -> Tensor:
+        """See Exchange."""
+        return self._result()
+
+    def _result(self) -> Any:
+        with self.traffic.waiting("state", self._run.done()):
+            result = self._run.result()
+        del self._run
+        return result
+
+    def _forward(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> tuple[Tensor, Tensor]:
+        entering_log = torch.full_like(log_scale, EMPTY)
+        self._receive(entering_log, -1)
+        kept_log = torch.where(carries[:, None], entering_log, EMPTY)
+        leaving_log = torch.maximum(kept_log, log_scale)
+        self._send(leaving_log, 1)
+        keep = torch.where(carries[:, None], torch.exp(kept_log - leaving_log), 0.0)
+        self.keep, self.add = (
+            x[..., None, None].to(sums.dtype) for x in (keep, torch.exp(log_scale - leaving_log))
+        )
+        self.parts = parts(self.place.axis.size, sums.numel() * sums.element_size())
+        entering = torch.zeros_like(sums)
+        for mine, theirs in zip(self._cut(sums), self._cut(entering)):
+            self._pass(theirs, -1, mine * self.add)
+        return entering, entering_log
+
+    def _backward(self, grad: Tensor) -> Tensor:
+        of_leaving = torch.zeros_like(grad)
+        for mine, theirs in zip(self._cut(grad), self._cut(of_leaving)):
+            self._pass(theirs, 1, mine)
+        return of_leaving * self.add
+
+    def _pass(self, theirs: Tensor, source: int, mine: Tensor) -> None:
+        """Receive a part from the neighbour at `source` into `theirs`; the other one gets what is kept and `mine`."""
+        received = theirs.contiguous()
+        self._receive(received, source)
+        theirs.copy_(received)
+        self._send(mine + theirs * self.keep, -source)
+
+    def _cut(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Views of consecutive features."""
+        return x.tensor_split(self.parts, dim=2)
+
+    def _receive(self, x: Tensor, distance: int) -> None:
+        source = self.place.neighbour(distance)
+        if source is not None:
+            dist.recv(x, source, group=self.place.axis.group)
+
+    def _send(self, x: Tensor, distance: int) -> None:
+        target = self.place.neighbour(distance)
+        if target is not None:
+            dist.send(x.contiguous(), target, group=self.place.axis.group)
+            self.traffic.sends("state", x)
+
+
+class _Running(Protocol):
+    def done(self) -> bool: ...
+
+    def result(self) -> Any: ...
+
+
+class Background:
+    """Where chains run while local work goes on: a thread on CPU, a stream of its own on a GPU.
+
+    One after the other, in the order in which they are begun, which is that of all pieces.
+    """
+
+    def __init__(self, device: torch.device):
+        self._threads = ThreadPoolExecutor(1, "state exchange") if device.type == "cpu" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(self, chain: Callable[[], Any]) -> _Running:
+        """Begin."""
+        if self._threads is not None:
+            future: Future[Any] = self._threads.submit(chain)
+            return future
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            return _Queued(chain(), self._stream)
+
+
+class _Queued:
+    """What a stream will have computed."""
+
+    def __init__(self, value: Any, stream: torch.cuda.Stream):
+        self._value, self._stream = value, stream
+
+    def done(self) -> bool:
+        """Unknown to the process, which runs ahead of the device."""
+        return True
+
+    def result(self) -> Any:
+        """The value, for work that the current stream is given from here on."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+        for x in self._value if isinstance(self._value, tuple) else (self._value,):
+            x.record_stream(torch.cuda.current_stream())
+        return self._value
+
+
+def prefix_weights(log_scales: Tensor, carries: Tensor) -> tuple[Tensor, Tensor]:
+    """How much of each piece's sums enters each other piece.
+
+    log_scales: (P, B, H). carries: (P, B), 1 where what enters a piece also leaves it. Returns the log scale
+    of what enters each piece (P, B, H), and weights (P, P, B, H): [r, s] for the sums of s in what enters r.
+    """
+    order = torch.arange(len(carries), device=carries.device)
+    resets = (1 - carries).cumsum(0)
+    resets_before = resets - (1 - carries)
+    # s reaches r when no piece between them resets: as many resets before r as up to s.
+    earlier = (order[None, :] < order[:, None])[..., None]
+    reaches = (earlier & (resets_before[:, None] == resets[None, :]))[..., None]
+    entering = torch.where(reaches, log_scales[None], EMPTY).amax(1)
+    return entering, torch.where(reaches, torch.exp(log_scales[None] - entering[:, None]), 0.0)
+
+
+def _weighted_sum(weights: Tensor, states: Tensor) -> Tensor:
+    """sum_s weights[s] states[s]: (S, B, H), (S, B, H, F, D) -> (B, H, F, D)."""
+    # In a fixed order, and products that no matrix unit rounds.
+    total = states.new_zeros(states.shape[1:])
+    for weight, state in zip(weights, states):
+        total.addcmul_(state, weight[..., None, None])
+    return total
+
+
+class _Start(torch.autograd.Function):
+    """Begins the exchange; its backward ends the backward exchange."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, sums: Tensor, log_scale: Tensor, carries: Tensor, exchange: Exchange
+    ) -> Tensor:
+        ctx.exchange = exchange  # type: ignore[attr-defined]
+        exchange.start(sums, log_scale, carries)
+        return sums.new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, ticket_grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange.finish_backward(), None, None, None  # type: ignore[attr-defined]
+
+
+class _Wait(torch.autograd.Function):
+    """Ends the exchange; its backward begins the backward exchange."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, ticket: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange  # type: ignore[attr-defined]
+        sums, log_scale = exchange.finish()
+        ctx.mark_non_differentiable(log_scale)
+        return sums, log_scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, sums_grad: Tensor, scale_grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.start_backward(sums_grad)  # type: ignore[attr-defined]
+        return sums_grad.new_zeros(()), None

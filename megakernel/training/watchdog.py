@@ -1,0 +1,112 @@
+"""Ends a job in which a step does not go on, and says whom the others wait for.
+
+A collective waits for the slowest process without a word, and when its timeout comes it says who waited, not for
+whom. Here a thread of every process tells the others through the job's store how far it is; the process that first
+sees no progress for too long reads what all have told, prints the stacks and the ranks that are behind, and leaves.
+"""
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from megakernel.parallel import Mesh
+from megakernel.parallel.progress import Progress, laggards
+
+_FAILED = 1
+"""Exit status of a job that ended by an error of its own."""
+
+_TELL_SECONDS = 1.0
+
+
+class Watchdog:
+    """Watches over the steps of this process.
+
+    start_minutes: without progress in the first step, in which kernels are compiled and connections made.
+    stall_minutes: in later steps.
+    """
+
+    def __init__(self, mesh: Mesh, start_minutes: float, stall_minutes: float):
+        self._mesh = mesh
+        self._start = 60 * start_minutes
+        self._stall = 60 * stall_minutes
+        self._limit = self._start
+        self._watching = threading.Event()
+        self._stopped = threading.Event()
+        self._tell_every = min(_TELL_SECONDS, self._stall / 4)
+        # A connection of its own: a call that waits keeps the other users of a store waiting.
+        self._store: Any = mesh.store.clone()  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        if self._mesh.world_size > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around optimizer step `step`, counted from 0."""
+        progress = self._mesh.progress
+        progress.step = step
+        progress.reach("loading data")
+        self._watching.set()
+        yield
+        self._watching.clear()
+        self._limit = self._stall
+
+    def expect_start(self) -> None:
+        """The next step is like a first one: rows have another length."""
+        self._limit = self._start
+
+    def _run(self) -> None:
+        seen, since = None, time.monotonic()
+        while not self._stopped.wait(self._tell_every):
+            now = self._mesh.progress.snapshot()
+            self._store.set(_key(self._mesh.rank), json.dumps(now | {"host": socket.gethostname()}))
+            if now != seen or not self._watching.is_set():
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self._limit:
+                self._end()
+
+    def _end(self) -> None:
+        told = self._told()
+        hosts = {rank: one.pop("host") for rank, one in told.items()}
+        message = stalled({rank: Progress(**one) for rank, one in told.items()}, self._limit, hosts)
+        faulthandler.dump_traceback(all_threads=True)
+        # Last, because a launcher shows the last lines of a rank that failed.
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(_FAILED)
+
+    def _told(self) -> dict[int, dict[str, Any]]:
+        ranks = range(self._mesh.world_size)
+        return {
+            rank: json.loads(self._store.get(_key(rank))) for rank in ranks if self._store.check([_key(rank)])
+        }
+
+
+def stalled(everywhere: Mapping[int, Progress], seconds: float, hosts: Mapping[int, str]) -> str:
+    """One line: where the job stands still and for whom it waits."""
+    late = laggards(dict(everywhere))
+    first = everywhere[late[0]]
+    names = ", ".join(f"{rank} on {hosts[rank]}" for rank in late)
+    where = f"{first.place!r} of step {first.step + 1}"
+    others = [rank for rank in everywhere if rank not in late]
+    if not others:
+        return f"no progress for {seconds:g} s: all ranks have come to {where}"
+    place = everywhere[others[0]].place
+    return f"no progress for {seconds:g} s: rank {names} has come to {where}, others wait in {place!r}"
+
+
+def _key(rank: int) -> str:
+    return f"megakernel/progress/{rank}"

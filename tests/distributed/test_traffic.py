@@ -1,0 +1,130 @@
+"""What pieces of a sequence send, and whether local work hides it."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megakernel import attention
+from megakernel.ops.flurka_attention import chunked as flurka_chunked
+from megakernel.ops.kernel_attention import chunked as kernel_chunked
+from megakernel.parallel import state_exchange
+from tests.distributed.ranks import cpu_mesh, run_ranks
+
+HEADS, KV_HEADS, WIDTH = 2, 1, 4
+FLOAT32 = 4
+LENGTHS = [2**16, 2**20]
+
+
+def attend(mesh, tokens, preset):
+    """Forward and backward of one layer on this rank's piece of one row of `tokens`."""
+    torch.manual_seed(0)
+    layer = attention.build(preset, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=WIDTH)
+    own = tokens // mesh.cp.size
+    q, k, v = (torch.randn(1, heads, own, WIDTH, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    layer(q, k, v, piece=mesh.sequence_piece).square().mean().backward()
+
+
+def sent_by_layer(tokens, preset, size, **parallel):
+    with cpu_mesh(context=size, **parallel) as mesh:
+        attend(mesh, tokens, preset)
+        sent, _ = mesh.sequence_piece.traffic.take()
+        return dict(sent)
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_a_kernel_layer_sends_its_state_whatever_the_length(tokens):
+    for sent in run_ranks(sent_by_layer, 2, tokens, "linear", 2):
+        state = KV_HEADS * WIDTH * (WIDTH + 1)
+        beside = KV_HEADS + 1  # a log scale per head, and whether the piece carries what enters it
+        assert sent == {"state": FLOAT32 * ((state + beside) + state)}
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_a_flurka_layer_sends_its_state_and_a_window_whatever_the_length(tokens):
+    tree = {"preset": "flurka", "compression": {"block_size": 64, "rank": 2}}
+    results = run_ranks(sent_by_layer, 2, tokens, tree, 2)
+    features = 2 * WIDTH  # hedgehog's two halves
+    state = KV_HEADS * features * (WIDTH + 1)
+    window = KV_HEADS * 64 * 2 * WIDTH
+    for rank, sent in enumerate(results):
+        assert sent["state"] == FLOAT32 * (state + KV_HEADS + 1 + state)
+        # Rank 0 sends its last block to the right, rank 1 its gradient to the left.
+        assert sent["window"] == FLOAT32 * window, rank
+
+
+def sent_by_way(size, way):
+    return sent_by_layer(512 * size, "linear", size, state_exchange=way).get("state", 0)
+
+
+def test_a_rank_sends_its_state_to_each_of_the_others():
+    two, four = (set(run_ranks(sent_by_way, size, size, "gather")) for size in (2, 4))
+    assert len(two) == len(four) == 1
+    assert four.pop() == 3 * two.pop()
+
+
+def test_a_rank_passes_one_state_on():
+    state = FLOAT32 * KV_HEADS * WIDTH * (WIDTH + 1)
+    scales = FLOAT32 * KV_HEADS
+    # Forward all but the last send, backward all but the first.
+    middle = 2 * state + scales
+    assert run_ranks(sent_by_way, 4, 4, "ring") == [state + scales, middle, middle, state]
+
+
+class Clock:
+    """Units of local work."""
+
+    def __init__(self):
+        self.now = 0
+
+    def tick(self, function):
+        def ticking(*args, **kwargs):
+            self.now += 1
+            return function(*args, **kwargs)
+
+        return ticking
+
+
+class Delayed:
+    """A collective that takes as long as `units` of local work."""
+
+    def __init__(self, work, clock, units):
+        self.work, self.clock, self.done = work, clock, clock.now + units
+
+    def is_completed(self):
+        return self.clock.now >= self.done
+
+    def wait(self):
+        self.work.wait()
+
+
+@contextmanager
+def delayed(units):
+    """Exchanges take as long as the sums of `units` groups of tokens; the clock goes by those."""
+    clock, real = Clock(), dist.all_gather_into_tensor
+    modules = (kernel_chunked, flurka_chunked)
+    originals = [(module, module._sums, module.GROUP) for module in modules]
+    for module in modules:
+        module._sums, module.GROUP = clock.tick(module._sums), 256
+    state_exchange.dist.all_gather_into_tensor = lambda *args, **kwargs: Delayed(
+        real(*args, **kwargs), clock, units
+    )
+    yield
+    state_exchange.dist.all_gather_into_tensor = real
+    for module, sums, group in originals:
+        module._sums, module.GROUP = sums, group
+
+
+def late_exchanges(preset, units):
+    with cpu_mesh(context=2) as mesh, delayed(units):
+        attend(mesh, 2 * 2048, preset)
+        return mesh.sequence_piece.traffic.take()[1]
+
+
+@pytest.mark.parametrize("preset", ["linear", "flurka"])
+def test_local_work_hides_an_exchange_that_takes_less_long(preset):
+    groups = 2048 // 256
+    assert run_ranks(late_exchanges, 2, preset, groups) == [0, 0]
+    # Forward and backward each wait once for one that takes longer.
+    assert run_ranks(late_exchanges, 2, preset, groups + 1) == [2, 2]

@@ -1,0 +1,37 @@
+import pytest
+
+from megakernel.parallel.progress import Progress, laggards
+from megakernel.training.watchdog import stalled
+
+
+@pytest.mark.parametrize(
+    ("everywhere", "late"),
+    [
+        # Rank 1 has not come as far as the others.
+        ([Progress(4, 9, "backward"), Progress(4, 7, "forward"), Progress(4, 9, "backward")], [1]),
+        # It has begun the same exchange, but works while the others wait.
+        ([Progress(4, 9, "exchange of state", waits=True), Progress(4, 9, "exchange of state")], [1]),
+        # A rank that has come further before it waits: another stage of a pipeline.
+        ([Progress(4, 20, "exchange of state", waits=True), Progress(4, 30, "backward")], [1]),
+        # Fewer steps count before anything else.
+        ([Progress(5, 12, "forward"), Progress(4, 11, "exchange of state", waits=True)], [1]),
+        # Nothing tells them apart.
+        ([Progress(4, 9, "optimizer"), Progress(4, 9, "optimizer")], [0, 1]),
+        ([Progress(4, 9, "exchange of state", waits=True)] * 2, [0, 1]),
+    ],
+)
+def test_those_are_late_for_whom_the_others_wait(everywhere, late):
+    assert laggards(dict(enumerate(everywhere))) == late
+
+
+def test_one_line_says_who_stands_where():
+    waiting = Progress(4, 9, "exchange of state", waits=True)
+    line = stalled({0: waiting, 1: Progress(4, 7, "forward")}, 300.0, {0: "n1", 1: "n2"})
+    assert line == (
+        "no progress for 300 s: rank 1 on n2 has come to 'forward' of step 5, others wait in 'exchange of state'"
+    )
+
+
+def test_where_all_stand_alike_no_rank_is_blamed():
+    line = stalled(dict.fromkeys((0, 1), Progress(4, 9, "optimizer")), 60.0, {0: "n1", 1: "n1"})
+    assert line == "no progress for 60 s: all ranks have come to 'optimizer' of step 5"
