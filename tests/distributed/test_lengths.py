@@ -97,6 +97,7 @@ def test_a_finished_run_goes_on_with_longer_rows(one_process, corpus, tmp_path):
         "training.global_batch_size=16",
         "training.micro_batch_size=4",
         "model.rope_base=1000",
+        "model.init_std=0.1",
         "schedule.name=constant",
         "training.eval_samples=0",
         f"run.root={tmp_path}",
