@@ -63,6 +63,14 @@ def test_what_was_read_is_counted_in_every_phase(one_process):
     assert (progress.consumed_samples, progress.consumed_tokens) == (3 * 16 + 4 * 8, tokens[-1])
 
 
+def test_every_step_is_one_update_however_its_batch_is_cut(one_process, tmp_path):
+    """Where steps lost their place among micro-batches, all layouts would lose it alike."""
+    config, expected = one_process
+    whole = SCHEDULE.replace("micro_batch_size: 4", "micro_batch_size: 16")
+    found = train(config, 1, *OPTIONS, whole, "training.micro_batch_size=8", f"run.root={tmp_path}")
+    assert scalars(found, "train/loss") == pytest.approx(scalars(expected, "train/loss"), rel=1e-5)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_may_grow_on_any_layout(layout, one_process, tmp_path):
     config, expected = one_process
