@@ -29,7 +29,7 @@ class LengthPhase(Section):
     micro_batch_size: int | None = Field(default=None, gt=0)
     """Samples per forward pass of one data-parallel rank; None takes training.micro_batch_size."""
 
-    rope_base: float | None = Field(default=None, gt=0)
+    rope_base: float | None = Field(default=None, gt=1)
     """Base of the rotary frequencies; None takes model.rope_base."""
 
     rope_scaling: RopeScaling | None = None

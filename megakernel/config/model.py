@@ -77,7 +77,7 @@ class Model(Section):
     position: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
     """Rotary positions inside attention, a learned or a fixed table added to the embedding, or none."""
 
-    rope_base: float = Field(default=10_000.0, gt=0)
+    rope_base: float = Field(default=10_000.0, gt=1)
     """Base of the rotary frequencies."""
 
     rope_scaling: RopeScaling = RopeScaling()
