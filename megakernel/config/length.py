@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class LengthPhase(Section):
-    """A phase before the last; what it does not say is as in the last, which training and model describe."""
+    """A phase before the last. What it does not say is as in the last, which the sections training and model describe."""
 
     until_step: int = Field(gt=0)
-    """Step, counted from the beginning of the run, with which the next phase begins."""
+    """Steps of the whole run after which the next phase begins."""
 
     seq_len: int = Field(gt=0)
     """Tokens per sample; at most that of the next phase."""
