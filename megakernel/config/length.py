@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LengthPhase(Section):
-    """A phase before the last. What it does not say is as in the last, which the sections training and model describe."""
+    """A phase before the last. What it does not say is as in the last, which training and model describe."""
 
     until_step: int = Field(gt=0)
     """Steps of the whole run after which the next phase begins."""
