@@ -15,6 +15,7 @@ from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.document import Label
 from data_pipeline.labels import read_labels
 from data_pipeline.order import Share
+from data_pipeline.packing import Packing
 from megakernel.config.errors import UserError
 from megakernel.config.model import Classifier
 
@@ -75,6 +76,10 @@ class LabelledDocuments:
         self._first = np.array(first, dtype=np.int64)
         self.one_pass = self._examples.one_pass
         self.build = self._examples.build
+
+    def packing(self) -> list[Packing]:
+        """None: every document has rows of its own."""
+        return []
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`: tokens and positions (examples x documents, seq_len), labels (examples,)."""

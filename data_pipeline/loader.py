@@ -11,6 +11,7 @@ from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
 from data_pipeline.objective import Objective, open_objective
 from data_pipeline.order import ConsumptionOrder, Share, rows_by_pass
+from data_pipeline.packing import Packing
 from megakernel.config.length import Phase
 from megakernel.config.tree import Config
 
@@ -73,6 +74,12 @@ class TrainingBatches:
             for batches in self._phases:
                 batches.objective.build(batches.order.stream_length(self._training.steps))
         barrier()
+
+    def packing(self, step: int = 0) -> list[Packing]:
+        """How the corpora's documents lie in rows of each length that `step` or a later one reads."""
+        ahead = [batches for batches in self._phases if batches.phase.end_step > step]
+        by_length = {batches.phase.training.seq_len: batches.objective for batches in ahead}
+        return [one for objective in by_length.values() for one in objective.packing()]
 
     def batches_for(self, step: int) -> list[Batch]:
         """The micro-batches of optimizer step `step` (from 0), read now."""

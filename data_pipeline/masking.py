@@ -70,19 +70,20 @@ class MaskedTokens:
         seed: int,
         isolate_documents: bool,
     ):
-        self.samples = samples
+        self._samples = samples
         self._masking = masking
         self._vocabulary = vocabulary
         self._seed = seed
         self._isolate_documents = isolate_documents
         self.one_pass = samples.one_pass
         self.build = samples.build
+        self.packing = samples.packing
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`."""
-        seq_len = self.samples.seq_len
+        seq_len = self._samples.seq_len
         start, end = share.piece_of(seq_len)
-        pieces = [self.samples.read(index, start, end) for index in indices]
+        pieces = [self._samples.read(index, start, end) for index in indices]
         rows = [
             hide(piece.tokens, self._masking, self._vocabulary, (self._seed, index), start, seq_len)
             for piece, index in zip(pieces, indices)

@@ -9,6 +9,7 @@ from data_pipeline.labelled import LabelledDocuments, check_labels
 from data_pipeline.masking import MaskedTokens, Vocabulary
 from data_pipeline.order import Share
 from data_pipeline.packed_text import NextTokens
+from data_pipeline.packing import Packing
 from data_pipeline.samples import BlendedSamples
 from megakernel.config.data import Masking
 from megakernel.config.tree import Config
@@ -22,6 +23,9 @@ class Objective(Protocol):
 
     def build(self, samples: int) -> None:
         """Make what reading the first `samples` samples needs and is not there yet."""
+
+    def packing(self) -> list[Packing]:
+        """How each corpus's documents lie in rows, where rows are packed; something is built."""
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """The share's piece of these samples of the stream."""

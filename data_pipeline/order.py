@@ -41,11 +41,13 @@ class ConsumptionOrder:
         self._phase = phase
         self._training = training
         self._share = share
-        self._skipped = [
-            (max(first - phase.stream_start, 0), end - phase.stream_start)
+        start, stop = phase.stream_start, phase.stream_end
+        ranges = [
+            (max(first, start) - start, (end if stop is None else min(end, stop)) - start)
             for first, end in _disjoint(training.skip_samples)
-            if end > phase.stream_start
         ]
+        # Those of other lengths have no sample left.
+        self._skipped = [(first, end) for first, end in ranges if first < end]
 
     def stream_length(self, steps: int) -> int:
         """Samples of the stream that are read or passed over up to the end of the phase, or of `steps` steps."""

@@ -42,16 +42,17 @@ class NextTokens:
     """The objective of a causal model."""
 
     def __init__(self, samples: BlendedSamples, eod: int, isolate_documents: bool):
-        self.samples = samples
+        self._samples = samples
         self._eod = eod
         self._isolate_documents = isolate_documents
         self.one_pass = samples.one_pass
         self.build = samples.build
+        self.packing = samples.packing
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`."""
-        start, end = share.piece_of(self.samples.seq_len)
-        pieces = [self.samples.read(index, start, end + 1) for index in indices]
+        start, end = share.piece_of(self._samples.seq_len)
+        pieces = [self._samples.read(index, start, end + 1) for index in indices]
         rows = torch.stack([piece.tokens for piece in pieces])
         return next_tokens(
             rows, self._eod, self._isolate_documents, first_places(pieces, start, self._isolate_documents)

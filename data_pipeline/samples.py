@@ -25,6 +25,7 @@ from torch import Tensor
 
 from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
+from data_pipeline.packing import Packing, packing
 from megakernel.config.errors import UserError
 
 _OPEN_EPOCHS = 2
@@ -113,6 +114,12 @@ class CorpusSamples:
         tokens = torch.from_numpy(np.concatenate(parts, dtype=np.int64))
         return Piece(tokens, start - max(int(begins[begun]), int(offset)))
 
+    def packing(self) -> Packing:
+        """How the documents lie in the rows of the first epoch, whose index is built; others differ by their order."""
+        order = self._epoch(0).document_index
+        lengths = self._tokens.sequence_lengths
+        return packing(str(self._corpus.folder), lengths, order, self._seq_len, self.per_epoch)
+
     def _epoch(self, epoch: int) -> GPTDataset:
         if epoch not in self._epochs:
             while len(self._epochs) >= _OPEN_EPOCHS:
@@ -164,6 +171,10 @@ class BlendedSamples(Blend[Tensor]):
         self.seq_len = seq_len
         self.corpora = [CorpusSamples(corpus, split, seq_len, seed, cache) for corpus in corpora]
         super().__init__(self.corpora, [corpus.weight for corpus in corpora])
+
+    def packing(self) -> list[Packing]:
+        """How each corpus's documents lie in the rows; the index of an epoch is built."""
+        return [corpus.packing() for corpus in self.corpora]
 
     def read(self, index: int, start: int, end: int) -> Piece:
         """Tokens [start, end) of sample `index` of the stream."""

@@ -1,7 +1,7 @@
 """Rows that grow while a run trains: the schedule as it is written, and the phases that it means."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class LengthPhase(Section):
-    """A phase before the last; what it does not say is as in the last, which training and model describe."""
+    """A phase before the last. What it does not say is as in the last, which training and model describe."""
 
     until_step: int = Field(gt=0)
-    """Step, counted from the beginning of the run, with which the next phase begins."""
+    """Steps of the whole run after which the next phase begins."""
 
     seq_len: int = Field(gt=0)
     """Tokens per sample; at most that of the next phase."""
@@ -29,7 +29,7 @@ class LengthPhase(Section):
     micro_batch_size: int | None = Field(default=None, gt=0)
     """Samples per forward pass of one data-parallel rank; None takes training.micro_batch_size."""
 
-    rope_base: float | None = Field(default=None, gt=0)
+    rope_base: float | None = Field(default=None, gt=1)
     """Base of the rotary frequencies; None takes model.rope_base."""
 
     rope_scaling: RopeScaling | None = None
@@ -51,6 +51,9 @@ class Phase:
 
     stream_start: int
     """Samples that the run consumes before its first phase of this length: those read another stream."""
+
+    stream_end: int | None
+    """Samples that it consumes up to its last phase of this length; None for the last length, which has no end."""
 
     training: "Training"
     """The training section while the phase lasts; it has no schedule."""
@@ -87,11 +90,16 @@ def phases_of(training: "Training") -> list[Phase]:
                 end_step=max(training.steps, first) if entry is None else entry.until_step,
                 first_sample=consumed,
                 stream_start=before.stream_start if before is not None and continues else consumed,
+                stream_end=None,
                 training=now,
                 written=entry,
             )
         )
-    return phases
+    ends: dict[int, int | None] = {
+        phase.stream_start: phase.samples_before(phase.end_step) for phase in phases
+    }
+    ends[phases[-1].stream_start] = None
+    return [replace(phase, stream_end=ends[phase.stream_start]) for phase in phases]
 
 
 _OF_TRAINING = {"seq_len", "global_batch_size", "micro_batch_size"}

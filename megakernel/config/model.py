@@ -83,7 +83,7 @@ class Model(Section):
     position: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
     """Rotary positions inside attention, a learned or a fixed table added to the embedding, or none."""
 
-    rope_base: float = Field(default=10_000.0, gt=0)
+    rope_base: float = Field(default=10_000.0, gt=1)
     """Base of the rotary frequencies."""
 
     rotary_share: float = Field(default=1.0, gt=0, le=1)

@@ -109,7 +109,7 @@ class Training(Section):
     """Tokens whose logits exist at once."""
 
     skip_samples: list[tuple[int, int]] = Field(default=[])
-    """Ranges [first, end) of training samples, in consumption order, that are passed over."""
+    """Ranges [first, end) of training samples, in consumption order over all phases, that are passed over."""
 
     max_skipped_steps: int = Field(default=10, gt=0)
     """Steps in a row with a non-finite loss or gradient after which training stops."""

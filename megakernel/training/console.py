@@ -12,8 +12,10 @@ from rich.text import Text
 class Console:
     """Prints the progress of a run. For rank 0 alone."""
 
-    def __init__(self, total_steps: int, file: TextIO | None = None):
+    def __init__(self, total_steps: int, total_tokens: int, file: TextIO | None = None):
+        """total_tokens: of all steps; what is left of them says when the run ends, for steps may grow."""
         self._total_steps = total_steps
+        self._total_tokens = total_tokens
         self._out = RichConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
 
     def step(self, step: int, scalars: Mapping[str, float], skipped_steps: int = 0) -> None:
@@ -28,7 +30,7 @@ class Console:
         ]
         if "throughput/mfu" in scalars:
             parts.append((f"MFU {scalars['throughput/mfu']:.1%}", "green"))
-        left = (self._total_steps - step) * scalars["throughput/step_time"]
+        left = (self._total_tokens - scalars["train/tokens"]) / scalars["throughput/tokens_per_sec"]
         parts.append((f"ETA {timedelta(seconds=round(left))}", ""))
         if skipped_steps:
             parts.append((f"{skipped_steps} skipped", "bold red"))

@@ -82,9 +82,8 @@ class Engine:
         self.engine.set_train_micro_batch_size(training.micro_batch_size)
         rows = training.micro_batch_size * self.micro_batches * self.mesh.gradient.size
         self.engine.set_train_batch_size(rows)
-        if hasattr(
-            self.engine.optimizer, "gradient_accumulation_steps"
-        ):  # ZeRO, which remembers it of its making
+        # ZeRO remembers the number of its making.
+        if hasattr(self.engine.optimizer, "gradient_accumulation_steps"):
             self.engine.optimizer.gradient_accumulation_steps = self.micro_batches
         rotate_by(self.engine.module, phase.model(self.config.model))
 

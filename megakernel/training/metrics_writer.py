@@ -43,8 +43,11 @@ class MetricsWriter:
         if self._events is not None:
             self._events.close()
 
-    def describe(self, config: Config) -> None:
-        """Put the configuration into TensorBoard, as hparams and as text, once in the life of the run."""
+    def describe(self, config: Config, packing: str = "") -> None:
+        """Put the configuration into TensorBoard, as hparams and as text, once in the life of the run.
+
+        packing: what is to be said of it, in Markdown.
+        """
         if self._events is None or self._described:
             return
         from torch.utils.tensorboard.summary import hparams
@@ -55,6 +58,8 @@ class MetricsWriter:
             self._events.file_writer.add_summary(summary)
         # Markdown shows an indented text as it is.
         self._events.add_text("config", textwrap.indent(to_yaml(config), "    "), 0)
+        if packing:
+            self._events.add_text("packing", packing, 0)
         self._events.flush()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

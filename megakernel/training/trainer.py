@@ -8,6 +8,7 @@ import torch
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.order import Share
+from data_pipeline.packing import packing_table
 from megakernel.analysis.flops import training_flops_per_token
 from megakernel.config import Config, Masking, RunFailed, UserError
 from megakernel.model import ModelSettings, padded_vocab_size
@@ -43,7 +44,7 @@ class Trainer:
         self.ranks = Ranks(mesh.rank, mesh.world_size, mesh.gather_objects)
         self.corpora = Corpora(config.data, validation=config.training.eval_samples > 0)
         self.folder = RunFolder(config, self.ranks)
-        self.console = Console(config.training.steps)
+        self.console = Console(config.training.steps, self._consumed(config.training.steps)[1])
         changes = self.folder.open([_device_name(mesh.device)])
         for change in changes:
             self._note(f"{change.key} was {change.recorded!r} and is now {change.wanted!r}")
@@ -90,9 +91,10 @@ class Trainer:
             limits = parallel.timeout_minutes, parallel.stall_minutes
             watchdog = stack.enter_context(Watchdog(self.mesh, *limits))
             for step in range(done, steps):
+                if step == self.phase.end_step:
+                    self._enter(step)
+                    watchdog.expect_start()
                 with watchdog.step(step):
-                    if step == self.phase.end_step:
-                        self._enter(step)
                     self._step(step, batches)
                 stop = Stop(self.mesh.agree(requests.pending()))
                 requests.accept(stop) if stop else None
@@ -123,7 +125,7 @@ class Trainer:
         self.flops_per_token = self._flops_per_token(now.seq_len)
         if training.seq_len_schedule:
             self._note(
-                f"from step {step + 1}: {now.global_batch_size} samples of {now.seq_len} tokens a step"
+                f"from step {step + 1}: rows of {now.seq_len:,} tokens, {now.global_batch_size} in a step"
             )
 
     def _step(self, step: int, batches) -> None:
@@ -213,7 +215,10 @@ class Trainer:
             return None
         tensorboard = self.folder.tensorboard if self.config.logging.tensorboard else None
         writer = stack.enter_context(MetricsWriter(self.folder.metrics_file, tensorboard, done))
-        writer.describe(self.config)
+        packing = self.batches.packing(done)
+        for one in packing:
+            self._note(f"packing of {one}")
+        writer.describe(self.config, packing_table(packing) if packing else "")
         return writer
 
     def _throughput(self) -> Throughput:

@@ -65,6 +65,10 @@ class Watchdog:
         self._watching.clear()
         self._limit = self._stall
 
+    def expect_start(self) -> None:
+        """The next step is like a first one: rows have another length."""
+        self._limit = self._start
+
     def _run(self) -> None:
         seen, since = None, time.monotonic()
         while not self._stopped.wait(self._tell_every):

@@ -1,8 +1,11 @@
 """A run whose rows grow is one run: on any layout, and after a kill in any phase."""
 
+from pathlib import Path
+
 import pytest
 
 from megakernel.config import load
+from megakernel.evaluation.run import evaluate_run
 from megakernel.training.trained_run import find_checkpoint
 from tests.distributed.ranks import RankFailedError, run_ranks
 from tests.distributed.test_resume import killed_at
@@ -18,6 +21,8 @@ OPTIONS = (
     "training.seq_len=256",
     "training.global_batch_size=8",
     "training.micro_batch_size=1",
+    # Attention that is sharp from the start, so that frequencies show in the loss.
+    "model.init_std=0.1",
     # Neither phase's length: stages of a pipeline have to change what they send for it, and back.
     "training.eval_seq_len=128",
     "training.eval_every=2",
@@ -58,6 +63,14 @@ def test_what_was_read_is_counted_in_every_phase(one_process):
     assert (progress.consumed_samples, progress.consumed_tokens) == (3 * 16 + 4 * 8, tokens[-1])
 
 
+def test_every_step_is_one_update_however_its_batch_is_cut(one_process, tmp_path):
+    """Where steps lost their place among micro-batches, all layouts would lose it alike."""
+    config, expected = one_process
+    whole = SCHEDULE.replace("micro_batch_size: 4", "micro_batch_size: 16")
+    found = train(config, 1, *OPTIONS, whole, "training.micro_batch_size=8", f"run.root={tmp_path}")
+    assert scalars(found, "train/loss") == pytest.approx(scalars(expected, "train/loss"), rel=1e-5)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_may_grow_on_any_layout(layout, one_process, tmp_path):
     config, expected = one_process
@@ -92,6 +105,7 @@ def test_a_finished_run_goes_on_with_longer_rows(one_process, corpus, tmp_path):
         "training.global_batch_size=16",
         "training.micro_batch_size=4",
         "model.rope_base=1000",
+        "model.init_std=0.1",
         "schedule.name=constant",
         "training.eval_samples=0",
         f"run.root={tmp_path}",
@@ -99,3 +113,16 @@ def test_a_finished_run_goes_on_with_longer_rows(one_process, corpus, tmp_path):
     train(config, 1, *short)
     lines = train(config, 1, *OPTIONS, f"run.root={tmp_path}")
     assert scalars(lines, "train/loss") == scalars(expected, "train/loss")
+
+
+@pytest.mark.parametrize("steps", [3, 5], ids=["first phase", "second phase"])
+def test_a_checkpoint_is_evaluated_with_the_frequencies_it_was_trained_with(steps, one_process, tmp_path):
+    config, _ = one_process
+    lines = train(config, 1, *OPTIONS, f"training.steps={steps}", f"run.root={tmp_path}")
+    (loss,) = run_ranks(evaluated, 1, tmp_path / "run")
+    # Sums in another order: of positions' buckets.
+    assert loss == pytest.approx(scalars(lines, "eval/loss")[-1], rel=1e-5)
+
+
+def evaluated(run: Path) -> float:
+    return evaluate_run(run).loss

@@ -1,4 +1,4 @@
-"""The README and the quickstart, typed in as they stand."""
+"""The README, the quickstart and the guide to long context, typed in as they stand."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/quickstart.md")
+PAGES = ("README.md", "docs/quickstart.md", "docs/long_context.md")
 PROGRAMS = {"megakernel": "launch.cli", "tensorboard": "tensorboard.main"}
 """Program -> its module, so that this checkout and this Python run, installed or not."""
 

@@ -18,6 +18,7 @@ PROCESSES = {
     "pretrain-1b": 16,
     "pretrain-7b": 64,
     "million_token_cpu": 2,
+    "long-context-350m": 8,
 }
 SIZES = {"125m": 125e6, "350m": 350e6, "1b": 1e9, "7b": 7e9}
 GPT2_TOKENS = 50_257
@@ -32,6 +33,12 @@ def test_a_run_file_works_on_the_machines_it_is_written_for(name):
     config = load(CONFIGS / f"{name}.yaml")
     assert config.run.name == name
     assert data_parallel_size(config, PROCESSES[name]) >= 1
+
+
+def test_the_rows_of_the_long_run_grow_to_a_million_tokens():
+    training = load(CONFIGS / "long-context-350m.yaml").training
+    assert [phase.training.seq_len for phase in training.phases] == [8192, 65_536, 2**20]
+    assert training.consumed(training.steps)[1] == pytest.approx(12e9, rel=0.05)
 
 
 def test_the_encoders_have_the_shape_of_the_demo():

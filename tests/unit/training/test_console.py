@@ -7,14 +7,14 @@ SCALARS = {
     "train/bits_per_byte": 3.3777,
     "train/lr": 2.9e-4,
     "train/grad_norm": 0.8123,
+    "train/tokens": 3_000_000.0,
     "throughput/tokens_per_sec": 12431.4,
-    "throughput/step_time": 2.0,
 }
 
 
 def printed(*steps, total=1000, **changes) -> str:
     out = io.StringIO()
-    console = Console(total, file=out)
+    console = Console(total, total_tokens=24_879_184, file=out)
     for step in steps:
         console.step(step, SCALARS | changes.get("scalars", {}), changes.get("skipped", 0))
     return out.getvalue()
@@ -31,7 +31,7 @@ def test_a_step_is_one_plain_line_in_a_log_file():
         "lr 2.90e-04",
         "grad norm 0.812",
         "12,431 tokens/s",
-        "ETA 0:29:20",  # 880 steps of 2 s
+        "ETA 0:29:20",  # 21,879,184 tokens are left
     ):
         assert part in line
 
@@ -50,11 +50,11 @@ def test_a_non_finite_loss_is_printed_not_hidden():
 
 def test_an_evaluation_has_its_own_line():
     out = io.StringIO()
-    Console(10, file=out).evaluation(5, {"eval/loss": 1.5, "eval/bits_per_byte": 2.164})
+    Console(10, 10, file=out).evaluation(5, {"eval/loss": 1.5, "eval/bits_per_byte": 2.164})
     assert out.getvalue() == "eval at step 5  loss 1.5000  2.1640 bits/byte\n"
 
 
 def test_a_note_is_printed_as_it_is():
     out = io.StringIO()
-    Console(10, file=out).note("checkpoint step_20 is broken: [complete.json] is missing " + "x" * 200)
+    Console(10, 10, file=out).note("checkpoint step_20 is broken: [complete.json] is missing " + "x" * 200)
     assert out.getvalue() == "checkpoint step_20 is broken: [complete.json] is missing " + "x" * 200 + "\n"

@@ -132,11 +132,13 @@ def test_the_configuration_is_described_once_in_the_folder_of_the_curves(folder)
     )
     for done_steps in (0, 0, 1):  # killed before the first checkpoint, then once after it
         with folder.continued_from(done_steps) as writer:
-            writer.describe(config)
+            writer.describe(config, packing="| corpus |")
             writer.write(done_steps + 1, {"train/loss": 1.0})
     events = folder.events()
     [text] = events.Tensors("config/text_summary")
     assert b"    run:\n      name: r\n" in text.tensor_proto.string_val[0]
+    [packing] = events.Tensors("packing/text_summary")
+    assert packing.tensor_proto.string_val == [b"| corpus |"]
     assert "hparams" in events.summary_metadata["_hparams_/experiment"].plugin_data.plugin_name
     assert b"optimizer.lr" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert not [path for path in folder.tensorboard.iterdir() if path.is_dir()], "no run of its own beside it"

@@ -1,0 +1,107 @@
+"""Rotary frequencies, beside those of `transformers`."""
+
+import math
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megakernel.attention.rotary import Rotary, frequencies
+from megakernel.config import RopeScaling
+
+WIDTH, BASE, ORIGINAL = 64, 500_000.0, 8192
+
+SCALINGS = {
+    "linear": {"factor": 8.0},
+    "yarn": {"factor": 16.0, "original_seq_len": ORIGINAL},
+    "yarn with its options": {
+        "kind": "yarn",
+        "factor": 4.0,
+        "original_seq_len": 4096,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "attention_factor": 0.9,
+    },
+    "yarn of a short original": {"kind": "yarn", "factor": 4.0, "original_seq_len": 64},
+    "llama3": {"factor": 8.0, "original_seq_len": ORIGINAL},
+    "llama3 with its options": {
+        "kind": "llama3",
+        "factor": 32.0,
+        "original_seq_len": 4096,
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 8.0,
+    },
+}
+
+
+def theirs(kind: str, keys: dict, width: int, base: float, seq_len: int | None = None):
+    """Frequencies and attention factor of `transformers`."""
+    named = {"original_seq_len": "original_max_position_embeddings"}
+    config = PreTrainedConfig(
+        hidden_size=width,
+        num_attention_heads=1,
+        head_dim=width,
+        max_position_embeddings=ORIGINAL,
+        rope_parameters={
+            "rope_type": kind,
+            "rope_theta": base,
+            **{named.get(key, key): value for key, value in keys.items()},
+        },
+    )
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
+
+
+def ours(name: str) -> tuple[RopeScaling, dict]:
+    keys = {"kind": name} | SCALINGS[name]
+    scaling = RopeScaling(**keys)
+    keys.pop("kind")
+    if scaling.kind == "llama3":  # they name its defaults, we have them
+        keys = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | keys
+    return scaling, keys
+
+
+@pytest.mark.parametrize("base", [10_000.0, BASE])
+@pytest.mark.parametrize("width", [16, WIDTH, 128])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_are_those_of_transformers(name, width, base):
+    scaling, keys = ours(name)
+    found, length = frequencies(width, base, scaling)
+    expected, attention_factor = theirs(scaling.kind, keys, width, base)
+    # Theirs are float32: powers of the base are off by a few units of its last place.
+    torch.testing.assert_close(found, expected.double(), rtol=2e-6, atol=0)
+    assert length == pytest.approx(attention_factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 16.0])
+def test_ntk_is_their_dynamic_scaling_held_at_one_length(factor):
+    found, length = frequencies(WIDTH, BASE, RopeScaling(kind="ntk", factor=factor))
+    expected, _ = theirs("dynamic", {"factor": 1.0}, WIDTH, BASE, seq_len=int(factor * ORIGINAL))
+    torch.testing.assert_close(found, expected.double(), rtol=2e-6, atol=0)
+    assert length == 1.0
+
+
+def test_ntk_keeps_the_fastest_pair_and_slows_the_slowest_by_the_factor():
+    plain, _ = frequencies(WIDTH, BASE, RopeScaling())
+    found, _ = frequencies(WIDTH, BASE, RopeScaling(kind="ntk", factor=8.0))
+    assert found[0] == plain[0] == 1.0
+    assert plain[-1] / found[-1] == pytest.approx(8.0, rel=1e-12)
+
+
+def test_linear_scaling_is_the_same_rotation_at_positions_between():
+    x, positions = torch.randn(1, 1, 12, WIDTH, dtype=torch.float64), torch.arange(12)[None]
+    scaled = Rotary(WIDTH, BASE, RopeScaling(kind="linear", factor=4.0))
+    torch.testing.assert_close(scaled(x, positions), Rotary(WIDTH, BASE)(x, positions / 4))
+
+
+def test_yarn_makes_logits_larger_by_the_square_of_its_length():
+    factor = 4.0
+    rotary = Rotary(WIDTH, BASE, RopeScaling(kind="yarn", factor=factor, original_seq_len=ORIGINAL))
+    x, start = torch.randn(1, 1, 1, WIDTH, dtype=torch.float64), torch.zeros(1, 1)
+    logit = (rotary(x, start) * rotary(x, start)).sum()
+    torch.testing.assert_close(logit, (x * x).sum() * (0.1 * math.log(factor) + 1) ** 2)
+
+
+def test_one_pair_is_too_few_for_ntk():
+    with pytest.raises(ValueError, match=r"head_dim=2: .*take kind linear"):
+        Rotary(2, BASE, RopeScaling(kind="ntk", factor=2.0))

@@ -1,0 +1,193 @@
+"""Rows that grow: what a schedule means, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from megakernel.config import (
+    ConfigError,
+    RopeScaling,
+    check_same_run,
+    data_parallel_size,
+    from_yaml,
+    to_yaml,
+)
+
+from .trees import config, problems
+
+FOLDER = Path("runs/small")
+YARN = {"kind": "yarn", "factor": 8, "original_seq_len": 64}
+SCHEDULE = [
+    {"until_step": 40, "seq_len": 64, "global_batch_size": 32, "micro_batch_size": 4, "rope_base": 1000.0},
+    {"until_step": 60, "seq_len": 256, "rope_scaling": {"kind": "none"}},
+]
+
+
+def growing(**sections):
+    """100 steps: 40 of 64 tokens, 20 of 256, 40 of 512."""
+    training = {"seq_len_schedule": SCHEDULE, **sections.pop("training", {})}
+    return config(training=training, model={"rope_scaling": YARN, **sections.pop("model", {})}, **sections)
+
+
+def test_a_phase_is_the_last_one_but_for_what_it_says():
+    run = growing()
+    first, second, last = run.training.phases
+    assert [phase.first_step for phase in run.training.phases] == [0, 40, 60]
+    assert last.end_step == 100
+    sizes = [
+        (p.training.seq_len, p.training.global_batch_size, p.training.micro_batch_size)
+        for p in (first, second, last)
+    ]
+    assert sizes == [(64, 32, 4), (256, 8, 1), (512, 8, 1)]
+    rotary = [(m.rope_base, m.rope_scaling.kind) for m in (p.model(run.model) for p in (first, second, last))]
+    assert rotary == [(1000.0, "yarn"), (10_000.0, "none"), (10_000.0, "yarn")]
+    assert [phase.first_sample for phase in run.training.phases] == [0, 40 * 32, 40 * 32 + 20 * 8]
+
+
+def test_steps_belong_to_phases_and_what_they_read_adds_up():
+    training = growing().training
+    lengths = [training.phase_of(step).training.seq_len for step in (0, 39, 40, 59, 60, 99, 100)]
+    assert lengths == [64, 64, 256, 256, 512, 512, 512]
+    # Weights after 40 steps were trained with rows of 64; before the first step nothing was.
+    assert [training.phase_behind(done).training.seq_len for done in (0, 40, 41, 100)] == [64, 64, 256, 512]
+    assert training.consumed(40) == (1280, 1280 * 64)
+    assert training.consumed(70) == (1280 + 240, 1280 * 64 + 160 * 256 + 80 * 512)
+
+
+def test_without_a_schedule_there_is_one_phase():
+    (only,) = config().training.phases
+    assert (only.first_step, only.end_step, only.key) == (0, 100, "training")
+    assert only.training == config().training
+    assert config().training.consumed(100) == (800, 800 * 512)
+
+
+def test_a_run_that_is_shorter_than_its_schedule_is_its_beginning():
+    training = growing(training={"steps": 30}).training
+    assert training.phase_of(29).training.seq_len == 64
+    assert training.consumed(30) == (960, 960 * 64)
+
+
+def test_a_schedule_survives_being_written():
+    assert from_yaml(to_yaml(growing())) == growing()
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "remedy"),
+    [
+        ({"training": {"seq_len_schedule": [{"until_step": 5, "seq_len": 1024}]}},
+         "training.seq_len", "set at least 1024"),
+        ({"training": {"seq_len_schedule": [SCHEDULE[0], {**SCHEDULE[1], "seq_len": 32}]}},
+         "training.seq_len_schedule.1.seq_len", "set at least 64"),
+        ({"training": {"seq_len_schedule": [SCHEDULE[0], {**SCHEDULE[1], "until_step": 40}]}},
+         "training.seq_len_schedule.1.until_step", "set more than 40"),
+        ({"training": {"seq_len_schedule": [{**SCHEDULE[0], "micro_batch_size": 5}]}},
+         "training.seq_len_schedule.0.global_batch_size", "set 30 or 35"),
+        ({"training": {"micro_batch_size": 3, "seq_len_schedule": SCHEDULE[1:]}},
+         "training.seq_len_schedule.0.global_batch_size", "set 6 or 9"),
+        ({"training": {"eval_seq_len": 513}}, "training.eval_seq_len",
+         "set at most seq_len; `megakernel evaluate --seq-len` measures longer samples"),
+        ({"training": {"seq_len_schedule": [{"until_step": 5, "seq_len": 320}]},
+          "parallel": {"context": 2}, "model": {"attention": "flurka"}},
+         "training.seq_len_schedule.0.seq_len", "set 256 or 384"),
+        ({"training": {"eval_seq_len": 320}, "parallel": {"context": 2}, "model": {"attention": "flurka"}},
+         "training.eval_seq_len", "set 256 or 384"),
+        ({"training": {"seq_len_schedule": SCHEDULE}, "model": {"position": "sinusoidal"}},
+         "training.seq_len_schedule.0.rope_base", "remove it or take model.position: rope"),
+        ({"model": {"position": "none", "rope_scaling": YARN}}, "model.rope_scaling",
+         "remove it or take position: rope"),
+        ({"model": {"rope_scaling": {"kind": "yarn", "factor": 2}}}, "model.rope_scaling.original_seq_len",
+         "add original_seq_len"),
+        ({"model": {"rope_scaling": {"kind": "linear", "factor": 2, "original_seq_len": 64}}},
+         "model.rope_scaling.original_seq_len", "remove it or take kind: yarn or llama3"),
+        ({"model": {"rope_scaling": {"factor": 2}}}, "model.rope_scaling.factor",
+         "remove it or take kind: linear or ntk or yarn or llama3"),
+        ({"model": {"rope_scaling": {**YARN, "beta_slow": 40}}}, "model.rope_scaling.beta_slow",
+         "set less than 32"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_under_the_key_of_the_phase(sections, key, remedy):
+    assert problems(**sections)[key].remedy == remedy
+
+
+def test_a_world_has_to_share_the_batch_of_every_phase():
+    run = config(
+        training={
+            "global_batch_size": 6,
+            "seq_len_schedule": [{"until_step": 5, "seq_len": 64, "global_batch_size": 8}],
+        }
+    )
+    with pytest.raises(
+        ConfigError, match=r"training\.seq_len_schedule\.0\.global_batch_size=8 .*; set 6 or 9"
+    ):
+        data_parallel_size(run, 3)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"steps": 500},
+        {"seq_len_schedule": [{**SCHEDULE[0], "micro_batch_size": 1}, SCHEDULE[1]]},
+        {"eval_seq_len": 64},
+        # A phase behind the steps that the run was to have.
+        {"steps": 200, "seq_len": 1024, "seq_len_schedule": [*SCHEDULE, {"until_step": 100, "seq_len": 512}]},
+        {"steps": 200, "seq_len": 1024, "seq_len_schedule": [*SCHEDULE, {"until_step": 150, "seq_len": 512}]},
+    ],
+)  # fmt: skip
+def test_a_run_may_grow_behind_its_steps(training):
+    assert check_same_run(to_yaml(growing()), growing(training=training), FOLDER)
+
+
+def test_a_run_of_one_length_may_grow_with_other_frequencies():
+    wanted = config(
+        model={"rope_base": 5e5, "rope_scaling": YARN},
+        training={
+            "steps": 120,
+            "seq_len": 4096,
+            "global_batch_size": 1,
+            "seq_len_schedule": [
+                {
+                    "until_step": 100,
+                    "seq_len": 512,
+                    "global_batch_size": 8,
+                    "rope_base": 1e4,
+                    "rope_scaling": {"kind": "none"},
+                }
+            ],
+        },
+    )
+    keys = {difference.key for difference in check_same_run(to_yaml(config()), wanted, FOLDER)}
+    assert {"training.seq_len", "training.seq_len_schedule", "model.rope_base"} <= keys
+
+
+@pytest.mark.parametrize(
+    ("training", "key"),
+    [
+        ({"seq_len_schedule": SCHEDULE[:1]}, "training.seq_len_schedule"),
+        ({"seq_len_schedule": [SCHEDULE[0], {**SCHEDULE[1], "until_step": 61}]}, "training.seq_len_schedule"),
+        ({"seq_len_schedule": [{**SCHEDULE[0], "rope_base": 2000.0}, SCHEDULE[1]]}, "training.seq_len_schedule"),
+        ({"seq_len": 1024}, "training.seq_len"),
+        ({"steps": 200, "seq_len": 1024, "seq_len_schedule": [*SCHEDULE, {"until_step": 99, "seq_len": 512}]},
+         "training.seq_len"),
+    ],
+)  # fmt: skip
+def test_the_steps_that_a_run_was_to_have_stay(training, key):
+    with pytest.raises(ConfigError, match="when the run began") as caught:
+        check_same_run(to_yaml(growing()), growing(training=training), FOLDER)
+    assert key in {problem.key for problem in caught.value.problems}
+
+
+def test_a_table_of_positions_does_not_grow():
+    grown = {
+        "steps": 120,
+        "seq_len": 1024,
+        "seq_len_schedule": [{"until_step": 100, "seq_len": 512}],
+    }
+    learned = {"position": "learned"}
+    with pytest.raises(ConfigError, match=r"training\.seq_len=1024 was 512"):
+        check_same_run(to_yaml(config(model=learned)), config(model=learned, training=grown), FOLDER)
+    roomy = {"position": "learned", "max_positions": 2048}
+    assert check_same_run(to_yaml(config(model=roomy)), config(model=roomy, training=grown), FOLDER)
+
+
+def test_no_scaling_is_what_a_run_has_that_says_nothing():
+    assert config().model.rope_scaling == RopeScaling()

@@ -1,0 +1,63 @@
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline import packing as module
+from data_pipeline.corpus import Corpora
+from data_pipeline.loader import TrainingBatches
+from data_pipeline.order import Share
+from data_pipeline.packing import packing, packing_table
+from megakernel.config.tree import Config
+
+
+def test_documents_in_rows_are_counted():
+    # Laid in this order: 0-2 | 3-9 | 10-13 | 14 15, in rows of 5: 0-4 | 5-9 | 10-14, and token 15 left over.
+    found = packing("data/x", np.array([7, 3, 2, 4], np.int32), np.array([1, 0, 3, 2], np.int32), 5, rows=3)
+    assert (found.documents, found.tokens) == (4, 16)
+    assert found.whole == 2, "the first and the third"
+    assert found.parts == 2 + 1 + 2
+    assert found.cut_tokens == 7 + 2, "the second, and the last, which is partly behind the rows"
+    assert found.lost == pytest.approx(1 / 16)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 2**20])
+@pytest.mark.parametrize("seq_len", [1, 7, 40, 300])
+def test_any_corpus_is_counted_as_by_hand(seq_len: int, chunk: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    draw = random.Random(seq_len)
+    lengths = [draw.randint(1, 60) for _ in range(30)]
+    order = draw.sample(range(30), 30)
+    owner = [document for document in order for _ in range(lengths[document])]
+    count = (len(owner) - 1) // seq_len
+    rows = [set(owner[row * seq_len : (row + 1) * seq_len]) for row in range(count)]
+    behind = set(owner[count * seq_len :])
+    places = {document: sum(document in row for row in [*rows, behind]) for document in order}
+    whole = {document for document in order if places[document] == 1 and document not in behind}
+    found = packing("data/x", np.array(lengths, np.int32), np.array(order, np.int32), seq_len, count)
+    assert found.whole == len(whole)
+    assert found.parts == sum(map(len, rows))
+    assert found.cut_tokens == sum(lengths[document] for document in order if document not in whole)
+    assert found.lost == pytest.approx(len(owner[count * seq_len :]) / len(owner))
+
+
+def test_a_run_tells_of_each_length_once(corpus: Path, configure: Callable[..., Config]):
+    config = configure(
+        corpus,
+        seq_len=256,
+        seq_len_schedule=[
+            {"until_step": 2, "seq_len": 64},
+            {"until_step": 4, "seq_len": 64, "global_batch_size": 4},
+        ],
+    )
+    batches = TrainingBatches(config, Corpora(config.data), Share())
+    short, long = batches.packing()
+    assert (short.seq_len, long.seq_len) == (64, 256)
+    assert short.tokens == long.tokens == Corpora(config.data).train[0].record("train").tokens
+    assert short.whole < long.whole
+    assert short.cut_tokens > long.cut_tokens
+    assert str(long).startswith(f"{corpus} in rows of 256 tokens: {long.documents} documents, ")
+    assert batches.packing(step=4) == [long]
+    assert packing_table([short, long]).count("\n") == 3

@@ -1,0 +1,109 @@
+"""A piece of a row is read without the rest of the row."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from data_pipeline.batch import Batch
+from data_pipeline.corpus import Corpora
+from data_pipeline.loader import TrainingBatches, ValidationBatches
+from data_pipeline.order import Share
+from data_pipeline.samples import CorpusSamples
+from megakernel.config.tree import Config
+
+Configure = Callable[..., Config]
+SEQ_LEN = 512
+"""Several documents of the corpus, which have 10 to 200 bytes."""
+
+FIELDS = ("tokens", "labels", "loss_mask", "positions")
+
+
+@pytest.fixture
+def samples(corpus: Path, configure: Configure, tmp_path: Path) -> CorpusSamples:
+    """The corpus in rows of SEQ_LEN tokens."""
+    of = CorpusSamples(Corpora(configure(corpus).data).train[0], "train", SEQ_LEN, 7, tmp_path)
+    of.build(1)
+    assert of.per_epoch > 5
+    return of
+
+
+@pytest.fixture
+def tokens_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each call took from a token file, since the last `clear`."""
+    counts: list[int] = []
+    get = IndexedDataset.get
+
+    def counted(self, *arguments, **keywords):
+        tokens = get(self, *arguments, **keywords)
+        counts.append(len(tokens))
+        return tokens
+
+    monkeypatch.setattr(IndexedDataset, "get", counted)
+    return counts
+
+
+def kinds(configure: Configure, corpus: Path, kind: str, **data: object) -> Config:
+    config = configure(corpus, seq_len=SEQ_LEN, data=data)
+    return config.model_copy(update={"model": config.model.model_copy(update={"kind": kind})})
+
+
+def test_a_row_is_that_of_megatron(samples: CorpusSamples):
+    plan = samples._epoch(0)
+    for row in range(samples.per_epoch):
+        theirs = plan[row]
+        assert torch.equal(samples[row], torch.cat([theirs["tokens"], theirs["labels"][-1:]]))
+
+
+def test_any_slice_of_a_row_is_that_slice(samples: CorpusSamples):
+    for row in range(samples.per_epoch):
+        whole = samples[row]
+        starts = (whole == 256).nonzero().flatten().tolist()
+        # At, before and behind ends of documents, and the label behind the row.
+        edges = sorted(
+            {0, 1, SEQ_LEN, SEQ_LEN + 1, *(at + d for at in starts for d in (0, 1, 2) if at + d <= SEQ_LEN)}
+        )
+        for start, end in itertools.pairwise(edges):
+            piece = samples.read(row, start, end)
+            assert torch.equal(piece.tokens, whole[start:end])
+            begun = max((at + 1 for at in starts if at < start), default=0)
+            assert piece.position == start - begun
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("kind", ["causal_lm", "masked_lm"])
+def test_pieces_of_packed_rows_put_together_are_the_rows(
+    kind: str, isolate: bool, size: int, corpus: Path, configure: Configure
+):
+    config = kinds(configure, corpus, kind, isolate_documents=isolate)
+    corpora = Corpora(config.data)
+
+    def read(share: Share) -> list[Batch]:
+        training = TrainingBatches(config, corpora, share).batches_for(4)
+        return [*training, *ValidationBatches(config, corpora, share)]
+
+    pieces = [read(Share(piece_rank=rank, piece_size=size)) for rank in range(size)]
+    continued = 0
+    for at, whole in enumerate(read(Share())):
+        for name in FIELDS:
+            parts = [getattr(piece[at], name) for piece in pieces]
+            assert torch.equal(torch.cat(parts, 1), getattr(whole, name)), name
+        continued += sum(int((piece[at].positions[:, 0] > 0).sum()) for piece in pieces)
+    assert continued or size == 1, "documents have to cross the cuts, or there was nothing to get wrong"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_piece_reads_its_tokens_and_one_label(
+    size: int, corpus: Path, configure: Configure, tokens_read: list[int]
+):
+    config = kinds(configure, corpus, "causal_lm")
+    corpora = Corpora(config.data)
+    for rank in range(size):
+        batches = TrainingBatches(config, corpora, Share(piece_rank=rank, piece_size=size))
+        tokens_read.clear()
+        rows = sum(len(batch.tokens) for batch in batches.batches_for(2))
+        assert sum(tokens_read) == rows * (SEQ_LEN // size + 1)
