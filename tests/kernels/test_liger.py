@@ -161,14 +161,13 @@ def test_no_more_logits_exist_than_asked_for(tokens, width, words, rows):
     assert max(heights) > rows / 4
 
 
-def test_environment_and_device_decide(monkeypatch):
-    """A CPU takes torch, with kernels of ours asked for or not; `chunked` turns liger-kernel off anywhere."""
+@pytest.mark.parametrize("name", [None, "triton", "chunked", "reference"])
+def test_a_cpu_takes_torch(name, monkeypatch):
+    """With kernels of ours asked for or not, and with liger-kernel installed."""
+    monkeypatch.setattr(liger, "rms_norm", lambda *args: pytest.fail("liger-kernel ran"))
+    monkeypatch.setenv(dispatch.VARIABLE, name) if name else monkeypatch.delenv(dispatch.VARIABLE, False)
     x, weight = torch.randn(3, 8), torch.ones(8)
-    monkeypatch.setattr(liger, "rms_norm", lambda *args: "liger")
-    assert layers.rms_norm(x, weight, 1e-5, backend="liger") == "liger"
-    for name in (None, "triton", "chunked", "reference"):
-        monkeypatch.setenv(dispatch.VARIABLE, name) if name else monkeypatch.delenv(dispatch.VARIABLE, False)
-        assert torch.equal(layers.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+    assert torch.equal(layers.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
 
 
 def test_calls_that_do_not_fit_are_refused_with_the_reason(monkeypatch):
@@ -185,6 +184,9 @@ def test_calls_that_do_not_fit_are_refused_with_the_reason(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpu_takes_liger():
+@pytest.mark.parametrize("name", [None, "triton", "chunked"])
+def test_a_gpu_takes_liger_unless_it_is_turned_off(name, monkeypatch):
+    monkeypatch.setenv(dispatch.VARIABLE, name) if name else monkeypatch.delenv(dispatch.VARIABLE, False)
     x, weight = torch.randn(3, 8, device="cuda"), torch.ones(8, device="cuda", requires_grad=True)
-    assert "LigerRMSNorm" in type(layers.rms_norm(x, weight, 1e-5).grad_fn).__name__
+    taken = "LigerRMSNorm" in type(layers.rms_norm(x, weight, 1e-5).grad_fn).__name__
+    assert taken == (name != "chunked")

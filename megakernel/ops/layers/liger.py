@@ -136,7 +136,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
             if term is not None:
                 total = term.float() if total is None else total.add_(term)
         if learns:
-            ctx.save_for_backward(torch.cat(slopes), None if total is None else total.to(weight.dtype))
+            of_hidden = slopes[0] if len(slopes) == 1 else torch.cat(slopes)
+            ctx.save_for_backward(of_hidden, None if total is None else total.to(weight.dtype))
         return torch.stack(losses).sum()
 
     @staticmethod
