@@ -38,7 +38,11 @@ class _HalfProduct(torch.autograd.Function):
         factor, x = ctx.saved_tensors
         pull = pulls[0].to(x.dtype)
         of_pool = of_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and ctx.dtype == x.dtype and pull.dim() == 2:
+            of_pool = (
+                pull @ x.mT
+            )  # an E in half precision takes no more digits, and one of N columns is large
+        elif ctx.needs_input_grad[0]:
             slopes = _wide_product(pull, x.mT) if x.is_cuda else _row_of_slices(pull, x)
             of_pool = slopes.sum_to_size(factor.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
