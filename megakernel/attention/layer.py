@@ -206,7 +206,8 @@ def rotate(rotary: Rotary | None, q: Tensor, k: Tensor, positions: Positions) ->
     if rotary is None:
         return q, k
     rows = position_rows(positions, q.shape[2], q.device)
-    return rotary(q, rows), rotary(k.flatten(1, -3), rows).view_as(k)
+    q, turned = rotary.both(q, k.flatten(1, -3), rows)
+    return q, turned.view_as(k)
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from megakernel.ops.layers import rotate
+from megakernel.ops.layers.plain import turned
+
 
 class Rotary:
     """Rotates pairs (x_j, x_{j + d/2}) by position * base^(-2j/d).
@@ -18,10 +21,16 @@ class Rotary:
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (B, H, N, head_dim) at positions (B, N) or (1, N), whole or fractional; dtype of x."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        return turned(x, *self._angles(positions, x))
+
+    def both(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q (B, H, N, head_dim) and k (B, H_kv, N, head_dim) at the same positions."""
+        return rotate(q, k, *self._angles(positions, q))
+
+    def _angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B or 1, N, head_dim / 2), in float32 or better."""
         # Angles in float64: at position 10^6 a float32 angle is off by 0.06.
-        exponents = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float64) / self.head_dim
-        angles = positions[:, None, :, None] * self.base**-exponents
-        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
-        first, second = x.to(wide).chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+        exponents = torch.arange(0, self.head_dim, 2, device=like.device, dtype=torch.float64) / self.head_dim
+        angles = positions[..., None] * self.base**-exponents
+        wide = torch.promote_types(like.dtype, torch.float32)
+        return angles.cos().to(wide), angles.sin().to(wide)
