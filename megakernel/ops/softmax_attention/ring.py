@@ -23,7 +23,7 @@ dealing out a row's ends and middles together would balance this layer alone.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -140,7 +140,10 @@ def _seen(ring: Ring, source: int, mine: _Keys, theirs: _Keys, causal: bool) -> 
     else:
         documents, others = mine.documents, theirs.documents
     spans = spans_among(documents, others, (ring.rank - source) * length if causal else None)
-    return Seen(theirs.keys, theirs.values, spans, theirs.mask)
+    pairs: Literal["all", "causal", "some"] = "causal" if causal and source == ring.rank else "all"
+    if mine.documents is not None or mine.mask is not None:
+        pairs = "some"
+    return Seen(theirs.keys, theirs.values, spans, theirs.mask, pairs)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -160,7 +163,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, documents, key_mask, out, normalizer = ctx.saved_tensors
         ring, dtype = ctx.ring, out.dtype
-        pull = Pull(grad, (grad.to(dtype) * out).sum(-1), normalizer)
+        pull = Pull(grad, out, normalizer, mean=(grad.to(dtype) * out).sum(-1))
         of_queries = torch.zeros_like(q, dtype=dtype)
         travelling = None
         for source, seen in _arrivals(ring, _Keys(k, v, documents, key_mask), ctx.causal):

@@ -23,9 +23,9 @@ PACKED = torch.stack(
 )
 
 
-def inputs(heads: int = 3, kv_heads: int = 1):
+def inputs(heads: int = 3, kv_heads: int = 1, values: int = VALUES):
     """q, k, v of whole rows and a weight of every output."""
-    shapes = ((heads, WIDTH), (kv_heads, WIDTH), (kv_heads, VALUES), (heads, VALUES))
+    shapes = ((heads, WIDTH), (kv_heads, WIDTH), (kv_heads, values), (heads, values))
     return [random(B, count, N, width, seed=i) for i, (count, width) in enumerate(shapes)]
 
 
@@ -60,9 +60,11 @@ def assert_equal(actual, wanted):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
-def test_keys_that_go_round_give_the_numbers_of_whole_rows(size, heads, causal, positions):
-    tensors = inputs(*heads)
+@pytest.mark.parametrize(
+    ("positions", "values"), [(0, WIDTH), (0, VALUES), (PACKED, WIDTH)], ids=["fused", "whole_rows", "packed"]
+)
+def test_keys_that_go_round_give_the_numbers_of_whole_rows(size, heads, causal, positions, values):
+    tensors = inputs(*heads, values)
     options = {"causal": causal, "positions": positions}
     assert_equal(rotated(size, tensors, **options), expected(tensors, **options))
 
@@ -79,15 +81,17 @@ def test_keys_that_are_masked_are_not_there_on_any_piece(positions):
     assert not found[0][1].any()
 
 
-def test_large_scores_neither_overflow_nor_vanish():
-    tensors = inputs()
+@pytest.mark.parametrize("values", [WIDTH, VALUES], ids=["fused", "blocks"])
+def test_large_scores_neither_overflow_nor_vanish(values):
+    tensors = inputs(values=values)
     with torch.no_grad():
         tensors[0] *= 1e3
     assert_equal(rotated(4, tensors, causal=True), expected(tensors, causal=True))
 
 
-def test_half_precision_is_summed_in_float32():
-    halves = [x.detach().to(torch.bfloat16) for x in inputs()]
+@pytest.mark.parametrize("values", [WIDTH, VALUES], ids=["fused", "blocks"])
+def test_half_precision_is_summed_in_float32(values):
+    halves = [x.detach().to(torch.bfloat16) for x in inputs(values=values)]
     wanted = expected([x.double().requires_grad_() for x in halves], causal=True)
     found = rotated(4, halves, causal=True)
     assert {x.dtype for x in found} == {torch.bfloat16}
