@@ -49,8 +49,8 @@ def start_rotation(
     sent = tuple(x.detach().contiguous() for x in tensors)
     received = tuple(torch.empty_like(x) for x in sent)
     operations = []
-    # Tags tell the messages of one rotation apart, and from those of other exchanges, which have 0. gloo keeps the order
-    # of one tag, NCCL that of all between two processes.
+    # Tags tell the messages of one rotation apart, and from those of other exchanges, which have 0. gloo keeps the
+    # order of one tag, NCCL that of all between two processes.
     for tag, (mine, theirs) in enumerate(zip(sent, received), start=1):
         operations.append(dist.P2POp(dist.isend, mine, group=group, tag=tag, group_peer=(rank + 1) % size))
         operations.append(dist.P2POp(dist.irecv, theirs, group=group, tag=tag, group_peer=(rank - 1) % size))

@@ -11,7 +11,10 @@ LAYOUTS = {
     "cp2": (2, "parallel.context=2"),
     "cp4": (4, "parallel.context=4"),
     "cp4 states passed on": (4, "parallel.context=4 parallel.state_exchange=ring"),
-    "cp2 ring": (2, "parallel.context=2 parallel.softmax_exchange=ring"),
+    "cp2 ring selective recompute": (
+        2,
+        "parallel.context=2 parallel.softmax_exchange=ring training.activation_checkpointing=selective",
+    ),
     "cp4 full recompute": (4, "parallel.context=4 training.activation_checkpointing=full"),
     "pp2": (2, "parallel.pipeline=2"),
     "tp2 cp2": (4, "parallel.tensor=2 parallel.context=2"),
@@ -81,7 +84,7 @@ VARIANTS = {
     ),
     "six heads": (
         SIX_HEADS,
-        ["cp4", "cp4 full recompute", "tp2 cp2", "tp2 sequence parallel cp2 zero 3"],
+        ["cp4 states passed on", "cp4 full recompute", "tp2 cp2", "tp2 sequence parallel cp2 zero 3"],
     ),
 }
 CASES = [(variant, layout) for variant, (_, layouts) in VARIANTS.items() for layout in layouts]

@@ -1,11 +1,12 @@
 """Softmax attention over some of a row's keys: sums that add to those over other keys, and their gradients.
 
-Fused kernels take keys that are visible without exception; elsewhere blocks of queries meet blocks of keys, so that few
-weights exist at once. Query heads that share a key head are rows beside each other, (B, H_kv, G, N, d), and keys are
+Fused kernels take queries that see the same keys; elsewhere blocks of queries meet blocks of keys, so that few weights
+exist at once. Query heads that share a key head are rows beside each other, (B, H_kv, G, N, d), and keys are
 never repeated.
 """
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +40,8 @@ class Seen(NamedTuple):
     mask: Tensor | None
     """(B, M) bool, False removes a key."""
 
-    pairs: Literal["all", "causal", "some"]
-    """What the spans and the mask amount to: a query sees all M = N keys, those up to its own place, or others."""
+    own: bool = False
+    """The spans, known without a look: these are the queries' own places, and each sees those up to its own."""
 
     def visible(self, queries: slice, keys: slice) -> Tensor:
         """(B, 1, 1, n, m) bool."""
@@ -80,59 +81,78 @@ def log_normalizer(sums: Sums) -> Tensor:
 
 def add_sums(total: Sums, q: Tensor, seen: Seen) -> None:
     """Add to `total`, in place, what these keys give queries q (B, H_kv, G, N, d)."""
-    heads = q.flatten(1, 2)
-    if seen.pairs != "some" and fused.takes(heads, seen.keys, seen.values):
-        means, log_sums = fused.attend(heads, seen.keys, seen.values, seen.pairs == "causal")
-        ones = F.pad(means.to(total.values.dtype), (0, 1), value=1.0)
-        _put(total, ..., Sums(ones.view_as(total.values), log_sums.view(q.shape[:-1])))
-        return
-    for queries, keys in seen.spans.blocks(QUERIES, KEYS):
-        scores = _scores(q[_at(queries)], seen.keys[:, :, keys])
-        scores.masked_fill_(~seen.visible(queries, keys), -torch.inf)
-        largest = scores.amax(-1).clamp(min=EMPTY)
-        weights = torch.exp_(scores.sub_(largest[..., None]))
-        values = F.pad(seen.values[:, :, keys].to(scores.dtype), (0, 1), value=1.0)
-        found = (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
-        _put(total, _at(queries), Sums(found, largest))
+    assert total.log_scale is not None
+    for queries, keys, how in _blocks(q, seen):
+        rows, k, v = q[_at(queries)], seen.keys[:, :, keys], seen.values[:, :, keys]
+        if how == "some":
+            found = _block_sums(rows, k, v, seen.visible(queries, keys))
+        else:
+            means, log_sums = fused.attend(rows.flatten(1, 2), k, v, how == "causal")
+            ones = F.pad(means.to(total.values.dtype), (0, 1), value=1.0)
+            found = Sums(ones.view(*rows.shape[:-1], -1), log_sums.view(rows.shape[:-1]))
+        values, log_scale = total.values[_at(queries)], total.log_scale[_at(queries)]
+        both = add(Sums(values, log_scale), found)
+        values.copy_(both.values)
+        log_scale.copy_(both.scale_or_zero)
 
 
 def add_gradients(totals: tuple[Tensor, Tensor, Tensor], q: Tensor, seen: Seen, pull: Pull) -> None:
-    """Add to `totals`, the gradients of queries, keys and values in place, what comes of these pairs.
+    """Add to `totals`, the gradients of queries, keys and values in place, what comes of these pairs."""
+    for queries, keys, how in _blocks(q, seen):
+        rows, k, v = q[_at(queries)], seen.keys[:, :, keys], seen.values[:, :, keys]
+        mine = Pull(*(x[_at(queries)] for x in pull))
+        if how == "some":
+            parts = _block_gradients(rows, k, v, seen.visible(queries, keys), mine)
+        else:
+            heads, grad, out, log_sums = (
+                x.flatten(1, 2) for x in (rows, mine.grad, mine.out, mine.normalizer)
+            )
+            parts = fused.gradients(grad, heads, k, v, out, log_sums, how == "causal")
+        places = (totals[0][_at(queries)], totals[1][:, :, keys], totals[2][:, :, keys])
+        for total, part in zip(places, parts, strict=True):
+            total += part.view(total.shape)
+
+
+def _blocks(q: Tensor, seen: Seen) -> Iterator[tuple[slice, slice, Literal["all", "causal", "some"]]]:
+    """Queries, keys, and how they see each other: all, causally, or as the spans and the mask say."""
+    if seen.mask is not None or not fused.takes(q.flatten(1, 2), seen.keys, seen.values):
+        for queries, keys in seen.spans.blocks(QUERIES, KEYS):
+            yield queries, keys, "some"
+    elif seen.own:
+        yield slice(None), slice(None), "causal"
+    else:
+        for queries, keys, whole in seen.spans.rectangles(QUERIES, KEYS):
+            yield queries, keys, "all" if whole else "some"
+
+
+def _block_sums(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Sums:
+    scores = _scores(q, k).masked_fill_(~visible, -torch.inf)
+    largest = scores.amax(-1).clamp(min=EMPTY)
+    weights = torch.exp_(scores.sub_(largest[..., None]))
+    values = F.pad(v.to(weights.dtype), (0, 1), value=1.0)
+    return Sums((weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4]), largest)
+
+
+def _block_gradients(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, pull: Pull
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v that come of these pairs.
 
     With p = exp(s - normalizer), the weights as they were after the division: dV = p^T grad, and scores have the
     gradient ds = p (grad V^T - mean). Both are sums over pairs, whoever holds the row's other keys.
     """
-    of_queries, of_keys, of_values = totals
-    heads = q.flatten(1, 2)
-    if seen.pairs != "some" and fused.takes(heads, seen.keys, seen.values):
-        grad, out, log_sums = (x.flatten(1, 2) for x in (pull.grad, pull.out, pull.normalizer))
-        parts = fused.gradients(grad, heads, seen.keys, seen.values, out, log_sums, seen.pairs == "causal")
-        for total, part in zip(totals, parts):
-            total += part.view_as(total)
-        return
-    for queries, keys in seen.spans.blocks(QUERIES, KEYS):
-        at = _at(queries)
-        places = q[at], seen.keys[:, :, keys], seen.values[:, :, keys], pull.grad[at]
-        rows, some, values, grad = (x.to(wide(q.dtype)) for x in places)
-        weights = torch.exp_(_scores(rows, some).sub_(pull.normalizer[at][..., None]))
-        weights = weights.masked_fill_(~seen.visible(queries, keys), 0.0).flatten(2, 3)
-        grad = grad.flatten(2, 3)
-        of_values[:, :, keys] += weights.transpose(-1, -2) @ grad
-        slopes = (grad @ values.transpose(-1, -2)).sub_(pull.mean[at].flatten(2, 3)[..., None])
-        slopes.mul_(weights).mul_(q.shape[-1] ** -0.5)
-        of_queries[at] += (slopes @ some).unflatten(2, q[at].shape[2:4])
-        of_keys[:, :, keys] += slopes.transpose(-1, -2) @ rows.flatten(2, 3)
+    rows, k, v, grad = (x.to(wide(q.dtype)) for x in (q, k, v, pull.grad))
+    weights = torch.exp_(_scores(rows, k).sub_(pull.normalizer[..., None]))
+    weights = weights.masked_fill_(~visible, 0.0).flatten(2, 3)
+    rows, grad = rows.flatten(2, 3), grad.flatten(2, 3)
+    slopes = (grad @ v.transpose(-1, -2)).sub_(pull.mean.flatten(2, 3)[..., None])
+    slopes.mul_(weights).mul_(q.shape[-1] ** -0.5)
+    return slopes @ k, slopes.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ grad
 
 
 def _at(queries: slice) -> tuple[slice, ...]:
     """These of (B, H_kv, G, N, ...)."""
     return (slice(None), slice(None), slice(None), queries)
-
-
-def _put(total: Sums, at: Any, found: Sums) -> None:
-    assert total.log_scale is not None
-    both = add(Sums(total.values[at], total.log_scale[at]), found)
-    total.values[at], total.log_scale[at] = both.values, both.scale_or_zero
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ dealing out a row's ends and middles together would balance this layer alone.
 """
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -140,10 +140,8 @@ def _seen(ring: Ring, source: int, mine: _Keys, theirs: _Keys, causal: bool) -> 
     else:
         documents, others = mine.documents, theirs.documents
     spans = spans_among(documents, others, (ring.rank - source) * length if causal else None)
-    pairs: Literal["all", "causal", "some"] = "causal" if causal and source == ring.rank else "all"
-    if mine.documents is not None or mine.mask is not None:
-        pairs = "some"
-    return Seen(theirs.keys, theirs.values, spans, theirs.mask, pairs)
+    own = causal and source == ring.rank and mine.documents is None
+    return Seen(theirs.keys, theirs.values, spans, theirs.mask, own)
 
 
 class _RingAttention(torch.autograd.Function):

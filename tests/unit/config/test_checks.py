@@ -19,6 +19,8 @@ from .trees import config, problems
         ({"model": {"position": "learned", "max_positions": 511}}, "model.max_positions", "set at least 512"),
         ({"parallel": {"zero_stage": 0}, "training": {"dtype": "bfloat16"}}, "parallel.zero_stage",
          "set zero_stage to 1 or training.dtype to float32"),
+        ({"parallel": {"softmax_exchange": "ring"}}, "parallel.softmax_exchange",
+         "remove it or set context above 1"),
     ],
 )  # fmt: skip
 def test_sections_that_contradict_each_other_are_refused_with_the_nearest_right_value(sections, key, remedy):

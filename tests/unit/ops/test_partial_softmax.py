@@ -16,7 +16,7 @@ from megakernel.ops.softmax_attention.partial import (
     log_normalizer,
     no_sums,
 )
-from megakernel.ops.softmax_attention.spans import Spans, spans_among
+from megakernel.ops.softmax_attention.spans import spans_among
 from megakernel.ops.sums import normalized
 from tests.unit.ops.comparing import random
 
@@ -35,12 +35,10 @@ def inputs():
 
 
 def from_parts(tensors, parts):
-    """Output and gradients of queries, keys and values from sums over `parts`: (slice of keys, spans, pairs)."""
+    """Output and gradients of queries, keys and values from sums over `parts`: (slice of keys, spans, own)."""
     q, k, v, grad = (x.detach() for x in tensors)
     q, grad = q.unflatten(1, (KV, G)), grad.unflatten(1, (KV, G))
-    keys = [
-        (place, Seen(k[:, :, place], v[:, :, place], spans, None, pairs)) for place, spans, pairs in parts
-    ]
+    keys = [(place, Seen(k[:, :, place], v[:, :, place], spans, None, own)) for place, spans, own in parts]
     total = no_sums(q, WIDTH)
     for _, seen in keys:
         add_sums(total, q, seen)
@@ -63,7 +61,7 @@ def reference(tensors, **options):
 def test_uneven_parts_of_packed_rows_add_up_in_any_order(order, causal):
     tensors = inputs()
     parts = [
-        (slice(a, b), spans_among(DOCUMENTS, DOCUMENTS[:, a:b].contiguous(), -a if causal else None), "some")
+        (slice(a, b), spans_among(DOCUMENTS, DOCUMENTS[:, a:b].contiguous(), -a if causal else None), False)
         for a, b in order
     ]
     expected = reference(tensors, causal=causal, positions=torch.arange(N) - DOCUMENTS)
@@ -83,6 +81,28 @@ def test_spans_among_keys_of_another_piece_are_those_of_the_row():
     assert torch.equal(torch.cat(parts, 2), whole)
 
 
+@pytest.mark.parametrize("ahead", [None, 0, -5, 5])
+@pytest.mark.parametrize("rows", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("block", [1, 3, 12])
+def test_rectangles_hold_every_pair_once_and_say_which_are_whole(ahead, rows, block):
+    spans = spans_among(DOCUMENTS[rows], DOCUMENTS[rows], ahead)
+    wanted = spans.mask(slice(None), 0, N)
+    found = torch.zeros_like(wanted, dtype=torch.int64)
+    for queries, keys, whole in spans.rectangles(block, 2):
+        assert wanted[:, queries, keys].all() or not whole
+        assert whole or (keys.stop - keys.start <= 2 and queries.stop - queries.start <= block)
+        found[:, queries, keys] += 1
+    assert found.max() <= 1
+    assert torch.equal(wanted & (found == 1), wanted)
+
+
+def test_queries_that_see_the_same_keys_are_one_rectangle():
+    one = torch.zeros(1, N, dtype=torch.int64)
+    assert list(spans_among(one, one[:, :5].contiguous(), N).rectangles(4, 2)) == [
+        (slice(0, N), slice(0, 5), True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
@@ -99,8 +119,8 @@ def test_fused_kernels_give_sums_that_add(device, dtype):
     row[3][:, :, :N] = 0  # nothing depends on the first half's outputs
     q, k, v, grad = (x.to(device, dtype) for x in row)
     assert fused.takes(q, k, v)
-    unread = Spans(torch.empty(1, 0), torch.empty(1, 0))
-    parts = [(slice(N), unread, "all"), (slice(N, 2 * N), unread, "causal")]
+    all_of_them = spans_among(*torch.zeros(2, 1, N, dtype=torch.int64, device=device), None)
+    parts = [(slice(N), all_of_them, False), (slice(N, 2 * N), all_of_them, True)]
     found = from_parts((q[:, :, N:], k, v, grad[:, :, N:]), parts)
     out, of_queries, of_keys, of_values = reference([x.requires_grad_() for x in row])
     # Halves on a GPU are rounded once for each part; elsewhere sums are float32 or better.
