@@ -14,14 +14,14 @@ aten = torch.ops.aten
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether there is a kernel for q (B, H, N, d), k (B, H_kv, N, d) and v (B, H_kv, N, D)."""
+    """Whether there is a kernel for q (B, H, N, d), k (B, H_kv, M, d) and v (B, H_kv, M, D)."""
     width = q.shape[-1]
     if v.shape[-1] != width or any(x.stride(-1) != 1 for x in (q, k, v)):
         return False
     if q.device.type == "cpu":
         return True
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return q.is_cuda and half and width % 8 == 0 and width <= 256
+    # GPUs too old for these kernels are too old for bfloat16.
+    return q.is_cuda and q.dtype == torch.bfloat16 and width % 8 == 0 and width <= 256
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -46,12 +46,11 @@ def gradients(
     of `out`.
     """
     if q.is_cuda:
-        # Nothing is dropped out: the state of a random generator is not read.
+        # Nothing is dropped out: the state of a random generator is not read. The logs are read without their strides.
         state, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, ()))
-        length = q.shape[2]
         return aten._scaled_dot_product_flash_attention_backward(
-            grad.to(q.dtype), q, k, v, out.to(q.dtype), log_sums, None, None, length, length, 0.0, causal,
-            state, offset,
+            grad.to(q.dtype), q, k, v, out.to(q.dtype), log_sums.contiguous(),
+            None, None, q.shape[2], k.shape[2], 0.0, causal, state, offset,
         )  # fmt: skip
     tensors = (x.to(wide(x.dtype)) for x in (grad, q, k, v, out))
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, log_sums, 0.0, causal)

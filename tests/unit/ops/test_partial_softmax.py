@@ -119,8 +119,10 @@ def test_fused_kernels_give_sums_that_add(device, dtype):
     row[3][:, :, :N] = 0  # nothing depends on the first half's outputs
     q, k, v, grad = (x.to(device, dtype) for x in row)
     assert fused.takes(q, k, v)
-    all_of_them = spans_among(*torch.zeros(2, 1, N, dtype=torch.int64, device=device), None)
-    parts = [(slice(N), all_of_them, False), (slice(N, 2 * N), all_of_them, True)]
+    one = torch.zeros(1, N, dtype=torch.int64, device=device)
+    some, others = (slice(5), slice(5, N))  # seen as a whole, and fewer or more than the queries
+    parts = [(place, spans_among(one, one[:, place].contiguous(), None), False) for place in (others, some)]
+    parts.append((slice(N, 2 * N), spans_among(one, one, 0), True))
     found = from_parts((q[:, :, N:], k, v, grad[:, :, N:]), parts)
     out, of_queries, of_keys, of_values = reference([x.requires_grad_() for x in row])
     # Halves on a GPU are rounded once for each part; elsewhere sums are float32 or better.
@@ -135,12 +137,14 @@ def test_fused_kernels_give_sums_that_add(device, dtype):
 def test_a_gpu_is_asked_for_what_its_kernels_take(dtype, width, taken):
     """By torch's own account of shapes and arguments, which needs no GPU."""
     with FakeTensorMode():
-        q, k = (
-            torch.empty(2, heads, 128, width, dtype=getattr(torch, dtype), device="cuda") for heads in (6, 2)
+        q, some, k = (
+            torch.empty(2, heads, length, width, dtype=getattr(torch, dtype), device="cuda")
+            for heads, length in ((6, 128), (6, 64), (2, 128))
         )
         assert fused.takes(q, k, k) == taken
-        if taken:
-            out, log_sums = fused.attend(q, k, k, True)
-            assert (out.shape, log_sums.shape, log_sums.dtype) == (q.shape, q.shape[:-1], torch.float32)
-            parts = fused.gradients(out.float(), q, k, k, out.float(), log_sums, True)
-            assert [x.shape for x in parts] == [q.shape, k.shape, k.shape]
+        for queries, causal in ((q, True), (some, False)) if taken else ():
+            out, log_sums = fused.attend(queries, k, k, causal)
+            assert (out.shape, log_sums.shape) == (queries.shape, queries.shape[:-1])
+            assert log_sums.dtype == torch.float32
+            parts = fused.gradients(out.float(), queries, k, k, out.float(), log_sums, causal)
+            assert [x.shape for x in parts] == [queries.shape, k.shape, k.shape]
