@@ -30,7 +30,7 @@ class Properties:
     state_size_per_token: int
     """Numbers that each token adds to it."""
 
-    exchanges: tuple[Literal["state", "halo", "heads", "landmarks"], ...]
+    exchanges: tuple[Literal["state", "halo", "heads", "heads or ring", "landmarks"], ...]
     """What pieces of a sequence exchange."""
 
 
