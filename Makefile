@@ -46,13 +46,15 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import ensurepip' || { echo "venv is missing: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Torch comes first. Without a GPU its CPU build is a tenth of the size: taken where pip finds one.
+# Torch comes first. Without a GPU its CPU build is a tenth of the size: taken where pip finds one. With one,
+# Liger-Kernel's fused kernels come too.
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing $(TORCH)"
 	@if command -v nvidia-smi >/dev/null; then $(PIP) install -q '$(TORCH)'; else \
 		$(PIP) install -q '$(TORCH)+cpu' 2>/dev/null || \
 		$(PIP) install -q '$(TORCH)'; fi
-	DS_BUILD_OPS=0 $(PIP) install -q -e . -c constraints.txt
+	@if command -v nvidia-smi >/dev/null; then what='.[gpu]'; else what=.; fi; \
+		DS_BUILD_OPS=0 $(PIP) install -q -e "$$what" -c constraints.txt
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

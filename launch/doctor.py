@@ -89,6 +89,17 @@ def _packages() -> Iterator[Finding]:
         is_new_enough = _numbers(version) >= oldest
         remedy = "" if is_new_enough else f"pip install '{name}>={wanted}' -c constraints.txt"
         yield Finding(name, version, "good" if is_new_enough else "missing", remedy)
+    yield _liger_kernel()
+
+
+def _liger_kernel() -> Finding:
+    try:
+        return Finding("liger-kernel", metadata.version("liger-kernel"))
+    except metadata.PackageNotFoundError:
+        remedy = (
+            "fuses norms, SwiGLU, RoPE and the loss on GPUs: pip install 'megakernel[gpu]' -c constraints.txt"
+        )
+        return Finding("liger-kernel", "none", "optional", remedy)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

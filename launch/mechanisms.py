@@ -42,7 +42,8 @@ share, so many of the added numbers, all of them hold. *Sequence parallel* is `p
 gathered before the layer, or landmarks of the input are summed too (then without padding, so not in classifiers).
 *Context* names what pieces of a row exchange: a `state`, whose size does not depend on the tokens; a `halo`, the end of
 the piece before, which must be whole blocks; `landmarks`; or tokens for `heads`, whose number on a tensor rank the
-pieces must then divide. Classifiers, whose rows are padded, keep `parallel.context: 1`.
+pieces must then divide. Where they do not, full softmax takes the `ring`: keys and values go round, from piece to piece
+(`parallel.softmax_exchange`). Classifiers, whose rows are padded, keep `parallel.context: 1`.
 
 """
 

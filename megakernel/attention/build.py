@@ -17,6 +17,7 @@ from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.config.attention import Attention, expand_preset
 from megakernel.config.eva import Eva
 from megakernel.config.landmark import Nystromformer, Skyformer
+from megakernel.config.parallel import SoftmaxExchange
 
 
 def build(
@@ -29,6 +30,7 @@ def build(
     max_positions: int | None = None,
     seed: Seed = 0,
     heads: HeadShard = ALL_HEADS,
+    softmax_exchange: SoftmaxExchange = "auto",
 ) -> AttentionLayer:
     """The attention module of one layer.
 
@@ -41,6 +43,8 @@ def build(
         max_positions: tokens of the longest row, which linformer's matrices have a column for.
         seed: what random matrices depend on beside the head, usually (run seed, layer).
         heads: the shard of the layer's heads that the module holds; its parameters are slices of the whole layer's.
+        softmax_exchange: how full softmax meets the keys of other pieces: `heads` trades tokens for heads, which must
+            divide over the pieces, `ring` passes keys and values round, `auto` is heads where they divide.
 
     Raises:
         ValueError: an unknown preset or key, heads that do not divide, a mechanism that is causal only.
@@ -78,4 +82,4 @@ def build(
         return KernelAttention(form, num_heads, kv_heads, head_dim, causal, seed, heads)
     if form.similarity == "gaussian" or form.mixture is not None:
         return PairwiseAttention(form, num_heads, kv_heads, head_dim, causal, seed, heads)
-    return SoftmaxAttention(num_heads, kv_heads, head_dim, causal, heads)
+    return SoftmaxAttention(num_heads, kv_heads, head_dim, causal, softmax_exchange, heads)

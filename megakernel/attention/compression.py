@@ -9,6 +9,7 @@ from megakernel.attention.flurka import pooling_logits
 from megakernel.attention.heads import HeadShard, Seed, generator
 from megakernel.attention.precision import FullPrecision
 from megakernel.config.compression import BlockCompression, Compression, LinformerCompression
+from megakernel.ops.dispatch import wide
 from megakernel.ops.low_rank import compress
 
 
@@ -44,60 +45,59 @@ class Compressor(FullPrecision):
         self.heads = heads
         self.per_head = getattr(compression, "per_head", False)
         self.normalized = not isinstance(compression, LinformerCompression)
-        self.keys: nn.Parameter | None = None
-        self.values: nn.Parameter | None = None
+        self.matrices: nn.Parameter | None = None
         if isinstance(compression, LinformerCompression):
             if max_positions is None:
                 raise ValueError(
                     "compression.kind=linformer needs the length of the longest row; pass max_positions"
                 )
             self.rank, self.block_size = compression.rank, max_positions
-            first, second = _gaussian(compression, max_positions, kv_heads, seed)
+            both = _gaussian(compression, max_positions, kv_heads, seed)
         elif isinstance(compression, BlockCompression):
             self.rank, self.block_size = compression.rank, compression.block_size
-            first = pooling_logits(self.rank, self.block_size)
+            both = pooling_logits(self.rank, self.block_size).repeat(2, 1, 1)
             if self.per_head:
-                first = first.repeat(len(kv_heads), 1, 1)
-            second = first.clone()
+                both = both.repeat(len(kv_heads), 1, 1, 1)
         else:
             self.rank, self.block_size = 1, compression.block_size
             return
-        self.keys = nn.Parameter(first)
-        if not compression.share_kv:
-            self.values = nn.Parameter(second)
+        # Beside each other in memory: what both act on, they act on as one matrix.
+        self.matrices = nn.Parameter(both[..., :1, :, :].clone() if compression.share_kv else both)
 
     @property
     def sharded(self) -> tuple[str, ...]:
         """Parameters that count heads in their first dimension."""
         return tuple(name for name, _ in self.named_parameters()) if self.per_head else ()
 
-    def pools(self) -> tuple[Tensor, ...]:
-        """(E, F), or (E,) where keys and values share it, (r, b) or (H_kv, r, b) in float32 or better."""
-        if self.keys is None:
-            return (torch.full((1, self.block_size), 1 / self.block_size),)
-        learned = [x for x in (self.keys, self.values) if x is not None]
-        used = learned if self.per_head else [self.heads.shared(x) for x in learned]
-        wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in used)
-        return tuple(x.softmax(-1) if self.normalized else x for x in wide)
+    def pools(self) -> Tensor:
+        """E and F, or E alone where keys and values share it: (p, r, b) or (H_kv, p, r, b).
+
+        Float32 or better where rows have sum 1; Linformer's are the parameter itself, a view and no copy.
+        """
+        if self.matrices is None:
+            return torch.full((1, 1, self.block_size), 1 / self.block_size)
+        used = self.matrices if self.per_head else self.heads.shared(self.matrices)
+        return used.to(wide(used.dtype)).softmax(-1) if self.normalized else used
 
     def forward(self, parts: tuple[Tensor, ...], *, first: int, length: int) -> tuple[Tensor, ...]:
         """What tokens from place `first` on contribute to the landmarks of rows of `length` tokens.
 
         parts: one tensor (..., n, c) to which both E and F are applied, or the keys and the values.
-        Returns E x and F x, (..., L, c); E x alone where one E makes both of one tensor.
+        Returns E x and F x, (..., L, c) in float32 or better; E x alone where one E makes both of one tensor.
         """
         if not self.normalized and length > self.block_size:
             raise ValueError(
                 f"rows of {length} tokens exceed max_positions={self.block_size}, linformer's columns; "
                 "raise model.max_positions or shorten the rows"
             )
-        pools = [pool.to(parts[0].device) for pool in self.pools()]
-        if len(parts) > len(pools):
-            pools = pools * len(parts)
-        return tuple(
-            compress(parts[min(i, len(parts) - 1)], pool, first=first, length=length)
-            for i, pool in enumerate(pools)
-        )
+        pools = self.pools().to(parts[0].device)
+        if len(parts) == 1:
+            # One product, [E; F] x: tokens are read once, forward and backward.
+            both = compress(parts[0], pools.flatten(-3, -2), first=first, length=length)
+            blocks = both.unflatten(-2, (-1, pools.shape[-3], self.rank))
+            return tuple(x.flatten(-3, -2) for x in blocks.unbind(-3))
+        each = [pools.select(-3, min(i, pools.shape[-3] - 1)) for i in range(len(parts))]
+        return tuple(compress(x, pool, first=first, length=length) for x, pool in zip(parts, each))
 
     def finish(self, keys: Tensor, values: Tensor, *, length: int, counts: Tensor | None) -> Landmarks:
         """Landmarks from whole sums (B, H_kv, L, .) over rows of `length` tokens, of which `counts` (B,) are real."""
@@ -107,9 +107,9 @@ class Compressor(FullPrecision):
             counts = torch.tensor([length], device=keys.device)
         blocks = torch.arange(keys.shape[2] // self.rank, device=keys.device)
         real = (counts[:, None] - blocks * self.block_size).clamp(0, self.block_size)
-        pools = self.pools()
-        keys = keys / self._shares(pools[0].to(keys.device), real).to(keys.dtype)
-        values = values / self._shares(pools[-1].to(values.device), real).to(values.dtype)
+        pools = self.pools().to(keys.device)
+        keys = keys / self._shares(pools.select(-3, 0), real).to(keys.dtype)
+        values = values / self._shares(pools.select(-3, -1), real).to(values.dtype)
         return Landmarks(keys, values, (real / self.rank).repeat_interleave(self.rank, 1))
 
     def _shares(self, pool: Tensor, real: Tensor) -> Tensor:
@@ -120,10 +120,8 @@ class Compressor(FullPrecision):
         return shares.masked_fill(shares == 0, 1.0)
 
 
-def _gaussian(
-    compression: LinformerCompression, columns: int, kv_heads: range, seed: Seed
-) -> tuple[Tensor, Tensor]:
-    """E and F ~ N(0, 1 / d_k), (d_k, N) or one for each of `kv_heads`."""
+def _gaussian(compression: LinformerCompression, columns: int, kv_heads: range, seed: Seed) -> Tensor:
+    """E and F ~ N(0, 1 / d_k), (2, d_k, N) or, for each of `kv_heads`, (H_kv, 2, d_k, N)."""
 
     def draw(*place: int | str) -> Tensor:
         both = torch.randn(
@@ -136,8 +134,4 @@ def _gaussian(
         )
         return both.to(torch.get_default_device()).float() * compression.rank**-0.5
 
-    if not compression.per_head:
-        first, second = draw()
-        return first, second
-    drawn = torch.stack([draw(head) for head in kv_heads], 1)
-    return drawn[0], drawn[1]
+    return torch.stack([draw(head) for head in kv_heads]) if compression.per_head else draw()

@@ -30,7 +30,7 @@ class Properties:
     state_size_per_token: int
     """Numbers that each token adds to it."""
 
-    exchanges: tuple[Literal["state", "halo", "heads", "landmarks"], ...]
+    exchanges: tuple[Literal["state", "halo", "heads", "heads or ring", "landmarks"], ...]
     """What pieces of a sequence exchange."""
 
 
@@ -206,7 +206,8 @@ def rotate(rotary: Rotary | None, q: Tensor, k: Tensor, positions: Positions) ->
     if rotary is None:
         return q, k
     rows = position_rows(positions, q.shape[2], q.device)
-    return rotary(q, rows), rotary(k.flatten(1, -3), rows).view_as(k)
+    q, turned = rotary.both(q, k.flatten(1, -3), rows)
+    return q, turned.view_as(k)
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:

@@ -64,7 +64,8 @@ class LowRankAttention(AttentionLayer):
         """What n tokens of the layer's input contribute to the input's landmarks.
 
         x: (n, B, C), the tokens from place `first` on of rows of `length`, zeros where they are padding. Returns
-        (2, L, B, C), E x and F x, or (1, L, B, C) where keys and values share E; parts of a row add up.
+        (2, L, B, C), E x and F x, or (1, L, B, C) where keys and values share E, in float32 or better; parts of a
+        row add up.
         """
         flat = self.compressor((x.flatten(1),), first=first, length=length)
         return torch.stack(flat).unflatten(-1, x.shape[1:])

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from megakernel.config.rope import RopeScaling
+from megakernel.ops.layers import rotate
+from megakernel.ops.layers.plain import turned
 
 
 class Rotary:
@@ -25,17 +27,24 @@ class Rotary:
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (B, H, N, d) at positions (B, N) or (1, N), whole or fractional; dtype of x."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        if x.device not in self._on_device:  # copied once: a copy in every call would wait for the device
-            self._on_device[x.device] = self.frequencies.to(x.device)
-        # Angles in float64: at position 10^6 a float32 angle is off by 0.06.
-        angles = positions[:, None, :, None] * self._on_device[x.device]
-        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
-        if self.length != 1.0:
-            cos, sin = self.length * cos, self.length * sin
-        first, second = x[..., : self.head_dim].to(wide).chunk(2, -1)
-        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+        rotated = turned(x[..., : self.head_dim], *self._angles(positions, x))
         return torch.cat([rotated, x[..., self.head_dim :]], -1) if self.head_dim < x.shape[-1] else rotated
+
+    def both(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q (B, H, N, d) and k (B, H_kv, N, d) at the same positions."""
+        if self.head_dim < q.shape[-1]:
+            return self(q, positions), self(k, positions)
+        return rotate(q, k, *self._angles(positions, q))
+
+    def _angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B or 1, N, head_dim / 2), in float32 or better."""
+        if like.device not in self._on_device:  # copied once: a copy in every call would wait for the device
+            self._on_device[like.device] = self.frequencies.to(like.device)
+        # Angles in float64: at position 10^6 a float32 angle is off by 0.06.
+        angles = positions[..., None] * self._on_device[like.device]
+        wide = torch.promote_types(like.dtype, torch.float32)
+        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+        return (cos, sin) if self.length == 1.0 else (self.length * cos, self.length * sin)
 
 
 def frequencies(head_dim: int, base: float, scaling: RopeScaling) -> tuple[Tensor, float]:

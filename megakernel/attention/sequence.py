@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megakernel.ops.softmax_attention.ring import PendingTensors
 from megakernel.ops.state import KernelState, PendingState, empty_state
 
 
@@ -56,6 +57,14 @@ class SequencePiece(Protocol):
         """The inverse of `tokens_to_heads`."""
         ...
 
+    def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingTensors:
+        """Begin to hand `tensors` to the piece after this one, the last piece to the first.
+
+        `wait()` gives those of the piece before, of the same shapes and dtypes; until then neither may be changed.
+        Not differentiable: what rotates in backward is the caller's to say.
+        """
+        ...
+
 
 class _Nothing:
     def __init__(self, state: KernelState):
@@ -63,6 +72,14 @@ class _Nothing:
 
     def wait(self) -> KernelState:
         return empty_state(self.state)
+
+
+class _Same:
+    def __init__(self, tensors: tuple[Tensor, ...]):
+        self.tensors = tensors
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.tensors
 
 
 class WholeSequence:
@@ -98,6 +115,10 @@ class WholeSequence:
     def heads_to_tokens(self, x: Tensor) -> Tensor:
         """All tokens are mine already."""
         return x
+
+    def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingTensors:
+        """My neighbour is myself."""
+        return _Same(tensors)
 
 
 WHOLE = WholeSequence()

@@ -4,23 +4,46 @@ from typing import Any
 
 from torch import Tensor
 
+from megakernel.attention.heads import HeadShard
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.attention.whole_rows import WholeRows
+from megakernel.config.parallel import SoftmaxExchange
 from megakernel.ops import softmax_attention
 from megakernel.ops.documents import Positions
+from megakernel.ops.softmax_attention.ring import ring_attention
 
 
 class SoftmaxAttention(AttentionLayer):
-    """softmax(q k^T / sqrt(d)) v. Pieces of a sequence trade tokens for heads, so that each sees whole rows."""
+    """softmax(q k^T / sqrt(d)) v.
+
+    Pieces of a sequence trade tokens for heads where they have as many heads each, so that each sees whole rows of its
+    own, all with the same work. Otherwise, or where `exchange` says so, keys and values go round (`ring_attention`).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool,
+        exchange: SoftmaxExchange,
+        heads: HeadShard,
+    ):
+        super().__init__(num_heads, num_kv_heads, head_dim, causal, heads)
+        self.exchange = exchange
 
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
         per_token = 2 * len(self.kv_heads) * self.head_dim
         return Properties(
-            self.causal, recurrent=False, state_size=0, state_size_per_token=per_token, exchanges=("heads",)
+            self.causal,
+            recurrent=False,
+            state_size=0,
+            state_size_per_token=per_token,
+            exchanges=("heads or ring",),
         )
 
     def attend(
@@ -37,6 +60,10 @@ class SoftmaxAttention(AttentionLayer):
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = rotate(rotary, q, k, positions)
+        if self._goes_round(piece):
+            real = None if self.causal else key_mask
+            out = ring_attention(q, k, v, ring=piece, causal=self.causal, positions=positions, key_mask=real)
+            return out, None
         rows = WholeRows(piece, q.shape[1], k.shape[1])
         out, state = softmax_attention(
             rows.of_queries(q),
@@ -47,3 +74,7 @@ class SoftmaxAttention(AttentionLayer):
             initial_state=state,
         )
         return rows.cut(out), state
+
+    def _goes_round(self, piece: SequencePiece) -> bool:
+        divide = len(self.query_heads) % piece.size == 0
+        return piece.size > 1 and (self.exchange == "ring" or (self.exchange == "auto" and not divide))

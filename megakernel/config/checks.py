@@ -96,14 +96,25 @@ def _pieces_of_a_row_have_heads_to_trade(model: Model, parallel: Parallel) -> It
     if parallel.context == 1 or model.num_heads % parallel.tensor:
         return
     heads = model.num_heads // parallel.tensor
-    keys = [key for key, attention in _named_attentions(model) if attention.trades_heads(model.is_causal)]
-    if heads % parallel.context and keys:
+    if heads % parallel.context == 0:
+        return
+    forced = parallel.softmax_exchange == "heads"
+    trading = [entry for entry in _named_attentions(model) if entry[1].trades_heads(model.is_causal)]
+    keys = [key for key, attention in trading if not attention.passes_keys_round]
+    softmax = [key for key, attention in trading if attention.passes_keys_round]
+    if keys:
         reason = (
             f"does not divide the {heads} heads of a tensor rank, for which the pieces of a row trade tokens "
             f"in {' and '.join(keys)}"
         )
         remedy = "set a divisor of the heads, or take similarity: kernel"
         yield Problem("parallel.context", parallel.context, reason, remedy)
+    if softmax and forced:
+        reason = (
+            f"needs heads that divide over parallel.context={parallel.context}, and a tensor rank has {heads} "
+            f"in {' and '.join(softmax)}"
+        )
+        yield Problem("parallel.softmax_exchange", "heads", reason, "set ring or auto")
 
 
 def _bfloat16_has_master_weights(parallel: Parallel, training: Training) -> Iterator[Problem]:

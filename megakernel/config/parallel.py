@@ -8,6 +8,8 @@ from pydantic import Field
 from .errors import Problem
 from .section import Section
 
+SoftmaxExchange = Literal["auto", "heads", "ring"]
+
 
 class Parallel(Section):
     """World = tensor x context x data x pipeline, tensor fastest; data is what is left of the world."""
@@ -23,6 +25,10 @@ class Parallel(Section):
 
     state_exchange: Literal["auto", "gather", "ring"] = "auto"
     """How kernel states reach the other context ranks: all to all at once, or summed from rank to rank."""
+
+    softmax_exchange: SoftmaxExchange = "auto"
+    """How full softmax over context ranks meets all keys of a row: `heads` trades tokens for heads, whose number on a
+    tensor rank `context` must divide; `ring` passes keys and values round; `auto` is ring where they do not divide."""
 
     pipeline: int = Field(default=1, gt=0)
     """Pipeline stages."""
@@ -51,6 +57,11 @@ class Parallel(Section):
         if self.state_exchange != "auto" and self.context == 1:
             remedy = "remove it or set context above 1"
             yield Problem("state_exchange", self.state_exchange, "has nothing to send and context=1", remedy)
+        if self.softmax_exchange != "auto" and self.context == 1:
+            remedy = "remove it or set context above 1"
+            yield Problem(
+                "softmax_exchange", self.softmax_exchange, "has nothing to send and context=1", remedy
+            )
         if self.sequence_parallel and self.tensor == 1:
             remedy = "set tensor above 1 or remove sequence_parallel"
             yield Problem("sequence_parallel", True, "shards over tensor ranks and tensor=1", remedy)

@@ -79,7 +79,8 @@ def project(
         mine = real_first(tokens.whole, padding_mask)[tokens.first : tokens.first + len(mine)]
     length = len(tokens.whole)
     landmarks = core.compress(mine, first=piece.rank * length + tokens.first, length=piece.size * length)
-    landmarks = piece.total(total(landmarks, mesh.tp.group))
+    # Whole sums are rounded once, to what the projections multiply.
+    landmarks = piece.total(total(landmarks, mesh.tp.group)).to(mine.dtype)
 
     queries, keys, values = weight.unflatten(0, (-1, sum(parts), core.head_dim)).split(parts, 1)
     q = _heads(tokens.whole, queries)

@@ -11,6 +11,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megakernel.ops.dispatch import Implementation, Kernels, choose
+
 from .norm import Norm
 from .settings import ModelSettings, drawn_from
 from .stream import IGNORED, Stream
@@ -63,13 +65,27 @@ def mean_loss(weight: Tensor, stream: Stream, settings: ModelSettings) -> Tensor
     if not settings.model.is_causal:  # few tokens are hidden, and the others need no logits
         counts = targets != IGNORED
         hidden, targets = hidden[counts], targets[counts]
-    return _losses(weight, hidden, targets, settings.loss_chunk_size).sum() / num_targets.squeeze()
+    # A vocabulary that lies here whole needs no other rank: whoever is fastest on this device computes the loss.
+    summed = choose(SUMS, None) if settings.mesh.tp.size == 1 else _sum_of_chunks
+    return summed(hidden, weight, targets, settings.loss_chunk_size) / num_targets.squeeze()
 
 
 def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: ModelSettings) -> Tensor:
     """Cross entropy of each token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED."""
     hidden = for_vocabulary(hidden, settings).flatten(0, 1)
     return _losses(weight, hidden, labels.transpose(0, 1).reshape(-1), settings.loss_chunk_size)
+
+
+def _sum_of_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    return _losses(weight, hidden, targets, rows).sum()
+
+
+SUMS: dict[str, Implementation] = {
+    "chunked": _sum_of_chunks,
+    "reference": _sum_of_chunks,
+    "liger": Kernels("megakernel.ops.layers.liger", "summed_cross_entropy"),
+}
+"""Backend -> the sum of the cross entropies of hidden states (T, C) through (V, C), logits of some tokens at a time."""
 
 
 def _losses(weight: Tensor, hidden: Tensor, targets: Tensor, rows: int) -> Tensor:

@@ -10,6 +10,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megakernel.ops.layers import swiglu
 from megakernel.parallel import replicated
 
 from .norm import Norm
@@ -42,7 +43,9 @@ def layer_spec() -> ModuleSpec:
             mlp_norm=Norm,
             mlp=ModuleSpec(
                 module=MLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                submodules=MLPSubmodules(
+                    linear_fc1=ColumnParallelLinear, activation_func=swiglu, linear_fc2=RowParallelLinear
+                ),
             ),
         ),
     )

@@ -1,9 +1,9 @@
 """Normalization that works on sequence shards (Megatron's wrapped torch norm refuses sequence parallelism)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megakernel.ops.layers import layer_norm, rms_norm
 from megakernel.parallel import replicated
 
 from .settings import ModelSettings
@@ -20,11 +20,11 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., head_dim) -> the same shape and dtype."""
-        return F.rms_norm(x, self.weight.shape, replicated(self.weight, self.group), self.eps)
+        return rms_norm(x, replicated(self.weight, self.group), self.eps)
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dimension, computed in float32 by torch.
+    """RMSNorm or LayerNorm over the last dimension, computed in float32.
 
     Under sequence parallelism each tensor rank sees part of the tokens, so the gradients of the replicated weights
     are summed over the tensor ranks.
@@ -44,6 +44,6 @@ class Norm(nn.Module):
         """x (..., hidden_size) -> the same shape and dtype."""
         weight = replicated(self.weight, self.group)
         if self.kind == "rmsnorm":
-            return F.rms_norm(x, weight.shape, weight, self.eps)
+            return rms_norm(x, weight, self.eps)
         assert self.bias is not None
-        return F.layer_norm(x, weight.shape, weight, replicated(self.bias, self.group), self.eps)
+        return layer_norm(x, weight, replicated(self.bias, self.group), self.eps)

@@ -80,6 +80,7 @@ class SelfAttention(nn.Module):
             max_positions=model.max_positions,
             seed=(settings.seed, index),
             heads=head_shard(mesh.tp),
+            softmax_exchange=mesh.softmax_exchange,
         )
         mark_head_parameters(self.core)
         self.output = build_module(

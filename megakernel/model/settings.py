@@ -66,6 +66,8 @@ class ModelSettings:
             ffn_hidden_size=model.ffn_size,
             gated_linear_unit=model.activation == "swiglu",
             activation_func=_ACTIVATIONS[model.activation],
+            # Megatron's name for an MLP that takes its activation from the layer's spec: ours, of gate and up at once.
+            use_te_activation_func=model.activation == "swiglu",
             add_bias_linear=model.bias,
             add_qkv_bias=model.qkv_bias,
             init_method_std=model.init_std,

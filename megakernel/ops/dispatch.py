@@ -13,16 +13,20 @@ import torch
 VARIABLE = "MEGAKERNEL_BACKEND"
 EVERYWHERE = "chunked"
 KERNELS = "triton"
+LIBRARY = "liger"
+"""Liger-Kernel's Triton kernels, for what is not written here."""
 
 
 class Kernels:
-    """The Triton implementation of an op: a module with `attend`, imported when it first runs.
+    """The Triton implementation of an op: a function of a module that is imported when it first runs.
 
-    Its `unsupported`, given the same arguments, says why the kernels cannot take them, or None.
+    The module's `unsupported`, given the same arguments, says why the kernels cannot take them, or None.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, function: str = "attend") -> None:
         self.name = module
+        self.function = function
+        self.op = module.split(".")[-2] if function == "attend" else function
 
     @property
     def module(self) -> ModuleType:
@@ -33,8 +37,13 @@ class Kernels:
         """Run the kernels; ValueError with the reason where they cannot."""
         reason = _no_device(args[0]) or self.module.unsupported(*args, **kwargs)
         if reason is not None:
-            raise ValueError(f"backend='{KERNELS}': {reason}; take backend='{EVERYWHERE}'")
-        return self.module.attend(*args, **kwargs)
+            backend = KERNELS if self.function == "attend" else LIBRARY
+            raise ValueError(f"backend='{backend}': {reason}; take backend='{EVERYWHERE}'")
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the kernels on arguments that they take."""
+        return getattr(self.module, self.function)(*args, **kwargs)
 
 
 Implementation = Callable[..., Any]
@@ -44,13 +53,11 @@ def choose(implementations: Mapping[str, Implementation], backend: str | None) -
     """The implementation named by `backend`, else by the environment's MEGAKERNEL_BACKEND, else the fastest.
 
     The fastest is Triton's for tensors on a GPU, if the op has kernels and they take the arguments, and the chunked
-    one elsewhere. The environment's `triton` means all ops that have kernels.
+    one elsewhere. The environment's `triton` means all ops that have kernels of ours; the others run their fastest.
     """
     name = backend or os.environ.get(VARIABLE)
-    if name is None:
+    if name is None or (name == KERNELS and not backend and KERNELS not in implementations):
         return partial(_fastest, implementations)
-    if name == KERNELS and not backend:
-        return implementations.get(KERNELS, implementations[EVERYWHERE])
     if name not in implementations:
         source = "backend" if backend else VARIABLE
         raise ValueError(f"{source}={name!r}: expected one of {', '.join(implementations)}")
@@ -58,12 +65,12 @@ def choose(implementations: Mapping[str, Implementation], backend: str | None) -
 
 
 def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs: Any) -> Any:
-    kernels = implementations.get(KERNELS)
+    kernels = implementations.get(KERNELS) or implementations.get(LIBRARY)
     if isinstance(kernels, Kernels) and args[0].is_cuda:
         reason = kernels.module.unsupported(*args, **kwargs)
         if reason is None:
-            return kernels.module.attend(*args, **kwargs)
-        _warn_once(kernels.name.split(".")[-2], reason)
+            return kernels.run(*args, **kwargs)
+        _warn_once(kernels.op, reason)
     return implementations[EVERYWHERE](*args, **kwargs)
 
 

@@ -33,6 +33,7 @@ class Mesh:
         model: tp x pp, which together hold one copy of the weights.
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
         state_exchange: how kernel states go from piece to piece.
+        softmax_exchange: how softmax layers reach the other pieces of a sequence.
         sequence_piece: this process's piece of every sequence, for attention.
         head_shard: this process's share of every attention layer's heads.
         topology: the same order for DeepSpeed's PipelineModule, where `data` is `gradient`.
@@ -49,6 +50,7 @@ class Mesh:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.sequence_parallel = parallel.sequence_parallel
+        self.softmax_exchange = parallel.softmax_exchange
         self.tp = Axis.of(parallel_state.get_tensor_model_parallel_group())
         self.cp = Axis.of(parallel_state.get_context_parallel_group())
         self.dp = Axis.of(parallel_state.get_data_parallel_group())

@@ -12,6 +12,7 @@ from torch import Tensor
 from megakernel.ops.state import KernelState, PendingState
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.progress import Progress
+from megakernel.parallel.rotation import PendingRotation, start_rotation
 from megakernel.parallel.state_exchange import (
     Background,
     Exchange,
@@ -115,3 +116,7 @@ class ContextPiece:
             by_sender = all_to_all(self._group, by_receiver)
         self.traffic.sends_and_returns("heads", by_receiver, by_sender, times=(self.size - 1) / self.size)
         return by_sender
+
+    def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingRotation:
+        """Begin to hand `tensors` to the right neighbour and to receive the left one's."""
+        return start_rotation(tensors, self._group, self.traffic)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megakernel.parallel.progress import Progress
 
-Kind = Literal["state", "window", "heads", "tokens", "sums"]
-"""Kernel states; a neighbour's last tokens; tokens traded for heads; tokens gathered; sums over pieces."""
+Kind = Literal["state", "window", "heads", "keys", "tokens", "sums"]
+"""Kernel states; a neighbour's last tokens; tokens traded for heads; keys and values that go round, and their
+gradients; tokens gathered; sums over pieces."""
 
 
 class Traffic:

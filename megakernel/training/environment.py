@@ -17,6 +17,7 @@ PACKAGES = (
     "triton",
     "megatron-core",
     "deepspeed",
+    "liger-kernel",
     "datasets",
     "transformers",
     "tokenizers",

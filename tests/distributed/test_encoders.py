@@ -48,6 +48,7 @@ LAYOUTS = {
     "tp2": "parallel.tensor=2",
     "tp2 sequence parallel": "parallel.tensor=2 parallel.sequence_parallel=true",
     "cp2": "parallel.context=2",
+    "cp2 ring": "parallel.context=2 parallel.softmax_exchange=ring",
     "pp2": "parallel.pipeline=2",
     "zero 1": "parallel.zero_stage=1",
     "zero 2": "parallel.zero_stage=2",
@@ -55,7 +56,7 @@ LAYOUTS = {
 }
 """On two processes."""
 
-PADDED = [layout for layout in LAYOUTS if layout != "cp2"]
+PADDED = [layout for layout in LAYOUTS if not layout.startswith("cp2")]
 CASES = [
     *(("masked_lm", layout) for layout in LAYOUTS),
     ("masked_lm on landmarks", "cp2"),

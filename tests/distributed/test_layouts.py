@@ -11,6 +11,11 @@ LAYOUTS = {
     "cp2": (2, "parallel.context=2"),
     "cp4": (4, "parallel.context=4"),
     "cp4 states passed on": (4, "parallel.context=4 parallel.state_exchange=ring"),
+    "cp2 ring selective recompute": (
+        2,
+        "parallel.context=2 parallel.softmax_exchange=ring training.activation_checkpointing=selective",
+    ),
+    "cp4 full recompute": (4, "parallel.context=4 training.activation_checkpointing=full"),
     "pp2": (2, "parallel.pipeline=2"),
     "tp2 cp2": (4, "parallel.tensor=2 parallel.context=2"),
     "tp2 pp2": (4, "parallel.tensor=2 parallel.pipeline=2"),
@@ -60,6 +65,9 @@ OTHER_PARTS = (
 )
 """The parts that the default model has not, where they meet tensor ranks and stages."""
 
+SIX_HEADS = "model.hidden_size=96 model.num_heads=6 model.num_kv_heads=2"
+"""Heads that divide over neither four context ranks nor, on each of two tensor ranks, over two."""
+
 VARIANTS = {
     "tied rope swiglu rmsnorm": ("", list(LAYOUTS)),
     "untied learned gelu layernorm biases": (
@@ -73,6 +81,10 @@ VARIANTS = {
             "tp2 sequence parallel pp2",
             "dp2 zero 3",
         ],
+    ),
+    "six heads": (
+        SIX_HEADS,
+        ["cp4 states passed on", "cp4 full recompute", "tp2 cp2", "tp2 sequence parallel cp2 zero 3"],
     ),
 }
 CASES = [(variant, layout) for variant, (_, layouts) in VARIANTS.items() for layout in layouts]

@@ -54,6 +54,15 @@ def test_a_flurka_layer_sends_its_state_and_a_window_whatever_the_length(tokens)
         assert sent["window"] == FLOAT32 * window, rank
 
 
+@pytest.mark.parametrize("tokens", [512, 1024])
+def test_a_softmax_layer_whose_heads_do_not_divide_sends_keys_and_their_gradients(tokens):
+    size, own = 3, tokens // 4
+    keys = own * KV_HEADS * 2 * WIDTH  # with values; two query heads that share a key head send it once
+    for sent in run_ranks(sent_by_layer, size, own * size, "softmax", size):
+        # Keys go round forward and backward, and in backward their gradients with them.
+        assert sent == {"keys": FLOAT32 * (size - 1) * 3 * keys}
+
+
 def sent_by_way(size, way):
     return sent_by_layer(512 * size, "linear", size, state_exchange=way).get("state", 0)
 

@@ -1,7 +1,10 @@
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from tests.kernels.comparing import DEVICE
 
@@ -10,6 +13,24 @@ from tests.kernels.comparing import DEVICE
 def device() -> torch.device:
     """See `comparing.DEVICE`."""
     return torch.device(DEVICE)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def interpreted_language():
+    """`triton.language` is the interpreter's for all tests together.
+
+    Left to itself the interpreter goes through the language at every call of a device function, of which a kernel makes
+    thousands, and finds nothing left to replace: that took most of the time of these tests.
+    """
+    if DEVICE == "cuda":
+        yield
+        return
+    replace = interpreter._patch_lang
+    replaced = replace(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    yield
+    interpreter._patch_lang = replace
+    replaced.restore()
 
 
 @pytest.fixture(autouse=True)

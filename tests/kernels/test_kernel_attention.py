@@ -274,6 +274,17 @@ def test_what_kernels_cannot_take_is_named(changes, message, draw, device):
         run("triton", leaves, feature_map="elu")
 
 
+def test_few_keys_leave_as_few_states_as_many():
+    """Both ways, queries keep states for backward: 256 landmarks must not make them as many as 256 tokens had."""
+    from megakernel.ops.kernels.features import phi_of
+
+    phi = phi_of("elu", 128, None)
+    q = torch.empty(1, 16, 65536, 128, dtype=torch.bfloat16, device="meta")
+    alone = launch.tiles(phi, q, q).segment
+    assert launch.tiles(phi, q, q[:, :, :256]).segment == alone >= 2048
+    assert launch.tiles(phi, q[:, :, :256], q).segment == alone
+
+
 def test_segments_keep_states_under_two_percent():
     from megakernel.ops.kernels.features import phi_of
 

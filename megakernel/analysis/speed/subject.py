@@ -115,7 +115,7 @@ def _layer(contender: Contender, case: Case, drawn: Sequence[Tensor]) -> Subject
     def forward() -> Tensor:
         of_keys = of_values = x
         if isinstance(core, LowRankAttention) and core.compresses_input:
-            of_keys, of_values = core.compress(x, first=0, length=case.tokens)
+            of_keys, of_values = core.compress(x, first=0, length=case.tokens).to(x.dtype)
         mixed = core(heads(x, queries), heads(of_keys, keys), heads(of_values, values))
         y = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), output)
         return F.linear(F.gelu(F.linear(y, up)), down)

@@ -103,10 +103,12 @@ def segment_length(phi: Phi, q: Tensor, v: Tensor, chunk: int) -> int:
     """Tokens of a segment, a power of two of chunks.
 
     Long enough that states take STATE_SHARE of the memory of q, k, v and out; where the batch is so small that this
-    leaves fewer than PROGRAMS segments, as short as gives that many. Depends on shapes alone.
+    leaves fewer than PROGRAMS segments, as short as gives that many. Where keys are few and queries many, or the other
+    way round, the longer rows decide: both keep states in backward. Depends on shapes alone.
     """
-    batch, heads, length, width = q.shape
-    key_heads, values = v.shape[1], v.shape[-1]
+    batch, heads, queries, width = q.shape
+    key_heads, keys, values = v.shape[1:]
+    length = max(queries, keys)
     token = ((heads + key_heads) * width + (heads + key_heads) * values) * v.element_size()
     state = key_heads * phi.padded_features * (padded(values) + 1) * 4
     frugal = triton.next_power_of_2(triton.cdiv(int(state / STATE_SHARE), token))

@@ -26,7 +26,8 @@ def compress(
         backend: reference or chunked.
 
     Returns:
-        (..., L, c) with L = r ceil(length / b), in the dtype of x.
+        (..., L, c) with L = r ceil(length / b), in float32 or better: what parts add up to is rounded once, by
+        whoever rounds the sum. Where x is in half precision, so are the factors of E x, but not its sums.
 
     Raises:
         ValueError: a stretch that does not lie in its row.
@@ -36,4 +37,4 @@ def compress(
         raise ValueError(
             f"first={first}: {x.shape[-2]} tokens from there do not lie in a row of length={length}; change one"
         )
-    return choose(IMPLEMENTATIONS, backend)(x, pool.to(x.dtype), first, length)
+    return choose(IMPLEMENTATIONS, backend)(x, pool, first, length)

@@ -3,12 +3,15 @@
 import torch
 from torch import Tensor
 
+from megakernel.ops.dispatch import wide
+
 
 def compress(x: Tensor, pool: Tensor, first: int, length: int) -> Tensor:
     """Arguments and result of `blocks.compress`."""
     rank, size = pool.shape[-2:]
     count = -(-length // size)
-    whole = pool.new_zeros(*pool.shape[:-2], count * rank, count * size)
+    dtype = wide(x.dtype)
+    whole = pool.new_zeros(*pool.shape[:-2], count * rank, count * size, dtype=dtype)
     for block in range(count):
         whole[..., block * rank : (block + 1) * rank, block * size : (block + 1) * size] = pool
-    return torch.matmul(whole[..., first : first + x.shape[-2]], x)
+    return torch.matmul(whole[..., first : first + x.shape[-2]], x.to(dtype))

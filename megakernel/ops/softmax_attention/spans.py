@@ -1,5 +1,7 @@
 """Which keys a query sees: an interval, since documents are contiguous."""
 
+from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -25,13 +27,52 @@ class Spans(NamedTuple):
 
     def bounds(self, block: int) -> tuple[list[int], list[int]]:
         """For each block of queries the first key that any of them sees, and the key behind the last."""
+        low, high, _, _ = self._limits(block)
+        return low, high
+
+    def blocks(self, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
+        """Pairs of at most `queries` queries and `keys` keys of which some may see each other."""
+        for start, low, high in zip(range(0, self.first.shape[1], queries), *self.bounds(queries)):
+            for some in _cut(low, high, keys):
+                yield self._queries(start, queries), some
+
+    def rectangles(self, queries: int, keys: int) -> Iterator[tuple[slice, slice, bool]]:
+        """`blocks`, and whether each of their queries sees each of their keys; those that do are as large as can be."""
+        start, limits = 0, list(zip(*self._limits(queries)))
+        for (begin, end), alike in groupby(limits, key=lambda limit: limit[2:]):
+            rows = list(alike)
+            if begin < end:
+                yield self._queries(start, queries * len(rows)), slice(begin, end), True
+            for low, high, _, _ in rows:
+                edges = ((low, begin), (end, high)) if begin < end else ((low, high),)
+                for first, behind in edges:
+                    for some in _cut(first, behind, keys):
+                        yield self._queries(start, queries), some, False
+                start += queries
+
+    def _queries(self, start: int, count: int) -> slice:
+        return slice(start, min(start + count, self.first.shape[1]))
+
+    def _limits(self, block: int) -> tuple[list[int], list[int], list[int], list[int]]:
+        """For each block of queries the first key that any sees and the one behind the last; the same for all."""
         missing = -self.first.shape[1] % block
-        first = F.pad(self.first, (0, missing), value=2**31)
-        last = F.pad(self.last, (0, missing), value=-1)
-        low = first.unflatten(1, (-1, block)).amin((0, 2))
-        high = last.unflatten(1, (-1, block)).amax((0, 2)) + 1
-        lows, highs = torch.stack([low, high]).tolist()
-        return lows, highs
+
+        def blocked(x: Tensor, missed: int) -> Tensor:
+            return F.pad(x, (0, missing), value=missed).unflatten(1, (-1, block))
+
+        beyond = 2**31
+        low = blocked(self.first, beyond).amin((0, 2))
+        high = blocked(self.last, -1).amax((0, 2)) + 1
+        begin = blocked(self.first, -1).amax((0, 2))
+        end = blocked(self.last, beyond).amin((0, 2)) + 1
+        # Together: a GPU is waited for once.
+        lows, highs, begins, ends = torch.stack([low, high, begin, end]).tolist()
+        return lows, highs, begins, ends
+
+
+def _cut(start: int, end: int, size: int) -> Iterator[slice]:
+    for low in range(start, end, size):
+        yield slice(low, min(low + size, end))
 
 
 def document_spans(positions: Tensor, cached: int, causal: bool) -> Spans:
@@ -41,3 +82,17 @@ def document_spans(positions: Tensor, cached: int, causal: bool) -> Spans:
     if causal:
         return Spans(first, places.expand_as(first))
     return Spans(first, places + reversed_positions(positions).flip(1))
+
+
+def spans_among(documents: Tensor, keys: Tensor, ahead: int | None) -> Spans:
+    """Spans of queries among keys of another piece of their rows; empty, first > last, where it has none for them.
+
+    documents: (B, N) and keys: (B, M) say of each token which document it belongs to, increasing along the row and
+    beyond the edges of pieces. ahead: how many tokens of the row lie between the first key and the first query, for
+    queries that see no later key; None where they do.
+    """
+    first = torch.searchsorted(keys, documents)
+    last = torch.searchsorted(keys, documents, right=True) - 1
+    if ahead is not None:
+        last = last.clamp(max=torch.arange(ahead, ahead + documents.shape[1], device=last.device))
+    return Spans(first, last)

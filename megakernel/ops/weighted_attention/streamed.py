@@ -5,8 +5,6 @@ inner product of output and its gradient, a quotient of sums over all keys has t
 block, and autograd differentiates the weights of one block whatever similarity or mixture made them.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,7 +37,7 @@ def responsibilities(q: Tensor, k: Tensor, *, form: Form, mass: Tensor, spans: S
     """
     rows = q.unflatten(1, (k.shape[1], -1))
     sums = torch.zeros_like(mass)
-    for queries, keys in _blocks(spans):
+    for queries, keys in spans.blocks(QUERIES, KEYS):
         some = mass[..., keys]
         logs = component_logs(form, _wide_rows(rows, queries), _wide(k[..., keys, :]), some)
         share = logs.softmax(-2).unflatten(2, (rows.shape[2], -1))
@@ -47,15 +45,6 @@ def responsibilities(q: Tensor, k: Tensor, *, form: Form, mass: Tensor, spans: S
         seen = share.masked_fill(~visible, 0.0).sum((2, 3))
         sums[..., keys] += torch.where((some > 0).any(2, keepdim=True), seen, 0.0)
     return sums
-
-
-def _blocks(spans: Spans) -> Iterator[tuple[slice, slice]]:
-    """Pairs of a block of queries and a block of keys that some of them may see."""
-    count = spans.first.shape[1]
-    for start, low, high in zip(range(0, count, QUERIES), *spans.bounds(QUERIES)):
-        queries = slice(start, min(start + QUERIES, count))
-        for first in range(low, high, KEYS):
-            yield queries, slice(first, min(first + KEYS, high))
 
 
 def _visible(spans: Spans, queries: slice, keys: slice) -> Tensor:
@@ -83,7 +72,7 @@ class _Stream(torch.autograd.Function):
         finish = normalized if form.normalize else unnormalized
         total = q.new_zeros(batch, kv_heads, group, count, v.shape[-1] + 1, dtype=wide(q.dtype))
         scale = total.new_full(total.shape[:-1], EMPTY)
-        for queries, keys in _blocks(spans):
+        for queries, keys in spans.blocks(QUERIES, KEYS):
             logs = position_logs(
                 form,
                 _wide_rows(q, queries),
@@ -116,7 +105,7 @@ class _Stream(torch.autograd.Function):
         )
         pull = torch.cat([grad, of_ones], -1)
         sums = [torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v, mass)]
-        for queries, keys in _blocks(ctx.spans):
+        for queries, keys in ctx.spans.blocks(QUERIES, KEYS):
             places = (q[:, :, :, queries], k[..., keys, :], v[:, :, keys], mass[..., keys])
             leaves = [x.detach().to(out.dtype).requires_grad_() for x in places]
             rows, some, values, weights = leaves

@@ -41,6 +41,14 @@ class _Pending:
         return self.state
 
 
+class _Received:
+    def __init__(self, tensors: tuple[Tensor, ...]):
+        self.tensors = tensors
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.tensors
+
+
 class ThreadPiece:
     """A SequencePiece over threads."""
 
@@ -75,6 +83,9 @@ class ThreadPiece:
 
     def heads_to_tokens(self, x: Tensor) -> Tensor:
         return torch.cat(self.table.gather(self.rank, x), 1).chunk(self.size, 2)[self.rank]
+
+    def start_rotation(self, tensors: tuple[Tensor, ...]) -> _Received:
+        return _Received(self.table.gather(self.rank, tensors)[self.rank - 1])
 
 
 def in_pieces(size: int, work: Callable[[ThreadPiece], Tensor]) -> list[Tensor]:

@@ -62,9 +62,9 @@ def test_a_halo_longer_than_the_piece_is_refused():
         )
 
 
-def test_softmax_over_pieces_needs_heads_that_divide():
+def test_weights_of_every_pair_over_pieces_need_heads_that_divide():
     with pytest.raises(ValueError, match="4 heads do not divide over 3 pieces"):
-        build("softmax", num_heads=4, head_dim=8)(*QKV, piece=ThreadPiece(Table(3), 0))
+        build("gaussian", num_heads=4, head_dim=8)(*QKV, piece=ThreadPiece(Table(3), 0))
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -24,8 +24,8 @@ def layer(preset: str, *, kv_heads: int = 2, **compression):
 def linformer(case: str, x, *, share_kv: bool = False, kv_heads: int = 2):
     module = layer("linformer", kv_heads=kv_heads, share_kv=share_kv, compress="projected")
     pools = ["proj_k"] if share_kv else ["proj_k", "proj_v"]
-    for parameter, name in zip(module.compressor.parameters(), pools):
-        parameter.data = arrays("linformer_lucidrains", f"{case}.w.{name}")[0].T
+    learned = arrays("linformer_lucidrains", *(f"{case}.w.{name}" for name in pools))
+    module.compressor.matrices.data = torch.stack([matrix.T for matrix in learned])
     names = ["to_q", "to_k"] if share_kv else ["to_q", "to_k", "to_v"]
     weights = arrays("linformer_lucidrains", *(f"{case}.w.{name}.weight" for name in names))
     q, k, *v = (heads(x @ w.T, 2 if i == 0 else kv_heads) for i, w in enumerate(weights))
@@ -51,7 +51,7 @@ def test_a_short_row_uses_the_first_columns():
 def flurka(preset: str):
     """The module with the given E and F, and q, k, v of eq. 2."""
     module = layer(preset)
-    module.compressor.keys.data, module.compressor.values.data = arrays("flurka_composed", "E1", "E2")
+    module.compressor.matrices.data = torch.stack(list(arrays("flurka_composed", "E1", "E2")))
     x, w_q, w_k, w_v = arrays("flurka_composed", "x", "Wq", "Wk", "Wv")
     keys, values = module.compress(x.transpose(0, 1), first=0, length=96).transpose(1, 2)
     return module, heads(x @ w_q), heads(keys @ w_k), heads(values @ w_v)

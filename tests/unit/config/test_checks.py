@@ -19,6 +19,8 @@ from .trees import config, problems
         ({"model": {"position": "learned", "max_positions": 511}}, "model.max_positions", "set at least 512"),
         ({"parallel": {"zero_stage": 0}, "training": {"dtype": "bfloat16"}}, "parallel.zero_stage",
          "set zero_stage to 1 or training.dtype to float32"),
+        ({"parallel": {"softmax_exchange": "ring"}}, "parallel.softmax_exchange",
+         "remove it or set context above 1"),
     ],
 )  # fmt: skip
 def test_sections_that_contradict_each_other_are_refused_with_the_nearest_right_value(sections, key, remedy):
@@ -51,12 +53,29 @@ def test_without_sequence_pieces_any_length_goes():
     assert not problems(training={"seq_len": 511})
 
 
-def test_full_softmax_needs_heads_for_every_context_rank():
-    parallel = {"tensor": 2, "context": 4}
-    assert "parallel.context" in problems(model={"attention": "softmax"}, parallel=parallel)
-    assert "parallel.context" in problems(model={"attention_pattern": ["main", "softmax"]}, parallel=parallel)
-    assert not problems(model={"attention": "flurka"}, parallel=parallel)
-    assert not problems(model={"attention": "softmax"}, parallel={"tensor": 2, "context": 2})
+@pytest.mark.parametrize(
+    "where", [{"attention": "softmax"}, {"attention_pattern": ["main", "softmax"]}], ids=str
+)
+def test_full_softmax_needs_heads_for_every_context_rank_only_where_it_trades_them(where):
+    model = {"attention": "flurka", **where}
+    cut = {"tensor": 2, "context": 4}
+    assert not problems(model=model, parallel=cut)
+    assert not problems(model=model, parallel={**cut, "softmax_exchange": "ring"})
+    refused = problems(model=model, parallel={**cut, "softmax_exchange": "heads"})[
+        "parallel.softmax_exchange"
+    ]
+    key = "model.attention_pattern.1" if "attention_pattern" in where else "model.attention"
+    reason = f"needs heads that divide over parallel.context=4, and a tensor rank has 2 in {key}"
+    assert (refused.reason, refused.remedy) == (reason, "set ring or auto")
+    assert not problems(model=model, parallel={**cut, "context": 2, "softmax_exchange": "heads"})
+    assert not problems(model={"attention": "flurka"}, parallel={**cut, "softmax_exchange": "heads"})
+
+
+def test_other_ways_to_weigh_every_pair_trade_heads_whatever_softmax_does():
+    parallel = {"tensor": 2, "context": 4, "softmax_exchange": "ring"}
+    for attention in ("gaussian", "mgk"):
+        refused = problems(model={"attention": attention}, parallel=parallel)["parallel.context"]
+        assert "does not divide the 2 heads of a tensor rank" in refused.reason
 
 
 @pytest.mark.parametrize(

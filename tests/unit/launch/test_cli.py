@@ -133,5 +133,5 @@ def test_the_doctor_finds_this_machine_fit():
         [sys.executable, "-m", "launch.cli", "doctor"], capture_output=True, text=True, check=False
     )
     assert result.returncode == ExitStatus.DONE, result.stdout
-    for name in ("torch", "megatron-core", "deepspeed", "gloo", "cpu"):
+    for name in ("torch", "megatron-core", "deepspeed", "liger-kernel", "gloo", "cpu"):
         assert f"ok  {name} " in result.stdout

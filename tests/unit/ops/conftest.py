@@ -5,6 +5,7 @@ from megakernel.ops.flurka_attention import chunked as flurka
 from megakernel.ops.kernel_attention import chunked as kernel
 from megakernel.ops.landmark_attention import grouped as landmark
 from megakernel.ops.softmax_attention import blocked as softmax
+from megakernel.ops.softmax_attention import partial
 from megakernel.ops.weighted_attention import streamed as weighted
 from megakernel.ops.window_attention import chunked as window
 
@@ -17,8 +18,9 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(module, "GROUP", 8)
     monkeypatch.setattr(flurka, "RUN", 8)
     monkeypatch.setattr(softmax, "BLOCK", 8)
-    monkeypatch.setattr(weighted, "QUERIES", 4)
-    monkeypatch.setattr(weighted, "KEYS", 8)
+    for module in (partial, weighted):
+        monkeypatch.setattr(module, "QUERIES", 4)
+        monkeypatch.setattr(module, "KEYS", 8)
 
 
 @pytest.fixture

@@ -1,0 +1,116 @@
+"""Softmax layers whose heads do not divide over context ranks: keys and values go round real processes."""
+
+import pytest
+import torch
+
+from megakernel import attention
+from tests.distributed.ranks import cpu_mesh, run_ranks
+
+BATCH, TOKENS, DIM = 2, 32, 8
+
+LAYOUTS = [{"context": 2}, {"context": 4}, {"tensor": 2, "context": 2}]
+HEADS = {
+    # Neither divides over pieces of tensor ranks.
+    "3 heads": (3, 3, "auto"),
+    "1 head": (1, 1, "auto"),
+    "3 heads, 1 key head": (3, 1, "auto"),
+    "6 heads, 2 key heads": (6, 2, "auto"),
+    "8 heads, 4 key heads, forced": (8, 4, "ring"),
+}
+PACKED = torch.stack(
+    [
+        # Documents that end inside pieces, at their edges, and beyond several of them.
+        torch.cat([torch.arange(length) for length in (3, 13, 9, 3, 4)]),
+        torch.cat([torch.arange(7, 11), torch.arange(28)]),
+    ]
+)
+CASES = [
+    (name, causal, packed, dtype)
+    for name in HEADS
+    for causal in (True, False)
+    for packed in (True, False)
+    for dtype in (torch.float64, torch.float32)
+]
+
+
+def outputs_and_gradients(case, heads=attention.ALL_HEADS, piece=attention.WHOLE):
+    """Output and gradients of one layer's queries, keys and values."""
+    name, causal, packed, dtype = case
+    num_heads, kv_heads, exchange = HEADS[name]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, count, TOKENS, DIM) for count in (num_heads, kv_heads, kv_heads, num_heads)]
+    wholes = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    parts = [x.chunk(heads.size, 1)[heads.rank].chunk(piece.size, 2)[piece.rank] for x in wholes]
+    q, k, v, weight = (x.clone().requires_grad_() for x in parts)
+    layer = attention.build(
+        "softmax",
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=DIM,
+        causal=causal,
+        heads=heads,
+        softmax_exchange=exchange,
+    )
+    positions = PACKED.chunk(piece.size, 1)[piece.rank] if packed else None
+    out = layer(q, k, v, positions=positions, rotary=attention.Rotary(DIM), piece=piece)
+    (out * weight).sum().backward()
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+def suits(case, sizes):
+    """Whether the heads divide over the layout's tensor ranks."""
+    return all(heads % sizes.get("tensor", 1) == 0 for heads in HEADS[case[0]][:2])
+
+
+def all_cases_on_ranks(sizes):
+    with cpu_mesh(**sizes) as mesh:
+        return {
+            case: outputs_and_gradients(case, mesh.head_shard, mesh.sequence_piece)
+            for case in CASES
+            if suits(case, sizes)
+        }
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+def layout(request):
+    sizes = request.param
+    shards, pieces = sizes.get("tensor", 1), sizes["context"]
+    return shards, pieces, run_ranks(all_cases_on_ranks, shards * pieces, sizes)
+
+
+def test_attention_by_keys_that_go_round_is_attention_of_one_process(layout):
+    shards, pieces, results = layout
+    for case in results[0]:
+        wanted = outputs_and_gradients(case)
+        # Sums in another order.
+        tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}[case[-1]]
+        for rank, found in enumerate(result[case] for result in results):
+            for part, whole in zip(found, wanted, strict=True):
+                mine = whole.chunk(shards, 1)[rank % shards].chunk(pieces, 2)[rank // shards]
+                torch.testing.assert_close(
+                    part, mine, rtol=tolerance, atol=tolerance, msg=lambda text, case=case: f"{case}: {text}"
+                )
+
+
+def handed_on(pieces):
+    """Two rotations under way at once, and the second waited for first."""
+    with cpu_mesh(context=pieces) as mesh:
+        rank, piece = mesh.cp.rank, mesh.sequence_piece
+        grid = torch.arange(12.0).view(3, 4) + 100 * rank
+        first = piece.start_rotation(
+            (grid.to(torch.bfloat16), grid.T.double(), torch.tensor([rank, 2**40 + rank]))
+        )
+        second = piece.start_rotation((torch.tensor([rank % 2 == 0, True]), grid.new_empty(0)))
+        return second.wait(), first.wait()
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_every_piece_receives_what_the_one_before_holds(pieces):
+    for rank, (second, first) in enumerate(run_ranks(handed_on, pieces, pieces)):
+        before = (rank - 1) % pieces
+        grid = torch.arange(12.0).view(3, 4) + 100 * before
+        expected = (grid.to(torch.bfloat16), grid.T.double(), torch.tensor([before, 2**40 + before]))
+        for found, wanted in zip(first, expected, strict=True):
+            assert torch.equal(found, wanted)
+        assert second[0].tolist() == [before % 2 == 0, True]
+        assert second[1].shape == (0,)

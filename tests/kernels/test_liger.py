@@ -1,0 +1,192 @@
+"""Liger-Kernel in place of torch: norms, SwiGLU, rotation and loss, against the same formulas in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megakernel.attention import Rotary
+from megakernel.ops import dispatch, layers
+from megakernel.ops.layers import liger
+
+from .comparing import DEVICE, TOLERANCE, rms_ratio
+from .completed_interpreter import complete
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """Triton's interpreter, able to run liger-kernel's norms."""
+    if DEVICE == "cpu":
+        complete(monkeypatch)
+
+
+def normal(draw, *shape):
+    return torch.randn(shape, generator=draw)
+
+
+def assert_agrees(run, tensors, dtype, draw):
+    """`run(liger, tensors)` and its gradients are those of `run(reference, tensors in float64)`."""
+    tensors = [x.to(DEVICE, dtype) for x in tensors]
+    found = [x.clone().requires_grad_() for x in tensors]
+    exact = [x.double().requires_grad_() for x in tensors]
+    outputs, expected = run("liger", *found), run("reference", *exact)
+    pulls = [normal(draw, *x.shape).to(DEVICE, x.dtype) for x in outputs]
+    kept = [x.clone() for x in pulls]
+    slopes = torch.autograd.grad(outputs, found, pulls)
+    wanted = torch.autograd.grad(expected, exact, [x.double() for x in pulls])
+    for actual, right in zip((*outputs, *slopes), (*expected, *wanted), strict=True):
+        assert actual.shape == right.shape
+        assert rms_ratio(actual, right) <= TOLERANCE[dtype]
+    for before, after in zip((*tensors, *kept), (*found, *pulls), strict=True):
+        assert torch.equal(before, after)  # nothing is written over what others may read
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 2, 48), (1, 1, 130), (7, 64)])
+def test_rms_norm(shape, dtype, draw):
+    run = lambda backend, x, weight: [layers.rms_norm(x, weight, 1e-5, backend=backend)]  # noqa: E731
+    assert_agrees(run, [3 * normal(draw, *shape), 1 + normal(draw, shape[-1])], dtype, draw)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 2, 48), (1, 1, 130), (7, 64)])
+def test_layer_norm(shape, dtype, draw):
+    def run(backend, *tensors):
+        return [layers.layer_norm(*tensors, 1e-5, backend=backend)]
+
+    tensors = [2 + normal(draw, *shape), 1 + normal(draw, shape[-1]), normal(draw, shape[-1])]
+    assert_agrees(run, tensors, dtype, draw)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float16,
+        # Two bfloat16 numbers are multiplied, which the interpreter holds as integers.
+        pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("shape", [(5, 2, 48), (1, 1, 130), (7, 64)])
+def test_swiglu(shape, dtype, draw):
+    assert_agrees(
+        lambda backend, x: [layers.swiglu(x, backend=backend)], [3 * normal(draw, *shape)], dtype, draw
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("heads", [(3, 1), (4, 4)])
+def test_rotation(heads, rows, dtype, draw):
+    """Of shared keys, of rows with positions of their own, in both layouts that queries come in."""
+    places = torch.randint(0, 1_000_000, (rows, 17), generator=draw).to(DEVICE)
+    rotary = Rotary(12)
+
+    def run(backend, q, k):
+        return layers.rotate(q, k, *rotary._angles(places, q), backend=backend)
+
+    q, k = (normal(draw, 2, count, 17, 12) for count in heads)
+    assert_agrees(run, [q, k], dtype, draw)
+    tokens_first = normal(draw, 2, 17, heads[0], 12).transpose(1, 2)
+    assert_agrees(run, [tokens_first, k], dtype, draw)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "width", "words", "rows"),
+    [(37, 16, 50, 4096), (37, 16, 50, 8), (300, 8, 70, 10), (1, 4, 3, 1)],
+)
+def test_loss(tokens, width, words, rows, dtype, draw):
+    """In one chunk, in some, and in stretches of chunks; a few targets do not count."""
+    targets = torch.randint(0, words, (tokens,), generator=draw)
+    targets[1::5] = -100
+
+    def run(backend, hidden, weight):
+        if backend == "liger":
+            return [liger.summed_cross_entropy(hidden, weight, targets.to(DEVICE), rows)]
+        return [F.cross_entropy(hidden @ weight.T, targets.to(DEVICE), reduction="sum")]
+
+    assert_agrees(run, [normal(draw, tokens, width), normal(draw, words, width)], dtype, draw)
+
+
+@pytest.mark.parametrize("targets", [[], [-100, -100, -100]])
+def test_loss_of_nothing_is_zero_and_has_gradients(targets):
+    hidden, weight = torch.randn(len(targets), 4, device=DEVICE), torch.randn(6, 4, device=DEVICE)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    wanted = torch.tensor(targets, dtype=torch.int64, device=DEVICE)
+    loss = liger.summed_cross_entropy(hidden, weight, wanted, 8)
+    assert loss.item() == 0
+    assert all(not slope.any() for slope in torch.autograd.grad(loss, [hidden, weight]))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_loss_learns_what_is_not_frozen(frozen, draw):
+    hidden, weight = normal(draw, 9, 4).to(DEVICE), normal(draw, 6, 4).to(DEVICE)
+    targets = torch.randint(0, 6, (9,), generator=draw).to(DEVICE)
+    learned = (weight if frozen == "hidden" else hidden).requires_grad_()
+    losses = (
+        liger.summed_cross_entropy(hidden, weight, targets, 4),
+        F.cross_entropy(hidden @ weight.T, targets, reduction="sum"),
+    )
+    found, expected = (torch.autograd.grad(loss, learned)[0] for loss in losses)
+    assert rms_ratio(found, expected) <= 1e-5
+    with torch.no_grad():
+        assert rms_ratio(liger.summed_cross_entropy(hidden, weight, targets, 4), losses[1]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "words", "rows"),
+    [(100, 4, 30, 8), (100, 4, 30, 9), (700, 8, 64, 16), (64, 8, 9, 64), (50, 9, 8, 7)],
+)
+def test_no_more_logits_exist_than_asked_for(tokens, width, words, rows):
+    heights = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if function.overloadpacket is torch.ops.aten.mm and out.shape[1] == words:
+                heights.append(len(out))
+            return out
+
+    hidden, weight = torch.randn(tokens, width, device=DEVICE), torch.randn(words, width, device=DEVICE)
+    with Products(), torch.no_grad():
+        liger.summed_cross_entropy(
+            hidden, weight, torch.zeros(tokens, dtype=torch.int64, device=DEVICE), rows
+        )
+    assert sum(heights) == tokens
+    assert max(heights) <= rows
+    # Chunks are the powers of two that fit: all but the last of a stretch, none of them shorter than half of it.
+    assert max(heights) > rows / 4
+
+
+@pytest.mark.parametrize("name", [None, "triton", "chunked", "reference"])
+def test_a_cpu_takes_torch(name, monkeypatch):
+    """With kernels of ours asked for or not, and with liger-kernel installed."""
+    monkeypatch.setattr(liger, "rms_norm", lambda *args: pytest.fail("liger-kernel ran"))
+    monkeypatch.setenv(dispatch.VARIABLE, name) if name else monkeypatch.delenv(dispatch.VARIABLE, False)
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    assert torch.equal(layers.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+
+
+def test_calls_that_do_not_fit_are_refused_with_the_reason(monkeypatch):
+    wide = torch.randn(1, liger.WIDEST + 2, device=DEVICE)
+    with pytest.raises(ValueError, match="backend='liger': tokens have width 65538; expected at most 65536"):
+        layers.swiglu(wide, backend="liger")
+    with pytest.raises(ValueError, match=r"tokens are torch\.float64"):
+        layers.swiglu(wide.double(), backend="liger")
+    monkeypatch.setattr(liger, "_is_installed", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"not installed: pip install 'megakernel\[gpu\]'; take backend='chunked'"
+    ):
+        layers.swiglu(wide, backend="liger")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [None, "triton", "chunked"])
+def test_a_gpu_takes_liger_unless_it_is_turned_off(name, monkeypatch):
+    monkeypatch.setenv(dispatch.VARIABLE, name) if name else monkeypatch.delenv(dispatch.VARIABLE, False)
+    x, weight = torch.randn(3, 8, device="cuda"), torch.ones(8, device="cuda", requires_grad=True)
+    taken = "LigerRMSNorm" in type(layers.rms_norm(x, weight, 1e-5).grad_fn).__name__
+    assert taken == (name != "chunked")

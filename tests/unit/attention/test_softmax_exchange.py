@@ -1,0 +1,70 @@
+"""How softmax over pieces of a row reaches all keys: trading heads where they divide, keys that go round elsewhere."""
+
+import pytest
+import torch
+
+from megakernel import attention
+from tests.unit.attention.pieces import ThreadPiece, in_pieces
+
+SIZE, TOKENS, WIDTH = 2, 4, 4
+
+
+class Noting(ThreadPiece):
+    """A piece that remembers which questions it was asked."""
+
+    def __init__(self, piece: ThreadPiece):
+        super().__init__(piece.table, piece.rank)
+        self.asked: set[str] = set()
+
+    def tokens_to_heads(self, x):
+        self.asked.add("heads")
+        return super().tokens_to_heads(x)
+
+    def start_rotation(self, tensors):
+        self.asked.add("ring")
+        return super().start_rotation(tensors)
+
+
+def asked(heads, exchange, preset="softmax"):
+    layer = attention.build(preset, num_heads=heads, head_dim=WIDTH, softmax_exchange=exchange)
+
+    def work(piece):
+        noting = Noting(piece)
+        layer(*(torch.ones(1, heads, TOKENS, WIDTH) for _ in range(3)), piece=noting)
+        return noting.asked
+
+    found = in_pieces(SIZE, work)
+    assert found == [found[0]] * SIZE
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("heads", "exchange", "way"),
+    [
+        (4, "auto", "heads"),
+        (3, "auto", "ring"),
+        (1, "auto", "ring"),
+        (4, "heads", "heads"),
+        (4, "ring", "ring"),
+    ],
+)
+def test_softmax_trades_heads_where_they_divide_unless_it_is_told(heads, exchange, way):
+    assert asked(heads, exchange) == {way}
+
+
+def test_heads_that_do_not_divide_cannot_be_traded_by_force():
+    with pytest.raises(ValueError, match="3 heads do not divide over 2 pieces of the sequence"):
+        asked(3, "heads")
+
+
+def test_other_mechanisms_trade_heads_whatever_softmax_does():
+    assert asked(4, "ring", "gaussian") == {"heads"}
+
+
+@pytest.mark.parametrize("exchange", ["auto", "heads", "ring"])
+def test_a_whole_row_needs_no_exchange_and_goes_on_from_its_cache(exchange):
+    layer = attention.build("softmax", num_heads=3, head_dim=WIDTH, softmax_exchange=exchange)
+    q, k, v = torch.randn(3, 1, 3, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+    first, state = layer.extend(*(x[:, :, :1] for x in (q, k, v)))
+    rest, _ = layer.extend(*(x[:, :, 1:] for x in (q, k, v)), state)
+    torch.testing.assert_close(torch.cat([first, rest], 2), layer(q, k, v))

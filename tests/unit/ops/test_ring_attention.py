@@ -1,0 +1,190 @@
+"""Keys that go round give the attention of whole rows; pieces are threads, each with a backward of its own."""
+
+import pytest
+import torch
+
+from megakernel.ops import softmax_attention
+from megakernel.ops.softmax_attention import partial, ring
+from megakernel.ops.softmax_attention.ring import ring_attention
+from tests.unit.attention.pieces import ThreadPiece, in_pieces
+from tests.unit.ops.comparing import random
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+B, N, WIDTH, VALUES = 2, 24, 4, 3
+HEADS = [(3, 1), (1, 1), (4, 2)]
+
+PACKED = torch.stack(
+    [
+        # Documents that begin inside pieces, at their edges, and before the row; one covers several pieces.
+        torch.cat([torch.arange(5, 8), torch.arange(18), torch.arange(3)]),
+        torch.cat([torch.arange(6), torch.arange(1), torch.arange(5), torch.arange(12)]),
+    ]
+)
+
+
+def inputs(heads: int = 3, kv_heads: int = 1, values: int = VALUES):
+    """q, k, v of whole rows and a weight of every output."""
+    shapes = ((heads, WIDTH), (kv_heads, WIDTH), (kv_heads, values), (heads, values))
+    return [random(B, count, N, width, seed=i) for i, (count, width) in enumerate(shapes)]
+
+
+def expected(tensors, **options):
+    """Output and gradients of the reference on whole rows."""
+    *leaves, weight = tensors
+    out, _ = softmax_attention(*leaves, **options, backend="reference")
+    return out, *torch.autograd.grad((out * weight).sum(), leaves)
+
+
+def rotated(size, tensors, *, piece_of=lambda piece: piece, **options):
+    """The same from `size` pieces, put together again."""
+
+    def work(piece: ThreadPiece):
+        def mine(x, dim):
+            return x.detach().chunk(size, dim)[piece.rank]
+
+        here = {key: mine(x, 1) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+        *leaves, weight = (mine(x, 2).clone().requires_grad_() for x in tensors)
+        out = ring_attention(*leaves, ring=piece_of(piece), **here)
+        return out, *torch.autograd.grad((out * weight).sum(), leaves)
+
+    return [torch.cat(parts, 2) for parts in zip(*in_pieces(size, work))]
+
+
+def assert_equal(actual, wanted):
+    for part, whole in zip(actual, wanted, strict=True):
+        # Sums of float64 in another order.
+        torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("positions", "values"), [(0, WIDTH), (0, VALUES), (PACKED, WIDTH)], ids=["fused", "whole_rows", "packed"]
+)
+def test_keys_that_go_round_give_the_numbers_of_whole_rows(size, heads, causal, positions, values):
+    tensors = inputs(*heads, values)
+    options = {"causal": causal, "positions": positions}
+    assert_equal(rotated(size, tensors, **options), expected(tensors, **options))
+
+
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
+def test_keys_that_are_masked_are_not_there_on_any_piece(positions):
+    tensors = inputs()
+    mask = torch.rand(B, N, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask[0, :12] = False
+    mask[1] = False  # sees nothing at all
+    options = {"causal": False, "positions": positions, "key_mask": mask}
+    found = rotated(3, tensors, **options)
+    assert_equal(found, expected(tensors, **options))
+    assert not found[0][1].any()
+
+
+@pytest.mark.parametrize("values", [WIDTH, VALUES], ids=["fused", "blocks"])
+def test_large_scores_neither_overflow_nor_vanish(values):
+    tensors = inputs(values=values)
+    with torch.no_grad():
+        tensors[0] *= 1e3
+    assert_equal(rotated(4, tensors, causal=True), expected(tensors, causal=True))
+
+
+@pytest.mark.parametrize("values", [WIDTH, VALUES], ids=["fused", "blocks"])
+def test_half_precision_is_summed_in_float32(values):
+    halves = [x.detach().to(torch.bfloat16) for x in inputs(values=values)]
+    wanted = expected([x.double().requires_grad_() for x in halves], causal=True)
+    found = rotated(4, halves, causal=True)
+    assert {x.dtype for x in found} == {torch.bfloat16}
+    for part, whole in zip(found, wanted, strict=True):
+        # Half a unit in the last of 8 digits, the one rounding of the result, and float32 where terms cancel.
+        torch.testing.assert_close(part.double(), whole, rtol=2**-8, atol=1e-5)
+
+
+class Counting:
+    """A piece that counts the bytes it hands on."""
+
+    def __init__(self, piece: ThreadPiece, sent: list[int]):
+        self.piece, self.rank, self.size, self.sent = piece, piece.rank, piece.size, sent
+
+    def start_rotation(self, tensors):
+        self.sent[self.rank] += sum(x.numel() * x.element_size() for x in tensors)
+        return self.piece.start_rotation(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("options", "each"), [({}, 0), ({"positions": PACKED}, 8)], ids=["whole", "packed"])
+def test_every_piece_sends_the_bytes_of_the_formula(dtype, options, each):
+    size, sent = 4, [0] * 4
+    tensors = [x.detach().to(dtype) for x in inputs(3, 1)]
+    rotated(size, tensors, piece_of=lambda piece: Counting(piece, sent), **options)
+    keys = 1 * (WIDTH + VALUES)  # of one key head, whatever the number of queries that share it
+    forward = (size - 1) * B * (N // size) * (keys * dtype.itemsize + each)
+    backward = (size - 1) * B * (N // size) * (keys * (dtype.itemsize + 4) + each)
+    assert sent == [forward + backward] * size
+
+
+class Alone:
+    """The first of three pieces, whose neighbour happens to hold the same; writes down what happens when."""
+
+    rank, size = 0, 3
+
+    def __init__(self):
+        self.events: list[str] = []
+
+    def start_rotation(self, tensors):
+        self.events.append(f"send {len(tensors)} {tensors[0].dtype}".replace("torch.", ""))
+        return Arriving(tensors, self.events)
+
+
+class Arriving:
+    def __init__(self, tensors, events):
+        self.tensors, self.events = tensors, events
+
+    def wait(self):
+        self.events.append("wait")
+        return self.tensors
+
+
+def test_the_next_keys_are_under_way_while_the_present_ones_are_weighed(monkeypatch):
+    alone = Alone()
+    for name in ("add_sums", "add_gradients"):
+        work = getattr(ring, name)
+        monkeypatch.setattr(ring, name, lambda *args, work=work: (alone.events.append("weigh"), work(*args)))
+    q, k, v, _ = (x.detach().to(torch.bfloat16).requires_grad_() for x in inputs())
+    out = ring_attention(q, k, v, ring=alone, causal=False)
+    keys, gradients = "send 2 bfloat16", "send 2 float32"
+    assert alone.events == [keys, "weigh", "wait", keys, "weigh", "wait", "weigh"]
+    alone.events.clear()
+    out.sum().backward()
+    # Gradients follow their keys one hop behind, and are under way while the next keys are weighed.
+    first = [keys, "weigh", "wait", keys, "weigh", gradients, "wait"]
+    assert alone.events == [*first, "weigh", "wait", gradients, "wait"]
+
+
+def weighed(monkeypatch, size, **options):
+    """Pairs whose weights forward and backward formed, by piece, and the most that existed at once."""
+    blocks = []
+    scores = partial._scores
+    monkeypatch.setattr(partial, "_scores", lambda q, k: blocks.append(scores(q, k)) or blocks[-1])
+    rotated(size, inputs(1, 1), **options)
+    sizes = [block.numel() // B for block in blocks]
+    return sum(sizes), max(sizes)
+
+
+def test_few_weights_exist_at_once_and_none_of_the_future(monkeypatch):
+    pairs, most = weighed(monkeypatch, 3, causal=True)
+    assert most <= partial.QUERIES * partial.KEYS
+    # Pieces of 8: three of nine pairs of pieces lie ahead, and in three blocks of 4 queries see 4 or 8 keys.
+    assert pairs == 2 * (3 * 8 * 8 + 3 * (4 * 4 + 4 * 8))
+
+
+def test_documents_behind_a_query_are_not_weighed(monkeypatch):
+    short = torch.arange(N).remainder(4).expand(B, -1)
+    pairs, _ = weighed(monkeypatch, 3, causal=True, positions=short)
+    assert pairs == 2 * N * 4
+
+
+def test_shapes_that_do_not_fit_are_named():
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match="k has shape"):
+        ring_attention(q, k[:, :, 1:], v, ring=ThreadPiece.__new__(ThreadPiece))
