@@ -1,5 +1,6 @@
 """Tiny models of `transformers` with random weights, one for each thing in which families differ."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def dense_model(name: str) -> Any:
     """The model with weights that a seed draws; norms and biases differ from what they begin with."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    # Of a copy: a model notes its dtype on its configuration.
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
