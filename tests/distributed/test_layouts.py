@@ -10,6 +10,7 @@ LAYOUTS = {
     "tp2 sequence parallel": (2, "parallel.tensor=2 parallel.sequence_parallel=true"),
     "cp2": (2, "parallel.context=2"),
     "cp4": (4, "parallel.context=4"),
+    "cp8, a block and half a head each": (8, "parallel.context=8"),
     "cp4 states passed on": (4, "parallel.context=4 parallel.state_exchange=ring"),
     "cp2 ring selective recompute": (
         2,
