@@ -1,8 +1,9 @@
 """Triton kernels of kernel attention: the outputs, and what all its kernels share.
 
-Programs are (segment of a key head, block of values): a program carries the state through the chunks of its segment,
-in registers, in float32. A query sees the visible keys of its chunk by a product of tiles, and the state of all keys
-before it. With u_j = m_j [v_j, 1] and the pull g_i = [do_i, -do_i.o_i] / den_i (normalized; otherwise [do_i, 0]):
+A program is one segment of a key head and one block of values (`states.share_of_program`): it carries the state through
+the chunks of its segment, in registers, in float32. A query sees the visible keys of its chunk by a product of tiles,
+and the state of all keys before it. With u_j = m_j [v_j, 1] and the pull g_i = [do_i, -do_i.o_i] / den_i (normalized;
+otherwise [do_i, 0]):
 
     dphi(q_i) = sum_j (g_i.u_j) phi(k_j)    dphi(k_j) = sum_i (g_i.u_j) phi(q_i)    du_j = sum_i (phi(q_i).phi(k_j)) g_i
 
@@ -18,7 +19,14 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_rows
-from megakernel.ops.kernels.states import add_tokens, first_token, load_mass, load_state, scales_of_addition
+from megakernel.ops.kernels.states import (
+    add_tokens,
+    first_token,
+    load_mass,
+    load_state,
+    scales_of_addition,
+    share_of_program,
+)
 
 
 @triton.jit
@@ -98,10 +106,9 @@ def read(
 
     Without NORMALIZE the former is what sums are multiplied by, exp(r_i + log of the query's scale).
     """
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
+    head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
+    column = block * BV
     dtype: tl.constexpr = q.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head

@@ -5,7 +5,14 @@ import triton.language as tl
 
 from megakernel.ops.kernel_attention.kernels import pull_of_state, pulls
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient, store_rows
-from megakernel.ops.kernels.states import add_tokens, first_token, load_mass, load_state, scales_of_addition
+from megakernel.ops.kernels.states import (
+    add_tokens,
+    first_token,
+    load_mass,
+    load_state,
+    scales_of_addition,
+    share_of_program,
+)
 
 
 @triton.jit
@@ -99,10 +106,9 @@ def pull_values(
 
     `sums` holds states of queries, and a program goes from right to left. tokens: B H_kv N, the rows of one part.
     """
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
+    head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
+    column = block * BV
     dtype: tl.constexpr = k.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
@@ -113,7 +119,7 @@ def pull_values(
     scale += own
     matrix += kv * M * D
     group = head.to(tl.int64) * G * length
-    part = tl.program_id(1).to(tl.int64) * tokens + own
+    part = block.to(tl.int64) * tokens + own
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
     FP: tl.constexpr = MP * (2 if TWO else 1)
     sums += entry * FP * VP
@@ -241,10 +247,9 @@ def pull_keys(
 
     As `pull_values`, with half of its products: the two together would not fit into registers.
     """
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
+    head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
+    column = block * BV
     dtype: tl.constexpr = k.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
@@ -255,7 +260,7 @@ def pull_keys(
     scale += own
     matrix += kv * M * D
     group = head.to(tl.int64) * G * length
-    part = tl.program_id(1).to(tl.int64) * tokens + own
+    part = block.to(tl.int64) * tokens + own
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
     FP: tl.constexpr = MP * (2 if TWO else 1)
     sums += entry * FP * VP

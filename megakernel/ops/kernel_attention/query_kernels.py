@@ -11,6 +11,7 @@ from megakernel.ops.kernels.states import (
     load_mass,
     load_state,
     scales_of_addition,
+    share_of_program,
     store_state,
 )
 
@@ -63,10 +64,9 @@ def write_queries(
 
     As `states.write_keys`, for queries that see that state.
     """
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
+    head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
+    column = block * BV
     dtype: tl.constexpr = q.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head
@@ -102,9 +102,9 @@ def write_queries(
             given = grad + g * g_head + at * g_far
             if NORMALIZE and column == 0:
                 product = tl.zeros((C,), tl.float32)
-                for block in range(0, V, BV):
-                    outer = load_rows(given + block, g_row, left, C, V - block, BV).to(tl.float32)
-                    inner = load_rows(out + places * V + block, V, left, C, V - block, BV).to(tl.float32)
+                for part in range(0, V, BV):
+                    outer = load_rows(given + part, g_row, left, C, V - part, BV).to(tl.float32)
+                    inner = load_rows(out + places * V + part, V, left, C, V - part, BV).to(tl.float32)
                     product += tl.sum(outer * inner, 1)
                 here = tl.arange(0, C)
                 den = tl.load(inverse + places + here, mask=here < left, other=0.0)
@@ -192,10 +192,9 @@ def pull_queries(
 
     tokens: B H N, the rows of one part.
     """
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
+    head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
+    column = block * BV
     dtype: tl.constexpr = q.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
@@ -204,7 +203,7 @@ def pull_queries(
     mass += head.to(tl.int64) * length
     matrix += kv * M * D
     group = head.to(tl.int64) * G * length
-    part = tl.program_id(1).to(tl.int64) * tokens + group
+    part = block.to(tl.int64) * tokens + group
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
     FP: tl.constexpr = MP * (2 if TWO else 1)
     sums += entry * FP * VP

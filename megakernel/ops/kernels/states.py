@@ -18,6 +18,20 @@ from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded
 
 
 @triton.jit
+def share_of_program(segments, VP: tl.constexpr, BV: tl.constexpr):
+    """Key head, segment and block of values of this program.
+
+    Blocks of one segment stand beside each other: they read the same queries and keys, at about the same time, so that
+    one of them brings these from memory and the others find them in the cache. One axis, because the second and third
+    of a grid end at 65,535.
+    """
+    blocks: tl.constexpr = VP // BV
+    program = tl.program_id(0)
+    place = program // blocks
+    return place // segments, place % segments, program % blocks
+
+
+@triton.jit
 def first_token(starts, row, place, length, start, PACKED: tl.constexpr):
     """The place where the document of the token at `place` starts, negative where it began before the row.
 
@@ -114,11 +128,10 @@ def write_keys(
     COEFFICIENT: tl.constexpr,
     UNBOUNDED: tl.constexpr,
 ):
-    """What each segment's keys add to the state that leaves it. Program: (segment of a key head, block of values)."""
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
+    """What each segment's keys add to the state that leaves it. Program: `share_of_program`."""
+    head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
+    column = block * BV
     dtype: tl.constexpr = k.dtype.element_ty
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
