@@ -175,7 +175,7 @@ def _forward(of: _Products) -> list[_Work]:
 
 
 def _backward(of: _Products) -> list[_Work]:
-    work = [_pulls(of), _of_queries(of), _of_values(of), _of_keys(of)]
+    work = [_of_queries(of), _pulls(of), _of_values(of), _of_keys(of)]
     cut = [of.gradients(name) for name in ("pull_queries", "pull_keys") if of.blocks(name) > 1]
     if cut:
         work.append(_Work("sums over blocks", sum(cut) + len(cut) * (2 if of.learned else 1), 0, 0))
@@ -187,17 +187,17 @@ def _backward(of: _Products) -> list[_Work]:
 def _pulls(of: _Products) -> _Work:
     # phi(q) g^T is added to the gradient of the state before the keys meet it.
     work = of.blocks("write_queries") * of.query_map + of.read
-    return _Work("pulls: q, do, out -> do.o", 3, of.numbers + 1, work)
+    return _Work("pulls: q, do", 2, of.numbers + 1, work)
 
 
 def _of_queries(of: _Products) -> _Work:
-    # Pairs: g.u and dq; under a softmax their weights as well.
+    # Pairs: g.u, dq, and the weights of a softmax or, once do.o is exact, the sum of the keys that it was off by.
     kernel = "pull_queries"
     blocks = of.blocks(kernel)
-    pairs = of.weights(kernel) * (2 if of.gated else 1) + of.weighed(kernel)
+    pairs = of.weights(kernel) * 2 + of.weighed(kernel)
     work = pairs + 2 * blocks * of.query_map + of.read + of.carry(kernel)
-    vectors = 4 + of.gradients(kernel)
-    return _Work("dq: q, k, v, do -> dq", vectors, of.numbers + 1 + of.gated, work)
+    vectors = 5 + of.gradients(kernel)
+    return _Work("dq: q, k, v, do, out -> dq, do.o", vectors, of.numbers + 1 + of.gated, work)
 
 
 def _of_values(of: _Products) -> _Work:

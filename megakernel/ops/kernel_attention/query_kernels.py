@@ -20,15 +20,14 @@ from megakernel.ops.kernels.states import (
 def write_queries(
     q,
     grad,
-    out,
     inverse,
+    drift,
     scale,
     starts,
     matrix,
     sums,
     norms,
     logs,
-    drift,
     q_batch,
     q_head,
     q_row,
@@ -42,7 +41,6 @@ def write_queries(
     low,
     G: tl.constexpr,
     CAUSAL: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     SEGMENT: tl.constexpr,
     C: tl.constexpr,
     V: tl.constexpr,
@@ -60,7 +58,7 @@ def write_queries(
     COEFFICIENT: tl.constexpr,
     UNBOUNDED: tl.constexpr,
 ):
-    """What each segment's queries add to the gradient of the state that enters it, and the drifts -do.o / den.
+    """What each segment's queries add to the gradient of the state that enters it.
 
     As `states.write_keys`, for queries that see that state.
     """
@@ -100,19 +98,9 @@ def write_queries(
         for g in range(G):
             places = group + g * length + at
             given = grad + g * g_head + at * g_far
-            if NORMALIZE and column == 0:
-                product = tl.zeros((C,), tl.float32)
-                for part in range(0, V, BV):
-                    outer = load_rows(given + part, g_row, left, C, V - part, BV).to(tl.float32)
-                    inner = load_rows(out + places * V + part, V, left, C, V - part, BV).to(tl.float32)
-                    product += tl.sum(outer * inner, 1)
-                here = tl.arange(0, C)
-                den = tl.load(inverse + places + here, mask=here < left, other=0.0)
-                tl.store(drift + places + here, -product * den, mask=here < left)
-                of_norm = -product * den
-            else:
-                of_norm = tl.zeros((C,), tl.float32)
-            pull, _ = pulls(given + column, inverse + places, drift, g_row, left, C, V - column, BV, False)
+            pull, of_norm = pulls(
+                given + column, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
+            )
             x = q + g * q_head + at * q_far
             a, b, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
             pull *= factors[:, None]
@@ -143,6 +131,7 @@ def pull_queries(
     sums,
     norms,
     logs,
+    out,
     inverse,
     drift,
     dq,
@@ -190,7 +179,7 @@ def pull_queries(
 ):
     """Gradient of queries (blocks, B, H, N, D), a part for each block of values, and of projected ones (..., M).
 
-    tokens: B H N, the rows of one part.
+    With NORMALIZE also the parts of the drifts -do.o / den, (blocks, B, H, N). tokens: B H N, the rows of one part.
     """
     head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
@@ -234,9 +223,13 @@ def pull_queries(
         for g in range(G):
             places = group + g * length + at
             given = grad + g * g_head + at * g_far
-            pull, of_norm = pulls(
-                given, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
-            )
+            here = tl.arange(0, C)
+            inv = tl.load(inverse + places + here, mask=here < left, other=0.0)
+            pull = load_rows(given, g_row, left, C, V - column, BV).to(tl.float32) * inv[:, None]
+            of_norm = tl.zeros((C,), tl.float32)
+            if NORMALIZE:
+                outputs = load_rows(out + places * V + column, V, left, C, V - column, BV)
+                of_norm -= tl.sum(pull * outputs.to(tl.float32), 1)
             seen = pull * of_state[:, None]
             seen_norm = of_norm * of_state
             grad_a = pull_of_state(tile, norm, seen, seen_norm, dtype)
@@ -252,19 +245,25 @@ def pull_queries(
                     grad_b += dot(tl.trans(b), along, dtype)
             x = q + g * q_head + at * q_far
             qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-            grad_a, grad_b = tl.trans(grad_a), tl.trans(grad_b)
             if NORMALIZE:
-                # A quotient does not depend on the length of phi(q): its gradient stands across phi(q), which
-                # rounded terms miss most where features hardly differ from each other.
-                along_q = tl.sum(grad_a * qa, 1)
-                length_q = tl.sum(qa * qa, 1)
+                # A quotient does not depend on the length of phi(q): its gradient stands across phi(q). It does not
+                # quite, for `out` was rounded and so were the factors of products, which counts where few keys make up
+                # a sum. The drift with which it does is the one that keys need too.
+                excess = tl.sum(tl.trans(rounded(qa, dtype)).to(tl.float32) * grad_a, 0)
                 if TWO:
-                    along_q += tl.sum(grad_b * qb, 1)
-                    length_q += tl.sum(qb * qb, 1)
-                share = along_q / tl.where(length_q == 0, 1.0, length_q)
-                grad_a -= qa * share[:, None]
+                    excess += tl.sum(tl.trans(rounded(qb, dtype)).to(tl.float32) * grad_b, 0)
+                excess *= inv
+                tl.store(drift + part + g * length + at + here, of_norm - excess, mask=here < left)
+                of_excess = (excess * of_state)[None, :]
+                grad_a -= norm[:, None] * of_excess
                 if TWO:
-                    grad_b -= qb * share[:, None]
+                    grad_b -= norm2[:, None] * of_excess
+                if CAUSAL:
+                    along = tl.trans(rounded(pairs * weights[None, :] * excess[:, None], dtype))
+                    grad_a -= dot(tl.trans(a), along, dtype)
+                    if TWO:
+                        grad_b -= dot(tl.trans(b), along, dtype)
+            grad_a, grad_b = tl.trans(grad_a), tl.trans(grad_b)
             store_gradient(
                 x,
                 q_row,

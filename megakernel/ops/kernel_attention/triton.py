@@ -246,15 +246,32 @@ def _backward(
     # A row without queries of its own hands the last state's gradient to its keys, segment by segment.
     span = length if causal else queries
     room = call.empty_states(k, v, span)
-    drift = torch.empty_like(inverse) if normalize else torch.zeros_like(inverse)
+    group["MASSES"] = mass is not None
+    reads = (*strides(q), *strides(k), *strides(v), *strides(grad))
+    dq = call.parts("pull_queries", q, q.shape[-1])
+    dy_q = call.parts("pull_queries", q, rows if learned else 0)
+    drifts = call.parts("pull_queries", inverse, 1) if normalize else torch.zeros_like(inverse)[None]
+    if queries:
+        launch(
+            query_kernels.pull_queries,
+            call.grid("pull_queries", k, queries),
+            *(q, k, v, grad, *masses, sums, norms, logs, out, inverse, drifts, dq, dy_q, *reads),
+            *(queries, start, heads, call.segments(queries), call.segments(length), low),
+            q.shape[0] * q.shape[1] * queries,
+            NORMALIZE=normalize,
+            LEARNED=learned,
+            **group,
+            **call.options("pull_queries", v, starts),
+        )
+    drift = total(drifts, drifts)
     if queries:
         launch(
             query_kernels.write_queries,
             call.grid("write_queries", k, queries),
-            *(q, grad, out, inverse, scale, *masses[1:], *room, drift, *strides(q), *strides(grad)),
+            *(q, grad, inverse, drift, scale, *masses[1:], *room, *strides(q), *strides(grad)),
             *(queries, start, heads, call.segments(queries), low),
-            NORMALIZE=normalize,
-            **group,
+            G=group["G"],
+            CAUSAL=causal,
             **call.options("write_queries", v, starts),
         )
     else:
@@ -270,22 +287,6 @@ def _backward(
     )
     pulled = call.pass_on(room, outer, starts, span, reverse=True)
 
-    group["MASSES"] = mass is not None
-    reads = (*strides(q), *strides(k), *strides(v), *strides(grad))
-    dq = call.parts("pull_queries", q, q.shape[-1])
-    dy_q = call.parts("pull_queries", q, rows if learned else 0)
-    if queries:
-        launch(
-            query_kernels.pull_queries,
-            call.grid("pull_queries", k, queries),
-            *(q, k, v, grad, *masses, sums, norms, logs, inverse, drift, dq, dy_q, *reads),
-            *(queries, start, heads, call.segments(queries), call.segments(length), low),
-            q.shape[0] * q.shape[1] * queries,
-            NORMALIZE=normalize,
-            LEARNED=learned,
-            **group,
-            **call.options("pull_queries", v, starts),
-        )
     dk = call.parts("pull_keys", k, k.shape[-1])
     dy_k = call.parts("pull_keys", k, rows if learned else 0)
     dv = v.new_empty(v.shape)

@@ -54,6 +54,8 @@ EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
     ("write_keys", 2, 64): Tile(64, 64, 4),
     ("write_queries", 2, 64): Tile(64, 64, 4),
     ("read", 4, 64): Tile(16, 32, 4),
+    ("pull_queries", 2, 64): Tile(16, 64, 4),
+    ("pull_queries", 4, 64): Tile(16, 32, 4),
     ("pull_queries", 2, 128): Tile(32, 32, 8),
     ("pull_keys", 2, 128): Tile(16, 32, 8),
     ("pull_queries", 2, 256): Tile(16, 32, 8),
