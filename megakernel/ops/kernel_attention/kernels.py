@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_rows
+from megakernel.ops.kernels.mixtures import phi_of_keys
 from megakernel.ops.kernels.states import (
     add_tokens,
     first_token,
@@ -60,6 +61,7 @@ def read(
     mass,
     starts,
     matrix,
+    priors,
     sums,
     norms,
     logs,
@@ -91,6 +93,7 @@ def read(
     BV: tl.constexpr,
     PACKED: tl.constexpr,
     MASSES: tl.constexpr,
+    KEYS: tl.constexpr,
     MAP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -115,6 +118,7 @@ def read(
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
     mass += head.to(tl.int64) * length
     matrix += kv * M * D
+    priors += kv * KEYS
     group = head.to(tl.int64) * G * length
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
     FP: tl.constexpr = MP * (2 if TWO else 1)
@@ -135,7 +139,26 @@ def read(
         if CAUSAL:
             columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
             keys = k + at * k_far
-            a, b, scales = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            a, b, scales = phi_of_keys(
+                keys,
+                k_row,
+                left,
+                matrix,
+                low,
+                priors,
+                KEYS,
+                C,
+                MAP,
+                D,
+                DP,
+                M,
+                MP,
+                K,
+                TWO,
+                SCALE,
+                COEFFICIENT,
+                UNBOUNDED,
+            )
             a, b = rounded(a, dtype), rounded(b, dtype)
             weights = load_mass(mass, rows, length, MASSES)
         else:

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from megakernel.ops.kernel_attention.kernels import pair_factors, pull_of_state, pulls, visible_pairs
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient
+from megakernel.ops.kernels.mixtures import phi_of_keys
 from megakernel.ops.kernels.states import (
     add_tokens,
     first_token,
@@ -128,6 +129,7 @@ def pull_queries(
     mass,
     starts,
     matrix,
+    priors,
     sums,
     norms,
     logs,
@@ -160,6 +162,7 @@ def pull_queries(
     NORMALIZE: tl.constexpr,
     LEARNED: tl.constexpr,
     MASSES: tl.constexpr,
+    KEYS: tl.constexpr,
     SEGMENT: tl.constexpr,
     C: tl.constexpr,
     V: tl.constexpr,
@@ -191,6 +194,7 @@ def pull_queries(
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
     mass += head.to(tl.int64) * length
     matrix += kv * M * D
+    priors += kv * KEYS
     group = head.to(tl.int64) * G * length
     part = block.to(tl.int64) * tokens + group
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
@@ -213,7 +217,26 @@ def pull_queries(
         if CAUSAL:
             columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
             keys = k + at * k_far
-            a, b, scales = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            a, b, scales = phi_of_keys(
+                keys,
+                k_row,
+                left,
+                matrix,
+                low,
+                priors,
+                KEYS,
+                C,
+                MAP,
+                D,
+                DP,
+                M,
+                MP,
+                K,
+                TWO,
+                SCALE,
+                COEFFICIENT,
+                UNBOUNDED,
+            )
             a, b = rounded(a, dtype), rounded(b, dtype)
             weights = load_mass(mass, rows, length, MASSES)
         else:
