@@ -156,11 +156,10 @@ def test_any_length_agrees(feature_map, length, dtype, draw, device):
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog"])
-@every_dtype
-def test_the_widths_of_real_heads_agree(feature_map, dtype, draw, device):
-    leaves = tokens(
-        draw, device, dtype, feature_map=feature_map, length=130, heads=1, width=128, values=128, scale=0.3
-    )
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.float32), (128, torch.bfloat16)])
+def test_the_widths_of_real_heads_agree(feature_map, width, dtype, draw, device):
+    sizes = {"length": 130, "heads": 1, "width": width, "values": 128}
+    leaves = tokens(draw, device, dtype, feature_map=feature_map, scale=0.3, **sizes)
     assert_agrees(partial(run, feature_map=feature_map), leaves, draw, TOLERANCE[dtype])
 
 
@@ -293,8 +292,9 @@ def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
     ("changes", "message"),
     [
         ({"dtype": torch.float64}, "q is torch.float64; expected bfloat16, float16 or float32"),
-        ({"width": 136}, "q has width 136; expected at most 128"),
-        ({"values": 160}, "v has width 160; expected at most 128"),
+        ({"width": 80}, "q has width 80 in torch.float32; expected at most 64"),
+        ({"width": 136, "dtype": torch.bfloat16}, "q has width 136 in torch.bfloat16; expected at most 128"),
+        ({"values": 160}, "v has width 160 in torch.float32; expected at most 128"),
     ],
 )
 def test_what_kernels_cannot_take_is_named(changes, message, draw, device):

@@ -8,7 +8,8 @@ otherwise [do_i, 0]):
     dphi(q_i) = sum_j (g_i.u_j) phi(k_j)    dphi(k_j) = sum_i (g_i.u_j) phi(q_i)    du_j = sum_i (phi(q_i).phi(k_j)) g_i
 
 so the gradient of queries (`query_kernels`) needs the state of keys before, and that of keys (`key_kernels`) the same
-sum over queries after: a state of queries, whose values are pulls.
+sum over queries after: a state of queries, whose values are pulls. The second part of a pull is its drift, with which
+the g_i.u_j of a normalized query add up to 0 under its weights.
 
 Unbounded maps: phi(k_j) = values exp(c_j). Query i divides by exp(r_i), r_i the largest c_j of the keys it sees, so
 that later keys reach it not even by rounding. Its own scale cancels in the quotient. A state of queries has the log

@@ -269,9 +269,9 @@ def pull_queries(
             x = q + g * q_head + at * q_far
             qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
             if NORMALIZE:
-                # A quotient does not depend on the length of phi(q): its gradient stands across phi(q). It does not
-                # quite, for `out` was rounded and so were the factors of products, which counts where few keys make up
-                # a sum. The drift with which it does is the one that keys need too.
+                # A quotient does not depend on the length of phi(q): its gradient stands across phi(q). With a drift
+                # from the rounded `out` it does not quite, which shows where few keys make up a sum. The drift with
+                # which it does is the one that keys need too.
                 excess = tl.sum(tl.trans(rounded(qa, dtype)).to(tl.float32) * grad_a, 0)
                 if TWO:
                     excess += tl.sum(tl.trans(rounded(qb, dtype)).to(tl.float32) * grad_b, 0)

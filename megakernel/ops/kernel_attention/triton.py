@@ -24,6 +24,9 @@ from megakernel.ops.state import Exchange, KernelState
 WIDEST = 128
 """d and M up to which a program's tiles fit into registers."""
 
+WIDEST_FLOAT32 = 64
+"""d and M in float32, whose products take three registers for a number: wider ones would go to local memory."""
+
 
 def unsupported(
     q: Tensor,
@@ -57,8 +60,10 @@ def unsupported(
         return f"priors are of {keys} keys of a position; expected at most {MOST_KEYS.value}"
     sizes = {"q": width, "v": v.shape[-1], "projection": rows_of(projection, width)}
     for name, size in sizes.items():
-        if size > WIDEST:
-            return f"{name} has width {size}; expected at most {WIDEST}"
+        # Values are cut into blocks.
+        most = WIDEST_FLOAT32 if q.dtype == torch.float32 and name != "v" else WIDEST
+        if size > most:
+            return f"{name} has width {size} in {q.dtype}; expected at most {most}"
     if not causal and isinstance(positions, Tensor):
         return "positions cut rows into documents that see both ways; expected whole rows"
     if exchange_after is not None:
