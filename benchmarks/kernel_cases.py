@@ -26,11 +26,14 @@ def kernel_attention_case(
     causal: bool = True,
     packed: bool = False,
     weighted: bool = False,
+    normalize: bool = True,
+    keys: int = 0,
 ) -> None:
-    """One row long enough that segments have their full length."""
+    """One row long enough that segments have their full length; `keys` of a position in a mixture."""
     length = 65536
     q = torch.empty(1, group, length, width, dtype=dtype, requires_grad=True)
-    k, v = (torch.empty(1, 1, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    k = torch.empty(1, 1, *[keys] * (keys > 0), length, width, dtype=dtype, requires_grad=True)
+    v = torch.empty(1, 1, length, width, dtype=dtype, requires_grad=True)
     projected = FEATURE_MAPS[feature_map].projected
     out = kernel_attention(
         q,
@@ -39,6 +42,8 @@ def kernel_attention_case(
         feature_map=feature_map,
         projection=torch.empty(1, width, width, requires_grad=True) if projected else None,
         causal=causal,
+        normalize=normalize,
+        priors=torch.empty(1, keys, requires_grad=True) if keys else None,
         mass=torch.empty(1, 1, length, requires_grad=True) if weighted else None,
         positions=torch.zeros(1, length, dtype=torch.int64) if packed else None,
         backend="triton",
@@ -97,14 +102,33 @@ CASES: dict[str, Case] = {
     "kernel_attention elu d=128, 4 queries a key": _linear("elu", 128, group=4),
     "kernel_attention elu d=128, both ways": _linear("elu", 128, causal=False),
     "kernel_attention elu d=64 float32": _linear("elu", 64, torch.float32),
+    "kernel_attention elu d=128 float16": _linear("elu", 128, torch.float16),
+    "kernel_attention identity d=128, not normalized": _linear("identity", 128, normalize=False),
+    "kernel_attention identity d=64 float32": _linear("identity", 64, torch.float32),
+    "kernel_attention relu d=64": _linear("relu", 64),
+    "kernel_attention relu d=128": _linear("relu", 128),
+    "kernel_attention relu d=64 float32": _linear("relu", 64, torch.float32),
     "kernel_attention hedgehog d=64": _linear("hedgehog", 64),
     "kernel_attention hedgehog d=128": _linear("hedgehog", 128),
     "kernel_attention favor d=64": _linear("favor", 64),
     "kernel_attention favor d=128": _linear("favor", 128),
+    "kernel_attention prf d=64": _linear("prf", 64),
+    "kernel_attention prf d=128": _linear("prf", 128),
+    "kernel_attention prf d=64 float32": _linear("prf", 64, torch.float32),
+    "kernel_attention favor d=64 float32": _linear("favor", 64, torch.float32),
+    "kernel_attention favor d=128 float16": _linear("favor", 128, torch.float16),
     "kernel_attention favor d=128, documents": _linear("favor", 128, packed=True),
     "kernel_attention hedgehog d=128, masses": _linear("hedgehog", 128, weighted=True),
+    "kernel_attention hedgehog d=64 float32": _linear("hedgehog", 64, torch.float32),
     "kernel_attention rks d=64": _linear("rks", 64),
     "kernel_attention rks d=128": _linear("rks", 128),
+    "kernel_attention rks d=64 float32": _linear("rks", 64, torch.float32),
+    "kernel_attention elu d=64, 2 keys": _linear("elu", 64, keys=2),
+    "kernel_attention elu d=128, 2 keys": _linear("elu", 128, keys=2),
+    "kernel_attention rks d=64, 2 keys": _linear("rks", 64, keys=2),
+    "kernel_attention hedgehog d=128, 2 keys": _linear("hedgehog", 128, keys=2),
+    "kernel_attention favor d=64, 2 keys": _linear("favor", 64, keys=2),
+    "kernel_attention favor d=128, 2 keys": _linear("favor", 128, keys=2),
     "one token elu d=64, 4 queries a key": partial(step_case, "elu", 64, 64, 4),
     "one token hedgehog d=128, 8 queries a key": partial(step_case, "hedgehog", 128, 128, 8),
     "one token rks d=128 float32": partial(step_case, "rks", 128, 128, 4, torch.float32),

@@ -37,18 +37,19 @@ def tokens(
     batch: int = 1,
     heads: int = 2,
     kv_heads: int = 1,
+    keys: int = 0,
     width: int = 12,
     values: int = 10,
     scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """q, k, v and, where the map takes one, its projection."""
+    """q, k, v and, where the map takes one, its projection; `keys` of a position in a mixture."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw)
 
     leaves = {
         "q": normal(batch, heads, length, width),
-        "k": normal(batch, kv_heads, length, width),
+        "k": normal(batch, kv_heads, *[keys] * (keys > 0), length, width),
         "v": normal(batch, kv_heads, length, values),
     }
     leaves = {name: (scale * x).to(device, dtype) for name, x in leaves.items()}
@@ -118,6 +119,34 @@ def test_attention_both_ways_agrees(feature_map, normalize, draw, device):
     assert_agrees(partial(run, **options, return_state=True), leaves, draw, TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("feature_map", SUPPORTED)
+@pytest.mark.parametrize(
+    ("dtype", "causal"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)]
+)
+@pytest.mark.usefixtures("short_segments")
+def test_mixtures_of_keys_agree(feature_map, dtype, causal, draw, device):
+    leaves = tokens(draw, device, dtype, feature_map=feature_map, length=90, heads=4, kv_heads=2, keys=3)
+    leaves["priors"] = torch.rand(2, 3, generator=draw).to(device) + 0.1
+    options = {
+        "feature_map": feature_map,
+        "causal": causal,
+        "normalize": feature_map not in SIGNED,
+        "positions": torch.cat([torch.arange(n) for n in (50, 40)])[None].to(device) if causal else None,
+        "return_state": True,
+    }
+    assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "favor"])
+def test_a_key_of_no_share_is_not_there(feature_map, draw, device):
+    leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=40)
+    alone = run("triton", leaves, feature_map=feature_map)["out"]
+    # Features of the second key would be the largest by far.
+    leaves["k"] = torch.stack([leaves["k"], 30 * leaves["k"]], 2)
+    mixed = run("triton", leaves, feature_map=feature_map, priors=torch.tensor([[1.0, 0.0]], device=device))
+    assert rms_ratio(mixed["out"], alone) < 1e-6
+
+
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
 @pytest.mark.parametrize("length", [1, 17, 64, 1000, 4096])
 @every_dtype
@@ -127,11 +156,10 @@ def test_any_length_agrees(feature_map, length, dtype, draw, device):
 
 
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog"])
-@every_dtype
-def test_the_widths_of_real_heads_agree(feature_map, dtype, draw, device):
-    leaves = tokens(
-        draw, device, dtype, feature_map=feature_map, length=130, heads=1, width=128, values=128, scale=0.3
-    )
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.float32), (128, torch.bfloat16)])
+def test_the_widths_of_real_heads_agree(feature_map, width, dtype, draw, device):
+    sizes = {"length": 130, "heads": 1, "width": width, "values": 128}
+    leaves = tokens(draw, device, dtype, feature_map=feature_map, scale=0.3, **sizes)
     assert_agrees(partial(run, feature_map=feature_map), leaves, draw, TOLERANCE[dtype])
 
 
@@ -234,7 +262,7 @@ def test_transposed_inputs_need_no_copy(draw, device):
 def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
     leaves = tokens(draw, device, torch.float32, feature_map="hedgehog", length=40)
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    arguments = (*leaves.values(), None, None, None, None, None, "hedgehog", 1, True, True, 0)
+    arguments = (*leaves.values(), None, None, None, None, None, None, "hedgehog", 1, True, True, 0)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.megakernel.kernel_attention.default, arguments, test_utils=tests)
 
@@ -264,8 +292,9 @@ def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
     ("changes", "message"),
     [
         ({"dtype": torch.float64}, "q is torch.float64; expected bfloat16, float16 or float32"),
-        ({"width": 136}, "q has width 136; expected at most 128"),
-        ({"values": 160}, "v has width 160; expected at most 128"),
+        ({"width": 80}, "q has width 80 in torch.float32; expected at most 64"),
+        ({"width": 136, "dtype": torch.bfloat16}, "q has width 136 in torch.bfloat16; expected at most 128"),
+        ({"values": 160}, "v has width 160 in torch.float32; expected at most 128"),
     ],
 )
 def test_what_kernels_cannot_take_is_named(changes, message, draw, device):
@@ -283,6 +312,12 @@ def test_few_keys_leave_as_few_states_as_many():
     alone = launch.tiles(phi, q, q).segment
     assert launch.tiles(phi, q, q[:, :, :256]).segment == alone >= 2048
     assert launch.tiles(phi, q[:, :, :256], q).segment == alone
+
+
+def test_mixtures_of_too_many_keys_are_named(draw, device):
+    leaves = tokens(draw, device, torch.float32, length=8, keys=17)
+    with pytest.raises(ValueError, match="priors are of 17 keys of a position; expected at most 16"):
+        run("triton", leaves, feature_map="elu", priors=torch.ones(1, 17, device=device))
 
 
 def test_segments_keep_states_under_two_percent():

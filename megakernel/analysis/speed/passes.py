@@ -4,6 +4,10 @@ A pass goes over all tokens once. It is as long as its bytes or its operations t
 follow each other. Programs hold what `megakernel.ops.kernels.launch.TILES` says; FLuRKA, which has no kernels yet, is
 counted as if its passes were those of kernel attention. Left out is what does not grow with N times d: the states of
 segments, at most 2 % of q, k, v and out.
+
+Programs for the columns of one segment's values stand beside each other in a launch (`states.share_of_program`) and
+read the same queries and keys. Assumed here, and not measured: they run at the same time and pace, so that these come
+from memory once and reach the other programs from the cache. What they map and multiply is counted in each of them.
 """
 
 from typing import NamedTuple
@@ -78,7 +82,7 @@ class _Products(NamedTuple):
     """Whether a softmax window and a far part have a normalizer each, and a gate between them."""
 
     def blocks(self, kernel: str) -> int:
-        """Programs side by side for the values of a state: each reads the queries and keys and maps them again."""
+        """Programs side by side for the values of a state: each maps the queries and keys again."""
         return self.tiles.blocks(kernel)
 
     def carry(self, kernel: str) -> float:
@@ -165,13 +169,13 @@ def _forward(of: _Products) -> list[_Work]:
     blocks = of.blocks("read")
     queries = blocks * of.query_map + of.read + of.weights("read") + of.weighed("read")
     return [
-        _Work("states: k, v", of.blocks("write_keys") + 1, 0, of.carry("write_keys")),
-        _Work("outputs: q, k, v -> out", 2 * blocks + 2, of.numbers, queries + of.carry("read")),
+        _Work("states: k, v", 2, 0, of.carry("write_keys")),
+        _Work("outputs: q, k, v -> out", 4, of.numbers, queries + of.carry("read")),
     ]
 
 
 def _backward(of: _Products) -> list[_Work]:
-    work = [_pulls(of), _of_queries(of), _of_values(of), _of_keys(of)]
+    work = [_of_queries(of), _pulls(of), _of_values(of), _of_keys(of)]
     cut = [of.gradients(name) for name in ("pull_queries", "pull_keys") if of.blocks(name) > 1]
     if cut:
         work.append(_Work("sums over blocks", sum(cut) + len(cut) * (2 if of.learned else 1), 0, 0))
@@ -181,20 +185,19 @@ def _backward(of: _Products) -> list[_Work]:
 
 
 def _pulls(of: _Products) -> _Work:
-    # phi(q) g^T is added to the gradient of the state before the keys meet it. do comes twice: for do.o, and as pull.
-    blocks = of.blocks("write_queries")
-    work = blocks * of.query_map + of.read
-    return _Work("pulls: q, do, out -> do.o", blocks + 3, of.numbers + 1, work)
+    # phi(q) g^T is added to the gradient of the state before the keys meet it.
+    work = of.blocks("write_queries") * of.query_map + of.read
+    return _Work("pulls: q, do", 2, of.numbers + 1, work)
 
 
 def _of_queries(of: _Products) -> _Work:
-    # Pairs: g.u and dq; under a softmax their weights as well.
+    # Pairs: g.u, dq, and the weights of a softmax or, once do.o is exact, the sum of the keys that it was off by.
     kernel = "pull_queries"
     blocks = of.blocks(kernel)
-    pairs = of.weights(kernel) * (2 if of.gated else 1) + of.weighed(kernel)
+    pairs = of.weights(kernel) * 2 + of.weighed(kernel)
     work = pairs + 2 * blocks * of.query_map + of.read + of.carry(kernel)
-    vectors = 2 * blocks + 2 + of.gradients(kernel)
-    return _Work("dq: q, k, v, do -> dq", vectors, of.numbers + 1 + of.gated, work)
+    vectors = 5 + of.gradients(kernel)
+    return _Work("dq: q, k, v, do, out -> dq, do.o", vectors, of.numbers + 1 + of.gated, work)
 
 
 def _of_values(of: _Products) -> _Work:
@@ -203,7 +206,7 @@ def _of_values(of: _Products) -> _Work:
     blocks = of.blocks(kernel)
     maps = blocks * (of.query_map + of.key_map) + of.pooling
     work = maps + of.read + of.write + of.weights(kernel) + of.weighed(kernel)
-    return _Work("dv: q, k, do -> dv", 2 * blocks + 2, of.numbers + 1, work)
+    return _Work("dv: q, k, do -> dv", 4, of.numbers + 1, work)
 
 
 def _of_keys(of: _Products) -> _Work:
@@ -212,5 +215,5 @@ def _of_keys(of: _Products) -> _Work:
     blocks = of.blocks(kernel)
     maps = blocks * (of.query_map + 2 * of.key_map) + of.pooling
     pairs = of.weights(kernel) * (2 if of.gated else 1) + of.weighed(kernel)
-    vectors = 2 * blocks + 2 + of.gradients(kernel)
+    vectors = 4 + of.gradients(kernel)
     return _Work("dk: q, k, v, do -> dk", vectors, of.numbers + 1, maps + of.read + of.write + pairs)

@@ -1,13 +1,15 @@
 """Triton kernels of kernel attention: the outputs, and what all its kernels share.
 
-Programs are (segment of a key head, block of values): a program carries the state through the chunks of its segment,
-in registers, in float32. A query sees the visible keys of its chunk by a product of tiles, and the state of all keys
-before it. With u_j = m_j [v_j, 1] and the pull g_i = [do_i, -do_i.o_i] / den_i (normalized; otherwise [do_i, 0]):
+A program is one segment of a key head and one block of values (`states.share_of_program`): it carries the state through
+the chunks of its segment, in registers, in float32. A query sees the visible keys of its chunk by a product of tiles,
+and the state of all keys before it. With u_j = m_j [v_j, 1] and the pull g_i = [do_i, -do_i.o_i] / den_i (normalized;
+otherwise [do_i, 0]):
 
     dphi(q_i) = sum_j (g_i.u_j) phi(k_j)    dphi(k_j) = sum_i (g_i.u_j) phi(q_i)    du_j = sum_i (phi(q_i).phi(k_j)) g_i
 
 so the gradient of queries (`query_kernels`) needs the state of keys before, and that of keys (`key_kernels`) the same
-sum over queries after: a state of queries, whose values are pulls.
+sum over queries after: a state of queries, whose values are pulls. The second part of a pull is its drift, with which
+the g_i.u_j of a normalized query add up to 0 under its weights.
 
 Unbounded maps: phi(k_j) = values exp(c_j). Query i divides by exp(r_i), r_i the largest c_j of the keys it sees, so
 that later keys reach it not even by rounding. Its own scale cancels in the quotient. A state of queries has the log
@@ -18,7 +20,15 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_rows
-from megakernel.ops.kernels.states import add_tokens, first_token, load_mass, load_state, scales_of_addition
+from megakernel.ops.kernels.mixtures import phi_of_keys
+from megakernel.ops.kernels.states import (
+    add_tokens,
+    first_token,
+    load_mass,
+    load_state,
+    scales_of_addition,
+    share_of_program,
+)
 
 
 @triton.jit
@@ -52,6 +62,7 @@ def read(
     mass,
     starts,
     matrix,
+    priors,
     sums,
     norms,
     logs,
@@ -83,6 +94,7 @@ def read(
     BV: tl.constexpr,
     PACKED: tl.constexpr,
     MASSES: tl.constexpr,
+    KEYS: tl.constexpr,
     MAP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -98,16 +110,16 @@ def read(
 
     Without NORMALIZE the former is what sums are multiplied by, exp(r_i + log of the query's scale).
     """
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
+    head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
+    column = block * BV
     dtype: tl.constexpr = q.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
     mass += head.to(tl.int64) * length
     matrix += kv * M * D
+    priors += kv * KEYS
     group = head.to(tl.int64) * G * length
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
     FP: tl.constexpr = MP * (2 if TWO else 1)
@@ -128,7 +140,26 @@ def read(
         if CAUSAL:
             columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
             keys = k + at * k_far
-            a, b, scales = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            a, b, scales = phi_of_keys(
+                keys,
+                k_row,
+                left,
+                matrix,
+                low,
+                priors,
+                KEYS,
+                C,
+                MAP,
+                D,
+                DP,
+                M,
+                MP,
+                K,
+                TWO,
+                SCALE,
+                COEFFICIENT,
+                UNBOUNDED,
+            )
             a, b = rounded(a, dtype), rounded(b, dtype)
             weights = load_mass(mass, rows, length, MASSES)
         else:

@@ -1,11 +1,19 @@
-"""Triton kernels of kernel attention's backward over keys: the gradients of values and masses, and those of keys."""
+"""Triton kernel of kernel attention's backward over keys: their gradients, and those of priors."""
 
 import triton
 import triton.language as tl
 
 from megakernel.ops.kernel_attention.kernels import pull_of_state, pulls
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient, store_rows
-from megakernel.ops.kernels.states import add_tokens, first_token, load_mass, load_state, scales_of_addition
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded
+from megakernel.ops.kernels.mixtures import MOST_KEYS, phi_of_keys, store_gradients_of_keys
+from megakernel.ops.kernels.states import (
+    add_tokens,
+    first_token,
+    load_mass,
+    load_state,
+    scales_of_addition,
+    share_of_program,
+)
 
 
 @triton.jit
@@ -40,147 +48,6 @@ def queries_of_keys(rows, first, weights, scales, r, length, UNBOUNDED: tl.const
 
 
 @triton.jit
-def pull_values(
-    q,
-    k,
-    v,
-    grad,
-    mass,
-    starts,
-    matrix,
-    sums,
-    norms,
-    logs,
-    inverse,
-    drift,
-    scale,
-    dv,
-    dmass,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    g_batch,
-    g_head,
-    g_row,
-    length,
-    start,
-    heads,
-    segments,
-    states,
-    low,
-    tokens,
-    G: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASSES: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    C: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    BV: tl.constexpr,
-    PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
-):
-    """Gradients of values (B, H_kv, N, V) and parts of those of masses (blocks, B, H_kv, N).
-
-    `sums` holds states of queries, and a program goes from right to left. tokens: B H_kv N, the rows of one part.
-    """
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
-    row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
-    dtype: tl.constexpr = k.dtype.element_ty
-    q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
-    k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
-    v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
-    grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
-    own = head.to(tl.int64) * length
-    mass += own
-    scale += own
-    matrix += kv * M * D
-    group = head.to(tl.int64) * G * length
-    part = tl.program_id(1).to(tl.int64) * tokens + own
-    entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
-    FP: tl.constexpr = MP * (2 if TWO else 1)
-    sums += entry * FP * VP
-    norms += entry * FP
-    log = tl.load(logs + entry)
-    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
-    if TWO:
-        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
-
-    begin = segment * SEGMENT
-    q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
-    k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
-    chunks = tl.cdiv(tl.minimum(SEGMENT, length - begin), C)
-    for step in range(chunks):
-        at = begin + (chunks - 1 - step) * C
-        rows, left = at + tl.arange(0, C), length - at
-        last = first_token(starts, row, tl.minimum(at + C, length) - 1, length, start, PACKED)
-        weights = load_mass(mass, rows, length, MASSES)
-        keys = k + at * k_far
-        a, b, scales = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-        a, b = rounded(a, dtype), rounded(b, dtype)
-        behind = behind_factors(rows, last, weights, scales, log, CAUSAL, UNBOUNDED)
-        du = dot(a, tile, dtype)
-        du_norm = tl.sum(a.to(tl.float32) * norm[None, :], 1)
-        if TWO:
-            du += dot(b, tile2, dtype)
-            du_norm += tl.sum(b.to(tl.float32) * norm2[None, :], 1)
-        du *= behind[:, None]
-        du_norm *= behind
-        if CAUSAL:
-            first = first_token(starts, row, rows, length, start, PACKED)
-            r, reads, added = query_scales(scale, rows, first, at, length, UNBOUNDED)
-            shrink, factors, log = scales_of_addition(log, added, last < at, UNBOUNDED)
-            factors = tl.where(reads, factors, 0.0)
-            tile *= shrink
-            norm *= shrink
-            if TWO:
-                tile2 *= shrink
-                norm2 *= shrink
-            for g in range(G):
-                places = group + g * length + at
-                given = grad + g * g_head + at * g_far
-                x = q + g * q_head + at * q_far
-                qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-                qa, qb = rounded(qa, dtype), rounded(qb, dtype)
-                similar = dot(a, tl.trans(qa), dtype)
-                if TWO:
-                    similar += dot(b, tl.trans(qb), dtype)
-                similar *= queries_of_keys(rows, first, weights, scales, r, length, UNBOUNDED)
-                pull, pull_norm = pulls(
-                    given, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
-                )
-                du += dot(similar, pull, dtype)
-                du_norm += tl.sum(similar * pull_norm[None, :], 1)
-                pull *= factors[:, None]
-                pull_norm *= factors
-                tile, norm = add_tokens(tile, norm, 1.0, qa, pull, pull_norm, dtype)
-                if TWO:
-                    tile2, norm2 = add_tokens(tile2, norm2, 1.0, qb, pull, pull_norm, dtype)
-        store_rows(dv + (own + at) * V + column, V, left, du * weights[:, None], V - column, BV)
-        if MASSES:
-            columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
-            total = tl.sum(du * columns.to(tl.float32), 1) + tl.where(column == 0, du_norm, 0.0)
-            tl.store(dmass + part + rows, total, mask=rows < length)
-
-
-@triton.jit
 def pull_keys(
     q,
     k,
@@ -189,6 +56,7 @@ def pull_keys(
     mass,
     starts,
     matrix,
+    priors,
     sums,
     norms,
     logs,
@@ -197,6 +65,7 @@ def pull_keys(
     scale,
     dk,
     dy,
+    dpriors,
     q_batch,
     q_head,
     q_row,
@@ -220,6 +89,7 @@ def pull_keys(
     CAUSAL: tl.constexpr,
     LEARNED: tl.constexpr,
     MASSES: tl.constexpr,
+    KEYS: tl.constexpr,
     SEGMENT: tl.constexpr,
     C: tl.constexpr,
     V: tl.constexpr,
@@ -239,12 +109,12 @@ def pull_keys(
 ):
     """Gradient of keys (blocks, B, H_kv, N, D), a part for each block of values, and of projected ones (..., M).
 
-    As `pull_values`, with half of its products: the two together would not fit into registers.
+    Of mixtures (blocks, B, H_kv, N, KEYS D), (blocks, KEYS, B, H_kv, N, M), and parts (programs, KEYS) of the gradient
+    of their priors. As `value_kernels.pull_values`, with half of its products: the two would not fit into registers.
     """
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
+    head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
+    column = block * BV
     dtype: tl.constexpr = k.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
@@ -254,8 +124,13 @@ def pull_keys(
     mass += own
     scale += own
     matrix += kv * M * D
+    priors += kv * KEYS
     group = head.to(tl.int64) * G * length
-    part = tl.program_id(1).to(tl.int64) * tokens + own
+    beside = tl.cast(tokens, tl.int64)
+    EACH: tl.constexpr = KEYS if KEYS > 0 else 1
+    dk += (block * beside + own) * EACH * D
+    dy += (block * beside * EACH + own) * M
+    shares = tl.zeros((MOST_KEYS,), tl.float32)
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
     FP: tl.constexpr = MP * (2 if TWO else 1)
     sums += entry * FP * VP
@@ -277,7 +152,26 @@ def pull_keys(
         keys = k + at * k_far
         scales = tl.zeros((C,), tl.float32)
         if UNBOUNDED:
-            a, b, scales = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            _a, _b, scales = phi_of_keys(
+                keys,
+                k_row,
+                left,
+                matrix,
+                low,
+                priors,
+                KEYS,
+                C,
+                MAP,
+                D,
+                DP,
+                M,
+                MP,
+                K,
+                TWO,
+                SCALE,
+                COEFFICIENT,
+                UNBOUNDED,
+            )
         weighed = weights * behind_factors(rows, last, weights, scales, log, CAUSAL, UNBOUNDED)
         columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
         lifted = columns.to(tl.float32) * weighed[:, None]
@@ -319,19 +213,21 @@ def pull_keys(
                 tile, norm = add_tokens(tile, norm, 1.0, qa, pull, pull_norm, dtype)
                 if TWO:
                     tile2, norm2 = add_tokens(tile2, norm2, 1.0, qb, pull, pull_norm, dtype)
-        # Again rather than kept through the chunk.
-        a, b, _ = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-        store_gradient(
+        shares = store_gradients_of_keys(
             keys,
             k_row,
             left,
             matrix,
-            a,
-            b,
+            low,
+            priors,
+            scales,
+            shares,
             tl.trans(grad_a),
             tl.trans(grad_b),
-            dk + (part + at) * D,
-            dy + (part + at) * M,
+            dk + tl.cast(at, tl.int64) * EACH * D,
+            dy + tl.cast(at, tl.int64) * M,
+            beside * M,
+            KEYS,
             C,
             LEARNED,
             MAP,
@@ -340,6 +236,11 @@ def pull_keys(
             M,
             MP,
             K,
+            TWO,
             SCALE,
             COEFFICIENT,
+            UNBOUNDED,
         )
+    if KEYS > 0:
+        r = tl.arange(0, MOST_KEYS)
+        tl.store(dpriors + (tl.program_id(0).to(tl.int64) * KEYS + r), shares, mask=r < KEYS)

@@ -79,9 +79,9 @@ class Call(NamedTuple):
         """Of a row."""
         return triton.cdiv(length, self.tiles.segment)
 
-    def grid(self, kernel: str, k: Tensor, length: int) -> tuple[int, int]:
-        """Programs of a kernel for `length` tokens of each key head."""
-        return k.shape[0] * k.shape[1] * self.segments(length), self.tiles.blocks(kernel)
+    def grid(self, kernel: str, k: Tensor, length: int) -> tuple[int]:
+        """Programs of a kernel for `length` tokens of each key head, see `states.share_of_program`."""
+        return (k.shape[0] * k.shape[1] * self.segments(length) * self.tiles.blocks(kernel),)
 
     def parts(self, kernel: str, tokens: Tensor, width: int) -> Tensor:
         """Room for rows of gradients (blocks, B, H, N, width) that the blocks of values of a kernel add up to."""

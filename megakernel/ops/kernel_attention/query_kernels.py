@@ -5,12 +5,14 @@ import triton.language as tl
 
 from megakernel.ops.kernel_attention.kernels import pair_factors, pull_of_state, pulls, visible_pairs
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient
+from megakernel.ops.kernels.mixtures import phi_of_keys
 from megakernel.ops.kernels.states import (
     add_tokens,
     first_token,
     load_mass,
     load_state,
     scales_of_addition,
+    share_of_program,
     store_state,
 )
 
@@ -19,15 +21,14 @@ from megakernel.ops.kernels.states import (
 def write_queries(
     q,
     grad,
-    out,
     inverse,
+    drift,
     scale,
     starts,
     matrix,
     sums,
     norms,
     logs,
-    drift,
     q_batch,
     q_head,
     q_row,
@@ -41,7 +42,6 @@ def write_queries(
     low,
     G: tl.constexpr,
     CAUSAL: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     SEGMENT: tl.constexpr,
     C: tl.constexpr,
     V: tl.constexpr,
@@ -59,14 +59,13 @@ def write_queries(
     COEFFICIENT: tl.constexpr,
     UNBOUNDED: tl.constexpr,
 ):
-    """What each segment's queries add to the gradient of the state that enters it, and the drifts -do.o / den.
+    """What each segment's queries add to the gradient of the state that enters it.
 
     As `states.write_keys`, for queries that see that state.
     """
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
+    head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
+    column = block * BV
     dtype: tl.constexpr = q.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head
@@ -100,19 +99,9 @@ def write_queries(
         for g in range(G):
             places = group + g * length + at
             given = grad + g * g_head + at * g_far
-            if NORMALIZE and column == 0:
-                product = tl.zeros((C,), tl.float32)
-                for block in range(0, V, BV):
-                    outer = load_rows(given + block, g_row, left, C, V - block, BV).to(tl.float32)
-                    inner = load_rows(out + places * V + block, V, left, C, V - block, BV).to(tl.float32)
-                    product += tl.sum(outer * inner, 1)
-                here = tl.arange(0, C)
-                den = tl.load(inverse + places + here, mask=here < left, other=0.0)
-                tl.store(drift + places + here, -product * den, mask=here < left)
-                of_norm = -product * den
-            else:
-                of_norm = tl.zeros((C,), tl.float32)
-            pull, _ = pulls(given + column, inverse + places, drift, g_row, left, C, V - column, BV, False)
+            pull, of_norm = pulls(
+                given + column, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
+            )
             x = q + g * q_head + at * q_far
             a, b, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
             pull *= factors[:, None]
@@ -140,9 +129,11 @@ def pull_queries(
     mass,
     starts,
     matrix,
+    priors,
     sums,
     norms,
     logs,
+    out,
     inverse,
     drift,
     dq,
@@ -171,6 +162,7 @@ def pull_queries(
     NORMALIZE: tl.constexpr,
     LEARNED: tl.constexpr,
     MASSES: tl.constexpr,
+    KEYS: tl.constexpr,
     SEGMENT: tl.constexpr,
     C: tl.constexpr,
     V: tl.constexpr,
@@ -190,12 +182,11 @@ def pull_queries(
 ):
     """Gradient of queries (blocks, B, H, N, D), a part for each block of values, and of projected ones (..., M).
 
-    tokens: B H N, the rows of one part.
+    With NORMALIZE also the parts of the drifts -do.o / den, (blocks, B, H, N). tokens: B H N, the rows of one part.
     """
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
+    head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
+    column = block * BV
     dtype: tl.constexpr = q.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
@@ -203,8 +194,9 @@ def pull_queries(
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
     mass += head.to(tl.int64) * length
     matrix += kv * M * D
+    priors += kv * KEYS
     group = head.to(tl.int64) * G * length
-    part = tl.program_id(1).to(tl.int64) * tokens + group
+    part = block.to(tl.int64) * tokens + group
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
     FP: tl.constexpr = MP * (2 if TWO else 1)
     sums += entry * FP * VP
@@ -225,7 +217,26 @@ def pull_queries(
         if CAUSAL:
             columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
             keys = k + at * k_far
-            a, b, scales = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            a, b, scales = phi_of_keys(
+                keys,
+                k_row,
+                left,
+                matrix,
+                low,
+                priors,
+                KEYS,
+                C,
+                MAP,
+                D,
+                DP,
+                M,
+                MP,
+                K,
+                TWO,
+                SCALE,
+                COEFFICIENT,
+                UNBOUNDED,
+            )
             a, b = rounded(a, dtype), rounded(b, dtype)
             weights = load_mass(mass, rows, length, MASSES)
         else:
@@ -235,9 +246,13 @@ def pull_queries(
         for g in range(G):
             places = group + g * length + at
             given = grad + g * g_head + at * g_far
-            pull, of_norm = pulls(
-                given, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
-            )
+            here = tl.arange(0, C)
+            inv = tl.load(inverse + places + here, mask=here < left, other=0.0)
+            pull = load_rows(given, g_row, left, C, V - column, BV).to(tl.float32) * inv[:, None]
+            of_norm = tl.zeros((C,), tl.float32)
+            if NORMALIZE:
+                outputs = load_rows(out + places * V + column, V, left, C, V - column, BV)
+                of_norm -= tl.sum(pull * outputs.to(tl.float32), 1)
             seen = pull * of_state[:, None]
             seen_norm = of_norm * of_state
             grad_a = pull_of_state(tile, norm, seen, seen_norm, dtype)
@@ -253,19 +268,25 @@ def pull_queries(
                     grad_b += dot(tl.trans(b), along, dtype)
             x = q + g * q_head + at * q_far
             qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-            grad_a, grad_b = tl.trans(grad_a), tl.trans(grad_b)
             if NORMALIZE:
-                # A quotient does not depend on the length of phi(q): its gradient stands across phi(q), which
-                # rounded terms miss most where features hardly differ from each other.
-                along_q = tl.sum(grad_a * qa, 1)
-                length_q = tl.sum(qa * qa, 1)
+                # A quotient does not depend on the length of phi(q): its gradient stands across phi(q). With a drift
+                # from the rounded `out` it does not quite, which shows where few keys make up a sum. The drift with
+                # which it does is the one that keys need too.
+                excess = tl.sum(tl.trans(rounded(qa, dtype)).to(tl.float32) * grad_a, 0)
                 if TWO:
-                    along_q += tl.sum(grad_b * qb, 1)
-                    length_q += tl.sum(qb * qb, 1)
-                share = along_q / tl.where(length_q == 0, 1.0, length_q)
-                grad_a -= qa * share[:, None]
+                    excess += tl.sum(tl.trans(rounded(qb, dtype)).to(tl.float32) * grad_b, 0)
+                excess *= inv
+                tl.store(drift + part + g * length + at + here, of_norm - excess, mask=here < left)
+                of_excess = (excess * of_state)[None, :]
+                grad_a -= norm[:, None] * of_excess
                 if TWO:
-                    grad_b -= qb * share[:, None]
+                    grad_b -= norm2[:, None] * of_excess
+                if CAUSAL:
+                    along = tl.trans(rounded(pairs * weights[None, :] * excess[:, None], dtype))
+                    grad_a -= dot(tl.trans(a), along, dtype)
+                    if TWO:
+                        grad_b -= dot(tl.trans(b), along, dtype)
+            grad_a, grad_b = tl.trans(grad_a), tl.trans(grad_b)
             store_gradient(
                 x,
                 q_row,

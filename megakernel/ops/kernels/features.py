@@ -309,19 +309,21 @@ def store_gradient(
     K: tl.constexpr,
     SCALE: tl.constexpr,
     COEFFICIENT: tl.constexpr,
+    ROW: tl.constexpr = None,
 ):
-    """Store the gradient in the C tokens at `x`, rows of D at `dx`, given those in the halves a, b of `phi`.
+    """Store the gradient in the C tokens at `x`, rows of ROW (None: D) at `dx`, given those in the halves of `phi`.
 
     If the projection is LEARNED, also that in the projected tokens, rows of M at `dy`: with the tokens, it is all that
     the projection's gradient needs.
     """
+    row: tl.constexpr = D if ROW is None else ROW
     if MAP == "identity" or MAP == "relu" or MAP == "elu":
         grad = grad_a * COEFFICIENT
         if MAP != "identity":
             wide = load_rows(x, stride, count, C, D, DP).to(tl.float32)
             # From the token rather than from its features: those then need no registers.
             grad = tl.where(wide > 0, grad, grad * tl.exp(tl.minimum(wide, 0.0)) if MAP == "elu" else 0.0)
-        store_rows(dx, D, count, grad, D, DP)
+        store_rows(dx, row, count, grad, D, DP)
     else:
         if MAP == "hedgehog":
             rising = grad_a * a
@@ -344,4 +346,4 @@ def store_gradient(
             if MAP == "favor" or MAP == "prf":
                 wide = load_rows(x + first, stride, count, C, D - first, K).to(tl.float32)
                 part -= wide * total[:, None]
-            store_rows(dx + first, D, count, part, D - first, K)
+            store_rows(dx + first, row, count, part, D - first, K)

@@ -42,8 +42,7 @@ TILES: dict[tuple[int, int], Tile] = {
     (2, 128): Tile(32, 64, 8),
     (2, 256): Tile(32, 32, 8),
     (4, 64): Tile(32, 32, 4),
-    (4, 128): Tile(16, 32, 8),
-    (4, 256): Tile(16, 16, 8),
+    (4, 128): Tile(16, 16, 8),
 }
 """(bytes of a number, padded features up to this) -> what programs hold.
 
@@ -53,8 +52,12 @@ The largest tiles with which nothing goes to local memory on sm_80 or sm_90: `py
 EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
     ("write_keys", 2, 64): Tile(64, 64, 4),
     ("write_queries", 2, 64): Tile(64, 64, 4),
-    ("read", 4, 64): Tile(16, 32, 4),
-    ("pull_queries", 2, 128): Tile(32, 32, 8),
+    ("read", 4, 64): Tile(16, 32, 8),
+    ("pull_values", 4, 64): Tile(16, 32, 4),
+    ("pull_keys", 4, 64): Tile(16, 32, 4),
+    ("pull_queries", 2, 64): Tile(16, 64, 4),
+    ("pull_queries", 4, 64): Tile(16, 32, 4),
+    ("pull_queries", 2, 128): Tile(16, 32, 8),
     ("pull_keys", 2, 128): Tile(16, 32, 8),
     ("pull_queries", 2, 256): Tile(16, 32, 8),
     ("pull_keys", 2, 256): Tile(16, 32, 8),

@@ -14,7 +14,22 @@ scales (B, H_kv, segments + 1); the last entry is the one that leaves the row. F
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, rounded
+from megakernel.ops.kernels.mixtures import phi_of_keys
+
+
+@triton.jit
+def share_of_program(segments, VP: tl.constexpr, BV: tl.constexpr):
+    """Key head, segment and block of values of this program.
+
+    Blocks of one segment stand beside each other: they read the same queries and keys, at about the same time, so that
+    one of them brings these from memory and the others find them in the cache. One axis, because the second and third
+    of a grid end at 65,535.
+    """
+    blocks: tl.constexpr = VP // BV
+    program = tl.program_id(0)
+    place = program // blocks
+    return place // segments, place % segments, program % blocks
 
 
 @triton.jit
@@ -82,6 +97,7 @@ def write_keys(
     mass,
     starts,
     matrix,
+    priors,
     sums,
     norms,
     logs,
@@ -103,6 +119,7 @@ def write_keys(
     BV: tl.constexpr,
     PACKED: tl.constexpr,
     MASSES: tl.constexpr,
+    KEYS: tl.constexpr,
     MAP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -114,16 +131,16 @@ def write_keys(
     COEFFICIENT: tl.constexpr,
     UNBOUNDED: tl.constexpr,
 ):
-    """What each segment's keys add to the state that leaves it. Program: (segment of a key head, block of values)."""
-    segment = tl.program_id(0) % segments
-    head = tl.program_id(0) // segments
+    """What each segment's keys add to the state that leaves it. Program: `share_of_program`."""
+    head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
-    column = tl.program_id(1) * BV
+    column = block * BV
     dtype: tl.constexpr = k.dtype.element_ty
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
     mass += head.to(tl.int64) * length
     matrix += kv * M * D
+    priors += kv * KEYS
     begin = segment * SEGMENT
     end = tl.minimum(begin + SEGMENT, length)
     k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
@@ -138,7 +155,26 @@ def write_keys(
         rows, left = at + tl.arange(0, C), length - at
         columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV).to(tl.float32)
         keys = k + at * k_far
-        a, b, scales = phi(keys, k_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        a, b, scales = phi_of_keys(
+            keys,
+            k_row,
+            left,
+            matrix,
+            low,
+            priors,
+            KEYS,
+            C,
+            MAP,
+            D,
+            DP,
+            M,
+            MP,
+            K,
+            TWO,
+            SCALE,
+            COEFFICIENT,
+            UNBOUNDED,
+        )
         weights = tl.where(rows >= last, load_mass(mass, rows, length, MASSES), 0.0)
         scales = tl.where(weights != 0, scales, EMPTY) if UNBOUNDED else scales
         shrink, factors, log = scales_of_addition(log, scales, True, UNBOUNDED)

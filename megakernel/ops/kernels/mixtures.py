@@ -1,0 +1,170 @@
+"""Mixture keys inside a Triton kernel: sum_r pi_r phi(k_r) of a position whose keys lie beside each other.
+
+See `megakernel.ops.mixture`. KEYS is the number of keys of a position; 0 says that it has one and no prior, and leaves
+of these functions what `features` has.
+"""
+
+import triton
+import triton.language as tl
+
+from megakernel.ops.kernels.features import EMPTY, phi, store_gradient
+
+MOST_KEYS = tl.constexpr(16)
+"""Keys of a position that programs count shares of; a power of two."""
+
+
+@triton.jit
+def phi_of_keys(
+    k,
+    stride,
+    count,
+    matrix,
+    low,
+    priors,
+    KEYS: tl.constexpr,
+    C: tl.constexpr,
+    MAP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+    TWO: tl.constexpr,
+    SCALE: tl.constexpr,
+    COEFFICIENT: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+):
+    """`features.phi` of C positions at `k`: of their key, or the mixture of their KEYS with the shares at `priors`.
+
+    The log scale of a mixture is the largest one of its keys; a key of no share does not set it.
+    """
+    if KEYS == 0:
+        a, b, logs = phi(k, stride, count, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+    else:
+        a = tl.zeros((C, MP), tl.float32)
+        b = a
+        logs = tl.zeros((C,), tl.float32) + (EMPTY if UNBOUNDED else 0.0)
+        for r in range(KEYS):
+            share = tl.load(priors + r)
+            x, y, own = phi(
+                k + r * D, stride, count, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT
+            )
+            if UNBOUNDED:
+                larger = tl.maximum(logs, tl.where(share > 0, own, EMPTY))
+                a = (
+                    a * tl.exp(logs - larger)[:, None]
+                    + x * (share * scales_of_key(share, own, larger))[:, None]
+                )
+                logs = larger
+            else:
+                a += x * share
+                if TWO:
+                    b += y * share
+        if not TWO:
+            b = a
+    return a, b, logs
+
+
+@triton.jit
+def scales_of_key(share, own, logs):
+    """exp(own - logs), (C,), the scales of a key in mixtures of log scales `logs`; 0 for a key of no share."""
+    return tl.where(share > 0, tl.exp(tl.minimum(own - logs, 0.0)), 0.0)
+
+
+@triton.jit
+def store_gradients_of_keys(
+    k,
+    stride,
+    count,
+    matrix,
+    low,
+    priors,
+    logs,
+    shares,
+    grad_a,
+    grad_b,
+    dk,
+    dy,
+    beside,
+    KEYS: tl.constexpr,
+    C: tl.constexpr,
+    LEARNED: tl.constexpr,
+    MAP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+    TWO: tl.constexpr,
+    SCALE: tl.constexpr,
+    COEFFICIENT: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+):
+    """`features.store_gradient` of C positions at `k`, given the gradients in what `phi_of_keys` gave, with its logs.
+
+    dk holds rows of max(KEYS, 1) D numbers; dy of key r is r * `beside` further on. Returns `shares` (MOST_KEYS,) with
+    the gradients of the priors added: what dphi says of each key's features.
+    """
+    if KEYS == 0:
+        a, b, _ = phi(k, stride, count, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        store_gradient(
+            k,
+            stride,
+            count,
+            matrix,
+            a,
+            b,
+            grad_a,
+            grad_b,
+            dk,
+            dy,
+            C,
+            LEARNED,
+            MAP,
+            D,
+            DP,
+            M,
+            MP,
+            K,
+            SCALE,
+            COEFFICIENT,
+        )
+    else:
+        for r in range(KEYS):
+            share = tl.load(priors + r)
+            a, b, own = phi(
+                k + r * D, stride, count, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT
+            )
+            along = tl.sum(a * grad_a, 1)
+            if TWO:
+                along += tl.sum(b * grad_b, 1)
+            factors = tl.zeros((C,), tl.float32) + share
+            if UNBOUNDED:
+                scales = scales_of_key(share, own, logs)
+                factors *= scales
+                along *= scales
+            shares += tl.where(tl.arange(0, MOST_KEYS) == r, tl.sum(along, 0), 0.0)
+            store_gradient(
+                k + r * D,
+                stride,
+                count,
+                matrix,
+                a,
+                b,
+                grad_a * factors[:, None],
+                grad_b * factors[:, None],
+                dk + r * D,
+                dy + r * beside,
+                C,
+                LEARNED,
+                MAP,
+                D,
+                DP,
+                M,
+                MP,
+                K,
+                SCALE,
+                COEFFICIENT,
+                KEYS * D,
+            )
+    return shares
