@@ -19,9 +19,13 @@ class Rotary:
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (B, H, N, head_dim) at positions (B, N) or (1, N), whole or fractional; dtype of x."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        # Angles in float64: at position 10^6 a float32 angle is off by 0.06.
-        exponents = torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float64) / self.head_dim
-        angles = positions[:, None, :, None] * self.base**-exponents
-        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+        cos, sin = (part[:, None].to(wide) for part in self.cos_sin(positions))
         first, second = x.to(wide).chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the angles at positions (...), (..., head_dim / 2) float64."""
+        # Angles in float64: at position 10^6 a float32 angle is off by 0.06.
+        exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float64)
+        angles = positions[..., None] * self.base ** -(exponents / self.head_dim)
+        return angles.cos(), angles.sin()

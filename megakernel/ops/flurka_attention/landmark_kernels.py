@@ -1,0 +1,222 @@
+"""The Triton kernel of FLuRKA's backward over landmarks.
+
+A program goes through the chunks of its segment from right to left and carries the state of the queries behind them,
+whose values are pulls g_i = [c_i do_i, z_i] (`query_kernels`). With u_s = m_s [v_s, 1] of landmark s:
+
+    dphi(k_s) = sum_i (g_i.u_s) phi(q_i)    du_s = sum_i (phi(q_i).phi(k_s)) g_i
+"""
+
+import triton
+import triton.language as tl
+
+from megakernel.ops.flurka_attention.device import block_end, landmark_weights, products, sees_landmarks
+from megakernel.ops.flurka_attention.query_kernels import landmark_factors
+from megakernel.ops.kernel_attention.kernels import pull_of_state, pulls
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient, store_rows
+from megakernel.ops.kernels.states import add_tokens, first_token, load_state, scales_of_addition
+
+
+@triton.jit
+def pull_landmarks(
+    q,
+    grad,
+    mass,
+    factor,
+    drift,
+    scale,
+    starts,
+    ends,
+    matrix,
+    wide_matrix,
+    marks,
+    marked,
+    sums,
+    norms,
+    logs,
+    dmarks,
+    dmarked,
+    dy,
+    dmass,
+    q_batch,
+    q_head,
+    q_row,
+    g_batch,
+    g_head,
+    g_row,
+    length,
+    start,
+    oldest,
+    heads,
+    segments,
+    chunks,
+    low,
+    rows_of_part,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    LEARNED: tl.constexpr,
+    PIECES: tl.constexpr,
+    B: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    BV: tl.constexpr,
+    PACKED: tl.constexpr,
+    MAP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+    TWO: tl.constexpr,
+    SCALE: tl.constexpr,
+    COEFFICIENT: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+):
+    """Gradients of landmarks: dmarks (blocks, B, H_kv, chunks, R, D), dmarked (B, H_kv, chunks, R, V) float32.
+
+    Parts for each block of values, as dy (..., M) of projected landmarks and dmass (blocks, B, H_kv, chunks, R).
+    rows_of_part: B H_kv chunks R.
+    """
+    segment = tl.program_id(0) % segments
+    head = tl.program_id(0) // segments
+    row, kv = head // heads, head % heads
+    column = tl.program_id(1) * BV
+    dtype: tl.constexpr = q.dtype.element_ty
+    q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
+    grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
+    own = head.to(tl.int64) * chunks * R
+    marks += own * D
+    marked += own * V + column
+    dmarked += own * V + column
+    part = tl.program_id(1).to(tl.int64) * rows_of_part + own
+    scale += head.to(tl.int64) * length
+    matrix += kv * M * D
+    wide_matrix += kv * M * D
+    counts = tl.load(mass + kv)
+    group = head.to(tl.int64) * G * length
+    entry = head.to(tl.int64) * (segments + 1) + segment
+    FP: tl.constexpr = MP * (2 if TWO else 1)
+    sums += entry * FP * VP
+    norms += entry * FP
+    log = tl.load(logs + entry)
+    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
+    if TWO:
+        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
+    q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
+
+    final = tl.minimum((segment + 1) * PIECES, chunks)
+    for step in range(final - segment * PIECES):
+        chunk = final - 1 - step
+        begin = chunk * B
+        close = tl.minimum(begin + B, length)
+        end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
+        last = first_token(starts, row, close - 1, length, start, PACKED)
+        weights = landmark_weights(end, counts, R, RP)
+        keys = marks + chunk * R * D
+        columns = load_rows(marked + chunk * R * V, V, R, RP, V - column, BV)
+        a, b, scales = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        a, b = rounded(a, dtype), rounded(b, dtype)
+        # Queries behind the chunk see landmarks that enter the state that leaves it.
+        behind = tl.where((weights != 0) & (end >= last), 1.0, 0.0)
+        if UNBOUNDED:
+            behind = tl.where(behind != 0, tl.exp(scales + log), 0.0)
+        du = dot(a, tile, dtype)
+        du_norm = tl.sum(a.to(tl.float32) * norm[None, :], 1)
+        if TWO:
+            du += dot(b, tile2, dtype)
+            du_norm += tl.sum(b.to(tl.float32) * norm2[None, :], 1)
+        du *= behind[:, None]
+        du_norm *= behind
+        behind *= weights
+        lifted = columns * behind[:, None]
+        # The normalizer is in the first block alone.
+        of_norm = tl.where(column == 0, behind, 0.0)
+        grad_a = pull_of_state(tile, norm, lifted, of_norm, dtype)
+        grad_b = grad_a
+        if TWO:
+            grad_b = pull_of_state(tile2, norm2, lifted, of_norm, dtype)
+
+        kept = tl.where(last < begin, 1.0, 0.0)
+        tile *= kept
+        norm *= kept
+        if TWO:
+            tile2 *= kept
+            norm2 *= kept
+        if UNBOUNDED:
+            log = tl.where(last < begin, log, EMPTY)
+        for at in range(begin, close, C):
+            rows, left = at + tl.arange(0, C), close - at
+            first = first_token(starts, row, rows, length, start, PACKED)
+            reads = (first < begin) & (rows < close)
+            r = tl.zeros((C,), tl.float32)
+            added = r
+            if UNBOUNDED:
+                r = tl.load(scale + rows, mask=rows < close, other=EMPTY)
+                reads = reads & (r > EMPTY)
+                added = tl.where(reads, -r, EMPTY)
+            shrink, factors, log = scales_of_addition(log, added, True, UNBOUNDED)
+            factors = tl.where(reads, factors, 0.0)
+            tile *= shrink
+            norm *= shrink
+            if TWO:
+                tile2 *= shrink
+                norm2 *= shrink
+            if not ALIGNED:
+                seen = sees_landmarks(rows, first, end, weights) & (rows < close)[:, None]
+                pairs = tl.trans(landmark_factors(scales, seen, r, UNBOUNDED))
+            for g in range(G):
+                places = group + g * length + at
+                given = grad + g * g_head + at * g_far
+                x = q + g * q_head + at * q_far
+                qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+                qa, qb = rounded(qa, dtype), rounded(qb, dtype)
+                pull, pull_norm = pulls(
+                    given, factor + places, drift + places, g_row, left, C, V - column, BV, column == 0
+                )
+                if not ALIGNED:
+                    similar = products(a, b, qa, qb, TWO, dtype) * pairs
+                    du += dot(similar, pull, dtype)
+                    du_norm += tl.sum(similar * pull_norm[None, :], 1)
+                    of_values = dot(columns, tl.trans(pull), dtype) + pull_norm[None, :]
+                    of_values = tl.trans(rounded(of_values * pairs * weights[:, None], dtype))
+                    grad_a += dot(tl.trans(qa), of_values, dtype)
+                    if TWO:
+                        grad_b += dot(tl.trans(qb), of_values, dtype)
+                pull *= factors[:, None]
+                pull_norm *= factors
+                tile, norm = add_tokens(tile, norm, 1.0, qa, pull, pull_norm, dtype)
+                if TWO:
+                    tile2, norm2 = add_tokens(tile2, norm2, 1.0, qb, pull, pull_norm, dtype)
+
+        here = tl.arange(0, RP)
+        store_rows(dmarked + chunk * R * V, V, R, du * weights[:, None], V - column, BV)
+        total = tl.sum(du * columns, 1) + tl.where(column == 0, du_norm, 0.0)
+        total = tl.where(weights != 0, total, 0.0)
+        tl.store(dmass + part + chunk * R + here, total, mask=here < R)
+        # Again rather than kept through the chunk.
+        a, b, _ = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        store_gradient(
+            keys,
+            D,
+            R,
+            wide_matrix,
+            a,
+            b,
+            tl.trans(grad_a),
+            tl.trans(grad_b),
+            dmarks + (part + chunk * R) * D,
+            dy + (part + chunk * R) * M,
+            RP,
+            LEARNED,
+            MAP,
+            D,
+            DP,
+            M,
+            MP,
+            K,
+            SCALE,
+            COEFFICIENT,
+        )
