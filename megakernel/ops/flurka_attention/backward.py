@@ -94,7 +94,9 @@ def backward(
         # A row without queries of its own hands the last state's gradient to its landmarks.
         none = torch.zeros_like(factor)
         dgate = none if gate is not None else none[0, 0]
-        of_queries = _OfQueries(q.new_empty(q.shape), q[..., :0], dgate, torch.zeros_like(far_weight), none, none)
+        of_queries = _OfQueries(
+            q.new_empty(q.shape), q[..., :0], dgate, torch.zeros_like(far_weight), none, none
+        )
     # A last state without keys has gradients and no scale: they go to nothing.
     empty = last_logs <= EMPTY / 2
     outer = (
@@ -103,7 +105,9 @@ def backward(
         torch.where(empty, EMPTY, -last_logs),
     )
     pulled = _states_of_queries(call, given, kept, grad, of_queries.drift, starts, outer)
-    (dmarks, dmarked), dy_marks, dmass = _pull_landmarks(call, given, kept, grad, of_queries.drift, pulled, learned)
+    (dmarks, dmarked), dy_marks, dmass = _pull_landmarks(
+        call, given, kept, grad, of_queries.drift, pulled, learned
+    )
     dk, dv, dy_k = _pull_keys(call, given, kept, grad, of_queries.delta, dmarks, dmarked, learned)
     dkeys, dvalues = _pull_pools(call, given, dmarks, dmarked, pool_keys)
     dmatrix = q.new_empty(0)
@@ -170,9 +174,7 @@ def _pull_queries(call: Call, given: Inputs, kept: _Kept, grad: Tensor, learned:
     near, far = torch.sigmoid(given.gate), torch.sigmoid(-given.gate)
     # The factor is far / den: what is left of the sums along the pull, over den, is the pull of den.
     drift = torch.where(far == 0, 0.0, -whole * factor / far.masked_fill(far == 0, 1.0))
-    return _OfQueries(
-        *found, near * (far * delta - whole), torch.zeros_like(given.far_weight), delta, drift
-    )
+    return _OfQueries(*found, near * (far * delta - whole), torch.zeros_like(given.far_weight), delta, drift)
 
 
 def _states_of_queries(
@@ -265,7 +267,17 @@ def _pull_pools(
     dvalues = torch.empty_like(dkeys)
     call.carry(
         pull_pools,
-        *(given.k, given.v, given.ends, dmarks, dmarked, dkeys, dvalues, *strides(given.k), *strides(given.v)),
+        *(
+            given.k,
+            given.v,
+            given.ends,
+            dmarks,
+            dmarked,
+            dkeys,
+            dvalues,
+            *strides(given.k),
+            *strides(given.v),
+        ),
         *(call.length, call.shape.oldest, call.shape.before, call.heads, call.segments, call.chunks),
         whole_rows=True,
     )

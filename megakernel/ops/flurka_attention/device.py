@@ -8,7 +8,8 @@ which turns one against the other; under phi the halves of its features (`kernel
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import dot, load_rows, phi, rounded
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded
+from megakernel.ops.kernels.states import add_tokens, scales_of_addition
 
 
 @triton.jit
@@ -18,7 +19,8 @@ def window_start(
     """The first key that the token at `place` compares itself with; behind the last token its window goes on."""
     if ALIGNED:
         return tl.maximum((place // B - (BLOCKS - 1)) * B, oldest)
-    return tl.load(windows + row.to(tl.int64) * length + tl.minimum(place, length - 1))
+    else:
+        return tl.load(windows + row.to(tl.int64) * length + tl.minimum(place, length - 1))
 
 
 @triton.jit
@@ -32,7 +34,8 @@ def block_end(
     if ALIGNED:
         end = chunk * B + B - 1
         return tl.where((end < length) & (end - B * BLOCKS + 1 >= oldest), end, -1)
-    return tl.load(ends + row.to(tl.int64) * chunks + chunk)
+    else:
+        return tl.load(ends + row.to(tl.int64) * chunks + chunk)
 
 
 @triton.jit
@@ -42,10 +45,65 @@ def landmark_weights(end, mass, R: tl.constexpr, RP: tl.constexpr):
 
 
 @triton.jit
-def sees_landmarks(rows, first, end, weights):
-    """Which landmarks of their own chunk queries see (C, RP): those of a block of their document that ended before."""
-    behind = (rows > end) & (first <= end)
-    return behind[:, None] & (weights != 0)[None, :]
+def half_of_chunk(half, begin, close, end):
+    """The tokens of a chunk begin .. close - 1 up to the end of a block, or as half 1 those behind it.
+
+    Only these see its landmarks: between the halves they enter the state. Without an end all tokens are in half 0.
+    """
+    middle = tl.where(end >= 0, end + 1, close)
+    return tl.where(half == 0, begin, middle), tl.where(half == 0, middle, close)
+
+
+@triton.jit
+def keep_state(tile, norm, tile2, norm2, log, alive, TWO: tl.constexpr, UNBOUNDED: tl.constexpr):
+    """The state where `alive`, the empty one where a document starts."""
+    kept = tl.where(alive, 1.0, 0.0)
+    if UNBOUNDED:
+        log = tl.where(alive, log, EMPTY)
+    if TWO:
+        tile2, norm2 = tile2 * kept, norm2 * kept
+    return tile * kept, norm * kept, tile2, norm2, log
+
+
+@triton.jit
+def add_landmarks(
+    tile,
+    norm,
+    tile2,
+    norm2,
+    log,
+    marks,
+    marked,
+    weights,
+    matrix,
+    column,
+    dtype: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+    MAP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+    SCALE: tl.constexpr,
+    COEFFICIENT: tl.constexpr,
+):
+    """A state of halves (MP, BV), and the landmarks E K (R, D) at `marks` with values F V (R, V) at `marked`."""
+    a, b, scales = phi(marks, D, R, matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+    columns = load_rows(marked, V, R, RP, V - column, BV)
+    scales = tl.where(weights != 0, scales, EMPTY) if UNBOUNDED else scales
+    shrink, factors, log = scales_of_addition(log, scales, True, UNBOUNDED)
+    weights *= factors
+    columns *= weights[:, None]
+    tile, norm = add_tokens(tile, norm, shrink, rounded(a, dtype), columns, weights, dtype)
+    if TWO:
+        tile2, norm2 = add_tokens(tile2, norm2, shrink, rounded(b, dtype), columns, weights, dtype)
+    return tile, norm, tile2, norm2, log
 
 
 @triton.jit
@@ -112,15 +170,14 @@ def products(a, b, a2, b2, PAIR: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def near_factor(
-    factor, gate, far_weight, rows, inside, GATED: tl.constexpr, SOFTMAX: tl.constexpr
-):
+def near_factor(factor, gate, far_weight, rows, inside, GATED: tl.constexpr, SOFTMAX: tl.constexpr):
     """What weights of a window are multiplied by, (C,): the gate, 1 beside a far part, or 1 / den under phi.
 
     factor: what sums over landmarks are multiplied by; under phi that is exp(far_weight) / den.
     """
     if GATED:
         return tl.sigmoid(tl.load(gate + rows, mask=inside, other=0.0))
-    if SOFTMAX:
+    elif SOFTMAX:
         return tl.full((rows.shape[0],), 1.0, tl.float32)
-    return tl.load(factor + rows, mask=inside, other=0.0) * tl.exp(-far_weight)
+    else:
+        return tl.load(factor + rows, mask=inside, other=0.0) * tl.exp(-far_weight)

@@ -9,8 +9,12 @@ whose values are pulls g_i = [c_i do_i, z_i] (`query_kernels`). With u_s = m_s [
 import triton
 import triton.language as tl
 
-from megakernel.ops.flurka_attention.device import block_end, landmark_weights, products, sees_landmarks
-from megakernel.ops.flurka_attention.query_kernels import landmark_factors
+from megakernel.ops.flurka_attention.device import (
+    block_end,
+    half_of_chunk,
+    keep_state,
+    landmark_weights,
+)
 from megakernel.ops.kernel_attention.kernels import pull_of_state, pulls
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient, store_rows
 from megakernel.ops.kernels.states import add_tokens, first_token, load_state, scales_of_addition
@@ -54,7 +58,7 @@ def pull_landmarks(
     G: tl.constexpr,
     C: tl.constexpr,
     LEARNED: tl.constexpr,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     B: tl.constexpr,
     BLOCKS: tl.constexpr,
     R: tl.constexpr,
@@ -103,56 +107,73 @@ def pull_landmarks(
     norms += entry * FP
     log = tl.load(logs + entry)
     tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
+    tile2, norm2 = tile, norm
     if TWO:
         tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
     q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
 
-    final = tl.minimum((segment + 1) * PIECES, chunks)
-    for step in range(final - segment * PIECES):
-        chunk = final - 1 - step
-        begin = chunk * B
-        close = tl.minimum(begin + B, length)
+    HALVES: tl.constexpr = 1 if ALIGNED else 2
+    final = tl.minimum((segment + 1) * CHUNKS, chunks)
+    for step in range((final - segment * CHUNKS) * HALVES):
+        piece = final * HALVES - 1 - step
+        chunk, half = piece // HALVES, piece % HALVES
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
-        last = first_token(starts, row, close - 1, length, start, PACKED)
-        weights = landmark_weights(end, counts, R, RP)
-        keys = marks + chunk * R * D
-        columns = load_rows(marked + chunk * R * V, V, R, RP, V - column, BV)
-        a, b, scales = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-        a, b = rounded(a, dtype), rounded(b, dtype)
-        # Queries behind the chunk see landmarks that enter the state that leaves it.
-        behind = tl.where((weights != 0) & (end >= last), 1.0, 0.0)
-        if UNBOUNDED:
-            behind = tl.where(behind != 0, tl.exp(scales + log), 0.0)
-        du = dot(a, tile, dtype)
-        du_norm = tl.sum(a.to(tl.float32) * norm[None, :], 1)
-        if TWO:
-            du += dot(b, tile2, dtype)
-            du_norm += tl.sum(b.to(tl.float32) * norm2[None, :], 1)
-        du *= behind[:, None]
-        du_norm *= behind
-        behind *= weights
-        lifted = columns * behind[:, None]
-        # The normalizer is in the first block alone.
-        of_norm = tl.where(column == 0, behind, 0.0)
-        grad_a = pull_of_state(tile, norm, lifted, of_norm, dtype)
-        grad_b = grad_a
-        if TWO:
-            grad_b = pull_of_state(tile2, norm2, lifted, of_norm, dtype)
+        begin, close = half_of_chunk(half, chunk * B, tl.minimum(chunk * B + B, length), end)
+        if half == 0:
+            # The queries behind this half see its landmarks.
+            weights = landmark_weights(end, counts, R, RP)
+            keys = marks + chunk * R * D
+            columns = load_rows(marked + chunk * R * V, V, R, RP, V - column, BV)
+            a, b, scales = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            seen = tl.where(weights != 0, tl.exp(scales + log) if UNBOUNDED else 1.0, 0.0)
+            of_features = rounded(a, dtype)
+            du = dot(of_features, tile, dtype)
+            du_norm = tl.sum(of_features.to(tl.float32) * norm[None, :], 1)
+            if TWO:
+                of_features = rounded(b, dtype)
+                du += dot(of_features, tile2, dtype)
+                du_norm += tl.sum(of_features.to(tl.float32) * norm2[None, :], 1)
+            store_rows(dmarked + chunk * R * V, V, R, du * (seen * weights)[:, None], V - column, BV)
+            # The normalizer is in the first block alone.
+            total = (tl.sum(du * columns, 1) + tl.where(column == 0, du_norm, 0.0)) * seen
+            here = tl.arange(0, RP)
+            tl.store(dmass + part + chunk * R + here, total, mask=here < R)
+            seen *= weights
+            columns *= seen[:, None]
+            of_norm = tl.where(column == 0, seen, 0.0)
+            grad_a = pull_of_state(tile, norm, columns, of_norm, dtype)
+            grad_b = grad_a
+            if TWO:
+                grad_b = pull_of_state(tile2, norm2, columns, of_norm, dtype)
+            store_gradient(
+                keys,
+                D,
+                R,
+                wide_matrix,
+                a,
+                b,
+                tl.trans(grad_a),
+                tl.trans(grad_b),
+                dmarks + (part + chunk * R) * D,
+                dy + (part + chunk * R) * M,
+                RP,
+                LEARNED,
+                MAP,
+                D,
+                DP,
+                M,
+                MP,
+                K,
+                SCALE,
+                COEFFICIENT,
+            )
 
-        kept = tl.where(last < begin, 1.0, 0.0)
-        tile *= kept
-        norm *= kept
-        if TWO:
-            tile2 *= kept
-            norm2 *= kept
-        if UNBOUNDED:
-            log = tl.where(last < begin, log, EMPTY)
+        alive = first_token(starts, row, close - 1, length, start, PACKED) < begin
+        tile, norm, tile2, norm2, log = keep_state(tile, norm, tile2, norm2, log, alive, TWO, UNBOUNDED)
         for at in range(begin, close, C):
             rows, left = at + tl.arange(0, C), close - at
-            first = first_token(starts, row, rows, length, start, PACKED)
-            reads = (first < begin) & (rows < close)
-            r = tl.zeros((C,), tl.float32)
-            added = r
+            reads = (first_token(starts, row, rows, length, start, PACKED) < begin) & (rows < close)
+            added = tl.zeros((C,), tl.float32)
             if UNBOUNDED:
                 r = tl.load(scale + rows, mask=rows < close, other=EMPTY)
                 reads = reads & (r > EMPTY)
@@ -164,59 +185,16 @@ def pull_landmarks(
             if TWO:
                 tile2 *= shrink
                 norm2 *= shrink
-            if not ALIGNED:
-                seen = sees_landmarks(rows, first, end, weights) & (rows < close)[:, None]
-                pairs = tl.trans(landmark_factors(scales, seen, r, UNBOUNDED))
             for g in range(G):
                 places = group + g * length + at
                 given = grad + g * g_head + at * g_far
                 x = q + g * q_head + at * q_far
-                qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-                qa, qb = rounded(qa, dtype), rounded(qb, dtype)
                 pull, pull_norm = pulls(
                     given, factor + places, drift + places, g_row, left, C, V - column, BV, column == 0
                 )
-                if not ALIGNED:
-                    similar = products(a, b, qa, qb, TWO, dtype) * pairs
-                    du += dot(similar, pull, dtype)
-                    du_norm += tl.sum(similar * pull_norm[None, :], 1)
-                    of_values = dot(columns, tl.trans(pull), dtype) + pull_norm[None, :]
-                    of_values = tl.trans(rounded(of_values * pairs * weights[:, None], dtype))
-                    grad_a += dot(tl.trans(qa), of_values, dtype)
-                    if TWO:
-                        grad_b += dot(tl.trans(qb), of_values, dtype)
                 pull *= factors[:, None]
                 pull_norm *= factors
-                tile, norm = add_tokens(tile, norm, 1.0, qa, pull, pull_norm, dtype)
+                a, b, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+                tile, norm = add_tokens(tile, norm, 1.0, rounded(a, dtype), pull, pull_norm, dtype)
                 if TWO:
-                    tile2, norm2 = add_tokens(tile2, norm2, 1.0, qb, pull, pull_norm, dtype)
-
-        here = tl.arange(0, RP)
-        store_rows(dmarked + chunk * R * V, V, R, du * weights[:, None], V - column, BV)
-        total = tl.sum(du * columns, 1) + tl.where(column == 0, du_norm, 0.0)
-        total = tl.where(weights != 0, total, 0.0)
-        tl.store(dmass + part + chunk * R + here, total, mask=here < R)
-        # Again rather than kept through the chunk.
-        a, b, _ = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-        store_gradient(
-            keys,
-            D,
-            R,
-            wide_matrix,
-            a,
-            b,
-            tl.trans(grad_a),
-            tl.trans(grad_b),
-            dmarks + (part + chunk * R) * D,
-            dy + (part + chunk * R) * M,
-            RP,
-            LEARNED,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            SCALE,
-            COEFFICIENT,
-        )
+                    tile2, norm2 = add_tokens(tile2, norm2, 1.0, rounded(b, dtype), pull, pull_norm, dtype)

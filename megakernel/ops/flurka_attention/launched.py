@@ -7,6 +7,7 @@ from megakernel.ops.flurka_attention import backward, pool_kernels, read_kernel
 from megakernel.ops.flurka_attention.launches import Call, Inputs, Shape
 from megakernel.ops.kernels.launch import strides
 
+
 @torch.library.custom_op("megakernel::flurka_attention", mutates_args=())
 def forward(
     q: Tensor,
@@ -32,9 +33,7 @@ def forward(
     start: int,
     before: int,
     oldest: int,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output; factor, peak and r of `read_kernel.read`; landmarks; the states of all segments; the last state."""
     shape = Shape(feature_map, components, near, blocks, start, before, oldest)
     call = Call.of(q, k, v, matrix, pool_keys, gate, table, starts, windows, shape)

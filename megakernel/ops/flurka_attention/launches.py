@@ -41,7 +41,7 @@ ANGLES = 256
 """Places beside a window for which there are angles: a tile of queries and one of keys."""
 
 
-def pieces_of(phi: Phi, q: Tensor, v: Tensor, block_size: int) -> int:
+def segment_chunks(phi: Phi, q: Tensor, v: Tensor, block_size: int) -> int:
     """Chunks of a segment."""
     return max(1, segment_length(phi, q, v, block_size) // block_size)
 
@@ -75,7 +75,9 @@ class Call(NamedTuple):
     rank: int
     values: int
     bytes: int
-    pieces: int
+    segment: int
+    """Chunks of a segment."""
+
     options: dict[str, Any]
     """Compile-time arguments that do not depend on tiles; each kernel takes those that it knows."""
 
@@ -98,7 +100,7 @@ class Call(NamedTuple):
         rows = None if matrix is None else matrix.shape[-2]
         phi = phi_of(FeatureMap(shape.feature_map, shape.components), width, rows)
         options = {
-            "PIECES": pieces_of(phi, q, v, block_size),
+            "CHUNKS": segment_chunks(phi, q, v, block_size),
             "B": block_size,
             "BP": padded(block_size),
             "BLOCKS": shape.blocks,
@@ -130,7 +132,7 @@ class Call(NamedTuple):
             rank,
             values,
             q.element_size(),
-            options["PIECES"],
+            options["CHUNKS"],
             options,
         )
 
@@ -142,7 +144,7 @@ class Call(NamedTuple):
     @property
     def segments(self) -> int:
         """Of a row."""
-        return triton.cdiv(self.chunks, self.pieces)
+        return triton.cdiv(self.chunks, self.segment)
 
     def tile(self, kernel: str) -> Tile:
         """What programs of a kernel that carries a state hold."""
@@ -186,7 +188,9 @@ class Call(NamedTuple):
     def _start(
         self, kernel: Any, grid: tuple[int, ...], arguments: tuple, tile: Tile, options: dict[str, Any]
     ) -> None:
-        known = {name: value for name, value in {**self.options, **options}.items() if name in kernel.arg_names}
+        known = {
+            name: value for name, value in {**self.options, **options}.items() if name in kernel.arg_names
+        }
         launch(kernel, grid, *arguments, warps=tile.warps, stages=tile.stages, **known)
 
     def empty_states(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,7 +234,7 @@ class Call(NamedTuple):
             *(sums, norms, added, logs, *entered, added if starts is None else starts),
             *(self.length, self.shape.start, self.heads, self.segments),
             warps=4,
-            SEGMENT=self.pieces * self.block_size,
+            SEGMENT=self.segment * self.block_size,
             FP=features,
             VP=values,
             BF=FEATURES_AT_ONCE,

@@ -21,11 +21,13 @@ from megakernel.ops.flurka_attention.device import (
     window_start,
     window_tile,
 )
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient, store_rows
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, store_gradient, store_rows
 
 
 @triton.jit
-def window_weights(similar, logs, level, visible, SHARP: tl.constexpr, SOFTMAX: tl.constexpr, UNBOUNDED: tl.constexpr):
+def window_weights(
+    similar, logs, level, visible, SHARP: tl.constexpr, SOFTMAX: tl.constexpr, UNBOUNDED: tl.constexpr
+):
     """Weights of pairs before `near_factor`, and what a change of `similar` changes them by.
 
     logs: log scales of keys, and level: peaks of queries, or r under phi; both spread over the tile.
@@ -42,7 +44,16 @@ def window_weights(similar, logs, level, visible, SHARP: tl.constexpr, SOFTMAX: 
 
 @triton.jit
 def store_halves(
-    dx, first, second, table, stride, count, ROTARY: tl.constexpr, D: tl.constexpr, H: tl.constexpr, DH: tl.constexpr
+    dx,
+    first,
+    second,
+    table,
+    stride,
+    count,
+    ROTARY: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    DH: tl.constexpr,
 ):
     """Store gradients of rotated halves as those of the tokens themselves, rows of D."""
     if ROTARY:
@@ -137,8 +148,25 @@ def pull_window(
     low_key, high_key = tl.min(window, 0), tl.minimum(at + C, length)
     angles = table + B * BLOCKS * 2 * H
     qa, qb, _ = window_tile(
-        q, q_row, left, angles, matrix, low, C,
-        SOFTMAX, ROTARY, H, DH, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT,
+        q,
+        q_row,
+        left,
+        angles,
+        matrix,
+        low,
+        C,
+        SOFTMAX,
+        ROTARY,
+        H,
+        DH,
+        MAP,
+        D,
+        DP,
+        M,
+        MP,
+        K,
+        SCALE,
+        COEFFICIENT,
     )
     pulls = load_rows(grad, g_row, left, C, V, VP)
     extra = 0.0 if GATED else tl.load(far_weight + own)
@@ -147,23 +175,50 @@ def pull_window(
     if SOFTMAX:
         level = tl.load(peak + places + rows, mask=inside, other=0.0)
     elif UNBOUNDED:
-        level = tl.load(scale + (row * (heads // G) + kv).to(tl.int64) * length + rows, mask=inside, other=EMPTY)
+        level = tl.load(
+            scale + (row * (heads // G) + kv).to(tl.int64) * length + rows, mask=inside, other=EMPTY
+        )
     shift = tl.zeros((C,), tl.float32)
     if GATED:
         for place in range(low_key, high_key, BK):
             seats = place + tl.arange(0, BK)
-            ka, kb, _ = window_tile(
-                k + place * k_far, k_row, length - place, table + (place - at + B * BLOCKS) * 2 * H, matrix, low, BK,
-                SOFTMAX, ROTARY, H, DH, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT,
+            ka, kb, logs = window_tile(
+                k + place * k_far,
+                k_row,
+                length - place,
+                table + (place - at + B * BLOCKS) * 2 * H,
+                matrix,
+                low,
+                BK,
+                SOFTMAX,
+                ROTARY,
+                H,
+                DH,
+                MAP,
+                D,
+                DP,
+                M,
+                MP,
+                K,
+                SCALE,
+                COEFFICIENT,
             )
             values = load_rows(v + place * v_far, v_row, length - place, BK, V, VP)
             seen = (seats[None, :] >= window[:, None]) & (seats[None, :] <= rows[:, None])
-            weights, _ = window_weights(
-                products(qa, qb, ka, kb, PAIR, dtype), level, level[:, None], seen, SHARP, SOFTMAX, UNBOUNDED
+            weights, change = window_weights(
+                products(qa, qb, ka, kb, PAIR, dtype),
+                logs[None, :],
+                level[:, None],
+                seen,
+                SHARP,
+                SOFTMAX,
+                UNBOUNDED,
             )
             shift += tl.sum(weights * dot(pulls, tl.trans(values), dtype), 1)
     else:
-        shift = tl.sum(pulls.to(tl.float32) * load_rows(out + (places + at) * V, V, left, C, V, VP).to(tl.float32), 1)
+        shift = tl.sum(
+            pulls.to(tl.float32) * load_rows(out + (places + at) * V, V, left, C, V, VP).to(tl.float32), 1
+        )
     tl.store(delta + places + rows, shift, mask=inside)
 
     WIDTH: tl.constexpr = DH if SOFTMAX else MP
@@ -172,13 +227,36 @@ def pull_window(
     for place in range(low_key, high_key, BK):
         seats = place + tl.arange(0, BK)
         ka, kb, logs = window_tile(
-            k + place * k_far, k_row, length - place, table + (place - at + B * BLOCKS) * 2 * H, matrix, low, BK,
-            SOFTMAX, ROTARY, H, DH, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT,
+            k + place * k_far,
+            k_row,
+            length - place,
+            table + (place - at + B * BLOCKS) * 2 * H,
+            matrix,
+            low,
+            BK,
+            SOFTMAX,
+            ROTARY,
+            H,
+            DH,
+            MAP,
+            D,
+            DP,
+            M,
+            MP,
+            K,
+            SCALE,
+            COEFFICIENT,
         )
         values = load_rows(v + place * v_far, v_row, length - place, BK, V, VP)
         seen = (seats[None, :] >= window[:, None]) & (seats[None, :] <= rows[:, None])
-        _, change = window_weights(
-            products(qa, qb, ka, kb, PAIR, dtype), logs[None, :], level[:, None], seen, SHARP, SOFTMAX, UNBOUNDED
+        weights, change = window_weights(
+            products(qa, qb, ka, kb, PAIR, dtype),
+            logs[None, :],
+            level[:, None],
+            seen,
+            SHARP,
+            SOFTMAX,
+            UNBOUNDED,
         )
         slope = (dot(pulls, tl.trans(values), dtype) - shift[:, None]) * of_window[:, None] * change
         of_a += dot(slope, ka, dtype)
@@ -199,8 +277,26 @@ def pull_window(
         of_a -= qa * share[:, None]
         of_b -= qb * share[:, None]
         store_gradient(
-            q, q_row, left, matrix, qa, qb, of_a, of_b, gradient, dy + (places + at) * M,
-            C, LEARNED, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT,
+            q,
+            q_row,
+            left,
+            matrix,
+            qa,
+            qb,
+            of_a,
+            of_b,
+            gradient,
+            dy + (places + at) * M,
+            C,
+            LEARNED,
+            MAP,
+            D,
+            DP,
+            M,
+            MP,
+            K,
+            SCALE,
+            COEFFICIENT,
         )
 
 
@@ -295,7 +391,25 @@ def pull_keys(
     WIDTH: tl.constexpr = DH if SOFTMAX else MP
 
     ka, kb, logs = window_tile(
-        k, k_row, left, table, matrix, low, BK, SOFTMAX, ROTARY, H, DH, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT
+        k,
+        k_row,
+        left,
+        table,
+        matrix,
+        low,
+        BK,
+        SOFTMAX,
+        ROTARY,
+        H,
+        DH,
+        MAP,
+        D,
+        DP,
+        M,
+        MP,
+        K,
+        SCALE,
+        COEFFICIENT,
     )
     values = load_rows(v, v_row, left, BK, V, VP)
     of_a = tl.zeros((BK, WIDTH), tl.float32)
@@ -317,8 +431,25 @@ def pull_keys(
         inside = seats < length
         window = window_start(windows, row, seats, length, oldest, B, BLOCKS, ALIGNED)
         qa, qb, _ = window_tile(
-            q + g * q_head + place * q_far, q_row, length - place, table + (place - at) * 2 * H, matrix, low, C,
-            SOFTMAX, ROTARY, H, DH, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT,
+            q + g * q_head + place * q_far,
+            q_row,
+            length - place,
+            table + (place - at) * 2 * H,
+            matrix,
+            low,
+            C,
+            SOFTMAX,
+            ROTARY,
+            H,
+            DH,
+            MAP,
+            D,
+            DP,
+            M,
+            MP,
+            K,
+            SCALE,
+            COEFFICIENT,
         )
         places = (head.to(tl.int64) * G + g) * length
         extra = 0.0 if GATED else tl.load(far_weight + kv * G + g)
@@ -332,7 +463,13 @@ def pull_keys(
         pulls = load_rows(grad + g * g_head + place * g_far, g_row, length - place, C, V, VP)
         seen = (rows[:, None] >= window[None, :]) & (rows[:, None] <= seats[None, :]) & inside[None, :]
         weights, change = window_weights(
-            products(ka, kb, qa, qb, PAIR, dtype), logs[:, None], level[None, :], seen, SHARP, SOFTMAX, UNBOUNDED
+            products(ka, kb, qa, qb, PAIR, dtype),
+            logs[:, None],
+            level[None, :],
+            seen,
+            SHARP,
+            SOFTMAX,
+            UNBOUNDED,
         )
         of_values += dot(weights * of_window[None, :], pulls, dtype)
         slope = (dot(values, tl.trans(pulls), dtype) - shift[None, :]) * of_window[None, :] * change
@@ -370,6 +507,25 @@ def pull_keys(
         tl.debug_barrier()
         ka, kb, _ = phi(k, k_row, left, matrix, low, BK, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
         store_gradient(
-            k, k_row, left, matrix, ka, kb, of_a, of_b, dk + entry * D, dy + entry * M,
-            BK, LEARNED, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT, True,
+            k,
+            k_row,
+            left,
+            matrix,
+            ka,
+            kb,
+            of_a,
+            of_b,
+            dk + entry * D,
+            dy + entry * M,
+            BK,
+            LEARNED,
+            MAP,
+            D,
+            DP,
+            M,
+            MP,
+            K,
+            SCALE,
+            COEFFICIENT,
+            True,
         )

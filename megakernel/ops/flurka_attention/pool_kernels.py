@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from megakernel.ops.flurka_attention.device import block_end, landmark_weights, load_pool
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_rows
-from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_addition, store_state
+from megakernel.ops.flurka_attention.device import add_landmarks, block_end, landmark_weights, load_pool
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, rounded, store_rows
+from megakernel.ops.kernels.states import first_token, store_state
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def pool(
     heads,
     segments,
     chunks,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     B: tl.constexpr,
     BP: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -75,7 +75,7 @@ def pool(
 ):
     """Landmarks E K (B, H_kv, chunks, R, D) and F V (..., V), and what each segment's add to the state that leaves it.
 
-    Program: (segment of PIECES chunks of a key head, block of values).
+    Program: (segment of CHUNKS chunks of a key head, block of values).
     """
     segment = tl.program_id(0) % segments
     head = tl.program_id(0) // segments
@@ -91,7 +91,7 @@ def pool(
     counts = tl.load(mass + kv)
     of_keys = load_pool(pool_keys + kv * pool_head, R, RP, B, BP)
     of_values = load_pool(pool_values + kv * pool_head, R, RP, B, BP)
-    final = tl.minimum((segment + 1) * PIECES, chunks)
+    final = tl.minimum((segment + 1) * CHUNKS, chunks)
     last = first_token(starts, row, tl.minimum(final * B, length) - 1, length, start, PACKED)
 
     tile = tl.zeros((MP, BV), tl.float32)
@@ -99,24 +99,50 @@ def pool(
     norm = tl.zeros((MP,), tl.float32)
     norm2 = norm
     log = EMPTY if UNBOUNDED else 0.0
-    for chunk in range(segment * PIECES, final):
+    for chunk in range(segment * CHUNKS, final):
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
         begin = end - B * BLOCKS + 1
         keys = marks + chunk * R * D
         store_rows(keys, D, R, pooled(of_keys, k + begin * k_far, k_row, end >= 0, B, BP, D, DP), D, DP)
-        columns = pooled(of_values, v + begin * v_far, v_row, end >= 0, B, BP, V - column, BV)
-        store_rows(marked + chunk * R * V, V, R, columns, V - column, BV)
-        # phi reads the landmarks from where they were just written.
+        values = marked + chunk * R * V
+        store_rows(
+            values,
+            V,
+            R,
+            pooled(of_values, v + begin * v_far, v_row, end >= 0, B, BP, V - column, BV),
+            V - column,
+            BV,
+        )
+        # Landmarks are read from where they were just written.
         tl.debug_barrier()
-        a, b, scales = phi(keys, D, R, matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
         weights = tl.where(end >= last, landmark_weights(end, counts, R, RP), 0.0)
-        scales = tl.where(weights != 0, scales, EMPTY) if UNBOUNDED else scales
-        shrink, factors, log = scales_of_addition(log, scales, True, UNBOUNDED)
-        weights *= factors
-        columns *= weights[:, None]
-        tile, norm = add_tokens(tile, norm, shrink, rounded(a, dtype), columns, weights, dtype)
-        if TWO:
-            tile2, norm2 = add_tokens(tile2, norm2, shrink, rounded(b, dtype), columns, weights, dtype)
+        tile, norm, tile2, norm2, log = add_landmarks(
+            tile,
+            norm,
+            tile2,
+            norm2,
+            log,
+            keys,
+            values,
+            weights,
+            matrix,
+            column,
+            dtype,
+            R,
+            RP,
+            V,
+            BV,
+            TWO,
+            UNBOUNDED,
+            MAP,
+            D,
+            DP,
+            M,
+            MP,
+            K,
+            SCALE,
+            COEFFICIENT,
+        )
     entry = head.to(tl.int64) * (segments + 1) + segment
     FP: tl.constexpr = MP * (2 if TWO else 1)
     sums += entry * FP * VP
@@ -149,7 +175,7 @@ def pull_pools(
     heads,
     segments,
     chunks,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     B: tl.constexpr,
     BP: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -176,7 +202,7 @@ def pull_pools(
     dmarked += head.to(tl.int64) * chunks * R * V
     of_keys = tl.zeros((RP, BP), tl.float32)
     of_values = tl.zeros((RP, BP), tl.float32)
-    for chunk in range(segment * PIECES, tl.minimum((segment + 1) * PIECES, chunks)):
+    for chunk in range(segment * CHUNKS, tl.minimum((segment + 1) * CHUNKS, chunks)):
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
         begin, count = end - B * BLOCKS + 1, tl.where(end >= 0, B, 0)
         tokens = load_rows(k + begin * k_far, k_row, count, BP, D, DP)

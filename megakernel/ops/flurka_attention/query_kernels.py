@@ -8,9 +8,15 @@ far part is a quotient of its own, so phi(q_i).dphi(q_i) = 0, from which z_i fol
 import triton
 import triton.language as tl
 
-from megakernel.ops.flurka_attention.device import block_end, landmark_weights, sees_landmarks
+from megakernel.ops.flurka_attention.device import (
+    add_landmarks,
+    block_end,
+    half_of_chunk,
+    keep_state,
+    landmark_weights,
+)
 from megakernel.ops.kernel_attention.kernels import pull_of_state, pulls
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient
+from megakernel.ops.kernels.features import EMPTY, phi, rounded, store_gradient
 from megakernel.ops.kernels.states import (
     add_tokens,
     first_token,
@@ -26,15 +32,6 @@ def state_factors(reads, log, r, UNBOUNDED: tl.constexpr):
     if UNBOUNDED:
         return tl.where(reads & (r > EMPTY), tl.exp(tl.minimum(log - r, 0.0)), 0.0)
     return tl.where(reads, 1.0, 0.0)
-
-
-@triton.jit
-def landmark_factors(scales, visible, r, UNBOUNDED: tl.constexpr):
-    """Factors of the landmarks of a chunk (C, RP) likewise."""
-    if UNBOUNDED:
-        exists = visible & (r > EMPTY)[:, None]
-        return tl.where(exists, tl.exp(tl.minimum(scales[None, :] - r[:, None], 0.0)), 0.0)
-    return tl.where(visible, 1.0, 0.0)
 
 
 @triton.jit
@@ -62,7 +59,7 @@ def write_queries(
     low,
     G: tl.constexpr,
     C: tl.constexpr,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     B: tl.constexpr,
     V: tl.constexpr,
     VP: tl.constexpr,
@@ -89,7 +86,7 @@ def write_queries(
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
     matrix += kv * M * D
     group = head.to(tl.int64) * G * length
-    begin = segment * PIECES * B
+    begin = segment * CHUNKS * B
     q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
 
     tile = tl.zeros((MP, BV), tl.float32)
@@ -97,9 +94,9 @@ def write_queries(
     norm = tl.zeros((MP,), tl.float32)
     norm2 = norm
     log = EMPTY if UNBOUNDED else 0.0
-    for at in range(begin, tl.minimum(begin + PIECES * B, length), C):
+    for at in range(begin, tl.minimum(begin + CHUNKS * B, length), C):
         # B need not be a multiple of C: the last tile of a segment may reach into the next one.
-        left = tl.minimum(begin + PIECES * B, length) - at
+        left = tl.minimum(begin + CHUNKS * B, length) - at
         rows = at + tl.arange(0, C)
         first = first_token(starts, row, rows, length, start, PACKED)
         reads = (first < begin) & (tl.arange(0, C) < left)
@@ -181,7 +178,7 @@ def pull_queries(
     LEARNED: tl.constexpr,
     MORE: tl.constexpr,
     MORE_PROJECTED: tl.constexpr,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     B: tl.constexpr,
     BLOCKS: tl.constexpr,
     R: tl.constexpr,
@@ -229,37 +226,37 @@ def pull_queries(
     norms += entry * FP
     log = tl.load(logs + entry)
     tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
+    tile2, norm2 = tile, norm
     if TWO:
         tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
     q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
 
-    for chunk in range(segment * PIECES, tl.minimum((segment + 1) * PIECES, chunks)):
-        begin = chunk * B
-        close = tl.minimum(begin + B, length)
+    HALVES: tl.constexpr = 1 if ALIGNED else 2
+    for piece in range(segment * CHUNKS * HALVES, tl.minimum((segment + 1) * CHUNKS, chunks) * HALVES):
+        chunk, half = piece // HALVES, piece % HALVES
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
-        weights = landmark_weights(end, counts, R, RP)
-        keys = marks + chunk * R * D
-        if not ALIGNED:
-            a, b, scales = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-            a, b = rounded(a, dtype), rounded(b, dtype)
-            columns = load_rows(marked + chunk * R * V, V, R, RP, V - column, BV)
+        begin, close = half_of_chunk(half, chunk * B, tl.minimum(chunk * B + B, length), end)
         for at in range(begin, close, C):
             rows, left = at + tl.arange(0, C), close - at
             inside = rows < close
-            first = first_token(starts, row, rows, length, start, PACKED)
-            reads = first < begin
+            reads = first_token(starts, row, rows, length, start, PACKED) < begin
             r = tl.zeros((C,), tl.float32)
             if UNBOUNDED:
                 r = tl.load(scale + head.to(tl.int64) * length + rows, mask=inside, other=EMPTY)
             of_state = state_factors(reads, log, r, UNBOUNDED)
-            if not ALIGNED:
-                seen = sees_landmarks(rows, first, end, weights)
-                pairs = landmark_factors(scales, seen, r, UNBOUNDED) * weights[None, :]
             for g in range(G):
                 places = group + g * length + at
                 given = grad + g * g_head + at * g_far
                 pull, of_norm = pulls(
-                    given, factor + places, drift + places, g_row, left, C, V - column, BV, (column == 0) & (not GATED)
+                    given,
+                    factor + places,
+                    drift + places,
+                    g_row,
+                    left,
+                    C,
+                    V - column,
+                    BV,
+                    (column == 0) & (not GATED),
                 )
                 lifted = pull * of_state[:, None]
                 nothing = tl.zeros((C,), tl.float32)
@@ -267,11 +264,6 @@ def pull_queries(
                 grad_b = grad_a
                 if TWO:
                     grad_b = pull_of_state(tile2, norm2, lifted, nothing, dtype)
-                if not ALIGNED:
-                    of_values = tl.trans(rounded(dot(pull, tl.trans(columns), dtype) * pairs, dtype))
-                    grad_a += dot(tl.trans(a), of_values, dtype)
-                    if TWO:
-                        grad_b += dot(tl.trans(b), of_values, dtype)
                 x = q + g * q_head + at * q_far
                 qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
                 grad_a, grad_b = tl.trans(grad_a), tl.trans(grad_b)
@@ -292,10 +284,6 @@ def pull_queries(
                 grad_a += of_norms * norm[None, :]
                 if TWO:
                     grad_b += of_norms * norm2[None, :]
-                if not ALIGNED:
-                    grad_a += dot(pairs * of_norm[:, None], a, dtype)
-                    if TWO:
-                        grad_b += dot(pairs * of_norm[:, None], b, dtype)
                 if not GATED or QUOTIENT:
                     along_q = tl.sum(grad_a * qa, 1)
                     if TWO:
@@ -332,16 +320,34 @@ def pull_queries(
                     MORE,
                     MORE_PROJECTED,
                 )
-        if ALIGNED:
-            a, b, scales = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-            a, b = rounded(a, dtype), rounded(b, dtype)
-            columns = load_rows(marked + chunk * R * V, V, R, RP, V - column, BV)
-        last = first_token(starts, row, close - 1, length, start, PACKED)
-        written = tl.where(end >= last, weights, 0.0)
-        scales = tl.where(written != 0, scales, EMPTY) if UNBOUNDED else scales
-        shrink, factors, log = scales_of_addition(log, scales, last < begin, UNBOUNDED)
-        written *= factors
-        added = columns * written[:, None]
-        tile, norm = add_tokens(tile, norm, shrink, a, added, written, dtype)
-        if TWO:
-            tile2, norm2 = add_tokens(tile2, norm2, shrink, b, added, written, dtype)
+        alive = first_token(starts, row, close - 1, length, start, PACKED) < begin
+        tile, norm, tile2, norm2, log = keep_state(tile, norm, tile2, norm2, log, alive, TWO, UNBOUNDED)
+        if (half == 0) & (end >= 0):
+            weights = landmark_weights(end, counts, R, RP)
+            tile, norm, tile2, norm2, log = add_landmarks(
+                tile,
+                norm,
+                tile2,
+                norm2,
+                log,
+                marks + chunk * R * D,
+                marked + chunk * R * V,
+                weights,
+                wide_matrix,
+                column,
+                dtype,
+                R,
+                RP,
+                V,
+                BV,
+                TWO,
+                UNBOUNDED,
+                MAP,
+                D,
+                DP,
+                M,
+                MP,
+                K,
+                SCALE,
+                COEFFICIENT,
+            )

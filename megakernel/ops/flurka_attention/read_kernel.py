@@ -15,16 +15,17 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.flurka_attention.device import (
+    add_landmarks,
     block_end,
+    half_of_chunk,
+    keep_state,
     landmark_weights,
     products,
-    sees_landmarks,
     window_start,
     window_tile,
 )
-from megakernel.ops.kernel_attention.kernels import pair_factors
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_rows
-from megakernel.ops.kernels.states import add_tokens, first_token, load_state, scales_of_addition
+from megakernel.ops.kernels.states import first_token, load_state
 
 
 @triton.jit
@@ -122,7 +123,7 @@ def read(
     ROTARY: tl.constexpr,
     H: tl.constexpr,
     DH: tl.constexpr,
-    PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr,
     B: tl.constexpr,
     BLOCKS: tl.constexpr,
     R: tl.constexpr,
@@ -145,7 +146,7 @@ def read(
 ):
     """Outputs (B, H, N, V); factor and peak (B, H, N), and r of unbounded maps (B, H_kv, N), float32.
 
-    Program: (segment of PIECES chunks of a key head, block of values). SHARP: log2(e) / sqrt(d).
+    Program: (segment of CHUNKS chunks of a key head, block of values). SHARP: log2(e) / sqrt(d).
     """
     segment = tl.program_id(0) % segments
     head = tl.program_id(0) // segments
@@ -168,38 +169,47 @@ def read(
     norms += entry * FP
     log = tl.load(logs + entry)
     tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
+    tile2, norm2 = tile, norm
     if TWO:
         tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
     PAIR: tl.constexpr = SOFTMAX or TWO
 
-    for chunk in range(segment * PIECES, tl.minimum((segment + 1) * PIECES, chunks)):
-        begin = chunk * B
-        close = tl.minimum(begin + B, length)
+    # Half chunks, where landmarks become visible inside them.
+    HALVES: tl.constexpr = 1 if ALIGNED else 2
+    for piece in range(segment * CHUNKS * HALVES, tl.minimum((segment + 1) * CHUNKS, chunks) * HALVES):
+        chunk, half = piece // HALVES, piece % HALVES
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
-        weights = landmark_weights(end, counts, R, RP)
-        keys = marks + chunk * R * D
-        if not ALIGNED:
-            a, b, scales = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-            a, b = rounded(a, dtype), rounded(b, dtype)
-            columns = load_rows(marked + chunk * R * V, V, R, RP, V - column, BV)
+        begin, close = half_of_chunk(half, chunk * B, tl.minimum(chunk * B + B, length), end)
         for at in range(begin, close, C):
             rows, left = at + tl.arange(0, C), close - at
             inside = rows < close
             first = first_token(starts, row, rows, length, start, PACKED)
             window = window_start(windows, row, rows, length, oldest, B, BLOCKS, ALIGNED)
             reads = first < begin
-            if ALIGNED:
-                r = tl.where(reads, log, EMPTY) if UNBOUNDED else tl.zeros((C,), tl.float32)
-                of_state = tl.where(reads, 1.0, 0.0)
-            else:
-                visible = sees_landmarks(rows, first, end, weights)
-                pairs, of_state, r = pair_factors(scales, weights, visible, reads, log, UNBOUNDED)
+            r = tl.where(reads, log, EMPTY) if UNBOUNDED else tl.zeros((C,), tl.float32)
             for g in range(G):
                 x = q + g * q_head + at * q_far
                 # Angles count from the oldest place that a window of the tile can reach.
                 qa, qb, _ = window_tile(
-                    x, q_row, left, table + B * BLOCKS * 2 * H, matrix, low, C,
-                    SOFTMAX, ROTARY, H, DH, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT,
+                    x,
+                    q_row,
+                    left,
+                    table + B * BLOCKS * 2 * H,
+                    matrix,
+                    low,
+                    C,
+                    SOFTMAX,
+                    ROTARY,
+                    H,
+                    DH,
+                    MAP,
+                    D,
+                    DP,
+                    M,
+                    MP,
+                    K,
+                    SCALE,
+                    COEFFICIENT,
                 )
                 near = tl.zeros((C, BV), tl.float32)
                 den = tl.zeros((C,), tl.float32)
@@ -208,8 +218,25 @@ def read(
                     places = place + tl.arange(0, BK)
                     angles = table + (place - at + B * BLOCKS) * 2 * H
                     ka, kb, key_logs = window_tile(
-                        k + place * k_far, k_row, length - place, angles, matrix, low, BK,
-                        SOFTMAX, ROTARY, H, DH, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT,
+                        k + place * k_far,
+                        k_row,
+                        length - place,
+                        angles,
+                        matrix,
+                        low,
+                        BK,
+                        SOFTMAX,
+                        ROTARY,
+                        H,
+                        DH,
+                        MAP,
+                        D,
+                        DP,
+                        M,
+                        MP,
+                        K,
+                        SCALE,
+                        COEFFICIENT,
                     )
                     values = load_rows(v + place * v_far, v_row, length - place, BK, V - column, BV)
                     similar = products(qa, qb, ka, kb, PAIR, dtype)
@@ -226,12 +253,8 @@ def read(
                 if TWO:
                     far += dot(qb, tile2, dtype)
                     far_den += tl.sum(qb.to(tl.float32) * norm2[None, :], 1)
-                far *= of_state[:, None]
-                far_den *= of_state
-                if not ALIGNED:
-                    weighed = products(qa, qb, a, b, TWO, dtype) * (pairs * weights[None, :])
-                    far += dot(weighed, columns, dtype)
-                    far_den += tl.sum(weighed, 1)
+                far = tl.where(reads[:, None], far, 0.0)
+                far_den = tl.where(reads, far_den, 0.0)
 
                 places = group + g * length + at
                 here = tl.arange(0, C)
@@ -239,7 +262,9 @@ def read(
                 extra = 0.0 if GATED else tl.load(far_weight + kv * G + g)
                 # Beside a softmax, phi(q) counts with its own scale; elsewhere it cancels.
                 far_log = r + own if (SOFTMAX and UNBOUNDED) else r
-                total, of_far, level = joined(near, den, top, far, far_den, far_log, logit, extra, GATED, SOFTMAX)
+                total, of_far, level = joined(
+                    near, den, top, far, far_den, far_log, logit, extra, GATED, SOFTMAX
+                )
                 store_rows(out + places * V + column, V, left, total, V - column, BV)
                 if column == 0:
                     tl.store(factor + places + here, of_far, mask=inside)
@@ -250,16 +275,34 @@ def read(
                         own_scale = r if SOFTMAX else level
                         tl.store(scale + head.to(tl.int64) * length + rows, own_scale, mask=inside)
 
-        if ALIGNED:
-            a, b, scales = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-            a, b = rounded(a, dtype), rounded(b, dtype)
-            columns = load_rows(marked + chunk * R * V, V, R, RP, V - column, BV)
-        last = first_token(starts, row, close - 1, length, start, PACKED)
-        written = tl.where(end >= last, weights, 0.0)
-        scales = tl.where(written != 0, scales, EMPTY) if UNBOUNDED else scales
-        shrink, factors, log = scales_of_addition(log, scales, last < begin, UNBOUNDED)
-        written *= factors
-        added = columns * written[:, None]
-        tile, norm = add_tokens(tile, norm, shrink, a, added, written, dtype)
-        if TWO:
-            tile2, norm2 = add_tokens(tile2, norm2, shrink, b, added, written, dtype)
+        alive = first_token(starts, row, close - 1, length, start, PACKED) < begin
+        tile, norm, tile2, norm2, log = keep_state(tile, norm, tile2, norm2, log, alive, TWO, UNBOUNDED)
+        if (half == 0) & (end >= 0):
+            weights = landmark_weights(end, counts, R, RP)
+            tile, norm, tile2, norm2, log = add_landmarks(
+                tile,
+                norm,
+                tile2,
+                norm2,
+                log,
+                marks + chunk * R * D,
+                marked + chunk * R * V,
+                weights,
+                wide_matrix,
+                column,
+                dtype,
+                R,
+                RP,
+                V,
+                BV,
+                TWO,
+                UNBOUNDED,
+                MAP,
+                D,
+                DP,
+                M,
+                MP,
+                K,
+                SCALE,
+                COEFFICIENT,
+            )

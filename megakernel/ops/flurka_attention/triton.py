@@ -115,7 +115,9 @@ def attend(
         far_weight = weights.far_weight.to(torch.float32)
     table = None
     if form.near_rotary is not None:
-        table = torch.cat(angles_of(form)(torch.arange(reach + ANGLES, device=q.device)), -1).to(torch.float32)
+        table = torch.cat(angles_of(form)(torch.arange(reach + ANGLES, device=q.device)), -1).to(
+            torch.float32
+        )
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
     tables = (table, places.starts, places.windows, places.ends)
 
