@@ -119,54 +119,54 @@ def pull_landmarks(
         chunk, half = piece // HALVES, piece % HALVES
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
         begin, close = half_of_chunk(half, chunk * B, tl.minimum(chunk * B + B, length), end)
-        if half == 0:
-            # The queries behind this half see its landmarks.
-            weights = landmark_weights(end, counts, R, RP)
-            keys = marks + chunk * R * D
-            columns = load_rows(marked + chunk * R * V, V, R, RP, V - column, BV)
-            a, b, scales = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-            seen = tl.where(weights != 0, tl.exp(scales + log) if UNBOUNDED else 1.0, 0.0)
-            of_features = rounded(a, dtype)
-            du = dot(of_features, tile, dtype)
-            du_norm = tl.sum(of_features.to(tl.float32) * norm[None, :], 1)
-            if TWO:
-                of_features = rounded(b, dtype)
-                du += dot(of_features, tile2, dtype)
-                du_norm += tl.sum(of_features.to(tl.float32) * norm2[None, :], 1)
-            store_rows(dmarked + chunk * R * V, V, R, du * (seen * weights)[:, None], V - column, BV)
-            # The normalizer is in the first block alone.
-            total = (tl.sum(du * columns, 1) + tl.where(column == 0, du_norm, 0.0)) * seen
-            here = tl.arange(0, RP)
-            tl.store(dmass + part + chunk * R + here, total, mask=here < R)
-            seen *= weights
-            columns *= seen[:, None]
-            of_norm = tl.where(column == 0, seen, 0.0)
-            grad_a = pull_of_state(tile, norm, columns, of_norm, dtype)
-            grad_b = grad_a
-            if TWO:
-                grad_b = pull_of_state(tile2, norm2, columns, of_norm, dtype)
-            store_gradient(
-                keys,
-                D,
-                R,
-                wide_matrix,
-                a,
-                b,
-                tl.trans(grad_a),
-                tl.trans(grad_b),
-                dmarks + (part + chunk * R) * D,
-                dy + (part + chunk * R) * M,
-                RP,
-                LEARNED,
-                MAP,
-                D,
-                DP,
-                M,
-                MP,
-                K,
-                SCALE,
-                COEFFICIENT,
-            )
+        # The queries behind half 0 see its landmarks; half 1 has none, and no branch, which would cost registers.
+        weights = tl.where(half == 0, landmark_weights(end, counts, R, RP), 0.0)
+        count = tl.where(half == 0, R, 0)
+        keys = marks + chunk * R * D
+        columns = load_rows(marked + chunk * R * V, V, R, RP, V - column, BV)
+        a, b, scales = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        seen = tl.where(weights != 0, tl.exp(scales + log) if UNBOUNDED else 1.0, 0.0)
+        of_features = rounded(a, dtype)
+        du = dot(of_features, tile, dtype)
+        du_norm = tl.sum(of_features.to(tl.float32) * norm[None, :], 1)
+        if TWO:
+            of_features = rounded(b, dtype)
+            du += dot(of_features, tile2, dtype)
+            du_norm += tl.sum(of_features.to(tl.float32) * norm2[None, :], 1)
+        store_rows(dmarked + chunk * R * V, V, count, du * (seen * weights)[:, None], V - column, BV)
+        # The normalizer is in the first block alone.
+        total = (tl.sum(du * columns, 1) + tl.where(column == 0, du_norm, 0.0)) * seen
+        here = tl.arange(0, RP)
+        tl.store(dmass + part + chunk * R + here, total, mask=here < count)
+        seen *= weights
+        columns *= seen[:, None]
+        of_norm = tl.where(column == 0, seen, 0.0)
+        grad_a = pull_of_state(tile, norm, columns, of_norm, dtype)
+        grad_b = grad_a
+        if TWO:
+            grad_b = pull_of_state(tile2, norm2, columns, of_norm, dtype)
+        store_gradient(
+            keys,
+            D,
+            count,
+            wide_matrix,
+            a,
+            b,
+            tl.trans(grad_a),
+            tl.trans(grad_b),
+            dmarks + (part + chunk * R) * D,
+            dy + (part + chunk * R) * M,
+            RP,
+            LEARNED,
+            MAP,
+            D,
+            DP,
+            M,
+            MP,
+            K,
+            SCALE,
+            COEFFICIENT,
+        )
 
         alive = first_token(starts, row, close - 1, length, start, PACKED) < begin
         tile, norm, tile2, norm2, log = keep_state(tile, norm, tile2, norm2, log, alive, TWO, UNBOUNDED)
@@ -194,7 +194,7 @@ def pull_landmarks(
                 )
                 pull *= factors[:, None]
                 pull_norm *= factors
-                a, b, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-                tile, norm = add_tokens(tile, norm, 1.0, rounded(a, dtype), pull, pull_norm, dtype)
+                qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+                tile, norm = add_tokens(tile, norm, 1.0, rounded(qa, dtype), pull, pull_norm, dtype)
                 if TWO:
-                    tile2, norm2 = add_tokens(tile2, norm2, 1.0, rounded(b, dtype), pull, pull_norm, dtype)
+                    tile2, norm2 = add_tokens(tile2, norm2, 1.0, rounded(qb, dtype), pull, pull_norm, dtype)

@@ -322,32 +322,32 @@ def pull_queries(
                 )
         alive = first_token(starts, row, close - 1, length, start, PACKED) < begin
         tile, norm, tile2, norm2, log = keep_state(tile, norm, tile2, norm2, log, alive, TWO, UNBOUNDED)
-        if (half == 0) & (end >= 0):
-            weights = landmark_weights(end, counts, R, RP)
-            tile, norm, tile2, norm2, log = add_landmarks(
-                tile,
-                norm,
-                tile2,
-                norm2,
-                log,
-                marks + chunk * R * D,
-                marked + chunk * R * V,
-                weights,
-                wide_matrix,
-                column,
-                dtype,
-                R,
-                RP,
-                V,
-                BV,
-                TWO,
-                UNBOUNDED,
-                MAP,
-                D,
-                DP,
-                M,
-                MP,
-                K,
-                SCALE,
-                COEFFICIENT,
-            )
+        # A branch around this would cost more registers than half 1, which adds nothing, costs time.
+        weights = tl.where(half == 0, landmark_weights(end, counts, R, RP), 0.0)
+        tile, norm, tile2, norm2, log = add_landmarks(
+            tile,
+            norm,
+            tile2,
+            norm2,
+            log,
+            marks + chunk * R * D,
+            marked + chunk * R * V,
+            weights,
+            wide_matrix,
+            column,
+            dtype,
+            R,
+            RP,
+            V,
+            BV,
+            TWO,
+            UNBOUNDED,
+            MAP,
+            D,
+            DP,
+            M,
+            MP,
+            K,
+            SCALE,
+            COEFFICIENT,
+        )
