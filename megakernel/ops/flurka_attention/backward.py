@@ -24,6 +24,8 @@ class _Kept(NamedTuple):
     peak: Tensor
     scale: Tensor
     marks: Tensor
+    features: Tensor
+    mark_logs: Tensor
     marked: Tensor
     states: tuple[Tensor, Tensor, Tensor]
 
@@ -65,6 +67,8 @@ def backward(
     peak: Tensor,
     scale: Tensor,
     marks: Tensor,
+    features: Tensor,
+    mark_logs: Tensor,
     marked: Tensor,
     sums: Tensor,
     norms: Tensor,
@@ -86,7 +90,7 @@ def backward(
         q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight, table, starts, windows, ends
     )
     grad = rows_together(grad)
-    kept = _Kept(out, factor, peak, scale, marks, marked, (sums, norms, logs))
+    kept = _Kept(out, factor, peak, scale, marks, features, mark_logs, marked, (sums, norms, logs))
     learned = learned and matrix is not None
     if q.shape[2]:
         of_queries = _pull_queries(call, given, kept, grad, learned)
@@ -160,7 +164,7 @@ def _pull_queries(call: Call, given: Inputs, kept: _Kept, grad: Tensor, learned:
     call.carry(
         pull_queries,
         *(q, grad, given.gate, given.mass, factor, drift, kept.scale, given.starts, given.ends),
-        *(given.matrix, given.wide_matrix, kept.marks, kept.marked, *kept.states, dq, dy, along),
+        *(given.matrix, kept.features, kept.mark_logs, kept.marked, *kept.states, dq, dy, along),
         *(*strides(q), *strides(grad), call.length, call.shape.start, call.shape.oldest),
         *(call.heads, call.segments, call.chunks, given.low, factor.numel()),
         LEARNED=learned,

@@ -72,38 +72,50 @@ def add_landmarks(
     tile2,
     norm2,
     log,
-    marks,
-    marked,
+    a,
+    b,
+    scales,
+    columns,
     weights,
-    matrix,
-    column,
     dtype: tl.constexpr,
-    R: tl.constexpr,
-    RP: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
     TWO: tl.constexpr,
     UNBOUNDED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
 ):
-    """A state of halves (MP, BV), and the landmarks E K (R, D) at `marks` with values F V (R, V) at `marked`."""
-    a, b, scales = phi(marks, D, R, matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-    columns = load_rows(marked, V, R, RP, V - column, BV)
+    """A state, and landmarks of features a, b (RP, MP) with values `columns` (RP, BV), as often as `weights` say."""
     scales = tl.where(weights != 0, scales, EMPTY) if UNBOUNDED else scales
     shrink, factors, log = scales_of_addition(log, scales, True, UNBOUNDED)
     weights *= factors
     columns *= weights[:, None]
-    tile, norm = add_tokens(tile, norm, shrink, rounded(a, dtype), columns, weights, dtype)
+    tile, norm = add_tokens(tile, norm, shrink, a, columns, weights, dtype)
     if TWO:
-        tile2, norm2 = add_tokens(tile2, norm2, shrink, rounded(b, dtype), columns, weights, dtype)
+        tile2, norm2 = add_tokens(tile2, norm2, shrink, b, columns, weights, dtype)
     return tile, norm, tile2, norm2, log
+
+
+@triton.jit
+def load_landmarks(
+    features,
+    scales,
+    marked,
+    column,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    TWO: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+):
+    """What `pool` left of a chunk's landmarks: halves of their features, log scales and values."""
+    WIDTH: tl.constexpr = M * (2 if TWO else 1)
+    a = load_rows(features, WIDTH, R, RP, M, MP)
+    b = load_rows(features + M, WIDTH, R, RP, M, MP) if TWO else a
+    landmark = tl.arange(0, RP)
+    logs = tl.zeros((RP,), tl.float32)
+    if UNBOUNDED:
+        logs = tl.load(scales + landmark, mask=landmark < R, other=0.0)
+    return a, b, logs, load_rows(marked, V, R, RP, V - column, BV)
 
 
 @triton.jit

@@ -33,8 +33,23 @@ def forward(
     start: int,
     before: int,
     oldest: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output; factor, peak and r of `read_kernel.read`; landmarks; the states of all segments; the last state."""
+) -> tuple[
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+]:
+    """The output; factor, peak and r of `read_kernel.read`; landmarks of `pool_kernels.pool`; the states of all segments; the last state."""
     shape = Shape(feature_map, components, near, blocks, start, before, oldest)
     call = Call.of(q, k, v, matrix, pool_keys, gate, table, starts, windows, shape)
     given = Inputs.of(
@@ -54,8 +69,8 @@ def forward(
         call.carry(
             read_kernel.read,
             *(given.q, given.k, given.v, given.gate, given.far_weight, given.mass),
-            *(given.starts, given.windows, given.ends, given.matrix, given.wide_matrix, given.table),
-            *(*marks, sums, norms, logs, *outputs),
+            *(given.starts, given.windows, given.ends, given.matrix, given.table),
+            *(*marks[1:], sums, norms, logs, *outputs),
             *(*strides(given.q), *of_tokens, *sizes, given.low),
         )
     last = (sums[:, :, -1].clone(), norms[:, :, -1].clone(), logs[:, :, -1].clone())
@@ -81,8 +96,7 @@ def _(q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight, table, st
 def _keep(ctx, inputs, output) -> None:
     *tensors, first_sums, _, first_logs = inputs[:16]
     ctx.shape, ctx.continues = inputs[16:], first_sums is not None
-    out, factor, peak, scale, marks, marked, sums, norms, logs, _, _, last_logs = output
-    kept = (factor, peak, scale, marks, marked, sums, norms, logs)
+    out, *kept, _, _, last_logs = output
     ctx.mark_non_differentiable(*kept, last_logs)
     ctx.save_for_backward(*tensors, first_logs, out, *kept, last_logs)
 
@@ -90,7 +104,7 @@ def _keep(ctx, inputs, output) -> None:
 def _pull_back(ctx, grad, *grads):
     wanted = ctx.needs_input_grad
     *found, dsums, dnorms = backward.backward(
-        grad, grads[8], grads[9], *ctx.saved_tensors, wanted[3], *ctx.shape
+        grad, grads[10], grads[11], *ctx.saved_tensors, wanted[3], *ctx.shape
     )
     return (
         *(x if needed else None for x, needed in zip(found, wanted)),

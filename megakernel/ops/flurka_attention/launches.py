@@ -200,11 +200,13 @@ class Call(NamedTuple):
         sums = like.new_empty(*lead, size, padded(self.values), dtype=torch.float32)
         return sums, sums.new_empty(*lead, size), sums.new_empty(lead)
 
-    def empty_marks(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for landmarks E K and F V."""
+    def empty_marks(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Room for landmarks E K, their features and log scales, and F V."""
         lead = (self.batch, self.heads, self.chunks, self.rank)
         marks = like.new_empty(*lead, self.phi.width, dtype=torch.float32)
-        return marks, marks.new_empty(*lead, self.values)
+        features = like.new_empty(*lead, self.phi.features)
+        scaled = lead if self.phi.unbounded else (0,)
+        return marks, features, marks.new_empty(scaled), marks.new_empty(*lead, self.values)
 
     def empty_parts(self, kernel: str, tokens: Tensor, width: int, more: bool) -> Tensor:
         """Room for rows of gradients (parts, B, H, N, width), a part for each block of values of a kernel.

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from megakernel.ops.flurka_attention.device import add_landmarks, block_end, landmark_weights, load_pool
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, rounded, store_rows
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_rows
 from megakernel.ops.kernels.states import first_token, store_state
 
 
@@ -33,6 +33,8 @@ def pool(
     ends,
     matrix,
     marks,
+    features,
+    mark_logs,
     marked,
     sums,
     norms,
@@ -75,6 +77,7 @@ def pool(
 ):
     """Landmarks E K (B, H_kv, chunks, R, D) and F V (..., V), and what each segment's add to the state that leaves it.
 
+    For `read` and backward also phi(E K) (B, H_kv, chunks, R, F) in the dtype of tokens, and its log scales.
     Program: (segment of CHUNKS chunks of a key head, block of values).
     """
     segment = tl.program_id(0) % segments
@@ -86,9 +89,12 @@ def pool(
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head + before * k_far
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + before * v_far + column
     marks += head.to(tl.int64) * chunks * R * D
+    WIDTH: tl.constexpr = M * (2 if TWO else 1)
+    features += head.to(tl.int64) * chunks * R * WIDTH
+    mark_logs += head.to(tl.int64) * chunks * R
     marked += head.to(tl.int64) * chunks * R * V + column
     matrix += kv * M * D
-    counts = tl.load(mass + kv)
+    counts, landmark = tl.load(mass + kv), tl.arange(0, RP)
     of_keys = load_pool(pool_keys + kv * pool_head, R, RP, B, BP)
     of_values = load_pool(pool_values + kv * pool_head, R, RP, B, BP)
     final = tl.minimum((segment + 1) * CHUNKS, chunks)
@@ -102,46 +108,24 @@ def pool(
     for chunk in range(segment * CHUNKS, final):
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
         begin = end - B * BLOCKS + 1
-        keys = marks + chunk * R * D
-        store_rows(keys, D, R, pooled(of_keys, k + begin * k_far, k_row, end >= 0, B, BP, D, DP), D, DP)
-        values = marked + chunk * R * V
-        store_rows(
-            values,
-            V,
-            R,
-            pooled(of_values, v + begin * v_far, v_row, end >= 0, B, BP, V - column, BV),
-            V - column,
-            BV,
-        )
-        # Landmarks are read from where they were just written.
+        seat = chunk * R
+        keys = pooled(of_keys, k + begin * k_far, k_row, end >= 0, B, BP, D, DP)
+        columns = pooled(of_values, v + begin * v_far, v_row, end >= 0, B, BP, V - column, BV)
+        store_rows(marks + seat * D, D, R, keys, D, DP)
+        store_rows(marked + seat * V, V, R, columns, V - column, BV)
+        # phi reads landmarks from where they were just written.
         tl.debug_barrier()
         weights = tl.where(end >= last, landmark_weights(end, counts, R, RP), 0.0)
+        a, b, scales = phi(marks + seat * D, D, R, matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        a, b = rounded(a, dtype), rounded(b, dtype)
+        if column == 0:
+            store_rows(features + seat * WIDTH, WIDTH, R, a, M, MP)
+            if TWO:
+                store_rows(features + seat * WIDTH + M, WIDTH, R, b, M, MP)
+            if UNBOUNDED:
+                tl.store(mark_logs + seat + landmark, scales, mask=landmark < R)
         tile, norm, tile2, norm2, log = add_landmarks(
-            tile,
-            norm,
-            tile2,
-            norm2,
-            log,
-            keys,
-            values,
-            weights,
-            matrix,
-            column,
-            dtype,
-            R,
-            RP,
-            V,
-            BV,
-            TWO,
-            UNBOUNDED,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            SCALE,
-            COEFFICIENT,
+            tile, norm, tile2, norm2, log, a, b, scales, columns, weights, dtype, TWO, UNBOUNDED
         )
     entry = head.to(tl.int64) * (segments + 1) + segment
     FP: tl.constexpr = MP * (2 if TWO else 1)

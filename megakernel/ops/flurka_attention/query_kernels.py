@@ -14,6 +14,7 @@ from megakernel.ops.flurka_attention.device import (
     half_of_chunk,
     keep_state,
     landmark_weights,
+    load_landmarks,
 )
 from megakernel.ops.kernel_attention.kernels import pull_of_state, pulls
 from megakernel.ops.kernels.features import EMPTY, phi, rounded, store_gradient
@@ -148,8 +149,8 @@ def pull_queries(
     starts,
     ends,
     matrix,
-    wide_matrix,
-    marks,
+    features,
+    mark_logs,
     marked,
     sums,
     norms,
@@ -213,10 +214,11 @@ def pull_queries(
     dtype: tl.constexpr = q.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
-    marks += head.to(tl.int64) * chunks * R * D
+    WIDTH: tl.constexpr = M * (2 if TWO else 1)
+    features += head.to(tl.int64) * chunks * R * WIDTH
+    mark_logs += head.to(tl.int64) * chunks * R
     marked += head.to(tl.int64) * chunks * R * V + column
     matrix += kv * M * D
-    wide_matrix += kv * M * D
     counts = tl.load(mass + kv)
     group = head.to(tl.int64) * G * length
     part = tl.program_id(1).to(tl.int64) * tokens + group
@@ -324,30 +326,21 @@ def pull_queries(
         tile, norm, tile2, norm2, log = keep_state(tile, norm, tile2, norm2, log, alive, TWO, UNBOUNDED)
         # A branch around this would cost more registers than half 1, which adds nothing, costs time.
         weights = tl.where(half == 0, landmark_weights(end, counts, R, RP), 0.0)
-        tile, norm, tile2, norm2, log = add_landmarks(
-            tile,
-            norm,
-            tile2,
-            norm2,
-            log,
-            marks + chunk * R * D,
-            marked + chunk * R * V,
-            weights,
-            wide_matrix,
+        seat = chunk * R
+        a, b, scales, columns = load_landmarks(
+            features + seat * WIDTH,
+            mark_logs + seat,
+            marked + seat * V,
             column,
-            dtype,
             R,
             RP,
+            M,
+            MP,
             V,
             BV,
             TWO,
             UNBOUNDED,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            SCALE,
-            COEFFICIENT,
+        )
+        tile, norm, tile2, norm2, log = add_landmarks(
+            tile, norm, tile2, norm2, log, a, b, scales, columns, weights, dtype, TWO, UNBOUNDED
         )

@@ -20,6 +20,7 @@ from megakernel.ops.flurka_attention.device import (
     half_of_chunk,
     keep_state,
     landmark_weights,
+    load_landmarks,
     products,
     window_start,
     window_tile,
@@ -86,9 +87,9 @@ def read(
     windows,
     ends,
     matrix,
-    wide_matrix,
     table,
-    marks,
+    features,
+    mark_logs,
     marked,
     sums,
     norms,
@@ -157,10 +158,11 @@ def read(
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head + before * k_far
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + before * v_far + column
-    marks += head.to(tl.int64) * chunks * R * D
+    WIDTH: tl.constexpr = M * (2 if TWO else 1)
+    features += head.to(tl.int64) * chunks * R * WIDTH
+    mark_logs += head.to(tl.int64) * chunks * R
     marked += head.to(tl.int64) * chunks * R * V + column
     matrix += kv * M * D
-    wide_matrix += kv * M * D
     counts = tl.load(mass + kv)
     group = head.to(tl.int64) * G * length
     entry = head.to(tl.int64) * (segments + 1) + segment
@@ -279,30 +281,21 @@ def read(
         tile, norm, tile2, norm2, log = keep_state(tile, norm, tile2, norm2, log, alive, TWO, UNBOUNDED)
         # A branch around this would cost more registers than half 1, which adds nothing, costs time.
         weights = tl.where(half == 0, landmark_weights(end, counts, R, RP), 0.0)
-        tile, norm, tile2, norm2, log = add_landmarks(
-            tile,
-            norm,
-            tile2,
-            norm2,
-            log,
-            marks + chunk * R * D,
-            marked + chunk * R * V,
-            weights,
-            wide_matrix,
+        seat = chunk * R
+        a, b, scales, columns = load_landmarks(
+            features + seat * WIDTH,
+            mark_logs + seat,
+            marked + seat * V,
             column,
-            dtype,
             R,
             RP,
+            M,
+            MP,
             V,
             BV,
             TWO,
             UNBOUNDED,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            SCALE,
-            COEFFICIENT,
+        )
+        tile, norm, tile2, norm2, log = add_landmarks(
+            tile, norm, tile2, norm2, log, a, b, scales, columns, weights, dtype, TWO, UNBOUNDED
         )
