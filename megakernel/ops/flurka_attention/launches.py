@@ -1,4 +1,4 @@
-"""What the launches of FLuRKA's kernels have in common: the sizes of a call, tiles, and the room for what they write."""
+"""What the launches of FLuRKA's kernels have in common: sizes, tiles, and the room for what they write."""
 
 import math
 from typing import Any, NamedTuple
@@ -26,8 +26,15 @@ TILES: dict[tuple[int, int], Tile] = {
 The largest tiles with which nothing goes to local memory on sm_80 or sm_90: `python -m benchmarks.kernel_resources`.
 """
 
-EXCEPTIONS: dict[tuple[str, int, int], Tile] = {}
+EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
+    ("pull_landmarks", 2, 128): Tile(32, 32, 8),
+    ("read", 2, 256): Tile(16, 32, 8),
+    ("pull_landmarks", 2, 256): Tile(16, 32, 8),
+}
 """(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
+
+FEWER_COLUMNS = {("read", 256), ("pull_queries", 256)}
+"""(kernel, padded features up to this) that multiply with 16 columns of a projection at a time, not 32."""
 
 WINDOW_TILES: dict[int, Tile] = {
     128: Tile(64, 0, 4),
@@ -172,6 +179,8 @@ class Call(NamedTuple):
         """
         name = kernel.__name__
         tile = self.tile(name)
+        if (name, self.phi.padded_features) in FEWER_COLUMNS:
+            options["K"] = 16
         self._start(
             kernel,
             (self.batch * self.heads * self.segments, 1 if whole_rows else self.blocks(name)),

@@ -417,12 +417,9 @@ def pull_keys(
     of_values = tl.zeros((BK, VP), tl.float32)
     # Queries of all heads that see a key of the tile, in one loop.
     low_query = tl.maximum(at, 0)
-    if ALIGNED:
-        # Places may be negative: those of a tail of whole blocks.
-        high_query = (at + BK - 1 + B * BLOCKS) // B * B
-    else:
-        high_query = at + BK - 1 + B * BLOCKS
-    high_query = tl.minimum(high_query, length)
+    # Places may be negative: those of a tail, of whole blocks.
+    reach = at + BK - 1 + B * BLOCKS
+    high_query = tl.minimum(reach // B * B if ALIGNED else reach, length)
     steps = tl.maximum(tl.cdiv(high_query - low_query, C), 0)
     for step in range(G * steps):
         g = step // steps

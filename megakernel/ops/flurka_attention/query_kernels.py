@@ -202,10 +202,9 @@ def pull_queries(
 ):
     """Gradients of queries through landmarks, (blocks, B, H, N, D), and of projected ones (..., M).
 
-    A part for each block of values; with MORE and MORE_PROJECTED they are added to what is there. along (blocks, B, H, N) gets the parts
-    of c_i do_i.f_i without normalizer if GATED, with it otherwise: the gradient of far_weight. QUOTIENT: the output does
-    not depend on the length of phi(q).
-    tokens: B H N.
+    A part for each block of values; with MORE and MORE_PROJECTED they are added to what is there. along (blocks, B, H,
+    N) gets the parts of c_i do_i.f_i, without the normalizer's if GATED; otherwise it is the gradient of far_weight.
+    QUOTIENT: the output does not depend on the length of phi(q). tokens: B H N.
     """
     segment = tl.program_id(0) % segments
     head = tl.program_id(0) // segments
