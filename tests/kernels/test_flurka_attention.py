@@ -54,7 +54,7 @@ def tokens(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw)
 
-    near, gated = FORMS[form]
+    gated = FORMS[form][1]
     leaves = {
         "q": scale * normal(batch, heads, length, width),
         "k": scale * normal(batch, kv_heads, length, width),

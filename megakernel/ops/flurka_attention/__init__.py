@@ -82,8 +82,8 @@ def flurka_attention(
         initial_state: what rows continue from, wherever they were cut.
         exchange: gets what these tokens add to the far state and gives what enters, for a sequence cut over processes;
             the tail of `initial_state` is then the left neighbour's, and the far state returned what these tokens add.
-        backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a GPU
-            and chunked elsewhere.
+        backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a
+            GPU and chunked elsewhere.
 
     Returns:
         (B, H, N, D) in the dtype of v, and the state behind the last token.

@@ -6,11 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
+from megakernel.ops.flurka_attention.key_kernels import pull_keys
 from megakernel.ops.flurka_attention.landmark_kernels import pull_landmarks
 from megakernel.ops.flurka_attention.launches import Call, Inputs, Shape
-from megakernel.ops.flurka_attention.near_kernels import pull_keys, pull_window
 from megakernel.ops.flurka_attention.pool_kernels import pull_pools
 from megakernel.ops.flurka_attention.query_kernels import pull_queries, write_queries
+from megakernel.ops.flurka_attention.window_kernels import pull_window
 from megakernel.ops.kernel_attention.launches import total
 from megakernel.ops.kernels.launch import rows_together, strides
 from megakernel.ops.state import EMPTY
@@ -116,7 +117,9 @@ def backward(
     dkeys, dvalues = _pull_pools(call, given, dmarks, dmarked, pool_keys)
     dmatrix = q.new_empty(0)
     if learned and matrix is not None:
-        pairs = [(of_queries.dy, q), (dy_marks, marks.flatten(2, 3))]
+        pairs = [(dy_marks, marks.flatten(2, 3))]
+        if q.shape[2]:
+            pairs.append((of_queries.dy, q))
         if near == "kernel":
             pairs.append((dy_k, k))
         dmatrix = _of_matrix(matrix, k.shape[1], pairs)
@@ -131,7 +134,8 @@ def backward(
 
 @backward.register_fake
 def _(grad, grad_sums, grad_norms, q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight, *rest):
-    learned, first_logs = rest[15], rest[4]
+    # `rest` ends with learned and the shape.
+    learned, first_logs = rest[-1 - len(Shape._fields)], rest[4]
     dmatrix = torch.empty_like(matrix) if learned and matrix is not None else q.new_empty(0)
     plain = (x.new_empty(x.shape) for x in (q, k, v))
     small = (x.new_empty(x.shape) for x in (pool_keys, pool_values, mass))

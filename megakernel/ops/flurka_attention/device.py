@@ -125,11 +125,13 @@ def load_pool(pool, R: tl.constexpr, RP: tl.constexpr, B: tl.constexpr, BP: tl.c
 
 
 @triton.jit
-def turned(first, second, table, stride, H: tl.constexpr, DH: tl.constexpr, BACK: tl.constexpr):
-    """Halves (C, DH) rotated by the angles of consecutive places: `table` has rows of cosines, then sines."""
-    C: tl.constexpr = first.shape[0]
-    cos = load_rows(table, stride, C, C, H, DH)
-    sin = load_rows(table + H, stride, C, C, H, DH)
+def turned(first, second, table, H: tl.constexpr, DH: tl.constexpr, BACK: tl.constexpr):
+    """Halves (C, DH) rotated by the angles of consecutive places: `table` has rows of H cosines, then H sines."""
+    rows, columns = tl.arange(0, first.shape[0])[:, None], tl.arange(0, DH)[None, :]
+    # Constant offsets, unlike those of `load_rows`, which would stay in registers through a loop.
+    places = table + (rows * (2 * H) + columns)
+    cos = tl.load(places, mask=columns < H, other=0.0)
+    sin = tl.load(places + H, mask=columns < H, other=0.0)
     sin = -sin if BACK else sin
     return first * cos - second * sin, second * cos + first * sin
 
@@ -166,7 +168,7 @@ def window_tile(
         b = load_rows(x + H, stride, count, C, D - H, DH)
         logs = tl.zeros((C,), tl.float32)
         if ROTARY:
-            a, b = turned(a.to(tl.float32), b.to(tl.float32), table, 2 * H, H, DH, False)
+            a, b = turned(a.to(tl.float32), b.to(tl.float32), table, H, DH, False)
     else:
         a, b, logs = phi(x, stride, count, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
     return rounded(a, dtype), rounded(b, dtype), logs

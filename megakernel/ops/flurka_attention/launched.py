@@ -49,7 +49,7 @@ def forward(
     Tensor,
     Tensor,
 ]:
-    """The output; factor, peak and r of `read_kernel.read`; landmarks of `pool_kernels.pool`; the states of all segments; the last state."""
+    """What `read_kernel.read` and `pool_kernels.pool` give; the states of all segments; the last state."""
     shape = Shape(feature_map, components, near, blocks, start, before, oldest)
     call = Call.of(q, k, v, matrix, pool_keys, gate, table, starts, windows, shape)
     given = Inputs.of(

@@ -247,6 +247,8 @@ def read(
                     weighed, shrink, top = weigh_window(key_logs, similar, top, seen, SOFTMAX, UNBOUNDED)
                     near = near * shrink[:, None] + dot(weighed, values, dtype)
                     den = den * shrink + tl.sum(weighed, 1)
+                # Rows behind the last token have seen nothing.
+                den = tl.where(inside, den, 1.0)
 
                 qa, qb, own = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
                 qa, qb = rounded(qa, dtype), rounded(qb, dtype)
