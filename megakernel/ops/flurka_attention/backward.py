@@ -152,7 +152,7 @@ def _pull_queries(call: Call, given: Inputs, kept: _Kept, grad: Tensor, learned:
     dq = call.empty_parts("pull_queries", q, q.shape[-1], more=True)
     dy = call.empty_parts("pull_queries", q, rows, more=of_kernel)
     delta, factor = torch.empty_like(kept.factor), kept.factor
-    tiles = triton.cdiv(call.length, call.window_tile().chunk)
+    tiles = triton.cdiv(call.length, call.window_tile("pull_window").chunk)
     call.each(
         pull_window,
         tiles * q.shape[0] * q.shape[1],
@@ -252,7 +252,7 @@ def _pull_keys(
     k, v = given.k, given.v
     rows = call.phi.rows if learned and call.shape.near == "kernel" else 0
     dk, dv, dy = k.new_empty(k.shape), v.new_empty(v.shape), k.new_empty(*k.shape[:3], rows)
-    tiles = triton.cdiv(k.shape[2], call.window_tile().chunk)
+    tiles = triton.cdiv(k.shape[2], call.window_tile("pull_keys").chunk)
     call.each(
         pull_keys,
         tiles * k.shape[0] * k.shape[1],

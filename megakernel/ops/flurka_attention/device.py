@@ -169,6 +169,9 @@ def window_tile(
         logs = tl.zeros((C,), tl.float32)
         if ROTARY:
             a, b = turned(a.to(tl.float32), b.to(tl.float32), table, H, DH, False)
+            # Sums of one number each, which cost nothing: without them the compiler for sm_80 rotates in the layout
+            # that a product's factors have, where every warp holds all of a tile and its angles.
+            a, b = tl.sum(a[:, :, None], 2), tl.sum(b[:, :, None], 2)
     else:
         a, b, logs = phi(x, stride, count, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
     return rounded(a, dtype), rounded(b, dtype), logs

@@ -27,13 +27,16 @@ The largest tiles with which nothing goes to local memory on sm_80 or sm_90: `py
 """
 
 EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
+    ("pool", 2, 128): Tile(32, 16, 8),
+    ("pool", 2, 256): Tile(32, 16, 8),
     ("pull_landmarks", 2, 128): Tile(32, 32, 8),
-    ("read", 2, 256): Tile(16, 32, 8),
+    ("read", 2, 256): Tile(16, 16, 8),
+    ("pull_queries", 2, 256): Tile(16, 32, 8),
     ("pull_landmarks", 2, 256): Tile(16, 32, 8),
 }
 """(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
 
-FEWER_COLUMNS = {("read", 256), ("pull_queries", 256)}
+FEWER_COLUMNS = {("read", 128), ("read", 256)}
 """(kernel, padded features up to this) that multiply with 16 columns of a projection at a time, not 32."""
 
 WINDOW_TILES: dict[int, Tile] = {
@@ -43,6 +46,9 @@ WINDOW_TILES: dict[int, Tile] = {
     1024: Tile(16, 0, 8),
 }
 """Bytes of the widest row that a window compares or adds up -> what programs that carry nothing hold."""
+
+WINDOW_EXCEPTIONS: dict[tuple[str, int], Tile] = {("pull_keys", 128): Tile(32, 0, 4)}
+"""(kernel, bytes likewise) -> what programs of one with more to hold do."""
 
 ANGLES = 256
 """Places beside a window for which there are angles: a tile of queries and one of keys."""
@@ -160,12 +166,13 @@ class Call(NamedTuple):
         chunk, values = min(tile.chunk, padded(self.block_size)), min(tile.values, padded(self.values))
         return tile._replace(chunk=chunk, values=values)
 
-    def window_tile(self) -> Tile:
+    def window_tile(self, kernel: str) -> Tile:
         """What programs of a kernel that carries nothing hold."""
         width = max(self.phi.padded_width, padded(self.values))
         if self.shape.near == "kernel":
             width = max(width, self.phi.padded_features)
-        tile = next((t for most, t in WINDOW_TILES.items() if width * self.bytes <= most), WINDOW_TILES[1024])
+        bound = next((most for most in WINDOW_TILES if width * self.bytes <= most), max(WINDOW_TILES))
+        tile = WINDOW_EXCEPTIONS.get((kernel, bound), WINDOW_TILES[bound])
         return tile._replace(chunk=min(tile.chunk, padded(self.block_size)))
 
     def blocks(self, kernel: str) -> int:
@@ -191,7 +198,7 @@ class Call(NamedTuple):
 
     def each(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
         """Start a kernel that carries nothing."""
-        tile = self.window_tile()
+        tile = self.window_tile(kernel.__name__)
         self._start(kernel, (programs,), arguments, tile, {"C": tile.chunk, "BK": tile.chunk, **options})
 
     def _start(
