@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from megakernel.ops import kernel_attention, weighted_attention
+from megakernel.attention import Rotary
+from megakernel.ops import flurka_attention, kernel_attention, weighted_attention
 from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.projections import FastFood
@@ -74,6 +75,40 @@ def fastfood_case(feature_map: str, width: int, blocks: int, dtype: torch.dtype 
     values.backward(torch.empty_like(values))
 
 
+def flurka_case(
+    feature_map: str,
+    width: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    near: str = "softmax",
+    gated: bool = True,
+    group: int = 1,
+    blocks: int = 1,
+    packed: bool = False,
+) -> None:
+    """One row long enough that segments have their full length, in blocks of 64 with 8 landmarks."""
+    length = 65536
+    q = torch.empty(1, group, length, width, dtype=dtype, requires_grad=True)
+    k, v = (torch.empty(1, 1, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    projected = FEATURE_MAPS[feature_map].projected
+    out, _ = flurka_attention(
+        q,
+        k,
+        v,
+        feature_map=feature_map,
+        pool_keys=torch.empty(8, 64, requires_grad=True),
+        pool_values=torch.empty(8, 64, requires_grad=True),
+        projection=torch.empty(1, width, width, requires_grad=True) if projected else None,
+        near=near,
+        blocks=blocks,
+        gate=torch.empty(1, group, length, requires_grad=True) if gated and near == "softmax" else None,
+        rotary=Rotary(width),
+        positions=torch.zeros(1, length, dtype=torch.int64) if packed else 0,
+        backend="triton",
+    )
+    out.backward(torch.empty_like(out))
+
+
 def weighted_attention_case(
     similarity: str,
     width: int,
@@ -95,6 +130,7 @@ def weighted_attention_case(
 
 
 _linear, _weighted = partial(partial, kernel_attention_case), partial(partial, weighted_attention_case)
+_flurka = partial(partial, flurka_case)
 
 CASES: dict[str, Case] = {
     "kernel_attention elu d=64": _linear("elu", 64),
@@ -136,6 +172,20 @@ CASES: dict[str, Case] = {
     "FastFood rks d=64": partial(fastfood_case, "rks", 64, 1),
     "FastFood prf d=128, 2 blocks": partial(fastfood_case, "prf", 128, 2),
     "FastFood rks d=128, 8 blocks, float32": partial(fastfood_case, "rks", 128, 8, torch.float32),
+    "FLuRKA elu d=64": _flurka("elu", 64),
+    "FLuRKA elu d=128": _flurka("elu", 128),
+    "FLuRKA hedgehog d=64": _flurka("hedgehog", 64),
+    "FLuRKA hedgehog d=128": _flurka("hedgehog", 128),
+    "FLuRKA hedgehog d=64, documents": _flurka("hedgehog", 64, packed=True),
+    "FLuRKA hedgehog d=128, documents, 2 blocks, 4 queries a key": _flurka(
+        "hedgehog", 128, packed=True, blocks=2, group=4
+    ),
+    "FLuRKA favor d=64, one normalizer": _flurka("favor", 64, gated=False),
+    "FLuRKA favor d=128, one normalizer, documents": _flurka("favor", 128, gated=False, packed=True),
+    "FLuRKA hedgehog d=64, near kernel": _flurka("hedgehog", 64, near="kernel"),
+    "FLuRKA hedgehog d=128, near kernel, documents": _flurka("hedgehog", 128, near="kernel", packed=True),
+    "FLuRKA favor d=128, near kernel, documents": _flurka("favor", 128, near="kernel", packed=True),
+    "FLuRKA hedgehog d=64 float32": _flurka("hedgehog", 64, torch.float32),
     "weighted_attention softmax d=64": _weighted("softmax", 64, 1),
     "weighted_attention gaussian d=64": _weighted("gaussian", 64, 1),
     "weighted_attention gaussian d=128": _weighted("gaussian", 128, 1),

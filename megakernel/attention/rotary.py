@@ -37,13 +37,18 @@ class Rotary:
         return rotate(q, k, *self._angles(positions, q))
 
     def _angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B or 1, N, head_dim / 2), in float32 or better."""
-        if like.device not in self._on_device:  # copied once: a copy in every call would wait for the device
-            self._on_device[like.device] = self.frequencies.to(like.device)
-        # Angles in float64: at position 10^6 a float32 angle is off by 0.06.
-        angles = positions[..., None] * self._on_device[like.device]
         wide = torch.promote_types(like.dtype, torch.float32)
-        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+        cos, sin = self.cos_sin(positions)
+        return cos.to(wide), sin.to(wide)
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What pairs at positions (...) are turned by: cosines and sines (..., head_dim / 2), float64."""
+        device = positions.device
+        if device not in self._on_device:  # copied once: a copy in every call would wait for the device
+            self._on_device[device] = self.frequencies.to(device)
+        # Angles in float64: at position 10^6 a float32 angle is off by 0.06.
+        angles = positions[..., None] * self._on_device[device]
+        cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.length == 1.0 else (self.length * cos, self.length * sin)
 
 

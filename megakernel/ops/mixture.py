@@ -5,6 +5,7 @@ beside each other: (B, H_kv, N, M d).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,16 +50,22 @@ def first_key(k: Tensor, priors: Tensor | None, shift: Tensor | None = None) -> 
     return k[:, :, 0]
 
 
+@dataclass(frozen=True)
+class RotatedEach:
+    """A rotation of x (B, H, N, M width) that turns each of the M keys as `rotary` turns one."""
+
+    rotary: Rotary
+    width: int
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """`x` rotated at positions (B, N)."""
+        keys = separate(x, self.width)
+        return beside(self.rotary(keys.flatten(1, 2), positions).unflatten(1, keys.shape[1:3]))
+
+
 def rotated_each(rotary: Rotary | None, width: int) -> Rotary | None:
     """`rotary` for x (B, H, N, M width): it turns each of the M keys as it would turn one."""
-    if rotary is None:
-        return None
-
-    def rotate(x: Tensor, positions: Tensor) -> Tensor:
-        keys = separate(x, width)
-        return beside(rotary(keys.flatten(1, 2), positions).unflatten(1, keys.shape[1:3]))
-
-    return rotate
+    return None if rotary is None else RotatedEach(rotary, width)
 
 
 def mixed_features(phi: Callable[[Tensor], Features], keys: Tensor, priors: Tensor | None) -> Features:

@@ -11,7 +11,7 @@ from megakernel.ops.arguments import (
     check_positions,
     expand_tokens,
 )
-from megakernel.ops.dispatch import choose
+from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
@@ -19,9 +19,13 @@ from megakernel.ops.flurka_attention.form import FarRope, FlurkaState, Form, Nea
 from megakernel.ops.mixture import beside, first_key, rotated_each
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, start_state
-from megakernel.ops.window import Rotary, empty_tail
+from megakernel.ops.window import Rotary
 
-IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "chunked": chunked.attend,
+    "reference": reference.attend,
+    "triton": Kernels("megakernel.ops.flurka_attention.triton"),
+}
 """Backend -> implementation."""
 
 
@@ -78,7 +82,8 @@ def flurka_attention(
         initial_state: what rows continue from, wherever they were cut.
         exchange: gets what these tokens add to the far state and gives what enters, for a sequence cut over processes;
             the tail of `initial_state` is then the left neighbour's, and the far state returned what these tokens add.
-        backend: reference or chunked.
+        backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a
+            GPU and chunked elsewhere.
 
     Returns:
         (B, H, N, D) in the dtype of v, and the state behind the last token.
@@ -105,9 +110,7 @@ def flurka_attention(
         check_positions(positions, q)
     size = pool_keys.shape[-1]
     k = beside(k)
-    if initial_state is None:
-        far = start_state(feature_map, key, projection, v.shape[-1])
-        initial_state = FlurkaState(far, empty_tail(k, v, size * blocks))
+    far, tail = initial_state or (start_state(feature_map, key, projection, v.shape[-1]), None)
     out, far, tail = choose(IMPLEMENTATIONS, backend)(
         q,
         k,
@@ -116,8 +119,8 @@ def flurka_attention(
         weights=Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift),
         gate=gate,
         positions=positions,
-        far=initial_state.far,
-        tail=initial_state.tail,
+        far=far,
+        tail=tail,
         exchange=exchange,
     )
     return out, FlurkaState(far, tail)

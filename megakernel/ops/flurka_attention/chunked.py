@@ -16,7 +16,7 @@ from megakernel.ops.mixture import mixed_features, shifted
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.sums import Sums, add, normalized
-from megakernel.ops.window import Layout, Tail, cut, rotate_keys, softmax_pairs
+from megakernel.ops.window import Layout, Tail, cut, empty_tail, rotate_keys, softmax_pairs
 
 RUN = 256
 """Tokens of one chunk of the far scan: several blocks, so that their landmarks fill a matrix product."""
@@ -52,13 +52,15 @@ def attend(
     gate: Tensor | None,
     positions: Positions,
     far: KernelState,
-    tail: Tail,
+    tail: Tail | None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, KernelState, Tail]:
     """Attention (B, H, N, D), and the far state and the tail after the last token.
 
     With `exchange`, what enters comes from there, and the far state is what these tokens alone add to `far`.
     """
+    if tail is None:
+        tail = empty_tail(k, v, form.block_size * form.blocks)
     length = q.shape[2]
     run = partial(_over_groups, form=form, weights=weights, positions=positions)
     if exchange is None:

@@ -9,7 +9,7 @@ from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.kernel_attention.reference import per_query_head, phi
 from megakernel.ops.mixture import by_component
 from megakernel.ops.state import Exchange, KernelState
-from megakernel.ops.window import Tail
+from megakernel.ops.window import Tail, empty_tail
 
 
 def attend(
@@ -22,10 +22,12 @@ def attend(
     gate: Tensor | None,
     positions: Positions,
     far: KernelState,
-    tail: Tail,
+    tail: Tail | None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`."""
+    if tail is None:
+        tail = empty_tail(k, v, form.block_size * form.blocks)
     batch, heads, length, _ = q.shape
     dtype, device = wide(q.dtype), q.device
     rows = position_rows(positions, length, device).expand(batch, -1)

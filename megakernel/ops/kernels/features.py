@@ -310,11 +310,14 @@ def store_gradient(
     SCALE: tl.constexpr,
     COEFFICIENT: tl.constexpr,
     ROW: tl.constexpr = None,
+    MORE: tl.constexpr = False,
+    MORE_PROJECTED: tl.constexpr = False,
 ):
     """Store the gradient in the C tokens at `x`, rows of ROW (None: D) at `dx`, given those in the halves of `phi`.
 
     If the projection is LEARNED, also that in the projected tokens, rows of M at `dy`: with the tokens, it is all that
-    the projection's gradient needs.
+    the projection's gradient needs. With MORE and MORE_PROJECTED they are added to what stands there, from an earlier
+    launch or from before a barrier.
     """
     row: tl.constexpr = D if ROW is None else ROW
     if MAP == "identity" or MAP == "relu" or MAP == "elu":
@@ -323,6 +326,8 @@ def store_gradient(
             wide = load_rows(x, stride, count, C, D, DP).to(tl.float32)
             # From the token rather than from its features: those then need no registers.
             grad = tl.where(wide > 0, grad, grad * tl.exp(tl.minimum(wide, 0.0)) if MAP == "elu" else 0.0)
+        if MORE:
+            grad += load_rows(dx, row, count, C, D, DP).to(tl.float32)
         store_rows(dx, row, count, grad, D, DP)
     else:
         if MAP == "hedgehog":
@@ -336,7 +341,10 @@ def store_gradient(
             grad = grad_a * a * SCALE
         total = tl.sum(grad, 1) * (SCALE * (1.0 if MAP == "favor" else 2.0))
         if LEARNED:
-            store_rows(dy, M, count, grad, M, MP)
+            whole = grad
+            if MORE_PROJECTED:
+                whole += load_rows(dy, M, count, C, M, MP).to(tl.float32)
+            store_rows(dy, M, count, whole, M, MP)
         m = tl.arange(0, MP)
         for first in range(0, DP, K):
             d = first + tl.arange(0, K)
@@ -346,4 +354,6 @@ def store_gradient(
             if MAP == "favor" or MAP == "prf":
                 wide = load_rows(x + first, stride, count, C, D - first, K).to(tl.float32)
                 part -= wide * total[:, None]
+            if MORE:
+                part += load_rows(dx + first, row, count, C, D - first, K).to(tl.float32)
             store_rows(dx + first, row, count, part, D - first, K)

@@ -1,0 +1,81 @@
+"""Where blocks of FLuRKA lie in a row, as its kernels take it.
+
+A row is cut into chunks of b tokens at fixed places. Ends of complete blocks are at least b apart, so at most one lies
+in a chunk; where it lies, the landmarks of the block that leaves the window of all later tokens enter the far part.
+Where blocks are the chunks of a row (`aligned`), kernels know all this by arithmetic, and tables stay None.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.documents import Positions
+
+
+class Places(NamedTuple):
+    """Tables of a call, all int32; places count from the first token, and are negative in the tail before it."""
+
+    starts: Tensor | None
+    """(B, N): where each token's document starts, -1 before the row; None where all tokens are of one document."""
+
+    start: int
+    """That of the one document."""
+
+    windows: Tensor | None
+    """(B, N): the first token of each token's window; None where aligned."""
+
+    ends: Tensor | None
+    """(B, chunks): where a block ends whose window is complete, -1 in chunks without; None where aligned."""
+
+    before: int
+    """Tokens of the tail that keys and values begin with."""
+
+    oldest: int
+    """The first place of the open document that there is a key of, at most 0."""
+
+
+def places_of(positions: Positions, q: Tensor, *, block_size: int, blocks: int, tail: bool) -> Places:
+    """The places of the tokens q (B, H, N, d); `tail`: tokens before the row are at hand."""
+    batch, _, length, _ = q.shape
+    reach = block_size * blocks
+    if isinstance(positions, int):
+        start = -1 if positions > 0 else 0
+        aligned = positions % block_size == 0
+        # An aligned row of windows of one block sees no token before it.
+        before = reach if tail and positions > 0 and not (aligned and blocks == 1) else 0
+        oldest = -min(positions, before)
+        if aligned:
+            return Places(None, start, None, None, before, oldest)
+        positions = torch.arange(positions, positions + length, device=q.device).expand(batch, -1)
+        starts = None
+    else:
+        start, before = 0, reach if tail else 0
+        oldest = -before
+        starts = (_tokens(positions) - positions).clamp(min=-1).to(torch.int32)
+    windows, ends = _tables(positions, block_size, blocks, before)
+    return Places(starts, start, windows, ends, before, oldest)
+
+
+def sees_far(positions: Positions, q: Tensor, reach: int) -> Tensor:
+    """(B, 1, N) or (1, 1, N) bool: blocks lie before the token's window."""
+    if isinstance(positions, int):
+        return (torch.arange(q.shape[2], device=q.device) >= reach - positions)[None, None]
+    return (positions >= reach)[:, None]
+
+
+def _tokens(positions: Tensor) -> Tensor:
+    return torch.arange(positions.shape[1], device=positions.device)
+
+
+def _tables(positions: Tensor, block_size: int, blocks: int, before: int) -> tuple[Tensor, Tensor]:
+    """Windows and ends."""
+    places, length = _tokens(positions), positions.shape[1]
+    inside = positions % block_size
+    reach = torch.minimum(positions, inside + (blocks - 1) * block_size)
+    windows = (places - reach).clamp(min=-before)
+    whole = (inside == block_size - 1) & (positions >= block_size * blocks - 1)
+    whole = whole & (places - block_size * blocks + 1 >= -before)
+    ends = torch.where(whole, places, -1)
+    ends = torch.nn.functional.pad(ends, (0, -length % block_size), value=-1)
+    return windows.to(torch.int32).contiguous(), ends.unflatten(1, (-1, block_size)).amax(2).to(torch.int32)

@@ -1,0 +1,138 @@
+"""Causal FLuRKA by Triton kernels: three launches forward, seven backward.
+
+Forward pools blocks into landmarks and sums up each segment's, passes the sums on to the states that enter the segments
+(small), and reads: far part, window and their join at once. Backward pulls at queries through their windows and through
+landmarks, gathers the pulls of queries into states from the right, hands those to the landmarks, and through them and
+the windows to keys, values, E and F. Between the two nothing is kept but the inputs, the output, two numbers per token
+(three of unbounded maps), the landmarks, and one state per segment.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.documents import Positions, open_documents
+from megakernel.ops.feature_maps import named
+from megakernel.ops.flurka_attention import launched  # noqa: F401 - registers the op
+from megakernel.ops.flurka_attention.form import Form, Weights
+from megakernel.ops.flurka_attention.launches import ANGLES, Shape
+from megakernel.ops.flurka_attention.places import places_of, sees_far
+from megakernel.ops.kernel_attention.launches import state_of, tiles_of
+from megakernel.ops.kernels.features import SUPPORTED, phi_of
+from megakernel.ops.projections import dense, rows_of
+from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.window import Tail, empty_tail
+
+WIDEST = 128
+"""d, M and b up to which a program's tiles fit into registers."""
+
+HIGHEST_RANK = 64
+"""r likewise."""
+
+SIGNED = ("identity", "rks")
+"""Maps whose sums may be negative."""
+
+
+def unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    form: Form,
+    weights: Weights,
+    gate: Tensor | None,
+    positions: Positions,
+    far: KernelState,
+    tail: Tail | None,
+    exchange: Exchange | None = None,
+) -> str | None:
+    """Why the kernels cannot take these arguments of `attend`; None where they can."""
+    phi = named(form.feature_map)
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"q is {q.dtype}; expected bfloat16, float16 or float32"
+    if phi.name not in SUPPORTED or phi.smoothing:
+        given = f"{phi.name} with smoothing" if phi.smoothing else phi.name
+        return f"feature_map is {given}; expected {', '.join(SUPPORTED)} without smoothing"
+    if weights.priors is not None:
+        return "priors are given, for several keys at a position; expected one"
+    if form.far_rotary is not None:
+        return "far_rope='centroid' rotates landmarks; expected far_rope='none'"
+    if form.near_rotary is not None and angles_of(form, q.shape[-1]) is None:
+        return "rotary is no `attention.Rotary` of whole heads; expected one"
+    if phi.name in SIGNED and form.near == "softmax" and gate is None:
+        return f"feature_map {phi.name} has no sign to share a softmax's normalizer; expected a gate"
+    width = q.shape[-1]
+    sizes = {"q": width, "v": v.shape[-1], "projection": rows_of(weights.projection, width)}
+    for name, size in sizes.items():
+        if size > WIDEST:
+            return f"{name} has width {size}; expected at most {WIDEST}"
+    if form.block_size > WIDEST:
+        return f"blocks have {form.block_size} tokens; expected at most {WIDEST}"
+    if weights.pool_keys.shape[-2] > HIGHEST_RANK:
+        return f"blocks have {weights.pool_keys.shape[-2]} landmarks; expected at most {HIGHEST_RANK}"
+    return None
+
+
+def angles_of(form: Form, width: int) -> Any:
+    """The `cos_sin` of the layer's rotation of heads of `width`; None where it has none or turns a part of them."""
+    rotary = getattr(form.rotary, "rotary", None)
+    return getattr(rotary, "cos_sin", None) if getattr(rotary, "head_dim", None) == width else None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    form: Form,
+    weights: Weights,
+    gate: Tensor | None,
+    positions: Positions,
+    far: KernelState,
+    tail: Tail | None,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, KernelState, Tail]:
+    """Arguments and results of `chunked.attend`, in bfloat16, float16 or float32."""
+    b, reach = form.block_size, form.block_size * form.blocks
+    left = (empty_tail(k, v, reach) if tail is None else tail).after(k, v)
+    places = places_of(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)
+    if tail is not None and places.before:
+        k, v = torch.cat([tail.keys, k], 2), torch.cat([tail.values, v], 2)
+    matrix = dense(weights.projection, q.shape[-1])
+    phi = phi_of(form.feature_map, q.shape[-1], None if matrix is None else matrix.shape[-2])
+    name = named(form.feature_map)
+    shape = Shape(
+        name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest
+    )
+    mass = torch.full((k.shape[1],), b / weights.pool_keys.shape[-2], dtype=torch.float32, device=q.device)
+    if weights.far_mass is not None:
+        mass = mass * torch.exp(weights.far_mass.to(torch.float32))
+    far_weight = mass.new_zeros(q.shape[1])
+    if gate is not None:
+        # Without a far block the near part alone, exactly.
+        gate = gate.to(torch.float32).masked_fill(~sees_far(positions, q, reach), torch.inf)
+    elif weights.far_weight is not None:
+        far_weight = weights.far_weight.to(torch.float32)
+    table = None
+    if form.near_rotary is not None:
+        table = torch.cat(angles_of(form, q.shape[-1])(torch.arange(reach + ANGLES, device=q.device)), -1).to(
+            torch.float32
+        )
+    pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
+    tables = (table, places.starts, places.windows, places.ends)
+
+    def run(queries: Tensor, logits: Tensor | None, first: KernelState | None):
+        tile = (None, None, None) if first is None else tiles_of(first, phi, v.shape[-1])
+        out, *_, sums, norms, logs = torch.ops.megakernel.flurka_attention(
+            queries, k, v, matrix, *pools, mass, logits, far_weight, *tables, *tile, *shape
+        )
+        return out, state_of(sums, norms, logs, phi, v.shape[-1])
+
+    if exchange is None:
+        out, state = run(q, gate, None if tail is None else far)
+        return out, state, left
+    # What these keys add, as the state behind a row without queries of its own.
+    _, own = run(q[:, :, :0], None, None)
+    pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
+    return run(q, gate, pending.wait())[0], own, left

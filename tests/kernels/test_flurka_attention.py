@@ -1,0 +1,290 @@
+"""The kernels of causal FLuRKA against its float64 reference."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakernel.attention import Rotary
+from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention
+from megakernel.ops.feature_maps import FEATURE_MAPS
+from megakernel.ops.flurka_attention import launches
+from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
+from megakernel.ops.state import start_state
+from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+FORMS = {"gated": ("softmax", True), "shared": ("softmax", False), "kernel": ("kernel", False)}
+"""Name -> the near part, and whether it has a gate."""
+
+every_form = pytest.mark.parametrize("form", FORMS)
+
+BLOCK, RANK = 16, 4
+
+
+@pytest.fixture
+def short_segments(monkeypatch):
+    """Two chunks between states, so that short rows have several."""
+    monkeypatch.setattr(launches, "segment_chunks", lambda *_: 2)
+
+
+def tokens(
+    draw: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    *,
+    form: str = "gated",
+    feature_map: str = "hedgehog",
+    length: int = 70,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 1,
+    width: int = 12,
+    values: int = 10,
+    block: int = BLOCK,
+    rank: int = RANK,
+    per_head: bool = False,
+    scale: float = 1.0,
+) -> dict[str, Tensor]:
+    """Everything that a layer of this form hands to the op and that has a gradient."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    gated = FORMS[form][1]
+    leaves = {
+        "q": scale * normal(batch, heads, length, width),
+        "k": scale * normal(batch, kv_heads, length, width),
+        "v": scale * normal(batch, kv_heads, length, values),
+    }
+    leaves = {name: x.to(dtype) for name, x in leaves.items()}
+    for name in ("pool_keys", "pool_values"):
+        leaves[name] = normal(*([kv_heads] if per_head else []), rank, block).softmax(-1)
+    if FEATURE_MAPS[feature_map].projected:
+        leaves["projection"] = 0.5 * normal(kv_heads, width if feature_map == "hedgehog" else 9, width)
+    if gated:
+        leaves["gate"] = normal(batch, heads, length)
+    else:
+        leaves["far_mass"] = 0.3 * normal(kv_heads)
+    if form == "shared":
+        leaves["far_weight"] = 0.3 * normal(heads)
+    return {name: x.to(device) for name, x in leaves.items()}
+
+
+def with_state(
+    leaves: dict[str, Tensor], draw: torch.Generator, feature_map: str, blocks: int
+) -> dict[str, Tensor]:
+    """`leaves` and a state of positive weights, and a tail."""
+    k, v = leaves["k"], leaves["v"]
+    start = start_state(feature_map, k, leaves.get("projection"), v.shape[-1]).sums
+    count = blocks * leaves["pool_keys"].shape[-1]
+
+    def normal(like: Tensor) -> Tensor:
+        shape = (*like.shape[:2], count, like.shape[3])
+        return torch.randn(shape, generator=draw).to(like.device, like.dtype)
+
+    sums = 0.2 + torch.rand(start.shape, generator=draw).to(k.device)
+    return {**leaves, "sums": sums, "tail_keys": normal(k), "tail_values": normal(v)}
+
+
+def run(
+    backend: str, leaves: dict[str, Tensor], *, form: str, feature_map: str, **options
+) -> dict[str, Tensor]:
+    """Output and far state as one tensor."""
+    leaves = dict(leaves)
+    q, k, v = (leaves.pop(name) for name in "qkv")
+    sums = leaves.pop("sums", None)
+    if sums is not None:
+        logs = sums.new_full(sums.shape[:2], 0.3 if feature_map in UNBOUNDED else 0.0)
+        tail = Tail(leaves.pop("tail_keys"), leaves.pop("tail_values"))
+        options["initial_state"] = FlurkaState(KernelState(sums, logs), tail)
+    near = FORMS[form][0]
+    options = {"near": near, "rotary": Rotary(q.shape[-1]), **options}
+    out, state = flurka_attention(q, k, v, feature_map=feature_map, backend=backend, **leaves, **options)
+    far = state.far
+    return {"out": out, "state": far.sums * far.log_scale.exp()[..., None, None]}
+
+
+def documents(device: torch.device, *starts: int, first: int = 0) -> Tensor:
+    """Positions of a row whose documents begin at the starts; the first one, at position `first`."""
+    parts = [torch.arange(b - a) + (first if a == 0 else 0) for a, b in pairwise(starts)]
+    return torch.cat(parts)[None].to(device)
+
+
+@every_form
+@every_dtype
+@pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
+@pytest.mark.usefixtures("short_segments")
+def test_documents_states_and_shared_keys_agree(form, feature_map, dtype, draw, device):
+    leaves = tokens(draw, device, dtype, form=form, feature_map=feature_map, length=100, heads=4, kv_heads=2)
+    blocks = 2 if feature_map == "favor" else 1
+    leaves = with_state(leaves, draw, feature_map, blocks)
+    # The first document continues the state; others begin inside chunks, at their edges and at those of segments.
+    positions = documents(device, 0, 20, 23, 64, 100, first=37)
+    options = {"form": form, "feature_map": feature_map, "blocks": blocks, "positions": positions}
+    assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("feature_map", SUPPORTED)
+@pytest.mark.usefixtures("short_segments")
+def test_every_map_agrees_on_rows_cut_into_blocks(feature_map, draw, device):
+    leaves = tokens(draw, device, feature_map=feature_map, per_head=True)
+    options = {"form": "gated", "feature_map": feature_map, "blocks": 2 if feature_map in TWO_HALVES else 1}
+    assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("form", ["shared", "kernel"])
+@pytest.mark.parametrize("feature_map", ["hedgehog", "prf"])
+@pytest.mark.usefixtures("short_segments")
+def test_one_normalizer_agrees_on_rows_cut_into_blocks(form, feature_map, draw, device):
+    leaves = tokens(draw, device, form=form, feature_map=feature_map)
+    assert_agrees(partial(run, form=form, feature_map=feature_map), leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("length", [1, 17, 64, 1000, 4096])
+@every_dtype
+def test_any_length_agrees(length, dtype, draw, device):
+    leaves = tokens(
+        draw, device, dtype, feature_map="elu", length=length, heads=1, width=16, values=16, block=64, rank=8
+    )
+    assert_agrees(partial(run_wide, form="gated", feature_map="elu"), leaves, draw, TOLERANCE[dtype])
+
+
+def run_wide(backend: str, leaves: dict[str, Tensor], **options) -> dict[str, Tensor]:
+    """`run` with the chunked op in place of the token-by-token reference, which would take minutes for long rows.
+
+    In float64 the two are one: tests/unit/ops/test_flurka_attention.py holds them together.
+    """
+    return run("chunked" if backend == "reference" else backend, leaves, **options)
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "hedgehog"])
+@every_dtype
+def test_the_widths_of_real_heads_agree(feature_map, dtype, draw, device):
+    leaves = tokens(
+        draw,
+        device,
+        dtype,
+        feature_map=feature_map,
+        length=130,
+        heads=1,
+        width=128,
+        values=128,
+        block=64,
+        rank=8,
+        scale=0.3,
+    )
+    assert_agrees(partial(run_wide, form="gated", feature_map=feature_map), leaves, draw, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("block", "rank"), [(16, 16), (1, 1), (5, 3), (48, 8)])
+@pytest.mark.usefixtures("short_segments")
+def test_any_block_agrees(block, rank, draw, device):
+    leaves = tokens(
+        draw, device, form="kernel", feature_map="elu", block=block, rank=rank, length=2 * block + 7
+    )
+    assert_agrees(partial(run, form="kernel", feature_map="elu"), leaves, draw, TOLERANCE[torch.float32])
+
+
+@every_form
+@pytest.mark.parametrize("positions", [32, 37])
+@pytest.mark.usefixtures("short_segments")
+def test_rows_that_continue_a_document_agree(form, positions, draw, device):
+    leaves = with_state(tokens(draw, device, form=form, length=40), draw, "hedgehog", 2)
+    options = {"form": form, "feature_map": "hedgehog", "blocks": 2, "positions": positions}
+    assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("form", ["gated", "kernel"])
+@pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
+@pytest.mark.usefixtures("short_segments")
+def test_later_tokens_leave_earlier_outputs_bit_identical(form, feature_map, draw, device):
+    leaves = tokens(draw, device, form=form, feature_map=feature_map)
+    for positions in (0, documents(device, 0, 11, 70)):
+        options = {"form": form, "feature_map": feature_map, "positions": positions}
+        before = run("triton", leaves, **options)["out"]
+        for t in (15, 16, 17, 32, 43):
+            changed = {name: x.clone() for name, x in leaves.items()}
+            for name in "qkv":
+                changed[name][:, :, t:] *= -30
+            after = run("triton", changed, **options)["out"]
+            assert torch.equal(after[:, :, :t], before[:, :, :t])
+
+
+@pytest.mark.parametrize("form", ["gated", "kernel"])
+@pytest.mark.usefixtures("short_segments")
+def test_pieces_of_a_row_give_the_whole(form, draw, device):
+    leaves = tokens(draw, device, form=form)
+    whole = run("triton", leaves, form=form, feature_map="hedgehog")["out"]
+    per_token = ("q", "k", "v", "gate")
+    shared = {name: x for name, x in leaves.items() if name not in per_token}
+    options = {"feature_map": "hedgehog", "near": FORMS[form][0], "rotary": Rotary(12), "backend": "triton"}
+    parts, state = [], None
+    for start, end in pairwise((0, 1, 33, 48, 70)):
+        here = {name: leaves[name][:, :, start:end] for name in per_token if name in leaves}
+        out, state = flurka_attention(**here, **shared, **options, positions=start, initial_state=state)
+        parts.append(out)
+    assert rms_ratio(torch.cat(parts, 2), whole) < 1e-6
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_a_state_that_other_processes_hand_over_enters(draw, device):
+    leaves = with_state(tokens(draw, device, length=40), draw, "hedgehog", 1)
+
+    def exchanged(backend: str, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+        sums = kept["sums"]
+
+        class Pending:
+            def wait(self) -> KernelState:
+                return KernelState(sums, sums.new_zeros(sums.shape[:2]))
+
+        options = {"form": "gated", "feature_map": "hedgehog", "positions": 23}
+        kept = {**kept, "sums": torch.zeros_like(sums)}
+        return run(backend, kept, **options, exchange=lambda own, carries: Pending())
+
+    assert_agrees(exchanged, leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_two_runs_are_bit_identical(draw, device):
+    leaves = tokens(draw, device, torch.bfloat16, heads=4, kv_heads=2, length=40)
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+
+    def once() -> list[Tensor]:
+        out = run("triton", leaves, form="gated", feature_map="hedgehog")["out"]
+        return [out, *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))]
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once()))
+
+
+def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
+    leaves = {name: x.requires_grad_() for name, x in tokens(draw, device, length=20).items()}
+    mass = torch.full((1,), 4.0, device=device, requires_grad=True)
+    arguments = (
+        *(leaves[name] for name in ("q", "k", "v", "projection", "pool_keys", "pool_values")),
+        *(mass, leaves["gate"], torch.zeros(2, device=device), *(None,) * 7),
+        *("hedgehog", 1, "softmax", 1, 0, 0, 0),
+    )
+    import megakernel.ops.flurka_attention.triton  # noqa: F401 - registers the op
+
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.megakernel.flurka_attention.default, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"dtype": torch.float64}, {}, "q is torch.float64; expected bfloat16, float16 or float32"),
+        ({"width": 136}, {}, "q has width 136; expected at most 128"),
+        ({"block": 160}, {}, "blocks have 160 tokens; expected at most 128"),
+        ({}, {"far_rope": "centroid"}, "far_rope='centroid' rotates landmarks; expected far_rope='none'"),
+        ({}, {"rotary": lambda x, at: x}, "rotary has no cos_sin"),
+    ],
+)
+def test_what_kernels_cannot_take_is_named(changes, options, message, draw, device):
+    leaves = tokens(draw, device, feature_map="elu", length=8, **changes)
+    with pytest.raises(ValueError, match=message):
+        run("triton", leaves, form="gated", feature_map="elu", **options)
