@@ -242,5 +242,5 @@ def pull_keys(
             K,
             SCALE,
             COEFFICIENT,
-            True,
+            MORE=True,
         )

@@ -318,8 +318,8 @@ def pull_queries(
                     K,
                     SCALE,
                     COEFFICIENT,
-                    MORE,
-                    MORE_PROJECTED,
+                    MORE=MORE,
+                    MORE_PROJECTED=MORE_PROJECTED,
                 )
         alive = first_token(starts, row, close - 1, length, start, PACKED) < begin
         tile, norm, tile2, norm2, log = keep_state(tile, norm, tile2, norm2, log, alive, TWO, UNBOUNDED)

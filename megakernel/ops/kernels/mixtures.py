@@ -165,6 +165,6 @@ def store_gradients_of_keys(
                 K,
                 SCALE,
                 COEFFICIENT,
-                KEYS * D,
+                ROW=KEYS * D,
             )
     return shares
