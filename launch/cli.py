@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import megakernel
-from launch import bench, config, doctor, evaluate, generate, mechanisms, prepare, pretrain, reshape
+from launch import bench, config, doctor, evaluate, generate, mechanisms, plan, prepare, pretrain, reshape
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
 from megakernel.config import RunFailed, UserError
@@ -26,6 +26,7 @@ COMMANDS: dict[str, ModuleType] = {
     "reshape": reshape,
     "config": config,
     "mechanisms": mechanisms,
+    "plan": plan,
     "bench": bench,
     "doctor": doctor,
 }

@@ -1,0 +1,156 @@
+"""Bytes that one device holds, by part, when it holds the most."""
+
+from dataclasses import dataclass
+
+from megakernel.analysis import parameters
+from megakernel.config import Attention
+
+from . import activations
+from .activations import Kept
+from .gpus import Gpu
+from .layout import Job
+
+FLOAT32 = 4
+MASTER_AND_MOMENTS = 12
+"""Bytes per parameter of AdamW with float32 master weights."""
+
+BUCKET = 500_000_000
+"""Numbers that DeepSpeed reduces at once (`reduce_bucket_size`), where the configuration names no others."""
+
+LIVE = 1_000_000_000
+"""Parameters that ZeRO 3 keeps gathered (`stage3_max_live_parameters`, `stage3_max_reuse_distance`)."""
+
+RESERVE = 2.5e9
+"""Assumed: context of CUDA, NCCL's buffers and kernels' code, bytes."""
+
+FRAGMENTS = 0.05
+"""Assumed: share of what torch gave out that its allocator cannot use."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the fullest device of a layout holds."""
+
+    parts: dict[str, float]
+    """Bytes by part: weights, gradients and optimizer stay; the rest is there in backward, or at the update."""
+
+    stage: int
+    """The pipeline stage of that device."""
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    def beyond(self, gpu: Gpu) -> float:
+        """Bytes that are too many; negative where some are left."""
+        return self.total - gpu.memory
+
+
+def memory(job: Job) -> Memory:
+    """The memory of the fullest stage."""
+    stages = range(job.layout.pipeline)
+    return max((_stage(job, stage) for stage in stages), key=lambda one: one.total)
+
+
+def stays(job: Job, stage: int) -> dict[str, float]:
+    """What lies in memory between two steps and through them, bytes: weights, gradients, optimizer, buckets."""
+    layout, shards = job.layout, job.layout.gradient
+    count: float = job.parameters[stage]
+    half = job.element == 2
+    weights, gradients = count * job.element, count * FLOAT32
+    moments = (MASTER_AND_MOMENTS if layout.zero_stage else MASTER_AND_MOMENTS - FLOAT32) * count
+    if layout.zero_stage:
+        moments /= shards
+    if layout.zero_stage == 1 and half:
+        gradients += count * job.element  # autograd's own, beside the float32 sums
+    if layout.zero_stage == 2:
+        gradients = count * FLOAT32 / shards if half else 0
+        gradients += count * FLOAT32 / shards
+    if layout.zero_stage == 3:
+        weights = weights / shards + min(count, LIVE) * job.element
+        gradients = count * FLOAT32 / shards
+    return {"weights": weights, "gradients": gradients, "optimizer": moments}
+
+
+def buckets(job: Job, count: int) -> tuple[float, float]:
+    """DeepSpeed's buffers for gradients: those that are there in backward, and those at the update alone."""
+    zero = job.layout.zero_stage
+    size = job.config.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET)
+    copied = min(count, size) * FLOAT32
+    if zero == 0 or (zero == 1 and job.element == 2):
+        return 0.0, copied
+    if zero == 3:
+        return size * FLOAT32, 0.0
+    return size * job.element + copied, 0.0
+
+
+def _stage(job: Job, stage: int) -> Memory:
+    layout = job.layout
+    layers = job.layers(stage)
+    # One forward, one backward: an early stage has sent on as many micro-batches as there are stages behind it.
+    under_way = min(job.micro_batches, layout.pipeline - stage)
+    kept = Kept(0.0)
+    for attention, count in layers:
+        one = activations.layer(job, attention)
+        kept = kept.plus(Kept(one.tokens * count, one.states * count))
+    last = stage == layout.pipeline - 1
+    in_buckets, at_update = buckets(job, job.parameters[stage])
+    fixed = stays(job, stage)
+    batch = 3 * 8 * job.tokens * job.micro_batches
+    backward = {
+        "activations": under_way * (kept.tokens + _edges(job, stage)) + batch,
+        "attention states": under_way * kept.states,
+        "loss": _loss(job) if last else 0.0,
+        "exchange": in_buckets + max((exchange_buffer(job, one) for one, _ in layers), default=0.0),
+        "workspace": max((_workspace(job, one) for one, _ in layers), default=0.0),
+    }
+    update = {"exchange": in_buckets + at_update, "workspace": fixed["optimizer"] / 3}
+    if sum(update.values()) > sum(backward.values()):
+        backward = dict.fromkeys(backward, 0.0) | update
+    parts = {**fixed, **backward}
+    if job.stack.on_gpu:
+        parts["reserve"] = RESERVE + FRAGMENTS * sum(parts.values())
+    return Memory(parts, stage)
+
+
+def _edges(job: Job, stage: int) -> float:
+    """What the embedding and the final norm keep, or the tensors that come from the stage before."""
+    hidden = job.sharded_tokens * job.model.hidden_size * job.element
+    final = activations.norm(job) if stage == job.layout.pipeline - 1 else hidden
+    return hidden + final
+
+
+def _loss(job: Job) -> float:
+    """Logits of one chunk: as the product gives them, in float32, their exponentials and their gradient."""
+    if job.model.classifier is not None:
+        return 0.0
+    chunk = min(job.config.training.loss_chunk_size, job.tokens)
+    numbers = chunk * parameters.embedding_rows(job.model, job.vocab_size) / job.layout.tensor
+    gathered = job.tokens * job.model.hidden_size * job.element if job.layout.sequence_parallel else 0.0
+    return numbers * (job.element + 3 * FLOAT32) + gathered
+
+
+def exchange_buffer(job: Job, attention: Attention) -> float:
+    """What a layer's exchange over the context ranks holds at once."""
+    ranks = job.layout.context
+    if ranks == 1:
+        return 0.0
+    width = job.model.head_size * job.element
+    if attention.trades_heads(job.model.is_causal):
+        if (
+            job.exchange == "ring"
+        ):  # the pair that is read and the one that arrives, and as much for their gradients
+            return 4 * 2 * job.tokens * job.kv_heads * width
+        return 2 * job.tokens * max(job.heads, job.kv_heads) * width
+    gathered = ranks * activations.state(job, attention)
+    return gathered + 2 * activations.tail(job, attention)
+
+
+def _workspace(job: Job, attention: Attention) -> float:
+    """What backward of one layer needs for a moment: the layer itself where it runs again, and gradients."""
+    kept, whole = activations.layer(job, attention), activations.whole_layer(job, attention)
+    again = whole.total - kept.total if job.layout.recompute != "none" else 0.0
+    inner = job.model.ffn_size / job.layout.tensor
+    gradients = job.tokens * job.element * max(3 * inner, 2 * job.heads * job.model.head_size)
+    return again + gradients + 2 * job.sharded_tokens * job.model.hidden_size * job.element
