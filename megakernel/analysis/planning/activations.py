@@ -14,6 +14,9 @@ FLOAT32 = 4
 GROUP = 2048
 """Tokens of a group of a scan (`ops.*.chunked.GROUP`); a state is kept at each group's start."""
 
+CHUNK = 64
+"""Keys that plain kernel attention weighs one by one (`ops.kernel_attention.chunked.CHUNK`)."""
+
 SHORT = 512
 """Tokens up to which a scan is plain autograd (`ops.groups.SHORT`)."""
 

@@ -11,6 +11,20 @@ from .gpus import Gpu
 from .layout import Job
 
 FLOAT32 = 4
+INT64 = 8
+
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "attention states",
+    "loss",
+    "exchange",
+    "workspace",
+)
+"""What memory is told apart by; on a GPU there is a reserve as well."""
+
 MASTER_AND_MOMENTS = 12
 """Bytes per parameter of AdamW with float32 master weights."""
 
@@ -86,49 +100,44 @@ def buckets(job: Job, count: int) -> tuple[float, float]:
 
 
 def _stage(job: Job, stage: int) -> Memory:
-    layout = job.layout
     layers = job.layers(stage)
     # One forward, one backward: an early stage has sent on as many micro-batches as there are stages behind it.
-    under_way = min(job.micro_batches, layout.pipeline - stage)
+    under_way = min(job.micro_batches, job.layout.pipeline - stage)
     kept = Kept(0.0)
     for attention, count in layers:
         one = activations.layer(job, attention)
         kept = kept.plus(Kept(one.tokens * count, one.states * count))
-    last = stage == layout.pipeline - 1
+    last = stage == job.layout.pipeline - 1
     in_buckets, at_update = buckets(job, job.parameters[stage])
     fixed = stays(job, stage)
-    batch = 3 * 8 * job.tokens * job.micro_batches
-    backward = {
-        "activations": under_way * (kept.tokens + _edges(job, stage)) + batch,
+    hidden = job.sharded_tokens * job.model.hidden_size * job.element
+    batch = 3 * INT64 * job.tokens * job.micro_batches
+    forward = {
+        "activations": under_way * (kept.tokens + hidden) + batch,
         "attention states": under_way * kept.states,
-        "loss": _loss(job) if last else 0.0,
-        "exchange": in_buckets + max((exchange_buffer(job, one) for one, _ in layers), default=0.0),
-        "workspace": max((_workspace(job, one) for one, _ in layers), default=0.0),
     }
-    update = {"exchange": in_buckets + at_update, "workspace": fixed["optimizer"] / 3}
-    if sum(update.values()) > sum(backward.values()):
-        backward = dict.fromkeys(backward, 0.0) | update
-    parts = {**fixed, **backward}
+    exchange = max((exchange_buffer(job, one) for one, _ in layers), default=0.0)
+    in_layer = max((_workspace(job, one) for one, _ in layers), default=0.0)
+    moments: list[dict[str, float]] = [
+        forward | {"exchange": in_buckets + exchange, "workspace": in_layer},
+        {"exchange": in_buckets + at_update, "workspace": fixed["optimizer"] / 3},
+    ]
+    if last:
+        moments.append(forward | {"loss": activations.norm(job) + _loss(job), "exchange": in_buckets})
+    parts = dict.fromkeys(PARTS, 0.0) | fixed | max(moments, key=lambda moment: sum(moment.values()))
     if job.stack.on_gpu:
         parts["reserve"] = RESERVE + FRAGMENTS * sum(parts.values())
     return Memory(parts, stage)
 
 
-def _edges(job: Job, stage: int) -> float:
-    """What the embedding and the final norm keep, or the tensors that come from the stage before."""
-    hidden = job.sharded_tokens * job.model.hidden_size * job.element
-    final = activations.norm(job) if stage == job.layout.pipeline - 1 else hidden
-    return hidden + final
-
-
 def _loss(job: Job) -> float:
-    """Logits of one chunk: as the product gives them, in float32, their exponentials and their gradient."""
+    """Logits of one chunk, as the product gives them and in float32, and the hidden states and their gradient."""
     if job.model.classifier is not None:
         return 0.0
     chunk = min(job.config.training.loss_chunk_size, job.tokens)
     numbers = chunk * parameters.embedding_rows(job.model, job.vocab_size) / job.layout.tensor
-    gathered = job.tokens * job.model.hidden_size * job.element if job.layout.sequence_parallel else 0.0
-    return numbers * (job.element + 3 * FLOAT32) + gathered
+    hidden = job.tokens * job.model.hidden_size * job.element
+    return numbers * (job.element + FLOAT32) + hidden * (2 if job.layout.sequence_parallel else 1)
 
 
 def exchange_buffer(job: Job, attention: Attention) -> float:
@@ -148,9 +157,27 @@ def exchange_buffer(job: Job, attention: Attention) -> float:
 
 
 def _workspace(job: Job, attention: Attention) -> float:
-    """What backward of one layer needs for a moment: the layer itself where it runs again, and gradients."""
+    """What backward of one layer needs for a moment: the layer where it runs again, and the gradients inside it."""
     kept, whole = activations.layer(job, attention), activations.whole_layer(job, attention)
     again = whole.total - kept.total if job.layout.recompute != "none" else 0.0
-    inner = job.model.ffn_size / job.layout.tensor
-    gradients = job.tokens * job.element * max(3 * inner, 2 * job.heads * job.model.head_size)
-    return again + gradients + 2 * job.sharded_tokens * job.model.hidden_size * job.element
+    hidden = job.sharded_tokens * job.model.hidden_size * job.element
+    in_mlp = job.tokens * 2 * job.model.ffn_size / job.layout.tensor * job.element + hidden
+    # When backward comes to the attention, what the MLP kept is gone.
+    vectors = 2 * job.heads + (attention.keys_per_head + 1) * job.kv_heads
+    gradients = job.tokens * vectors * job.model.head_size * job.element + hidden
+    in_core = gradients + _group(job, attention) - activations.mlp(job) - activations.norm(job)
+    return again + max(in_mlp, in_core)
+
+
+def _group(job: Job, attention: Attention) -> float:
+    """Features, pairs and sums of the group of tokens that a scan's backward runs again.
+
+    How many there are at once was measured (`benchmarks/plan_calibration.py`), not counted.
+    """
+    if attention.feature_map is None and attention.near is None:
+        return 0.0
+    size = job.model.head_size
+    features = 0 if attention.feature_map is None else attention.feature_map.width(size)
+    block = attention.block_size or activations.CHUNK
+    numbers = 8 * features + 10 * (size + 1) + 4 * 2 * block
+    return job.rows * min(activations.GROUP, job.piece) * job.heads * numbers * FLOAT32

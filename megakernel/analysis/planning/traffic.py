@@ -176,10 +176,13 @@ def _heads(job: Job, attention: Attention, forwards: int) -> Iterator[Transfer]:
     keys = attention.keys_per_head
     if kv_heads % ranks:  # repeated for their queries
         kv_heads = heads
-    vectors = 2 * heads + (keys + 1) * kv_heads
-    size = job.tokens * vectors * job.model.head_size * job.element
-    yield Transfer("cp", "all_to_all", size, keys + 3, ranks).times(forwards)
-    yield Transfer("cp", "all_to_all", size, keys + 3, ranks, backward=True)
+    vector = job.tokens * job.model.head_size * job.element
+    inputs = Transfer("cp", "all_to_all", vector * (heads + (keys + 1) * kv_heads), keys + 2, ranks)
+    outputs = Transfer("cp", "all_to_all", vector * heads, 1, ranks)
+    yield inputs.times(forwards)
+    # Nothing behind the last exchange is kept by the core alone, so that selective recomputation stops before it.
+    yield outputs.times(2 if job.layout.recompute == "full" else 1)
+    yield from (replace(one, backward=True) for one in (inputs, outputs))
     if job.isolates:
         yield Transfer("cp", "all_gather", job.tokens * INT64, 1, ranks).times(forwards)
 

@@ -24,9 +24,6 @@ SCAN_BACKWARD = 3.0
 PASSES = 3
 """How often a kept number is moved in forward: written, and read by what made it and by what follows."""
 
-CHUNK = 64
-"""Keys that a kernel weighs one by one within a chunk, beyond what the formula needs."""
-
 UPDATE = 28
 """Bytes that AdamW moves for a parameter: gradient, weight and two moments in, three out."""
 
@@ -109,7 +106,7 @@ def _core(job: Job, attention: Attention, gpu: Gpu, rates: Rates) -> float:
     size = job.model.head_size
     is_softmax = attention.weighs_every_pair or attention.feature_map is None
     if attention.feature_map is not None and attention.near is None:
-        flops += job.model.num_heads * CHUNK * 2 * (attention.feature_map.width(size) + size + 1)
+        flops += job.model.num_heads * activations.CHUNK * 2 * (attention.feature_map.width(size) + size + 1)
     share = rates.softmax if is_softmax else rates.kernel
     products = job.tokens * flops / job.layout.tensor / (gpu.peak * share)
     vectors = 2 * job.heads + (attention.keys_per_head + 1) * job.kv_heads
