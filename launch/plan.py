@@ -3,6 +3,8 @@
 import argparse
 import json
 import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 from launch.config_arguments import add_config_arguments, load_config
@@ -27,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=5, metavar="K", help="layouts to show (default: 5)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
+        "--at", type=int, metavar="N", help="devices that the configuration is meant for (default: the first)"
+    )
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write a page of Markdown, with softmax attention beside it"
+    )
+    parser.add_argument(
         "--network",
         type=float,
         metavar="GBIT",
@@ -43,17 +51,46 @@ def run(args: argparse.Namespace) -> int:
     counts, gpu = device_counts(args.gpus), _gpu(args)
     if args.top < 1:
         raise UserError(f"--top {args.top} shows nothing; set at least 1")
+    if args.at is not None and args.at not in counts:
+        raise UserError(f"--at {args.at} is none of --gpus {args.gpus}; choose {', '.join(map(str, counts))}")
     vocabulary, note = vocabulary_of(config)
     from launch import plan_tables
 
-    if args.json:
+    at = args.at or counts[0]
+    if args.page is not None:
+        _write_page(args, config, (vocabulary, note), counts, at, gpu)
+    elif args.json:
         print(json.dumps(_as_json(config, vocabulary, counts, gpu, args.top), indent=2))
     elif len(counts) == 1:
         plan = planning.plan(config, vocabulary, counts[0], gpu)
         plan_tables.show_plan(plan, config, gpu, note, args.top)
     else:
-        plan_tables.show_scaling(config, vocabulary, counts, gpu, note)
+        plan_tables.show_scaling(config, vocabulary, counts, at, gpu, note)
     return 0
+
+
+def _write_page(
+    args: argparse.Namespace,
+    config: Config,
+    vocabulary: tuple[int, str],
+    counts: list[int],
+    at: int,
+    gpu: Gpu,
+) -> None:
+    from rich.console import Console
+
+    from megakernel.analysis.planning.page import page
+
+    given = [args.config, *args.overrides, "--gpus", args.gpus, "--gpu", args.gpu]
+    for option in ("at", "network", "gpus_per_node", "page"):
+        value = getattr(args, option)
+        given += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
+    command = shlex.join(["megakernel", "plan", *given])
+    with Console(stderr=True).status("planning"):
+        text = page(config, *vocabulary, counts, at, gpu, command)
+    args.page.parent.mkdir(parents=True, exist_ok=True)
+    args.page.write_text(text, encoding="utf-8")
+    print(text, end="")
 
 
 def device_counts(text: str) -> list[int]:

@@ -95,7 +95,9 @@ def _show_others(console: Console, plan: Plan, gpu: Gpu) -> None:
             console.print(f"  and {len(plan.refused) - REASONS} reasons more, in --json", style="dim")
 
 
-def show_scaling(config: Config, vocabulary_size: int, counts: list[int], gpu: Gpu, vocabulary: str) -> None:
+def show_scaling(
+    config: Config, vocabulary_size: int, counts: list[int], at: int, gpu: Gpu, vocabulary: str
+) -> None:
     """The best layouts of each number of devices, for a run that stays and for runs that grow."""
     console = wide_console()
     console.print(
@@ -104,7 +106,7 @@ def show_scaling(config: Config, vocabulary_size: int, counts: list[int], gpu: G
     show_assumptions(console, config, gpu, vocabulary)
     for way, title in planning.WAYS.items():
         with Console(stderr=True).status(f"planning {title}"):
-            points = list(planning.scaling(config, vocabulary_size, counts, way, gpu))
+            points = list(planning.scaling(config, vocabulary_size, counts, way, gpu, at=at))
         console.print(scaling_table(title, points))
 
 
@@ -118,16 +120,9 @@ def scaling_table(title: str, points: list[Point]) -> Table:
         training, best = point.config.training, point.plan.best
         sizes = [f"{point.plan.devices:,}", f"{training.global_batch_size:,}", f"{training.seq_len:,}"]
         if best is None or best.step is None or share is None:
-            table.add_row(*sizes, *["—"] * 5, why_none(point.plan))
+            table.add_row(*sizes, *["—"] * 5, point.plan.why_none)
             continue
         step = best.step
         cells = [f"{step.seconds:.3g} s", f"{step.tokens / step.seconds:,.0f}", f"{step.mfu:.1%}"]
         table.add_row(*sizes, *cells, f"{best.memory.total / 1e9:.1f} GB", f"{share:.0%}", str(best.layout))
     return table
-
-
-def why_none(plan: Plan) -> str:
-    """Why no layout fits, in a few words."""
-    if plan.too_large:
-        return f"needs {plan.too_large[0].memory.total / 1e9:,.0f} GB at least ({plan.too_large[0].layout})"
-    return plan.refused.most_common(1)[0][0] if plan.refused else "no layout"

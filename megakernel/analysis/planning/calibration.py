@@ -1,6 +1,7 @@
 """What a real run keeps, holds and takes on this machine: what predictions are measured against."""
 
 import gc
+import time
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -85,3 +86,16 @@ def held_bytes(config: Config, vocab_size: int, mesh: Mesh) -> Held:
         live.peak = live.now
         engine.train_step(batches, 1e-3)
     return Held(between, live.peak)
+
+
+def step_seconds(config: Config, vocab_size: int, mesh: Mesh, steps: int = 3) -> float:
+    """Processor time of a step on a CPU, the least of several after a first one."""
+    engine = Engine(config, model_settings(config, mesh, vocab_size))
+    batches = [random_batch(config, vocab_size, mesh)] * engine.micro_batches
+    engine.train_step(batches, 1e-3)
+    times = []
+    for _ in range(steps):
+        start = time.process_time()
+        engine.train_step(batches, 1e-3)
+        times.append(time.process_time() - start)
+    return min(times)

@@ -24,10 +24,10 @@ class Refusal:
     problem: Problem
 
 
-def cuts(devices: int, most_tensor: int) -> Iterator[Parallel | Refusal]:
+def cuts(devices: int, most_tensor: int, most_context: int) -> Iterator[Parallel | Refusal]:
     """Every tensor x context x pipeline of powers of two and every ZeRO stage; tensor ranks within a node."""
     for tensor in powers(min(devices, most_tensor)):
-        for context in powers(devices // tensor):
+        for context in powers(min(devices // tensor, most_context)):
             for pipeline in powers(devices // (tensor * context)):
                 for zero in ZERO_STAGES:
                     yield _parallel(tensor, context, pipeline, zero)
@@ -52,9 +52,11 @@ def _named(keys: dict) -> str:
     return f"tp {keys['tensor']}, cp {keys['context']}, pp {keys['pipeline']}, ZeRO {keys['zero_stage']}"
 
 
-def candidates(config: Config, devices: int, most_tensor: int) -> Iterator[Layout | Refusal]:
+def candidates(
+    config: Config, devices: int, most_tensor: int, most_context: int
+) -> Iterator[Layout | Refusal]:
     """Every layout of a valid run, and what the rules of the configuration say about the others."""
-    for cut in cuts(devices, most_tensor):
+    for cut in cuts(devices, most_tensor, most_context):
         if isinstance(cut, Refusal):
             yield cut
             continue

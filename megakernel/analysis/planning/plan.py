@@ -12,6 +12,9 @@ from .memory import Memory, memory
 from .rates import ASSUMED, Rates
 from .step import Step, step
 
+ZERO_KEY = "parallel.zero_stage"
+"""A stage that does not go with a cut is never what excludes it: another stage does."""
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -39,6 +42,15 @@ class Plan:
     """Problem -> how many ways to cut the run it excludes."""
 
     @property
+    def why_none(self) -> str:
+        """Why no layout fits: the least memory that one needs, else what excludes most cuts."""
+        if self.too_large:
+            nearest = self.too_large[0]
+            return f"needs {nearest.memory.total / 1e9:,.0f} GB at least ({nearest.layout})"
+        reasons = [reason for reason, _ in self.refused.most_common() if not reason.startswith(ZERO_KEY)]
+        return reasons[0] if reasons else "no layout"
+
+    @property
     def best(self) -> Planned | None:
         """The fastest."""
         return self.fitting[0] if self.fitting else None
@@ -52,16 +64,22 @@ def plan(
     rates: Rates = ASSUMED,
     exchange: Exchange = "own",
     rules: Config | None = None,
+    most_tensor: int | None = None,
+    most_context: int | None = None,
 ) -> Plan:
     """Try every layout.
 
     rules: the configuration whose rules decide what may be combined, where that is not `config`'s own.
+    most_tensor: tensor ranks at most; None: those of a node.
+    most_context: pieces of a row at most; None: as many as there are devices.
     """
     refused: Counter[str] = Counter()
     fitting: dict[tuple, Planned] = {}
     too_large: dict[tuple, Planned] = {}
     full: set[tuple] = set()
-    for candidate in candidates(rules or config, devices, gpu.per_node):
+    for candidate in candidates(
+        rules or config, devices, most_tensor or gpu.per_node, most_context or devices
+    ):
         if isinstance(candidate, Refusal):
             refused[str(candidate.problem)] += 1
             continue

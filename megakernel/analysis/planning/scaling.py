@@ -1,6 +1,6 @@
 """What more devices buy: the same step in less time, more rows in the same time, or longer rows in the same time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,12 +33,34 @@ class Point:
 
 
 def scaling(
-    config: Config, vocab_size: int, counts: list[int], way: Way, gpu: Gpu, rates: Rates = ASSUMED
+    config: Config,
+    vocab_size: int,
+    counts: list[int],
+    way: Way,
+    gpu: Gpu,
+    rates: Rates = ASSUMED,
+    at: int | None = None,
 ) -> Iterator[Point]:
-    """The best layouts of ever more devices; the first of `counts` takes the configuration as it is."""
+    """The best layouts of ever more devices.
+
+    at: the number of devices for which the configuration is meant as it is; None: the first of `counts`. A number that
+    would have part of a row is left out.
+    """
     for count in counts:
-        grown = _GROWTH[way](config, count // counts[0])
-        yield Point(grown, plan(grown, vocab_size, count, gpu, rates))
+        grown = grow(config, way, count, at or counts[0])
+        if grown is not None:
+            yield Point(grown, plan(grown, vocab_size, count, gpu, rates))
+
+
+def grow(config: Config, way: Way, count: int, at: int) -> Config | None:
+    """The configuration for `count` devices; None where its size is no whole number."""
+    if way == "strong":
+        return config
+    key = "global_batch_size" if way == "weak" else "seq_len"
+    size = getattr(config.training, key) * count
+    if size % at:
+        return None
+    return config.model_copy(update={"training": config.training.model_copy(update={key: size // at})})
 
 
 def efficiency(points: list[Point]) -> list[float | None]:
@@ -49,27 +71,3 @@ def efficiency(points: list[Point]) -> list[float | None]:
     ]
     first = next((speed for speed in speeds if speed is not None), None)
     return [None if speed is None or first is None else speed / first for speed in speeds]
-
-
-def _same(config: Config, factor: int) -> Config:
-    return config
-
-
-def _more_rows(config: Config, factor: int) -> Config:
-    return changed(config, global_batch_size=config.training.global_batch_size * factor)
-
-
-def _longer_rows(config: Config, factor: int) -> Config:
-    return changed(config, seq_len=config.training.seq_len * factor)
-
-
-_GROWTH: dict[Way, Callable[[Config, int], Config]] = {
-    "strong": _same,
-    "weak": _more_rows,
-    "longer": _longer_rows,
-}
-
-
-def changed(config: Config, **training: int) -> Config:
-    """The configuration with other keys of `training`."""
-    return config.model_copy(update={"training": config.training.model_copy(update=training)})
