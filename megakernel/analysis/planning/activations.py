@@ -47,9 +47,11 @@ def layer(job: Job, attention: Attention) -> Kept:
     """One transformer layer, as training.activation_checkpointing says."""
     recompute = job.layout.recompute
     if recompute == "full":
-        return Kept(job.sharded_tokens * job.model.hidden_size * job.element)
+        return Kept(job.sharded_tokens * job.model.hidden_size * job.element, _start(job, attention))
     outside = 2 * norm(job) + residuals(job) + projections(job, attention) + mlp(job)
-    return Kept(outside) if recompute == "selective" else Kept(outside).plus(core(job, attention))
+    if recompute == "selective":
+        return Kept(outside, _start(job, attention))
+    return Kept(outside).plus(core(job, attention))
 
 
 def whole_layer(job: Job, attention: Attention) -> Kept:
@@ -144,6 +146,24 @@ def state(job: Job, attention: Attention) -> float:
         return 0.0
     size = job.model.head_size
     return job.rows * job.kv_heads * (form.width(size) * (size + 1) + 1) * FLOAT32
+
+
+def _start(job: Job, attention: Attention) -> float:
+    """The empty state before the first landmark, which the scan that will run again refers to."""
+    return state(job, attention) if attention.near is not None else 0.0
+
+
+def scanned(job: Job, attention: Attention) -> float:
+    """Bytes of features, pairs and sums that a scan makes for one token, all heads together.
+
+    How many there are at once was measured (`benchmarks/plan_calibration.py`), not counted.
+    """
+    if attention.feature_map is None and attention.near is None:
+        return 0.0
+    size = job.model.head_size
+    features = 0 if attention.feature_map is None else attention.feature_map.width(size)
+    sums = 10 if attention.near is None else 15  # a window has sums of its own
+    return job.heads * (8 * features + sums * (size + 1)) * FLOAT32
 
 
 def tail(job: Job, attention: Attention) -> float:

@@ -68,23 +68,23 @@ def memory(job: Job) -> Memory:
 
 
 def stays(job: Job, stage: int) -> dict[str, float]:
-    """What lies in memory between two steps and through them, bytes: weights, gradients, optimizer, buckets."""
-    layout, shards = job.layout, job.layout.gradient
-    count: float = job.parameters[stage]
-    half = job.element == 2
-    weights, gradients = count * job.element, count * FLOAT32
-    moments = (MASTER_AND_MOMENTS if layout.zero_stage else MASTER_AND_MOMENTS - FLOAT32) * count
-    if layout.zero_stage:
-        moments /= shards
-    if layout.zero_stage == 1 and half:
-        gradients += count * job.element  # autograd's own, beside the float32 sums
-    if layout.zero_stage == 2:
-        gradients = count * FLOAT32 / shards if half else 0
-        gradients += count * FLOAT32 / shards
-    if layout.zero_stage == 3:
+    """Bytes that lie in memory through all of a step: weights, gradients with a place of their own, optimizer."""
+    zero, shards = job.layout.zero_stage, job.layout.gradient
+    count = job.parameters[stage]
+    weights: float = count * job.element
+    if zero == 3:
         weights = weights / shards + min(count, LIVE) * job.element
-        gradients = count * FLOAT32 / shards
-    return {"weights": weights, "gradients": gradients, "optimizer": moments}
+    held = {0: 0.0, 1: count * FLOAT32 if job.element == 2 else 0.0, 2: 0.0, 3: count * FLOAT32 / shards}
+    moments = MASTER_AND_MOMENTS * count / shards if zero else (MASTER_AND_MOMENTS - FLOAT32) * count
+    return {"weights": weights, "gradients": held[zero], "optimizer": moments}
+
+
+def comes(job: Job, stage: int) -> float:
+    """Bytes of gradients that backward makes and the update frees; a second micro-batch finds them there."""
+    zero, count = job.layout.zero_stage, job.parameters[stage]
+    if zero == 2:
+        return count * FLOAT32 / job.layout.gradient
+    return 0.0 if zero == 3 else count * job.element
 
 
 def buckets(job: Job, count: int) -> tuple[float, float]:
@@ -118,12 +118,17 @@ def _stage(job: Job, stage: int) -> Memory:
     }
     exchange = max((exchange_buffer(job, one) for one, _ in layers), default=0.0)
     in_layer = max((_workspace(job, one) for one, _ in layers), default=0.0)
+    whole = fixed["gradients"] + comes(job, stage)
+    before = whole if job.micro_batches > 1 else fixed["gradients"]
     moments: list[dict[str, float]] = [
-        forward | {"exchange": in_buckets + exchange, "workspace": in_layer},
-        {"exchange": in_buckets + at_update, "workspace": fixed["optimizer"] / 3},
+        # The last layer's backward, the first layer's, and the update.
+        forward | {"gradients": before, "exchange": in_buckets + exchange, "workspace": in_layer},
+        {"activations": batch, "gradients": whole, "exchange": in_buckets + exchange, "workspace": in_layer},
+        {"gradients": whole, "exchange": in_buckets + at_update, "workspace": fixed["optimizer"] / 3},
     ]
     if last:
-        moments.append(forward | {"loss": activations.norm(job) + _loss(job), "exchange": in_buckets})
+        loss = {"loss": activations.norm(job) + _loss(job), "exchange": in_buckets}
+        moments.append(forward | {"gradients": before} | loss)
     parts = dict.fromkeys(PARTS, 0.0) | fixed | max(moments, key=lambda moment: sum(moment.values()))
     if job.stack.on_gpu:
         parts["reserve"] = RESERVE + FRAGMENTS * sum(parts.values())
@@ -165,19 +170,6 @@ def _workspace(job: Job, attention: Attention) -> float:
     # When backward comes to the attention, what the MLP kept is gone.
     vectors = 2 * job.heads + (attention.keys_per_head + 1) * job.kv_heads
     gradients = job.tokens * vectors * job.model.head_size * job.element + hidden
-    in_core = gradients + _group(job, attention) - activations.mlp(job) - activations.norm(job)
+    group = job.rows * min(activations.GROUP, job.piece) * activations.scanned(job, attention)
+    in_core = gradients + group - activations.mlp(job) - activations.norm(job)
     return again + max(in_mlp, in_core)
-
-
-def _group(job: Job, attention: Attention) -> float:
-    """Features, pairs and sums of the group of tokens that a scan's backward runs again.
-
-    How many there are at once was measured (`benchmarks/plan_calibration.py`), not counted.
-    """
-    if attention.feature_map is None and attention.near is None:
-        return 0.0
-    size = job.model.head_size
-    features = 0 if attention.feature_map is None else attention.feature_map.width(size)
-    block = attention.block_size or activations.CHUNK
-    numbers = 8 * features + 10 * (size + 1) + 4 * 2 * block
-    return job.rows * min(activations.GROUP, job.piece) * job.heads * numbers * FLOAT32

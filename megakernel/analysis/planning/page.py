@@ -37,8 +37,8 @@ def _opening(config: Config, note: str, at: int, gpu: Gpu, command: str) -> list
         "and how far the same model was off on a CPU, stands in [docs/planning.md](../../docs/planning.md).",
         "",
         f"* {gpu.name}: {gpu.memory / 1e9:g} GB, {gpu.bandwidth / 1e12:g} TB/s, {gpu.peak / 1e12:g} TFLOP/s in "
-        f"bfloat16, {gpu.link / 1e9:g} GB/s to the {gpu.per_node - 1} others of its node and {gpu.network / 1e9:g} GB/s "
-        f"to other nodes ({gpu.source}).",
+        f"bfloat16, {gpu.link / 1e9:g} GB/s to the {gpu.per_node - 1} others of its node and "
+        f"{gpu.network / 1e9:g} GB/s to other nodes ({gpu.source}).",
         f"* Shares of these limits ({ASSUMED.source}): {ASSUMED.as_text()}.",
         f"* {training.global_batch_size:,} row(s) of {training.seq_len:,} tokens per step, {training.dtype}; {note}.",
         "* tp, cp, dp, pp: tensor, context, data and pipeline ranks; sp: sequence parallelism.",
@@ -102,8 +102,8 @@ def _rivals(config: Config, vocabulary: int, counts: list[int], at: int, gpu: Gp
     yield ""
     yield (
         "The same Transformer on the same devices, each with its best layout. Ring: keys and values pass every device "
-        "behind the work on those before, balanced over the devices. Ulysses: tokens are traded for heads, whose number "
-        "the pieces divide. Heads over tensor ranks: also across nodes, up to the number of heads, without context "
+        "behind the work on those before, balanced over the devices. Ulysses: tokens are traded for heads, whose "
+        "number the pieces divide. Heads over tensor ranks: also across nodes, up to the number of heads, without context "
         "ranks. Rows are one document each, so that no masks are kept. A step in seconds; *times* is over the first."
     )
     yield ""

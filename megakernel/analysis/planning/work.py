@@ -110,5 +110,9 @@ def _core(job: Job, attention: Attention, gpu: Gpu, rates: Rates) -> float:
     share = rates.softmax if is_softmax else rates.kernel
     products = job.tokens * flops / job.layout.tensor / (gpu.peak * share)
     vectors = 2 * job.heads + (attention.keys_per_head + 1) * job.kv_heads
-    moved = job.tokens * vectors * size * job.element / (gpu.bandwidth * rates.memory)
-    return max(products, moved)
+    bandwidth = gpu.bandwidth * rates.memory
+    if (
+        not job.stack.on_gpu
+    ):  # the chunked ops write what kernels keep in registers, and do not overlap the two
+        return products + job.tokens * activations.scanned(job, attention) / bandwidth
+    return max(products, job.tokens * vectors * size * job.element / bandwidth)
