@@ -138,6 +138,7 @@ def _as_json(config: Config, vocabulary: int, counts: list[int], gpu: Gpu, top: 
         "predicted": True,
         "gpu": vars(gpu),
         "rates": vars(planning.ASSUMED),
+        "accuracy": planning.ACCURACY,
         "vocabulary": vocabulary,
         "plans": [_plan_as_json(plan, gpu, top) for plan in plans],
     }

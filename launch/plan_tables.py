@@ -37,16 +37,18 @@ def wide_console() -> Console:
 
 
 def show_assumptions(console: Console, config: Config, gpu: Gpu, vocabulary: str) -> None:
-    """What the numbers rest on."""
+    """What the numbers rest on, and how far they were off."""
     training = config.training
+    peak = gpu.peak_of(2 if training.dtype == "bfloat16" else 4)
     console.print(
         f"{training.global_batch_size:,} rows x {training.seq_len:,} tokens per step, {training.dtype}; {vocabulary}"
     )
     console.print(
-        f"{gpu.memory / 1e9:g} GB, {gpu.bandwidth / 1e12:g} TB/s, {gpu.peak / 1e12:g} TFLOP/s, {gpu.link / 1e9:g} GB/s "
+        f"{gpu.memory / 1e9:g} GB, {gpu.bandwidth / 1e12:g} TB/s, {peak / 1e12:g} TFLOP/s, {gpu.link / 1e9:g} GB/s "
         f"to {gpu.per_node - 1} neighbours and {gpu.network / 1e9:g} GB/s to other nodes ({gpu.source})"
     )
     console.print(f"rates ({planning.ASSUMED.source}): {planning.ASSUMED.as_text()}")
+    console.print(f"measured on a CPU: {', '.join(planning.ACCURACY.values())}")
 
 
 def _layouts(shown: list[Planned], gpu: Gpu) -> Table:

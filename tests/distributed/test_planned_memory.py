@@ -64,6 +64,10 @@ def test_what_a_layer_keeps(dtype):
     check_kept([case(name, dtype=dtype, micro_batch_size=2) for name in COUNTED], 1, 0.01)
 
 
+def test_a_scan_keeps_one_state_for_each_of_its_groups():
+    check_kept([case(name, seq_len=8192) for name in ("hedgehog", "flurka")], 1, 0.01)
+
+
 def test_what_a_layer_keeps_of_a_piece_of_the_row():
     pieces = {"context": 2}
     check_kept(

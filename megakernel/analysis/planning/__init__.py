@@ -3,10 +3,11 @@
 from .gpus import GPUS, Gpu
 from .layout import CPU, GPU, Job, Layout
 from .plan import Plan, Planned, plan
-from .rates import ASSUMED, Rates
+from .rates import ACCURACY, ASSUMED, Rates
 from .scaling import WAYS, Point, efficiency, scaling
 
 __all__ = [
+    "ACCURACY",
     "ASSUMED",
     "CPU",
     "GPU",

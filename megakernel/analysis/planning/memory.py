@@ -172,4 +172,6 @@ def _workspace(job: Job, attention: Attention) -> float:
     gradients = job.tokens * vectors * job.model.head_size * job.element + hidden
     group = job.rows * min(activations.GROUP, job.piece) * activations.scanned(job, attention)
     in_core = gradients + group - activations.mlp(job) - activations.norm(job)
+    if job.layout.recompute == "selective":  # backward comes to the attention behind the MLP
+        return max(in_mlp, again + in_core)
     return again + max(in_mlp, in_core)

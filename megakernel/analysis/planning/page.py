@@ -103,8 +103,9 @@ def _rivals(config: Config, vocabulary: int, counts: list[int], at: int, gpu: Gp
     yield (
         "The same Transformer on the same devices, each with its best layout. Ring: keys and values pass every device "
         "behind the work on those before, balanced over the devices. Ulysses: tokens are traded for heads, whose "
-        "number the pieces divide. Heads over tensor ranks: also across nodes, up to the number of heads, without context "
-        "ranks. Rows are one document each, so that no masks are kept. A step in seconds; *times* is over the first."
+        "number the pieces divide. Heads over tensor ranks: also across nodes, up to the number of heads, without "
+        "context ranks. Rows are one document each, so that no masks are kept. A step in seconds; *times* is over the "
+        "first."
     )
     yield ""
     ways: list[Way] = ["strong", "longer"]

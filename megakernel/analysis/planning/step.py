@@ -67,7 +67,7 @@ def _of_stage(job: Job, stage: int, gpu: Gpu, rates: Rates) -> Step:
         parts,
         dict(sent),
         hidden * job.micro_batches,
-        necessary_flops(job) / (sum(parts.values()) * gpu.peak * layout.devices),
+        necessary_flops(job) / (sum(parts.values()) * gpu.peak_of(job.element) * layout.devices),
         job.tokens_per_step,
     )
 

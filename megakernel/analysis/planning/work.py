@@ -43,7 +43,7 @@ class Work:
 
 def layer(job: Job, attention: Attention, gpu: Gpu, rates: Rates) -> Work:
     """One transformer layer."""
-    matrices = job.tokens * _matrix_flops(job, attention) / (gpu.peak * rates.matrix)
+    matrices = job.tokens * _matrix_flops(job, attention) / (gpu.peak_of(job.element) * rates.matrix)
     core = _core(job, attention, gpu, rates)
     whole = activations.whole_layer(job, attention).tokens
     moved = PASSES * whole / (gpu.bandwidth * rates.memory)
@@ -64,7 +64,7 @@ def head(job: Job, gpu: Gpu, rates: Rates) -> Work:
     if job.model.classifier is not None:
         return Work({}, {})
     columns = job.vocab_size / job.layout.tensor
-    product = job.tokens * 2 * job.model.hidden_size * columns / (gpu.peak * rates.matrix)
+    product = job.tokens * 2 * job.model.hidden_size * columns / (gpu.peak_of(job.element) * rates.matrix)
     logits = job.tokens * columns * (2 * job.element + 6 * FLOAT32) / (gpu.bandwidth * rates.memory)
     chunked = job.tokens > job.config.training.loss_chunk_size
     again = {"recomputed": product + logits} if chunked else {}
@@ -108,7 +108,7 @@ def _core(job: Job, attention: Attention, gpu: Gpu, rates: Rates) -> float:
     if attention.feature_map is not None and attention.near is None:
         flops += job.model.num_heads * activations.CHUNK * 2 * (attention.feature_map.width(size) + size + 1)
     share = rates.softmax if is_softmax else rates.kernel
-    products = job.tokens * flops / job.layout.tensor / (gpu.peak * share)
+    products = job.tokens * flops / job.layout.tensor / (gpu.peak_of(job.element) * share)
     vectors = 2 * job.heads + (attention.keys_per_head + 1) * job.kv_heads
     bandwidth = gpu.bandwidth * rates.memory
     if (

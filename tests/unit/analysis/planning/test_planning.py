@@ -1,12 +1,13 @@
 """What the planner promises without running a model."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from deepspeed.runtime.utils import partition_balanced
 
 from megakernel.analysis.parameters import parameter_count
-from megakernel.analysis.planning import ASSUMED, GPU, GPUS, Job, Layout, plan
+from megakernel.analysis.planning import ACCURACY, ASSUMED, GPU, GPUS, Job, Layout, plan
 from megakernel.analysis.planning.layouts import Refusal, candidates
 from megakernel.analysis.planning.memory import memory
 from megakernel.analysis.planning.network import ranks_in_node, seconds
@@ -163,3 +164,10 @@ def test_rivals_pay_for_every_pair_of_tokens():
     assert own.best.step.seconds * 4 < ring.best.step.seconds
     assert all(one.layout.context <= 16 for one in ulysses.fitting)
     assert {one.layout.context for one in (*heads.fitting, *heads.too_large)} == {1}
+
+
+def test_the_stated_accuracy_is_what_was_measured():
+    page = Path(__file__).parents[4] / "benchmarks/results/plan_calibration_cpu.md"
+    lines = page.read_text().splitlines()
+    for line in ACCURACY.values():
+        assert any(found.strip("*;. ") == line for found in lines), line
