@@ -5,6 +5,7 @@ from rich.table import Table
 
 from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu, Plan, Planned, Point
+from megakernel.analysis.planning.page import number
 from megakernel.config import Config
 
 REASONS = 8
@@ -55,12 +56,12 @@ def _layouts(shown: list[Planned], gpu: Gpu) -> Table:
     table = Table("#", "layout", box=None, pad_edge=False)
     for name in ("step", "tokens/s", "MFU", "memory", "free"):
         table.add_column(name, justify="right")
-    for number, one in enumerate(shown, 1):
+    for place, one in enumerate(shown, 1):
         assert one.step is not None
         table.add_row(
-            str(number),
+            str(place),
             str(one.layout),
-            f"{one.step.seconds:.3g} s",
+            f"{number(one.step.seconds)} s",
             f"{one.step.tokens / one.step.seconds:,.0f}",
             f"{one.step.mfu:.1%}",
             f"{one.memory.total / 1e9:.1f} GB",
@@ -71,8 +72,8 @@ def _layouts(shown: list[Planned], gpu: Gpu) -> Table:
 
 def _by_part(title: str, columns: list[dict[str, float]], unit: float) -> Table:
     table = Table(title, box=None, pad_edge=False)
-    for number in range(len(columns)):
-        table.add_column(f"#{number + 1}", justify="right")
+    for place in range(len(columns)):
+        table.add_column(f"#{place + 1}", justify="right")
     names = list(dict.fromkeys(name for column in columns for name in column))
     for name in names:
         table.add_row(name, *(f"{column.get(name, 0.0) / unit:.3g}" for column in columns))
@@ -125,6 +126,6 @@ def scaling_table(title: str, points: list[Point]) -> Table:
             table.add_row(*sizes, *["—"] * 5, point.plan.why_none)
             continue
         step = best.step
-        cells = [f"{step.seconds:.3g} s", f"{step.tokens / step.seconds:,.0f}", f"{step.mfu:.1%}"]
+        cells = [f"{number(step.seconds)} s", f"{step.tokens / step.seconds:,.0f}", f"{step.mfu:.1%}"]
         table.add_row(*sizes, *cells, f"{best.memory.total / 1e9:.1f} GB", f"{share:.0%}", str(best.layout))
     return table

@@ -80,9 +80,9 @@ _H200 = replace(
     source="NVIDIA H200 and DGX H200 datasheets",
 )
 _B200 = Gpu(
-    # NVIDIA DGX B200 datasheet, over its 8 devices: 1,440 GB, 64 TB/s, 72 PFLOP/s of FP8 with sparsity (in dense bfloat16
-    # a quarter of that), NVLink's 14.4 TB/s both ways, ConnectX-7 of 400 Gbit/s. HGX B200 datasheet: 600 TFLOP/s of
-    # float32.
+    # NVIDIA DGX B200 datasheet, over its 8 devices: 1,440 GB, 64 TB/s, 72 PFLOP/s of FP8 with sparsity (a quarter
+    # of that in dense bfloat16), NVLink's 14.4 TB/s both ways, ConnectX-7 of 400 Gbit/s. HGX B200 datasheet:
+    # 600 TFLOP/s of float32.
     name="NVIDIA B200 in a DGX B200",
     memory=180e9,
     bandwidth=8e12,

@@ -131,9 +131,10 @@ def _against(plans: list[Plan]) -> Iterator[str]:
         if best is None or best.step is None:
             yield plan.why_none
         elif base is None or base.step is None or plan is plans[0]:
-            yield f"{best.step.seconds:.3g} s, {best.memory.total / 1e9:.0f} GB"
+            yield f"{number(best.step.seconds)} s, {best.memory.total / 1e9:.0f} GB"
         else:
-            yield f"{best.step.seconds:.3g} s, {best.step.seconds / base.step.seconds:.3g} times"
+            times = best.step.seconds / base.step.seconds
+            yield f"{number(best.step.seconds)} s, {number(times)} times"
 
 
 def _capital(text: str) -> str:
@@ -143,7 +144,12 @@ def _capital(text: str) -> str:
 def _speed(one: Planned) -> list[str]:
     assert one.step is not None
     step = one.step
-    return [f"{step.seconds:.3g}", f"{step.tokens / step.seconds:,.0f}", f"{step.mfu:.1%}"]
+    return [number(step.seconds), f"{step.tokens / step.seconds:,.0f}", f"{step.mfu:.1%}"]
+
+
+def number(value: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
