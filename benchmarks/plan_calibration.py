@@ -198,8 +198,8 @@ def page(runs: list[Measured], core: Gpu, rates: Rates, command: str) -> str:
         "",
         f"* bytes kept by a layer: off by {min(kept):+.1%} to {max(kept):+.1%};",
         f"* bytes held at most: off by {min(held):+.1%} to {max(held):+.1%};",
-        f"* step, runs that fitted the shares: off by {min(off[:HALF]):+.0%} to {max(off[:HALF]):+.0%};",
-        f"* step, other runs: off by {min(off[HALF:]):+.0%} to {max(off[HALF:]):+.0%}.",
+        f"* step, models that fitted the shares: off by {min(off[:HALF]):+.0%} to {max(off[:HALF]):+.0%};",
+        f"* step, models that fitted no share: off by {min(off[HALF:]):+.0%} to {max(off[HALF:]):+.0%}.",
         "",
         "Bytes are those of tensors, counted as they are made and freed. Times are processor seconds, the least of 3; "
         f"other work shared the machine (load average {os.getloadavg()[1]:.0f}), so that the core's limits are "

@@ -55,6 +55,6 @@ ASSUMED = Rates(
 ACCURACY = {
     "kept": "bytes kept by a layer: off by -0.0% to +0.7%",
     "held": "bytes held at most: off by -0.8% to +11.8%",
-    "step": "step, other runs: off by -22% to +7%",
+    "step": "step, models that fitted no share: off by -22% to +7%",
 }
 """How far the same model was off on a CPU: lines of benchmarks/results/plan_calibration_cpu.md; a test compares."""
