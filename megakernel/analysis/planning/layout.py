@@ -158,6 +158,15 @@ class Job:
         return [(forms[place], count) for place, count in counts.items()]
 
     @cached_property
+    def different_stages(self) -> list[int]:
+        """The stages without those that are like an earlier one, which holds more micro-batches and is as slow."""
+        found: dict[tuple, int] = {}
+        for stage in range(self.layout.pipeline):
+            layers = tuple((id(attention), count) for attention, count in self.layers(stage))
+            found.setdefault((stage == 0, stage == self.layout.pipeline - 1, layers), stage)
+        return list(found.values())
+
+    @cached_property
     def parameters(self) -> list[int]:
         """Trained numbers that one device of each stage holds."""
         layout = self.layout

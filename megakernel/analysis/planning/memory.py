@@ -63,8 +63,7 @@ class Memory:
 
 def memory(job: Job) -> Memory:
     """The memory of the fullest stage."""
-    stages = range(job.layout.pipeline)
-    return max((_stage(job, stage) for stage in stages), key=lambda one: one.total)
+    return max((_stage(job, stage) for stage in job.different_stages), key=lambda one: one.total)
 
 
 def stays(job: Job, stage: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ from .layout import Exchange, Job, Layout
 from .layouts import Refusal, candidates
 from .memory import Memory, memory
 from .rates import ASSUMED, Rates
-from .step import Step, step
+from .step import Step, necessary_flops, step
 
 ZERO_KEY = "parallel.zero_stage"
 """A stage that does not go with a cut is never what excludes it: another stage does."""
@@ -77,6 +77,7 @@ def plan(
     fitting: dict[tuple, Planned] = {}
     too_large: dict[tuple, Planned] = {}
     full: set[tuple] = set()
+    necessary: float | None = None
     for candidate in candidates(
         rules or config, devices, most_tensor or gpu.per_node, most_context or devices
     ):
@@ -95,7 +96,8 @@ def plan(
             if nearest is None or held.total < nearest.memory.total:
                 too_large[cut] = Planned(candidate, held, None)
             continue
-        one = Planned(candidate, held, step(job, gpu, rates))
+        necessary = necessary or necessary_flops(job)
+        one = Planned(candidate, held, step(job, gpu, rates, necessary))
         best = fitting.get(cut)
         if best is None or _seconds(one) < _seconds(best):
             fitting[cut] = one

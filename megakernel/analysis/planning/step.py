@@ -38,13 +38,14 @@ class Step:
         return sum(self.parts.values())
 
 
-def step(job: Job, gpu: Gpu, rates: Rates) -> Step:
-    """Predict one step."""
-    stages = range(job.layout.pipeline)
-    return max((_of_stage(job, stage, gpu, rates) for stage in stages), key=lambda one: one.seconds)
+def step(job: Job, gpu: Gpu, rates: Rates, necessary: float | None = None) -> Step:
+    """Predict one step. necessary: `necessary_flops`, which no layout changes, where it is known already."""
+    flops = necessary_flops(job) if necessary is None else necessary
+    stages = (_of_stage(job, stage, gpu, rates, flops) for stage in job.different_stages)
+    return max(stages, key=lambda one: one.seconds)
 
 
-def _of_stage(job: Job, stage: int, gpu: Gpu, rates: Rates) -> Step:
+def _of_stage(job: Job, stage: int, gpu: Gpu, rates: Rates, necessary: float) -> Step:
     layout = job.layout
     done = work.stage(job, stage, gpu, rates)
     exposed, hidden = _exposed(job, stage, done, gpu, rates)
@@ -67,7 +68,7 @@ def _of_stage(job: Job, stage: int, gpu: Gpu, rates: Rates) -> Step:
         parts,
         dict(sent),
         hidden * job.micro_batches,
-        necessary_flops(job) / (sum(parts.values()) * gpu.peak_of(job.element) * layout.devices),
+        necessary / (sum(parts.values()) * gpu.peak_of(job.element) * layout.devices),
         job.tokens_per_step,
     )
 
