@@ -22,6 +22,7 @@ from launch import (
     generate,
     import_dense,
     mechanisms,
+    plan,
     prepare,
     pretrain,
     reshape,
@@ -40,6 +41,7 @@ COMMANDS: dict[str, ModuleType] = {
     "export": export,
     "config": config,
     "mechanisms": mechanisms,
+    "plan": plan,
     "bench": bench,
     "doctor": doctor,
 }

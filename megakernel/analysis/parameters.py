@@ -1,9 +1,29 @@
 """Number of trained parameters of a model, before it is built."""
 
+from typing import NamedTuple
+
 from megakernel.config import Attention, Classifier, FeatureMap, Model
 from megakernel.config.mixture import Mixture
 
 from .low_rank_cost import compression_parameters, eva_parameters
+
+
+class Parameters(NamedTuple):
+    """Trained numbers of a part of the model, over all tensor ranks."""
+
+    cut: int
+    """Those of which every tensor rank holds an equal share."""
+
+    copied: int = 0
+    """Those that every tensor rank holds whole."""
+
+    def plus(self, other: "Parameters") -> "Parameters":
+        """Both parts together."""
+        return Parameters(self.cut + other.cut, self.copied + other.copied)
+
+    def on_rank(self, tensor: int) -> int:
+        """What one of `tensor` ranks holds."""
+        return self.cut // tensor + self.copied
 
 
 def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
@@ -12,17 +32,53 @@ def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
     vocab_size: tokens of the tokenizer, padded here to model.vocab_multiple as the embedding is.
     seq_len: rows of a learned position table where model.max_positions is not set.
     """
-    width = model.hidden_size
-    rows = -(-(vocab_size + model.special_ids) // model.vocab_multiple) * model.vocab_multiple
-    count = rows * width
+    rows = embedding_rows(model, vocab_size)
+    parts = [embedding(model, rows), positions(model, seq_len), norm(model), head(model, rows)]
+    parts += [
+        layer_parameters(model, model.layer_attention(layer), seq_len) for layer in range(model.num_layers)
+    ]
+    return sum(part.cut + part.copied for part in parts)
+
+
+def embedding_rows(model: Model, vocab_size: int) -> int:
+    """Rows of the embedding for a tokenizer of `vocab_size` ids: special ids added, padded."""
+    return -(-(vocab_size + model.special_ids) // model.vocab_multiple) * model.vocab_multiple
+
+
+def embedding(model: Model, rows: int) -> Parameters:
+    """The token embedding."""
+    return Parameters(rows * model.hidden_size)
+
+
+def positions(model: Model, seq_len: int) -> Parameters:
+    """The learned position table."""
+    learned = model.position == "learned"
+    return Parameters(0, (model.max_positions or seq_len) * model.hidden_size if learned else 0)
+
+
+def head(model: Model, rows: int) -> Parameters:
+    """The head, without the matrix that it shares with the embedding."""
     if model.classifier is not None:
-        count += _classifier(model.classifier, width)
-    elif not model.tie_embeddings:
-        count += rows * width
-    if model.position == "learned":
-        count += (model.max_positions or seq_len) * width
-    layers = sum(_layer(model, model.layer_attention(layer), seq_len) for layer in range(model.num_layers))
-    return count + layers + _norm(model)
+        return Parameters(0, _classifier(model.classifier, model.hidden_size))
+    return Parameters(0 if model.tie_embeddings else rows * model.hidden_size)
+
+
+def norm(model: Model) -> Parameters:
+    """One norm."""
+    return Parameters(0, model.hidden_size * (2 if model.norm == "layernorm" else 1))
+
+
+def layer_parameters(model: Model, attention: Attention, seq_len: int) -> Parameters:
+    """One transformer layer with this attention."""
+    width, size = model.hidden_size, model.head_size
+    projected = (model.num_heads + (attention.keys_per_head + 1) * model.kv_heads) * size
+    inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+    cut = width * (projected + model.num_heads * size + inner + model.ffn_size)
+    cut += projected if model.qkv_bias else 0
+    copied = 2 * norm(model).copied + (2 * size if model.qk_norm else 0)
+    if model.bias:  # behind products that are summed over the ranks there is one bias for all
+        cut, copied = cut + inner, copied + 2 * width
+    return Parameters(cut, copied).plus(_mechanism(model, attention, seq_len))
 
 
 def _classifier(form: Classifier, width: int) -> int:
@@ -32,41 +88,30 @@ def _classifier(form: Classifier, width: int) -> int:
     return (seen + 1) * width + (width + 1) * form.num_classes
 
 
-def _layer(model: Model, attention: Attention, seq_len: int) -> int:
-    width, size = model.hidden_size, model.head_size
-    projected = (model.num_heads + (attention.keys_per_head + 1) * model.kv_heads) * size
-    inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
-    matrices = width * (projected + model.num_heads * size + inner + model.ffn_size)
-    biases = projected if model.qkv_bias else 0
-    if model.bias:
-        biases += width + inner + width
-    head_norms = 2 * size if model.qk_norm else 0
-    return matrices + biases + head_norms + 2 * _norm(model) + _mechanism(model, attention, seq_len)
-
-
-def _norm(model: Model) -> int:
-    return model.hidden_size * (2 if model.norm == "layernorm" else 1)
-
-
-def _mechanism(model: Model, attention: Attention, seq_len: int) -> int:
+def _mechanism(model: Model, attention: Attention, seq_len: int) -> Parameters:
     """What the attention itself learns: feature maps, landmarks, masses, gates."""
     heads, kv_heads, size = model.num_heads, model.kv_heads, model.head_size
-    count = 0 if attention.feature_map is None else _feature_map(attention.feature_map, kv_heads, size)
+    form = attention.feature_map
+    learned = 0 if form is None else _feature_map(form, kv_heads, size)
+    shared = form is not None and form.is_generative  # one network makes the frequencies of all heads
+    count = Parameters(0, learned) if shared else Parameters(learned)
     compression, near = attention.compression, attention.near
     if attention.mixture is not None:
-        count += _mixture(attention.mixture, kv_heads, size)
+        count = count.plus(Parameters(_mixture(attention.mixture, kv_heads, size)))
     if attention.nystromformer is not None:
-        count += heads * (attention.nystromformer.conv_kernel or 0)
+        count = count.plus(Parameters(heads * (attention.nystromformer.conv_kernel or 0)))
     if attention.mechanism == "eva":
-        count += eva_parameters(size)
+        count = count.plus(Parameters(0, eva_parameters(size)))
     if compression is None:
         return count
-    count += compression_parameters(compression, kv_heads, model.max_positions or seq_len)
+    pools = compression_parameters(compression, kv_heads, model.max_positions or seq_len)
+    per_head = getattr(compression, "per_head", False)
+    count = count.plus(Parameters(pools) if per_head else Parameters(0, pools))
     if near is None:
         return count
     if near.kind == "kernel":
-        return count + kv_heads
-    return count + heads * (size + 1 if (near.join, near.gate) == ("gated", "token") else 1)
+        return count.plus(Parameters(kv_heads))
+    return count.plus(Parameters(heads * (size + 1 if (near.join, near.gate) == ("gated", "token") else 1)))
 
 
 def _mixture(form: Mixture, kv_heads: int, size: int) -> int:

@@ -75,7 +75,8 @@ def scan_chunks(
 ) -> tuple[Sums, KernelState]:
     """Sums for every query and the state that leaves the group; tensors as in `pairs`, `state` enters the group."""
     states = _states(keys, values, state, links)
-    leaving = KernelState(states.sums[:, :, -1], states.log_scale[:, :, -1])
+    # A copy: what leaves a group is kept for backward, and a view would keep the states of all chunks with it.
+    leaving = KernelState(states.sums[:, :, -1].clone(), states.log_scale[:, :, -1].clone())
     entering = KernelState(states.sums[:, :, :-1], states.log_scale[:, :, :-1])
     local = pairs(queries, keys, values, links.visible)
     return add(local, read_states(queries, entering, links.reads)), leaving

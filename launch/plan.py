@@ -1,0 +1,174 @@
+"""`megakernel plan`: memory, traffic and time of a step on GPUs that nobody has bought yet."""
+
+import argparse
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from launch.config_arguments import add_config_arguments, load_config
+from megakernel.analysis import planning
+from megakernel.analysis.planning import Gpu
+from megakernel.config import Config, UserError
+
+HELP = "predict memory, traffic and step time on GPUs, and rank the layouts"
+EXAMPLE = "megakernel plan configs/pretrain-7b.yaml --gpus 64 --gpu h100"
+
+ASSUMED_VOCABULARY = 50_257
+"""GPT-2's tokens, where neither the configuration nor prepared data says how many there are."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--gpus", required=True, metavar="N or A..B", help="devices; of a range every power of two in it"
+    )
+    parser.add_argument("--gpu", required=True, metavar="KIND", help=f"one of {', '.join(planning.GPUS)}")
+    parser.add_argument("--top", type=int, default=5, metavar="K", help="layouts to show (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--at", type=int, metavar="N", help="devices that the configuration is meant for (default: the first)"
+    )
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write a page of Markdown, with softmax attention beside it"
+    )
+    parser.add_argument(
+        "--network",
+        type=float,
+        metavar="GBIT",
+        help="Gbit/s of each device between nodes (default: datasheet)",
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="devices of a node (default: datasheet)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan every number of devices, and print the layouts or, of several, how the best ones scale."""
+    config = load_config(args)
+    counts, gpu = device_counts(args.gpus), _gpu(args)
+    if args.top < 1:
+        raise UserError(f"--top {args.top} shows nothing; set at least 1")
+    if args.at is not None and args.at not in counts:
+        raise UserError(f"--at {args.at} is none of --gpus {args.gpus}; choose {', '.join(map(str, counts))}")
+    vocabulary, note = vocabulary_of(config)
+    from launch import plan_tables
+
+    at = args.at or counts[0]
+    if args.page is not None:
+        _write_page(args, config, (vocabulary, note), counts, at, gpu)
+    elif args.json:
+        print(json.dumps(_as_json(config, vocabulary, counts, gpu, args.top), indent=2))
+    elif len(counts) == 1:
+        plan = planning.plan(config, vocabulary, counts[0], gpu)
+        plan_tables.show_plan(plan, config, gpu, note, args.top)
+    else:
+        plan_tables.show_scaling(config, vocabulary, counts, at, gpu, note)
+    return 0
+
+
+def _write_page(
+    args: argparse.Namespace,
+    config: Config,
+    vocabulary: tuple[int, str],
+    counts: list[int],
+    at: int,
+    gpu: Gpu,
+) -> None:
+    from rich.console import Console
+
+    from megakernel.analysis.planning.page import page
+
+    given = [args.config, *args.overrides, "--gpus", args.gpus, "--gpu", args.gpu]
+    for option in ("at", "network", "gpus_per_node", "page"):
+        value = getattr(args, option)
+        given += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
+    command = shlex.join(["megakernel", "plan", *given])
+    with Console(stderr=True).status("planning"):
+        text = page(config, *vocabulary, counts, at, gpu, command)
+    args.page.parent.mkdir(parents=True, exist_ok=True)
+    args.page.write_text(text, encoding="utf-8")
+    print(text, end="")
+
+
+def device_counts(text: str) -> list[int]:
+    """`64` -> [64]; `8..4096` -> the powers of two from 8 to 4096."""
+    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    if not found:
+        raise UserError(f"--gpus {text} is neither a number nor a range; write 64 or 8..4096")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if not 1 <= first <= last:
+        raise UserError(f"--gpus {text} holds no number of devices; write 64 or 8..4096")
+    if found[2] is None:
+        return [first]
+    counts = [2**exponent for exponent in range(last.bit_length()) if first <= 2**exponent <= last]
+    if not counts:
+        raise UserError(f"--gpus {text} holds no power of two; write 64 or 8..4096")
+    return counts
+
+
+def _gpu(args: argparse.Namespace) -> Gpu:
+    if args.gpu not in planning.GPUS:
+        raise UserError(f"--gpu {args.gpu} is not known; choose {', '.join(planning.GPUS)}")
+    for option, value in (("--network", args.network), ("--gpus-per-node", args.gpus_per_node)):
+        if value is not None and value <= 0:
+            raise UserError(f"{option} {value:g} moves nothing; set a number above 0")
+    return planning.GPUS[args.gpu].with_network(args.network, args.gpus_per_node)
+
+
+def vocabulary_of(config: Config) -> tuple[int, str]:
+    """Ids of the tokenizer, and where the number is from."""
+    from data_pipeline.manifest import Manifest
+
+    model, folder = config.model, config.data.train[0].path
+    if model.vocab_size is not None:
+        return model.vocab_size - model.special_ids, f"{model.vocab_size:,} ids by model.vocab_size"
+    if folder.is_dir():
+        size = Manifest.read(folder).tokenizer.vocab_size
+        return size, f"{size:,} ids of the tokenizer of {folder}"
+    note = f"{ASSUMED_VOCABULARY:,} ids assumed: {folder} is not prepared, and model.vocab_size not set"
+    return ASSUMED_VOCABULARY, note
+
+
+def _as_json(config: Config, vocabulary: int, counts: list[int], gpu: Gpu, top: int) -> dict[str, Any]:
+    plans = [planning.plan(config, vocabulary, count, gpu) for count in counts]
+    return {
+        "predicted": True,
+        "gpu": vars(gpu),
+        "rates": vars(planning.ASSUMED),
+        "accuracy": planning.ACCURACY,
+        "vocabulary": vocabulary,
+        "plans": [_plan_as_json(plan, gpu, top) for plan in plans],
+    }
+
+
+def _plan_as_json(plan: planning.Plan, gpu: Gpu, top: int) -> dict[str, Any]:
+    return {
+        "gpus": plan.devices,
+        "layouts": [_planned_as_json(one) for one in plan.fitting[:top]],
+        "do_not_fit": [
+            _planned_as_json(one) | {"bytes_too_many": one.memory.beyond(gpu)} for one in plan.too_large
+        ],
+        "refused": dict(plan.refused),
+    }
+
+
+def _planned_as_json(one: planning.Planned) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "layout": vars(one.layout),
+        "keys": one.layout.keys(),
+        "memory_bytes": one.memory.parts,
+        "memory_bytes_total": one.memory.total,
+    }
+    if one.step is not None:
+        found |= {
+            "step_seconds": one.step.seconds,
+            "seconds": one.step.parts,
+            "hidden_traffic_seconds": one.step.hidden,
+            "sent_bytes": one.step.sent,
+            "mfu": one.step.mfu,
+            "tokens_per_second": one.step.tokens / one.step.seconds,
+        }
+    return found

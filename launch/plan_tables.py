@@ -1,0 +1,131 @@
+"""What `megakernel plan` shows on a terminal."""
+
+from rich.console import Console
+from rich.table import Table
+
+from megakernel.analysis import planning
+from megakernel.analysis.planning import Gpu, Plan, Planned, Point
+from megakernel.analysis.planning.page import number
+from megakernel.config import Config
+
+REASONS = 8
+"""Reasons against layouts that are shown; JSON has all."""
+
+
+def show_plan(plan: Plan, config: Config, gpu: Gpu, vocabulary: str, top: int) -> None:
+    """The best layouts of one number of devices, the best of them by part, and why others are out."""
+    console = wide_console()
+    console.print(
+        f"[bold]{config.run.name}[/] on {plan.devices} x {gpu.name}: [bold]predicted[/], not measured"
+    )
+    show_assumptions(console, config, gpu, vocabulary)
+    if plan.best is None:
+        console.print("[red]no layout fits[/]")
+    else:
+        shown = plan.fitting[:top]
+        console.print(_layouts(shown, gpu))
+        console.print(_by_part("memory per device, GB", [one.memory.parts for one in shown], 1e9))
+        steps = [one.step for one in shown if one.step is not None]
+        console.print(_by_part("step, seconds", [step.parts for step in steps], 1.0))
+        console.print(_by_part("sent per device and step, GB", [step.sent for step in steps], 1e9))
+    _show_others(console, plan, gpu)
+
+
+def wide_console() -> Console:
+    """stdout; a file or a pipe, which has no width, gets lines as long as they are."""
+    width = None if Console().is_terminal else 200
+    return Console(width=width, soft_wrap=True)
+
+
+def show_assumptions(console: Console, config: Config, gpu: Gpu, vocabulary: str) -> None:
+    """What the numbers rest on, and how far they were off."""
+    training = config.training
+    peak = gpu.peak_of(2 if training.dtype == "bfloat16" else 4)
+    console.print(
+        f"{training.global_batch_size:,} rows x {training.seq_len:,} tokens per step, {training.dtype}; {vocabulary}"
+    )
+    console.print(
+        f"{gpu.memory / 1e9:g} GB, {gpu.bandwidth / 1e12:g} TB/s, {peak / 1e12:g} TFLOP/s, {gpu.link / 1e9:g} GB/s "
+        f"to {gpu.per_node - 1} neighbours and {gpu.network / 1e9:g} GB/s to other nodes ({gpu.source})"
+    )
+    console.print(f"rates ({planning.ASSUMED.source}): {planning.ASSUMED.as_text()}")
+    console.print(f"measured on a CPU: {', '.join(planning.ACCURACY.values())}")
+
+
+def _layouts(shown: list[Planned], gpu: Gpu) -> Table:
+    table = Table("#", "layout", box=None, pad_edge=False)
+    for name in ("step", "tokens/s", "MFU", "memory", "free"):
+        table.add_column(name, justify="right")
+    for place, one in enumerate(shown, 1):
+        assert one.step is not None
+        table.add_row(
+            str(place),
+            str(one.layout),
+            f"{number(one.step.seconds)} s",
+            f"{one.step.tokens / one.step.seconds:,.0f}",
+            f"{one.step.mfu:.1%}",
+            f"{one.memory.total / 1e9:.1f} GB",
+            f"{-one.memory.beyond(gpu) / 1e9:.1f} GB",
+        )
+    return table
+
+
+def _by_part(title: str, columns: list[dict[str, float]], unit: float) -> Table:
+    table = Table(title, box=None, pad_edge=False)
+    for place in range(len(columns)):
+        table.add_column(f"#{place + 1}", justify="right")
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    for name in names:
+        table.add_row(name, *(f"{column.get(name, 0.0) / unit:.3g}" for column in columns))
+    table.add_row("total", *(f"{sum(column.values()) / unit:.3g}" for column in columns), style="bold")
+    return table
+
+
+def _show_others(console: Console, plan: Plan, gpu: Gpu) -> None:
+    if plan.too_large:
+        console.print(f"{len(plan.too_large)} cuts do not fit into {gpu.memory / 1e9:g} GB, the nearest:")
+        for one in plan.too_large[:REASONS]:
+            name, most = max(one.memory.parts.items(), key=lambda part: part[1])
+            over = one.memory.beyond(gpu) / 1e9
+            console.print(
+                f"  {one.layout}: {over:.1f} GB too many, {most / 1e9:.1f} GB of them {name}", style="dim"
+            )
+    if plan.refused:
+        console.print(f"{sum(plan.refused.values())} cuts are none:")
+        for reason, count in plan.refused.most_common(REASONS):
+            console.print(f"  {count} x {reason}", style="dim", markup=False)
+        if len(plan.refused) > REASONS:
+            console.print(f"  and {len(plan.refused) - REASONS} reasons more, in --json", style="dim")
+
+
+def show_scaling(
+    config: Config, vocabulary_size: int, counts: list[int], at: int, gpu: Gpu, vocabulary: str
+) -> None:
+    """The best layouts of each number of devices, for a run that stays and for runs that grow."""
+    console = wide_console()
+    console.print(
+        f"[bold]{config.run.name}[/] on {counts[0]} to {counts[-1]} x {gpu.name}: [bold]predicted[/], not measured"
+    )
+    show_assumptions(console, config, gpu, vocabulary)
+    for way, title in planning.WAYS.items():
+        with Console(stderr=True).status(f"planning {title}"):
+            points = list(planning.scaling(config, vocabulary_size, counts, way, gpu, at=at))
+        console.print(scaling_table(title, points))
+
+
+def scaling_table(title: str, points: list[Point]) -> Table:
+    """One line for each number of devices."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("GPUs", "rows", "tokens of a row", "step", "tokens/s", "MFU", "memory", "efficiency"):
+        table.add_column(name, justify="right")
+    table.add_column("layout")
+    for point, share in zip(points, planning.efficiency(points)):
+        training, best = point.config.training, point.plan.best
+        sizes = [f"{point.plan.devices:,}", f"{training.global_batch_size:,}", f"{training.seq_len:,}"]
+        if best is None or best.step is None or share is None:
+            table.add_row(*sizes, *["—"] * 5, point.plan.why_none)
+            continue
+        step = best.step
+        cells = [f"{number(step.seconds)} s", f"{step.tokens / step.seconds:,.0f}", f"{step.mfu:.1%}"]
+        table.add_row(*sizes, *cells, f"{best.memory.total / 1e9:.1f} GB", f"{share:.0%}", str(best.layout))
+    return table

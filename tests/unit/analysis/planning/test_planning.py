@@ -1,0 +1,173 @@
+"""What the planner promises without running a model."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from deepspeed.runtime.utils import partition_balanced
+
+from megakernel.analysis.parameters import parameter_count
+from megakernel.analysis.planning import ACCURACY, ASSUMED, GPU, GPUS, Job, Layout, plan
+from megakernel.analysis.planning.layouts import Refusal, candidates
+from megakernel.analysis.planning.memory import memory
+from megakernel.analysis.planning.network import ranks_in_node, seconds
+from megakernel.analysis.planning.plan import Plan
+from megakernel.analysis.planning.rivals import RIVALS, compare
+from megakernel.analysis.planning.scaling import efficiency, grow, scaling
+from megakernel.analysis.planning.stages import stage_layers
+from megakernel.analysis.planning.step import step
+from megakernel.analysis.planning.traffic import Transfer, over_context
+from megakernel.config import Config, ConfigError, Model, Parallel
+
+from ...config import trees
+
+H100 = GPUS["h100"]
+ALONE = Layout(1, False, 1, 1, 1, 1, 1, "none")
+
+
+def config(**sections) -> Config:
+    sizes = {"num_layers": 8, "hidden_size": 1024, "num_heads": 16, **sections.pop("model", {})}
+    training = {"seq_len": 8192, "global_batch_size": 16, **sections.pop("training", {})}
+    return trees.config(model=sizes, training=training, **sections)
+
+
+@pytest.fixture(scope="module")
+def of_sixteen() -> Plan:
+    return plan(config(), 50_257, 16, H100)
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_stages_are_cut_as_deepspeed_cuts_them(position):
+    before = 2 if position == "learned" else 1
+    for layers in range(1, 20):
+        model = Model(num_layers=layers, hidden_size=64, num_heads=4, position=position)
+        weights = [0] * before + [1] * layers + [0, 0]
+        for stages in range(1, layers + 1):
+            bounds = [min(max(int(at) - before, 0), layers) for at in partition_balanced(weights, stages)]
+            expected = [range(first, end) for first, end in pairwise(bounds)]
+            assert stage_layers(model, stages) == expected, (layers, stages)
+
+
+@pytest.mark.parametrize("attention", ["flurka", "softmax", "hedgehog"])
+def test_one_device_holds_the_parameters_of_the_whole_model(attention):
+    run = config(model={"attention": attention})
+    assert Job(run, 50_257, ALONE).parameters == [parameter_count(run.model, 50_257, 8192)]
+
+
+def test_layouts_are_those_that_the_configuration_takes():
+    """Each is asked of the loader's own validation, and each refusal is what it says."""
+    run = config(training={"seq_len": 1024}, model={"num_layers": 3, "attention": "softmax", "num_heads": 4})
+    found = list(candidates(run, 16, 8, 16))
+    layouts = [one for one in found if isinstance(one, Layout)]
+    refusals = [one for one in found if isinstance(one, Refusal)]
+    assert layouts
+    assert refusals
+    for layout in layouts:
+        assert layout.devices == 16
+        taken = run.model_dump(mode="json")
+        for key, value in layout.keys().items():
+            section, name = key.split(".")
+            taken[section][name] = value
+        assert Config.model_validate(taken).parallel.tensor == layout.tensor
+    assert any("does not divide the 4 heads" in str(one.problem) for one in refusals)
+    assert any("exceeds model.num_layers=3" in str(one.problem) for one in refusals)
+    assert any("beyond DeepSpeed's pipeline engine" in str(one.problem) for one in refusals)
+    with pytest.raises(ConfigError, match="beyond DeepSpeed's pipeline engine"):
+        trees.config(parallel={"pipeline": 2, "zero_stage": 3})
+    assert Parallel(pipeline=2, zero_stage=1).model_size == 2
+
+
+def test_the_best_layout_is_the_fastest_that_fits(of_sixteen):
+    times = [one.step.seconds for one in of_sixteen.fitting]
+    assert times == sorted(times)
+    assert all(one.memory.beyond(H100) <= 0 for one in of_sixteen.fitting)
+    assert all(0 < one.step.mfu < ASSUMED.matrix for one in of_sixteen.fitting)
+
+
+def test_what_does_not_fit_says_by_how_much():
+    run = config(model={"hidden_size": 8192, "num_heads": 64, "num_layers": 64})
+    found = plan(run, 50_257, 8, H100)
+    assert found.best is None
+    nearest = found.too_large[0]
+    assert nearest.memory.beyond(H100) == nearest.memory.total - 80e9 > 0
+    assert found.why_none.startswith("needs ")
+
+
+def test_zero_stages_shard_more_and_more():
+    run = config()
+    layouts = [Layout(1, False, 1, 8, 1, zero, 1, "none") for zero in (1, 2, 3)]
+    held = [memory(Job(run, 50_257, layout)).parts for layout in layouts]
+    assert held[0]["optimizer"] == held[1]["optimizer"] == held[2]["optimizer"]
+    assert held[0]["gradients"] > held[1]["gradients"]
+    count = Job(run, 50_257, ALONE).parameters[0]
+    assert held[0]["optimizer"] == 12 * count / 8
+
+
+@pytest.mark.parametrize(("less", "more"), [("full", "selective"), ("selective", "none")])
+def test_recomputation_keeps_less_and_takes_longer(less, more):
+    run = config(model={"attention": "linear"})
+    jobs = [Job(run, 50_257, Layout(1, False, 1, 1, 1, 1, 1, way)) for way in (less, more)]
+    kept = [memory(job).parts["activations"] + memory(job).parts["attention states"] for job in jobs]
+    assert kept[0] < kept[1]
+    assert step(jobs[0], H100, ASSUMED).seconds > step(jobs[1], H100, ASSUMED).seconds
+
+
+def test_state_traffic_does_not_contain_the_length_and_ring_traffic_does():
+    def sent(attention: str, seq_len: int, exchange: str) -> float:
+        run = config(model={"attention": attention}, training={"seq_len": seq_len})
+        job = Job(run, 50_257, Layout(1, False, 8, 1, 1, 1, 1, "none"), GPU, exchange)
+        return sum(one.sent for one in over_context(job, job.attentions[0]))
+
+    assert sent("flurka", 65_536, "own") == sent("flurka", 1_048_576, "own")
+    assert sent("softmax", 1_048_576, "ring") == 16 * sent("softmax", 65_536, "ring")
+
+
+def test_a_group_that_leaves_its_node_is_as_fast_as_its_adapters():
+    layout = Layout(4, True, 4, 2, 1, 1, 1, "none")
+    inside = Transfer("tp", "all_gather", 1e9, 1, 4)
+    across = Transfer("cp", "all_gather", 1e9, 1, 4)
+    assert ranks_in_node(inside, layout, H100) == 4
+    assert ranks_in_node(across, layout, H100) == 2
+    fast, slow = (seconds(one, layout, H100, ASSUMED) for one in (inside, across))
+    # Three steps of a ring: all inside the node, or two of them across.
+    latency = 3 * ASSUMED.link_latency, ASSUMED.link_latency + 2 * ASSUMED.network_latency
+    assert fast == pytest.approx(3e9 / (450e9 * ASSUMED.link) + latency[0])
+    assert slow == pytest.approx(3e9 / (2 * 50e9 * ASSUMED.network) + latency[1])
+    slower = seconds(across, layout, H100.with_network(100, None), ASSUMED)
+    assert slower - latency[1] == pytest.approx(4 * (slow - latency[1]))
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
+    run = config()
+    piped = step(Job(run, 50_257, Layout(1, False, 1, 1, 4, 1, 1, "none")), H100, ASSUMED)
+    busy = sum(seconds for part, seconds in piped.parts.items() if part not in ("bubble", "optimizer"))
+    # 16 micro-batches over 4 stages: 3 of 19 slots are empty, but for the sum of the tied embedding's gradients.
+    assert piped.parts["bubble"] == pytest.approx(busy * 3 / 16, rel=0.02)
+
+
+def test_runs_grow_with_their_devices():
+    run = config()
+    assert grow(run, "strong", 64, 16).training == run.training
+    assert grow(run, "weak", 64, 16).training.global_batch_size == 64
+    assert grow(run, "longer", 64, 16).training.seq_len == 32_768
+    assert grow(run, "weak", 1, 32) is None
+    points = list(scaling(run, 50_257, [8, 16], "weak", H100))
+    shares = efficiency(points)
+    assert shares[0] == 1.0
+    assert 0.5 < shares[1] <= 1.01
+
+
+def test_rivals_pay_for_every_pair_of_tokens():
+    run = config(training={"seq_len": 1_048_576, "global_batch_size": 1})
+    own, ring, ulysses, heads = compare(run, 50_257, 16, H100)
+    assert len(RIVALS) == 4
+    assert own.best.step.seconds * 4 < ring.best.step.seconds
+    assert all(one.layout.context <= 16 for one in ulysses.fitting)
+    assert {one.layout.context for one in (*heads.fitting, *heads.too_large)} == {1}
+
+
+def test_the_stated_accuracy_is_what_was_measured():
+    page = Path(__file__).parents[4] / "benchmarks/results/plan_calibration_cpu.md"
+    lines = page.read_text().splitlines()
+    for line in ACCURACY.values():
+        assert any(found.strip("*;. ") == line for found in lines), line
