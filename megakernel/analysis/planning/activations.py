@@ -46,6 +46,8 @@ class Kept(NamedTuple):
 def layer(job: Job, attention: Attention) -> Kept:
     """One transformer layer, as training.activation_checkpointing says."""
     recompute = job.layout.recompute
+    if recompute == "full" and job.config.training.checkpoint_offload and job.stack.on_gpu:
+        return Kept(0, _start(job, attention))
     if recompute == "full":
         return Kept(job.sharded_tokens * job.model.hidden_size * job.element, _start(job, attention))
     outside = 2 * norm(job) + residuals(job) + projections(job, attention) + mlp(job)
@@ -91,7 +93,8 @@ def projections(job: Job, attention: Attention) -> float:
 
 def _trades(job: Job, attention: Attention) -> bool:
     """Whether whole rows of some heads take the place of a piece of all heads."""
-    return job.layout.context > 1 and job.exchange == "own" and attention.trades_heads(job.model.is_causal)
+    trades = job.exchange == "own" and attention.trades_heads(job.model.is_causal)
+    return trades and job.layout.context > 1 and not job.passes_keys_round(attention)
 
 
 def _rotates_at_once(job: Job, attention: Attention) -> bool:
@@ -100,9 +103,13 @@ def _rotates_at_once(job: Job, attention: Attention) -> bool:
 
 
 def mlp(job: Job) -> float:
-    """The inner activations; Megatron-core's eager SwiGLU keeps both halves, silu, its sum with 0, and the product."""
-    copies = 5 if job.model.activation == "swiglu" else 2
-    return job.tokens * copies * job.model.ffn_size / job.layout.tensor * job.element
+    """The inner activations, of a chunk where backward computes them again.
+
+    Eager SwiGLU keeps both halves, silu and the product; the fused one of a GPU what goes in and what comes out.
+    """
+    copies = (3 if job.stack.on_gpu else 4) if job.model.activation == "swiglu" else 2
+    tokens = min(job.tokens, (job.config.training.mlp_chunk_size or job.piece) * job.rows)
+    return tokens * copies * job.model.ffn_size / job.layout.tensor * job.element
 
 
 def core(job: Job, attention: Attention) -> Kept:
@@ -116,8 +123,8 @@ def core(job: Job, attention: Attention) -> Kept:
         return kept.plus(_windows(job, attention))
     rotated = 0.0
     if _rotates_at_once(job, attention):
-        # Sines and cosines for queries, and again for keys, in float32.
-        rotated = (job.heads + keys) * size * element + 2 * size * FLOAT32
+        # Sines and cosines in float32, for queries and keys together.
+        rotated = (job.heads + keys) * size * element + size * FLOAT32
     if scans:
         output = values + 2 * job.heads * FLOAT32 if job.stack.on_gpu else 0
         return Kept(job.tokens * (rotated + output)).plus(_states(job, attention))
@@ -126,15 +133,15 @@ def core(job: Job, attention: Attention) -> Kept:
         # Neither the projections nor the rotated pieces are needed any more.
         cut = job.kv_heads % job.layout.context == 0
         traded = (job.heads + (keys + job.kv_heads if cut else 2 * job.heads)) * size * element
-        rotated = 2 * size * FLOAT32 if rotated else 0
+        rotated = size * FLOAT32 if rotated else 0
     output = values + job.heads * FLOAT32
-    masks = _mask(job) if attention.is_full_softmax else 0.0
+    masks = _mask(job, attention) if attention.is_full_softmax else 0.0
     return Kept(job.tokens * (rotated + traded + output), masks)
 
 
-def _mask(job: Job) -> float:
+def _mask(job: Job, attention: Attention) -> float:
     """Packed rows under softmax: which tokens a block of queries sees, as numbers, for all blocks."""
-    if not job.isolates or job.exchange == "ring" or not job.model.is_causal:
+    if not job.isolates or job.passes_keys_round(attention) or not job.model.is_causal:
         return 0.0
     return job.rows * job.seq_len * (job.seq_len + 512) / 2 * job.element
 

@@ -24,7 +24,8 @@ def random_batch(config: Config, vocab_size: int, mesh: Mesh) -> Batch:
     tokens = torch.randint(0, vocab_size, (rows, length), generator=generator)
     counts = torch.ones(rows, length, dtype=torch.bool)
     positions = torch.arange(length).expand(rows, length).contiguous()
-    return Batch(tokens, tokens.roll(-1, 1), counts, positions).piece(mesh.cp.rank, mesh.cp.size)
+    whole = (tokens, tokens.roll(-1, 1), counts, positions)
+    return Batch(*(x.chunk(mesh.cp.size, 1)[mesh.cp.rank] for x in whole))
 
 
 def kept_bytes(config: Config, vocab_size: int, mesh: Mesh) -> list[int]:

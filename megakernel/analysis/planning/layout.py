@@ -87,6 +87,14 @@ class Job:
         """Tokens of a row."""
         return self.config.training.seq_len
 
+    def passes_keys_round(self, attention: Attention) -> bool:
+        """Whether keys and values go round the context ranks rather than tokens being traded for heads."""
+        if self.exchange == "ring":
+            return True
+        wanted = self.config.parallel.softmax_exchange
+        divides = self.heads % self.layout.context == 0
+        return attention.is_full_softmax and (wanted == "ring" or (wanted == "auto" and not divides))
+
     @property
     def rows(self) -> int:
         """Rows of one micro-batch."""

@@ -151,9 +151,8 @@ def exchange_buffer(job: Job, attention: Attention) -> float:
         return 0.0
     width = job.model.head_size * job.element
     if attention.trades_heads(job.model.is_causal):
-        if (
-            job.exchange == "ring"
-        ):  # the pair that is read and the one that arrives, and as much for their gradients
+        if job.passes_keys_round(attention):
+            # The pair that is read and the one that arrives, and as much for their gradients.
             return 4 * 2 * job.tokens * job.kv_heads * width
         return 2 * job.tokens * max(job.heads, job.kv_heads) * width
     gathered = ranks * activations.state(job, attention)

@@ -133,7 +133,9 @@ def over_context(job: Job, attention: Attention) -> Iterator[Transfer]:
     ranks, model = job.layout.context, job.model
     forwards = 1 if job.layout.recompute == "none" else 2
     if attention.trades_heads(model.is_causal):
-        yield from _ring(job, attention) if job.exchange == "ring" else _heads(job, attention, forwards)
+        yield from (
+            _ring(job, attention) if job.passes_keys_round(attention) else _heads(job, attention, forwards)
+        )
         return
     tail = activations.tail(job, attention)
     if tail:

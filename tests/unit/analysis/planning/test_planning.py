@@ -56,7 +56,7 @@ def test_one_device_holds_the_parameters_of_the_whole_model(attention):
 
 def test_layouts_are_those_that_the_configuration_takes():
     """Each is asked of the loader's own validation, and each refusal is what it says."""
-    run = config(training={"seq_len": 1024}, model={"num_layers": 3, "attention": "softmax", "num_heads": 4})
+    run = config(training={"seq_len": 1024}, model={"num_layers": 3, "attention": "gaussian", "num_heads": 4})
     found = list(candidates(run, 16, 8, 16))
     layouts = [one for one in found if isinstance(one, Layout)]
     refusals = [one for one in found if isinstance(one, Refusal)]
