@@ -5,7 +5,7 @@ beside each other: (B, H_kv, N, M d).
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,7 +50,8 @@ def first_key(k: Tensor, priors: Tensor | None, shift: Tensor | None = None) -> 
     return k[:, :, 0]
 
 
-class RotatedEach(NamedTuple):
+@dataclass(frozen=True)
+class RotatedEach:
     """A rotation of x (B, H, N, M width) that turns each of the M keys as `rotary` turns one."""
 
     rotary: Rotary
