@@ -175,17 +175,8 @@ CASES: dict[str, Case] = {
     "FLuRKA elu d=64": _flurka("elu", 64),
     "FLuRKA elu d=128": _flurka("elu", 128),
     "FLuRKA hedgehog d=64": _flurka("hedgehog", 64),
-    "FLuRKA hedgehog d=128": _flurka("hedgehog", 128),
     "FLuRKA hedgehog d=64, documents": _flurka("hedgehog", 64, packed=True),
-    "FLuRKA hedgehog d=128, documents, 2 blocks, 4 queries a key": _flurka(
-        "hedgehog", 128, packed=True, blocks=2, group=4
-    ),
     "FLuRKA favor d=64, one normalizer": _flurka("favor", 64, gated=False),
-    "FLuRKA favor d=128, one normalizer, documents": _flurka("favor", 128, gated=False, packed=True),
-    "FLuRKA hedgehog d=64, near kernel": _flurka("hedgehog", 64, near="kernel"),
-    "FLuRKA hedgehog d=128, near kernel, documents": _flurka("hedgehog", 128, near="kernel", packed=True),
-    "FLuRKA favor d=128, near kernel, documents": _flurka("favor", 128, near="kernel", packed=True),
-    "FLuRKA hedgehog d=64 float32": _flurka("hedgehog", 64, torch.float32),
     "weighted_attention softmax d=64": _weighted("softmax", 64, 1),
     "weighted_attention gaussian d=64": _weighted("gaussian", 64, 1),
     "weighted_attention gaussian d=128": _weighted("gaussian", 128, 1),

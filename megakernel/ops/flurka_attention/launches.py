@@ -28,7 +28,6 @@ The largest tiles with which nothing goes to local memory on sm_80 or sm_90: `py
 
 EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
     ("pool", 2, 128): Tile(32, 16, 8),
-    ("pool", 2, 256): Tile(32, 16, 8),
     ("pull_landmarks", 2, 128): Tile(32, 32, 8),
     ("read", 2, 256): Tile(16, 16, 8),
     ("pull_queries", 2, 256): Tile(16, 32, 8),
@@ -36,8 +35,8 @@ EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
 }
 """(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
 
-FEWER_COLUMNS = {("read", 128), ("read", 256)}
-"""(kernel, padded features up to this) that multiply with 16 columns of a projection at a time, not 32."""
+COLUMNS_AT_ONCE = {("read", 128): 16, ("read", 256): 16, ("pull_queries", 256): 64}
+"""(kernel, padded features) -> columns of a projection that it multiplies with at a time, where they are not 32."""
 
 WINDOW_TILES: dict[int, Tile] = {
     128: Tile(64, 0, 4),
@@ -186,8 +185,8 @@ class Call(NamedTuple):
         """
         name = kernel.__name__
         tile = self.tile(name)
-        if (name, self.phi.padded_features) in FEWER_COLUMNS:
-            options["K"] = 16
+        columns = COLUMNS_AT_ONCE.get((name, self.phi.padded_features), self.options["K"])
+        options["K"] = min(columns, self.phi.padded_width)
         self._start(
             kernel,
             (self.batch * self.heads * self.segments, 1 if whole_rows else self.blocks(name)),
