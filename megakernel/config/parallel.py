@@ -27,8 +27,7 @@ class Parallel(Section):
     """How kernel states reach the other context ranks: all to all at once, or summed from rank to rank."""
 
     softmax_exchange: SoftmaxExchange = "auto"
-    """How full softmax over context ranks meets all keys of a row: `heads` trades tokens for heads, whose number on a
-    tensor rank `context` must divide; `ring` passes keys and values round; `auto` is ring where they do not divide."""
+    """Full softmax over context ranks: `heads` trades tokens for heads, `ring` passes keys; `auto`: heads if they divide."""
 
     pipeline: int = Field(default=1, gt=0)
     """Pipeline stages."""

@@ -1,9 +1,9 @@
 """What the launches of our kernels read, write and multiply, counted pass by pass.
 
 A pass goes over all tokens once. It is as long as its bytes or its operations take, whichever is slower, and passes
-follow each other. Programs hold what `megakernel.ops.kernels.launch.TILES` says; FLuRKA is still
-counted as if its passes were those of kernel attention, not those of its own kernels (`flurka_attention.launches`). Left out is what does not grow with N times d: the states of
-segments, at most 2 % of q, k, v and out.
+follow each other. Programs hold what `megakernel.ops.kernels.launch.TILES` says; FLuRKA is still counted as if its
+passes were those of kernel attention, not those of its own kernels (`flurka_attention.launches`). Left out is what does
+not grow with N times d: the states of segments, at most 2 % of q, k, v and out.
 
 Programs for the columns of one segment's values stand beside each other in a launch (`states.share_of_program`) and
 read the same queries and keys. Assumed here, and not measured: they run at the same time and pace, so that these come
