@@ -27,7 +27,7 @@ class Parallel(Section):
     """How kernel states reach the other context ranks: all to all at once, or summed from rank to rank."""
 
     softmax_exchange: SoftmaxExchange = "auto"
-    """Full softmax over context ranks: `heads` trades tokens for heads, `ring` passes keys; auto: heads if they divide."""
+    """Full softmax over context ranks: `heads` trades tokens for heads, `ring` passes keys; auto: heads if possible."""
 
     pipeline: int = Field(default=1, gt=0)
     """Pipeline stages."""
