@@ -27,16 +27,22 @@ The largest tiles with which nothing goes to local memory on sm_80 or sm_90: `py
 """
 
 EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
-    ("pool", 2, 128): Tile(32, 16, 8),
+    ("pool", 2, 256): Tile(32, 64, 8),
+    ("write_queries", 2, 256): Tile(32, 64, 8),
     ("pull_landmarks", 2, 128): Tile(32, 32, 8),
     ("read", 2, 256): Tile(16, 16, 8),
-    ("pull_queries", 2, 256): Tile(16, 32, 8),
+    ("pull_queries", 2, 256): Tile(16, 16, 8),
     ("pull_landmarks", 2, 256): Tile(16, 32, 8),
 }
 """(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
 
-COLUMNS_AT_ONCE = {("read", 128): 16, ("read", 256): 16, ("pull_queries", 256): 64}
-"""(kernel, padded features) -> columns of a projection that it multiplies with at a time, where they are not 32."""
+COLUMNS_AT_ONCE = {
+    ("read", 128, 64): 16,
+    ("read", 128, 128): 64,
+    ("read", 256, 128): 16,
+    ("pull_queries", 256, 128): 64,
+}
+"""(kernel, padded features, padded width) -> columns of a projection that it multiplies with at a time, if not 32."""
 
 WINDOW_TILES: dict[int, Tile] = {
     128: Tile(64, 0, 4),
@@ -185,7 +191,8 @@ class Call(NamedTuple):
         """
         name = kernel.__name__
         tile = self.tile(name)
-        columns = COLUMNS_AT_ONCE.get((name, self.phi.padded_features), self.options["K"])
+        sizes = self.phi.padded_features, self.phi.padded_width
+        columns = COLUMNS_AT_ONCE.get((name, *sizes), self.options["K"])
         options["K"] = min(columns, self.phi.padded_width)
         self._start(
             kernel,

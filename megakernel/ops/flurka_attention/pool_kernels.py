@@ -109,9 +109,12 @@ def pool(
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
         begin = end - B * BLOCKS + 1
         seat = chunk * R
-        keys = pooled(of_keys, k + begin * k_far, k_row, end >= 0, B, BP, D, DP)
+        # Half of a wide key at a time: a block of whole ones would take too many registers.
+        HALF: tl.constexpr = DP if DP < 128 else DP // 2
+        for first in range(0, DP, HALF):
+            keys = pooled(of_keys, k + (begin * k_far + first), k_row, end >= 0, B, BP, D - first, HALF)
+            store_rows(marks + (seat * D + first), D, R, keys, D - first, HALF)
         columns = pooled(of_values, v + begin * v_far, v_row, end >= 0, B, BP, V - column, BV)
-        store_rows(marks + seat * D, D, R, keys, D, DP)
         store_rows(marked + seat * V, V, R, columns, V - column, BV)
         # phi reads landmarks from where they were just written.
         tl.debug_barrier()
