@@ -30,10 +30,12 @@ def assert_agrees(
     leaves: Mapping[str, Tensor],
     draw: torch.Generator,
     tolerance: float,
+    wider: Mapping[str, float] | None = None,
 ) -> None:
     """`run("triton", leaves)` gives the outputs and the gradients of `run("reference", leaves in float64)`.
 
-    The gradients are those of a random sum of all outputs, whose terms are of one size.
+    The gradients are those of a random sum of all outputs, whose terms are of one size. wider: tolerances of single
+    results, which need a reason where they are given.
     """
     found: dict[str, dict[str, Tensor]] = {}
     weights: dict[str, Tensor] = {}
@@ -63,8 +65,9 @@ def assert_agrees(
         name: rms_ratio(x, exact[name], largest if exact[name].norm() < 1e-9 * largest else 1e-30)
         for name, x in found["triton"].items()
     }
-    wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= tolerance}
-    assert not wrong, f"RMS ratios {ratios}; expected at most {tolerance}"
+    wider = wider or {}
+    wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= wider.get(name, tolerance)}
+    assert not wrong, f"RMS ratios {ratios}; expected at most {tolerance}, {wider}"
 
 
 def leaves_dtype(leaves: Mapping[str, Tensor]) -> torch.dtype:
