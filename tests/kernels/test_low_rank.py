@@ -88,7 +88,7 @@ def test_half_precision_products_have_float32_sums(of_pool, size, first, draw):
     wide = [y.detach().double().requires_grad_() for y in (x, pool)]
     expected = compress(*wide, first=first, length=200, backend="reference")
     exact = (expected, *torch.autograd.grad(expected, wide, pull.double()))
-    # A gradient of E in bfloat16 is rounded twice: where whole blocks are summed, and with what stands at the row's ends.
+    # A gradient of E in bfloat16 is rounded twice: where blocks are summed, and with what stands at the row's ends.
     for actual, right in zip(found, exact, strict=True):
         assert rms_ratio(actual, right) <= (1e-6 if actual.dtype == torch.float32 else 2**-8)
 
