@@ -1,6 +1,6 @@
 """How far a process is, for those who wonder why it does not go on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -40,7 +40,7 @@ class Progress:
         return asdict(self)
 
 
-def laggards(everywhere: dict[int, Progress]) -> list[int]:
+def laggards(everywhere: Mapping[int, Progress]) -> list[int]:
     """The ranks that the others wait for: rank -> how far it is.
 
     Those with the fewest steps behind them; of these the ones that wait for nobody, if there are such, and of these

@@ -97,7 +97,7 @@ class Watchdog:
 
 def stalled(everywhere: Mapping[int, Progress], seconds: float, hosts: Mapping[int, str]) -> str:
     """One line: where the job stands still and for whom it waits."""
-    late = laggards(dict(everywhere))
+    late = laggards(everywhere)
     first = everywhere[late[0]]
     names = ", ".join(f"{rank} on {hosts[rank]}" for rank in late)
     where = f"{first.place!r} of step {first.step + 1}"

@@ -18,7 +18,7 @@ from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
 from megakernel.training.universal import WEIGHT
 
-from .dense.checkpoint import CONFIG, INDEX, ONE_FILE, our_parts
+from .dense.checkpoint import CONFIG, INDEX, ONE_FILE, embedding_name, our_parts
 from .dense.configs import plain_config
 from .dense.families import FAMILIES
 from .dense.tokenizer import save_tokenizer
@@ -80,8 +80,8 @@ def _configuration(config: Config, tensors: CheckpointTensors) -> dict[str, Any]
             f"model.kind={model.kind} with {', '.join(sorted(map(str, kinds)))} attention has no plain architecture; "
             "only a causal_lm with softmax in every layer is exported so far"
         )
-    embedding = "tied_modules.embedding.tokens.weight" if model.tie_embeddings else "0.tokens.weight"
-    return plain_config(model, tensors.shape(embedding)[0], config.training.seq_len)
+    rows, _ = tensors.shape(embedding_name(model))
+    return plain_config(model, rows, config.training.seq_len)
 
 
 def _theirs(tensors: CheckpointTensors, name: str, part: Any) -> Iterator[tuple[str, Tensor]]:

@@ -138,14 +138,18 @@ class DenseCheckpoint:
                 )
 
 
+def embedding_name(model: Model) -> str:
+    """The name of the token embedding, which is also the head where the two are tied."""
+    return "tied_modules.embedding.tokens.weight" if model.tie_embeddings else "0.tokens.weight"
+
+
 def our_parts(family: Family, model: Model) -> dict[str, Part]:
     """The names of `megakernel.model.LanguageModel`'s tensors -> parts."""
     around = family.around(model)
     first = 2 if model.position == "learned" else 1
     last = first + model.num_layers
-    embedding = "tied_modules.embedding.tokens.weight" if model.tie_embeddings else "0.tokens.weight"
     places = {
-        "embedding": embedding,
+        "embedding": embedding_name(model),
         "positions": "1.weight",
         "norm.weight": f"{last}.norm.weight",
         "norm.bias": f"{last}.norm.bias",
