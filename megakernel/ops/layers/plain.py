@@ -1,13 +1,50 @@
 """The formulas in torch, on any device and in any dtype."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ROWS = 4096
+"""Vectors whose float32 copies RMSNorm's backward holds at a time."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `megakernel.ops.layers.rms_norm`."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    normed: Tensor = _RmsNorm.apply(x, weight, eps)
+    return normed
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Torch's RMSNorm, keeping x alone for backward.
+
+    Torch's own graph keeps two float32 copies of a bfloat16 x: at a million tokens, a quarter of what a layer takes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dweight = torch.zeros_like(weight, dtype=precise)
+        width = weight.numel()
+        rows = (t.reshape(-1, width).split(ROWS) for t in (x, grads[0], dx))
+        for some_x, some_grad, some_dx in zip(*rows, strict=True):
+            some_x, some_grad = some_x.to(precise), some_grad.to(precise)
+            scale = torch.rsqrt(some_x.square().mean(-1, keepdim=True) + ctx.eps)
+            normed = some_x * scale
+            dweight += (some_grad * normed).sum(0)
+            some_grad = some_grad * weight.to(precise)
+            some_dx.copy_(scale * (some_grad - normed * (some_grad * normed).mean(-1, keepdim=True)))
+        return dx, dweight.to(weight.dtype), None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,38 @@
+"""The formulas of a layer in torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megakernel.ops.layers import plain
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(plain, "ROWS", 3)
+
+
+@pytest.mark.parametrize("shape", [(7, 2, 6), (2, 6), (0, 6)])
+def test_backward_of_rms_norm(small_chunks, shape):
+    x = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    pull = torch.randn(shape, dtype=torch.float64)
+    expected = torch.autograd.grad(F.rms_norm(x, (6,), weight, 1e-5), (x, weight), pull)
+    found = torch.autograd.grad(plain.rms_norm(x, weight, 1e-5), (x, weight), pull)
+    for right, actual in zip(expected, found, strict=True):
+        torch.testing.assert_close(actual, right, rtol=1e-12, atol=1e-12)
+
+
+def test_rms_norm_of_strided_rows(small_chunks):
+    x = torch.randn(6, 5, dtype=torch.float64).T.requires_grad_()
+    weight = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *t: plain.rms_norm(*t, 1e-5), (x, weight))
+
+
+def test_rms_norm_keeps_nothing_wider_than_its_input():
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with hooks:
+        plain.rms_norm(x, torch.ones(32, dtype=torch.bfloat16, requires_grad=True), 1e-5)
+    assert sum(t.nbytes for t in kept) == x.nbytes + 32 * 2
