@@ -28,8 +28,8 @@ WIDEST = 128
 """d, M and b up to which a program's tiles fit into registers."""
 
 WIDEST_FLOAT32 = 16
-"""The same in float32, whose products take three registers for a number: at 32 `read` leaves up to 456 bytes of a thread
-in local memory for a map in two halves, at 16 up to 24. Wider heads run chunked."""
+"""The same in float32, whose products take three registers for a number. For a map in two halves `read` leaves up to
+456 bytes of a thread in local memory at 32, and 24 at 16. Wider heads run chunked."""
 
 HIGHEST_RANK = 64
 """r likewise."""
