@@ -4,11 +4,14 @@
     python -m benchmarks.kernel_resources --check     fails where that table differs, or a kernel spills or does not fit
 
 A case (`kernel_cases`) is a call of an op, forward and backward; its launches are noted down and compiled. A launch
-that compiles to what one before it did is not repeated.
+that compiles to what one before it did is not repeated. The column `source` is a fingerprint of all that decides what a
+launch compiles to: a row whose fingerprint is in the table is taken from there, and compiled again with --fresh, or
+as one of the few that `--check --sample 8` draws.
 """
 
 import argparse
 import os
+import random
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -18,7 +21,13 @@ from pathlib import Path
 
 TABLE = Path(__file__).parent / "results" / "kernel_resources.md"
 CAPABILITIES = (80, 90)
-HEADER = ("case", "kernel", "GPU", "warps", "registers", "spilled bytes", "shared bytes")
+HEADER = ("case", "kernel", "GPU", "warps", "registers", "spilled bytes", "shared bytes", "source")
+
+Row = tuple[str, ...]
+"""The cells of HEADER."""
+
+Task = tuple[str, int, int, str]
+"""Case, index of the launch, capability, fingerprint."""
 
 
 def cases() -> dict:
@@ -28,15 +37,15 @@ def cases() -> dict:
     return CASES
 
 
-def rows_of(task: tuple[str, int, int]) -> tuple[str, ...]:
-    """The table's row of one launch of a case for one GPU."""
-    case, index, capability = task
+def row_of(task: Task) -> Row:
+    """The table's row of one launch of a case for one GPU, compiled."""
+    case, index, capability, source = task
     from megakernel.ops.kernels.compiling import compile_launch
 
     launch = launches_of(case)[index]
     found = compile_launch(launch, capability)
     numbers = (launch.warps, found.registers, found.spilled, found.shared)
-    return (case, launch.kernel.__name__, f"sm_{capability}", *map(str, numbers))
+    return (case, launch.kernel.__name__, f"sm_{capability}", *map(str, numbers), source)
 
 
 @lru_cache(maxsize=1)  # a process compiles the launches of a case one after another
@@ -49,27 +58,33 @@ def launches_of(case: str) -> list:
     return launches
 
 
-def tasks(names: list[str]) -> Iterator[tuple[str, int, int]]:
+def tasks(names: list[str]) -> Iterator[Task]:
     """One for each launch and GPU."""
+    from megakernel.ops.kernels.compiling import fingerprint
+
     seen = set()
     for case in names:
         for index, launch in enumerate(launches_of(case)):
-            # Sizes tell compilers whether they are 1 or multiples of 16, and tensors their type.
-            told = [x if isinstance(x, int) else x.dtype for x in launch.arguments]
-            kind = (launch.kernel.__name__, launch.warps, launch.stages, str(launch.options), str(told))
-            if kind in seen:
-                continue
-            seen.add(kind)
             for capability in CAPABILITIES:
-                yield case, index, capability
+                source = fingerprint(launch, capability)
+                if source not in seen:
+                    seen.add(source)
+                    yield case, index, capability, source
 
 
-def problems(rows: list[tuple[str, ...]]) -> list[str]:
+def committed() -> list[Row]:
+    """The rows of the table that is there."""
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in lines if line.startswith("| ")]
+    return [row for row in rows[1:] if len(row) == len(HEADER)]
+
+
+def problems(rows: list[Row]) -> list[str]:
     """Kernels that spill or do not fit."""
     from megakernel.ops.kernels.compiling import SHARED_LIMIT
 
     found = []
-    for case, kernel, gpu, _, _, spilled, shared in rows:
+    for case, kernel, gpu, _, _, spilled, shared, _ in rows:
         limit = SHARED_LIMIT[int(gpu.removeprefix("sm_"))]
         if int(spilled):
             found.append(f"{case}: {kernel} spills {spilled} bytes on {gpu}")
@@ -80,7 +95,7 @@ def problems(rows: list[tuple[str, ...]]) -> list[str]:
     return found
 
 
-def page(rows: list[tuple[str, ...]]) -> str:
+def page(rows: list[Row]) -> str:
     """The text of the table's file."""
     import triton
 
@@ -99,23 +114,32 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="compare with the table that is there")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="with --check: compile N drawn rows, not all of them"
+    )
+    parser.add_argument("--fresh", action="store_true", help="compile the rows that the table has, too")
     parser.add_argument("--only", default="", help="print cases whose name holds this, and write nothing")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
-    names = [name for name in cases() if arguments.only in name]
+    wanted = list(tasks([name for name in cases() if arguments.only in name]))
+    known = {row[-1]: row for row in committed()}
+    compiled = [task for task in wanted if arguments.fresh or arguments.check or task[-1] not in known]
+    if arguments.check and arguments.sample is not None:
+        compiled = random.sample(compiled, min(arguments.sample, len(compiled)))
     # Not forked: noting a backward starts threads, which a fork would leave waiting for ever.
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
-        rows = []
-        for row in pool.map(rows_of, tasks(names)):
-            rows.append(row)
+        for row in pool.map(row_of, compiled):
+            known[row[-1]] = row
             print("  ".join(row), file=sys.stderr, flush=True)
+    # A case may have got another name, or be the first one to start a launch.
+    rows = [(task[0], *known[task[-1]][1:]) for task in wanted if task[-1] in known]
     found = problems(rows)
     if arguments.only:
         pass
     elif not arguments.check:
         TABLE.write_text(page(rows))
-    elif TABLE.read_text() != page(rows):
+    elif len(rows) < len(wanted) or TABLE.read_text() != page(rows):
         found.append(f"{TABLE} differs; run python -m benchmarks.kernel_resources and look at what changed")
     print("\n".join(found), file=sys.stderr)
     return 1 if found else 0

@@ -129,9 +129,9 @@ def predicted_page(suite: Suite, machine: Machine, command: str) -> str:
         suite.about,
         "",
         "*Least*: every input read once, every output written once, and the operations that the formula needs. "
-        "*Launched*: what the passes of our kernels of causal kernel attention read, write and multiply, each pass as "
-        "long as the slower of the two; FLuRKA's are counted as the same passes with landmarks, a window and a gate in "
-        "them; a dash where no kernels are counted. *Of the floor* is the one over the other.",
+        "*Launched*: what the launches of our kernels of causal kernel attention and of FLuRKA read, write and "
+        "multiply, each as long as the slower of the two; a dash where no kernels are counted. *Of the floor* is the "
+        "one over the other.",
         "",
     ]
     columns = [*_PREDICTED, f"floor times {suite.against}, *predicted*"]

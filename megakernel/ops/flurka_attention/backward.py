@@ -110,9 +110,7 @@ def backward(
         torch.where(empty, EMPTY, -last_logs),
     )
     pulled = _states_of_queries(call, given, kept, grad, of_queries.drift, starts, outer)
-    (dmarks, dmarked), dy_marks, dmass = _pull_landmarks(
-        call, given, kept, grad, of_queries.drift, pulled, learned
-    )
+    (dmarks, dmarked), dy_marks = _pull_landmarks(call, given, kept, grad, of_queries.drift, pulled, learned)
     dk, dv, dy_k = _pull_keys(call, given, kept, grad, of_queries.delta, dmarks, dmarked, learned)
     dkeys, dvalues = _pull_pools(call, given, dmarks, dmarked, pool_keys)
     dmatrix = q.new_empty(0)
@@ -128,6 +126,7 @@ def backward(
         # Sums are those of the first state times exp(its log scale).
         scaled = torch.exp(first_logs + pulled[2][:, :, -1])
         dfirst = (pulled[0][:, :, -1] * scaled[..., None, None], pulled[1][:, :, -1] * scaled[..., None])
+    dmass = _of_mass(kept, of_queries, outer, None if first_logs is None else dfirst) / given.mass
     of_join = (of_queries.dgate, of_queries.dfar_weight)
     return of_queries.dq, dk, dv, dmatrix, dkeys, dvalues, dmass, *of_join, *dfirst
 
@@ -146,43 +145,67 @@ def _(grad, grad_sums, grad_norms, q, k, v, matrix, pool_keys, pool_values, mass
     return *plain, dmatrix, *small, dgate, far_weight.new_empty(far_weight.shape), *dfirst
 
 
+def _of_mass(
+    kept: _Kept,
+    of_queries: _OfQueries,
+    outer: tuple[Tensor, Tensor, Tensor],
+    dfirst: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """The gradient of m (H_kv,), times m.
+
+    m multiplies all of a state but what the first one left in it, so that the sums of states times their gradients say
+    it: those of queries, which are their gradients of gamma, and of the last state, without that of the first. Sums
+    over landmarks of dm_s would say the same of numbers that were rounded more often, where little is left of them.
+    """
+
+    def along(state: tuple[Tensor, Tensor], slope: tuple[Tensor, ...]) -> Tensor:
+        return (state[0] * slope[0]).sum((0, 2, 3)) + (state[1] * slope[1]).sum((0, 2))
+
+    sums, norms, _ = kept.states
+    whole = along((sums[:, :, -1], norms[:, :, -1]), outer)
+    if dfirst is not None:
+        whole = whole - along((sums[:, :, 0], norms[:, :, 0]), dfirst)
+    return whole + of_queries.dfar_weight.view(len(whole), -1).sum(1)
+
+
 def _pull_queries(call: Call, given: Inputs, kept: _Kept, grad: Tensor, learned: bool) -> _OfQueries:
     q, gated, of_kernel = given.q, call.options["GATED"], call.shape.near == "kernel"
     rows = call.phi.rows if learned else 0
     dq = call.empty_parts("pull_queries", q, q.shape[-1], more=True)
     dy = call.empty_parts("pull_queries", q, rows, more=of_kernel)
     delta, factor = torch.empty_like(kept.factor), kept.factor
+    near = factor.new_empty(0 if gated else factor.shape)
+    # A gated window's delta is that of its own mean, not of the output.
+    out = kept.out[:0] if gated else kept.out
     tiles = triton.cdiv(call.length, call.window_tile("pull_window").chunk)
     call.each(
         pull_window,
         tiles * q.shape[0] * q.shape[1],
-        *(q, given.k, given.v, grad, kept.out, given.gate, given.far_weight, factor, kept.peak, kept.scale),
-        *(given.windows, given.matrix, given.table, dq[-1], dy[-1], delta),
+        *(q, given.k, given.v, grad, out, given.gate, given.far_weight, factor, kept.peak, kept.scale),
+        *(given.windows, given.matrix, given.table, dq[-1], dy[-1] if of_kernel else dy[:0], delta, near),
         *(*strides(q), *strides(given.k), *strides(given.v), *strides(grad)),
         *(call.length, call.shape.oldest, call.shape.before, q.shape[1], tiles, given.low),
         LEARNED=learned,
     )
-    drift = -factor * delta
     blocks = call.blocks("pull_queries")
-    along = factor.new_empty(blocks, *factor.shape)
+    along, drift = factor.new_empty(blocks, *factor.shape), factor.new_empty(blocks, *factor.shape)
     call.carry(
         pull_queries,
-        *(q, grad, given.gate, given.mass, factor, drift, kept.scale, given.starts, given.ends),
-        *(given.matrix, kept.features, kept.mark_logs, kept.marked, *kept.states, dq, dy, along),
+        *(q, grad, given.gate, given.mass, factor, near, kept.scale, given.starts, given.ends),
+        *(given.matrix, kept.features, kept.mark_logs, kept.marked, *kept.states, dq, dy, along, drift),
         *(*strides(q), *strides(grad), call.length, call.shape.start, call.shape.oldest),
         *(call.heads, call.segments, call.chunks, given.low, factor.numel()),
         LEARNED=learned,
         MORE=blocks == 1,
         MORE_PROJECTED=blocks == 1 and of_kernel,
     )
-    whole = total(along, along)
+    whole, of_norm = total(along, along), total(drift, drift)
     found = (total(dq, q), total(dy, q))
     if not gated:
-        return _OfQueries(*found, factor.new_empty(0), whole.sum((0, 2)), delta, drift)
-    near, far = torch.sigmoid(given.gate), torch.sigmoid(-given.gate)
-    # The factor is far / den: what is left of the sums along the pull, over den, is the pull of den.
-    drift = torch.where(far == 0, 0.0, -whole * factor / far.masked_fill(far == 0, 1.0))
-    return _OfQueries(*found, near * (far * delta - whole), torch.zeros_like(given.far_weight), delta, drift)
+        return _OfQueries(*found, factor.new_empty(0), whole.sum((0, 2)), delta, of_norm)
+    share, rest = torch.sigmoid(given.gate), torch.sigmoid(-given.gate)
+    dgate = share * (rest * delta - whole)
+    return _OfQueries(*found, dgate, torch.zeros_like(given.far_weight), delta, of_norm)
 
 
 def _states_of_queries(
@@ -217,11 +240,11 @@ def _pull_landmarks(
     drift: Tensor,
     pulled: tuple[Tensor, Tensor, Tensor],
     learned: bool,
-) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """Gradients of landmarks, of projected ones (B, H_kv, chunks r, M), and of masses."""
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Gradients of landmarks, and of projected ones (B, H_kv, chunks r, M)."""
     blocks = call.blocks("pull_landmarks")
     lead = (blocks, *kept.marks.shape[:4])
-    dmarks, dmass = kept.marks.new_empty(*lead, call.phi.width), kept.marks.new_empty(lead)
+    dmarks = kept.marks.new_empty(*lead, call.phi.width)
     dy = kept.marks.new_empty(*lead, call.phi.rows if learned else 0)
     dmarked, scale = torch.empty_like(kept.marked), kept.scale
     if not given.q.shape[2]:
@@ -229,13 +252,12 @@ def _pull_landmarks(
     call.carry(
         pull_landmarks,
         *(given.q, grad, given.mass, kept.factor, drift, scale, given.starts, given.ends),
-        *(given.matrix, given.wide_matrix, kept.marks, kept.marked, *pulled, dmarks, dmarked, dy, dmass),
+        *(given.matrix, given.wide_matrix, kept.marks, kept.marked, *pulled, dmarks, dmarked, dy),
         *(*strides(given.q), *strides(grad), call.length, call.shape.start, call.shape.oldest),
-        *(call.heads, call.segments, call.chunks, given.low, dmass[0].numel()),
+        *(call.heads, call.segments, call.chunks, given.low, dmarks[0, ..., 0].numel()),
         LEARNED=learned,
     )
-    of_projected = total(dy, dy).flatten(2, 3)
-    return (total(dmarks, dmarks), dmarked), of_projected, total(dmass, dmass).sum((0, 2, 3))
+    return (total(dmarks, dmarks), dmarked), total(dy, dy).flatten(2, 3)
 
 
 def _pull_keys(

@@ -3,7 +3,9 @@
 A program goes through the chunks of its segment from right to left and carries the state of the queries behind them,
 whose values are pulls g_i = [c_i do_i, z_i] (`query_kernels`). With u_s = m_s [v_s, 1] of landmark s:
 
-    dphi(k_s) = sum_i (g_i.u_s) phi(q_i)    du_s = sum_i (phi(q_i).phi(k_s)) g_i
+    dphi(k_s) = sum_i (g_i.u_s) phi(q_i)    dv_s = m_s sum_i (phi(q_i).phi(k_s)) c_i do_i
+
+The gradient of m is not formed here: see `backward._of_mass`.
 """
 
 import triton
@@ -17,7 +19,12 @@ from megakernel.ops.flurka_attention.device import (
 )
 from megakernel.ops.kernel_attention.kernels import pull_of_state, pulls
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient, store_rows
-from megakernel.ops.kernels.states import add_tokens, first_token, load_state, scales_of_addition
+from megakernel.ops.kernels.states import (
+    add_tokens,
+    first_token,
+    load_state,
+    scales_of_addition,
+)
 
 
 @triton.jit
@@ -40,7 +47,6 @@ def pull_landmarks(
     dmarks,
     dmarked,
     dy,
-    dmass,
     q_batch,
     q_head,
     q_row,
@@ -81,8 +87,7 @@ def pull_landmarks(
 ):
     """Gradients of landmarks: dmarks (blocks, B, H_kv, chunks, R, D), dmarked (B, H_kv, chunks, R, V) float32.
 
-    Parts for each block of values, as dy (..., M) of projected landmarks and dmass (blocks, B, H_kv, chunks, R).
-    rows_of_part: B H_kv chunks R.
+    Parts for each block of values, as dy (..., M) of projected landmarks. rows_of_part: B H_kv chunks R.
     """
     segment = tl.program_id(0) % segments
     head = tl.program_id(0) // segments
@@ -126,20 +131,13 @@ def pull_landmarks(
         columns = load_rows(marked + chunk * R * V, V, R, RP, V - column, BV)
         a, b, scales = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
         seen = tl.where(weights != 0, tl.exp(scales + log) if UNBOUNDED else 1.0, 0.0)
-        of_features = rounded(a, dtype)
-        du = dot(of_features, tile, dtype)
-        du_norm = tl.sum(of_features.to(tl.float32) * norm[None, :], 1)
+        du = dot(rounded(a, dtype), tile, dtype)
         if TWO:
-            of_features = rounded(b, dtype)
-            du += dot(of_features, tile2, dtype)
-            du_norm += tl.sum(of_features.to(tl.float32) * norm2[None, :], 1)
-        store_rows(dmarked + chunk * R * V, V, count, du * (seen * weights)[:, None], V - column, BV)
-        # The normalizer is in the first block alone.
-        total = (tl.sum(du * columns, 1) + tl.where(column == 0, du_norm, 0.0)) * seen
-        here = tl.arange(0, RP)
-        tl.store(dmass + part + chunk * R + here, total, mask=here < count)
+            du += dot(rounded(b, dtype), tile2, dtype)
         seen *= weights
+        store_rows(dmarked + chunk * R * V, V, count, du * seen[:, None], V - column, BV)
         columns *= seen[:, None]
+        # The normalizer is in the first block alone.
         of_norm = tl.where(column == 0, seen, 0.0)
         grad_a = pull_of_state(tile, norm, columns, of_norm, dtype)
         grad_b = grad_a

@@ -18,12 +18,11 @@ TILES: dict[tuple[int, int], Tile] = {
     (2, 128): Tile(32, 64, 8),
     (2, 256): Tile(32, 32, 8),
     (4, 64): Tile(32, 32, 4),
-    (4, 128): Tile(16, 32, 8),
-    (4, 256): Tile(16, 16, 8),
 }
 """(bytes of a number, padded features up to this) -> what programs that carry a state hold.
 
-The largest tiles with which nothing goes to local memory on sm_80 or sm_90: `python -m benchmarks.kernel_resources`.
+The largest tiles with which nothing goes to local memory on sm_80 or sm_90, in 16 bits: `python -m
+benchmarks.kernel_resources`.
 """
 
 EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
@@ -48,7 +47,6 @@ WINDOW_TILES: dict[int, Tile] = {
     128: Tile(64, 0, 4),
     256: Tile(32, 0, 4),
     512: Tile(32, 0, 8),
-    1024: Tile(16, 0, 8),
 }
 """Bytes of the widest row that a window compares or adds up -> what programs that carry nothing hold."""
 
@@ -272,7 +270,7 @@ class Call(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call as kernels take them; q stands in place of those that are not there."""
+    """The tensors of a call as kernels take them; an empty one stands in place of those that are not there."""
 
     q: Tensor
     k: Tensor
@@ -312,18 +310,19 @@ class Inputs(NamedTuple):
         q, k, v = rows_together(q), rows_together(k), rows_together(v)
         heads = k.shape[1]
         terms, whole = split_matrix(matrix, heads, q.dtype), split_matrix(matrix, heads, torch.float32)
+        nothing = q.new_empty(0)
         return Inputs(
             q,
             k,
             v,
-            q if terms is None else terms,
-            q if whole is None else whole,
+            nothing if terms is None else terms,
+            nothing if whole is None else whole,
             0 if terms is None else terms.stride(0),
             pool_keys.contiguous(),
             pool_values.contiguous(),
             pool_keys[0].numel() if pool_keys.dim() == 3 else 0,
             mass.contiguous(),
-            q if gate is None else gate.contiguous(),
+            nothing if gate is None else gate.contiguous(),
             far_weight.contiguous(),
-            *(q if given is None else given.contiguous() for given in tables),
+            *(nothing if given is None else given.contiguous() for given in tables),
         )

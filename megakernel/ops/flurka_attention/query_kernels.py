@@ -1,8 +1,10 @@
 """Triton kernels of FLuRKA's backward over queries: their gradients through landmarks, and the state of queries.
 
 With the factor c_i of sums over landmarks (`read_kernel`), f_i = sum_s w_is [v_s, 1] and the drift z_i, the pull of
-their normalizer, dphi(q_i) = sum_s m_s (c_i do_i.v_s + z_i) phi(k_s). One normalizer: z_i = -c_i do_i.o_i. Gated: the
-far part is a quotient of its own, so phi(q_i).dphi(q_i) = 0, from which z_i follows without its output.
+their normalizer, dphi(q_i) = sum_s m_s (c_i do_i.v_s + z_i) phi(k_s). One normalizer: z_i = -c_i do_i.o_i, the sum of
+what window and landmarks have in do_i.o_i. From the rounded o_i it would be off, which shows in the gradients of gamma
+and beta, sums of differences over all tokens. Gated: the far part is a quotient of its own, so phi(q_i).dphi(q_i) = 0,
+from which z_i follows without its output.
 """
 
 import triton
@@ -16,8 +18,8 @@ from megakernel.ops.flurka_attention.device import (
     landmark_weights,
     load_landmarks,
 )
-from megakernel.ops.kernel_attention.kernels import pull_of_state, pulls
-from megakernel.ops.kernels.features import EMPTY, phi, rounded, store_gradient
+from megakernel.ops.kernel_attention.kernels import pulls
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient
 from megakernel.ops.kernels.states import (
     add_tokens,
     first_token,
@@ -144,7 +146,7 @@ def pull_queries(
     gate,
     mass,
     factor,
-    drift,
+    near,
     scale,
     starts,
     ends,
@@ -158,6 +160,7 @@ def pull_queries(
     dq,
     dy,
     along,
+    drift,
     q_batch,
     q_head,
     q_row,
@@ -202,9 +205,10 @@ def pull_queries(
 ):
     """Gradients of queries through landmarks, (blocks, B, H, N, D), and of projected ones (..., M).
 
-    A part for each block of values; with MORE and MORE_PROJECTED they are added to what is there. along (blocks, B, H,
-    N) gets the parts of c_i do_i.f_i, without the normalizer's if GATED; otherwise it is the gradient of far_weight.
-    QUOTIENT: the output does not depend on the length of phi(q). tokens: B H N.
+    A part for each block of values; with MORE and MORE_PROJECTED they are added to what is there. So have drift and
+    along (blocks, B, H, N), of c_i do_i.f_i, without the normalizer's if GATED; otherwise it is the gradient of
+    far_weight. near: the window's part of do_i.o_i, unless GATED. QUOTIENT: the output does not depend on the length of
+    phi(q). tokens: B H N.
     """
     segment = tl.program_id(0) % segments
     head = tl.program_id(0) // segments
@@ -248,51 +252,44 @@ def pull_queries(
             for g in range(G):
                 places = group + g * length + at
                 given = grad + g * g_head + at * g_far
-                pull, of_norm = pulls(
-                    given,
-                    factor + places,
-                    drift + places,
-                    g_row,
-                    left,
-                    C,
-                    V - column,
-                    BV,
-                    (column == 0) & (not GATED),
-                )
-                lifted = pull * of_state[:, None]
-                nothing = tl.zeros((C,), tl.float32)
-                grad_a = pull_of_state(tile, norm, lifted, nothing, dtype)
+                here = tl.arange(0, C)
+                own = tl.load(factor + places + here, mask=inside, other=0.0)
+                # The pull as it is in memory, multiplied by its factor behind the product: nothing is rounded.
+                pull = load_rows(given, g_row, left, C, V - column, BV)
+                grad_a = tl.trans(dot(tile, tl.trans(pull), dtype)) * (own * of_state)[:, None]
                 grad_b = grad_a
                 if TWO:
-                    grad_b = pull_of_state(tile2, norm2, lifted, nothing, dtype)
+                    grad_b = tl.trans(dot(tile2, tl.trans(pull), dtype)) * (own * of_state)[:, None]
                 x = q + g * q_head + at * q_far
                 qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-                grad_a, grad_b = tl.trans(grad_a), tl.trans(grad_b)
-                length_q = tl.sum(qa * qa, 1)
-                along_q = tl.sum(grad_a * qa, 1)
+                # With the features that the output was made of.
+                far = tl.sum(grad_a * rounded(qa, dtype).to(tl.float32), 1)
                 if TWO:
-                    length_q += tl.sum(qb * qb, 1)
-                    along_q += tl.sum(grad_b * qb, 1)
-                here = tl.arange(0, C)
+                    far += tl.sum(grad_b * rounded(qb, dtype).to(tl.float32), 1)
                 if GATED:
-                    tl.store(along + part + g * length + at + here, along_q, mask=inside)
                     # 1 / den(f) is the factor without its share of the gate.
-                    logit = tl.load(gate + places + here, mask=inside, other=0.0)
-                    share = tl.sigmoid(-logit)
-                    own = tl.load(factor + places + here, mask=inside, other=0.0)
-                    of_norm = tl.where(share == 0, 0.0, -along_q * own / tl.where(share == 0, 1.0, share))
+                    share = tl.sigmoid(-tl.load(gate + places + here, mask=inside, other=0.0))
+                    level = tl.where(share == 0, 0.0, far / tl.where(share == 0, 1.0, share))
+                else:
+                    level = far + tl.load(near + places + here, mask=inside & (column == 0), other=0.0)
+                of_norm = -own * level
+                tl.store(drift + part + g * length + at + here, of_norm, mask=inside)
                 of_norms = (of_norm * of_state)[:, None]
                 grad_a += of_norms * norm[None, :]
                 if TWO:
                     grad_b += of_norms * norm2[None, :]
-                if not GATED or QUOTIENT:
-                    along_q = tl.sum(grad_a * qa, 1)
-                    if TWO:
-                        along_q += tl.sum(grad_b * qb, 1)
                 if not GATED:
-                    tl.store(along + part + g * length + at + here, along_q, mask=inside)
+                    far = tl.sum(grad_a * rounded(qa, dtype).to(tl.float32), 1)
+                    if TWO:
+                        far += tl.sum(grad_b * rounded(qb, dtype).to(tl.float32), 1)
+                tl.store(along + part + g * length + at + here, far, mask=inside)
                 if QUOTIENT:
                     # See `kernel_attention.query_kernels.pull_queries`.
+                    length_q = tl.sum(qa * qa, 1)
+                    along_q = tl.sum(grad_a * qa, 1)
+                    if TWO:
+                        length_q += tl.sum(qb * qb, 1)
+                        along_q += tl.sum(grad_b * qb, 1)
                     share = along_q / tl.where(length_q == 0, 1.0, length_q)
                     grad_a -= qa * share[:, None]
                     if TWO:

@@ -77,6 +77,7 @@ def pull_window(
     dq,
     dy,
     delta,
+    near,
     q_batch,
     q_head,
     q_row,
@@ -123,6 +124,7 @@ def pull_window(
 ):
     """Gradients of queries through their windows (B, H, N, D), of projected ones (..., M), and delta (B, H, N).
 
+    Unless GATED also the window's part of delta, near (B, H, N), from values and not from the rounded output.
     Program: a tile of C queries of a head.
     """
     at = (tl.program_id(0) % tiles) * C
@@ -221,6 +223,7 @@ def pull_window(
     WIDTH: tl.constexpr = DH if SOFTMAX else MP
     of_a = tl.zeros((C, WIDTH), tl.float32)
     of_b = tl.zeros((C, WIDTH), tl.float32)
+    total = tl.zeros((C,), tl.float32)
     for place in range(low_key, high_key, BK):
         seats = place + tl.arange(0, BK)
         ka, kb, logs = window_tile(
@@ -255,10 +258,14 @@ def pull_window(
             SOFTMAX,
             UNBOUNDED,
         )
-        slope = (dot(pulls, tl.trans(values), dtype) - shift[:, None]) * of_window[:, None] * change
+        along = dot(pulls, tl.trans(values), dtype)
+        total += tl.sum(weights * along, 1)
+        slope = (along - shift[:, None]) * of_window[:, None] * change
         of_a += dot(slope, ka, dtype)
         if PAIR:
             of_b += dot(slope, kb, dtype)
+    if not GATED:
+        tl.store(near + places + rows, total * of_window, mask=inside)
     gradient = dq + (places + at) * D
     if SOFTMAX:
         store_halves(gradient, of_a, of_b, angles, left, ROTARY, D, H, DH)

@@ -20,7 +20,7 @@ States = tuple[Tensor, Tensor, Tensor]
 
 
 class _Beside(NamedTuple):
-    """What kernels take beside tokens; another tensor in place of one that is not used."""
+    """What kernels take beside tokens; an empty tensor in place of one that is not used."""
 
     mass: Tensor
     starts: Tensor
@@ -47,7 +47,9 @@ class _Beside(NamedTuple):
         masses, shares = (None if x is None else x.to(torch.float32).contiguous() for x in (mass, priors))
         low = 0 if split is None else split.stride(0)
         flags = {"MASSES": mass is not None, "KEYS": 0 if priors is None else priors.shape[-1]}
-        masses, places, terms, shares = (q if x is None else x for x in (masses, starts, split, shares))
+        masses, places, terms, shares = (
+            q.new_empty(0) if x is None else x for x in (masses, starts, split, shares)
+        )
         return _Beside(masses, places, terms, shares, low, flags)
 
 
@@ -274,7 +276,18 @@ def _pull_values(tokens: _Tokens, pulled: States, drift: Tensor) -> tuple[Tensor
     launch(
         value_kernels.pull_values,
         call.grid("pull_values", k, k.shape[2]),
-        *(*tokens[:4], *beside[:4], *_behind(tokens, pulled, drift), dv, dmass, *_sizes(tokens)),
+        # Values themselves have a part in the gradients of masses alone.
+        *(
+            tokens.q,
+            k,
+            v if weighted else v[:0],
+            tokens.grad,
+            *beside[:4],
+            *_behind(tokens, pulled, drift),
+            dv,
+            dmass,
+            *_sizes(tokens),
+        ),
         **tokens.flags,
         **beside.flags,
         **call.options("pull_values", v, tokens.starts),

@@ -1,17 +1,20 @@
 """What a kernel becomes on a GPU that need not be there: registers, spills and shared memory of its machine code."""
 
+import ast
+import hashlib
 import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
-from triton.runtime.jit import mangle_type
+from triton.runtime.jit import JITFunction, mangle_type
 
 from megakernel.ops.kernels.launch import Launch
 
@@ -35,6 +38,45 @@ class Resources(NamedTuple):
 def compile_launch(launch: Launch, capability: int) -> Resources:
     """Compile a noted launch for a GPU of this capability (80, 90), as it would be at run time for these arguments."""
     kernel = launch.kernel
+    signature, constants, attributes = _specialized(launch)
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=places, attrs=attributes)
+    target = GPUTarget("cuda", capability, 32)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    return _resources(triton.compile(source, target=target, options=options))
+
+
+def fingerprint(launch: Launch, capability: int) -> str:
+    """What `compile_launch` goes by, in ten digits: two launches that have the same compile to the same."""
+    sources: dict[str, str] = {}
+    _gather(launch.kernel, sources)
+    told = (triton.__version__, capability, launch.warps, launch.stages, *_specialized(launch))
+    return hashlib.sha256(repr((sorted(sources.items()), told)).encode()).hexdigest()[:10]
+
+
+def _gather(function: JITFunction, found: dict[str, str]) -> None:
+    """Add the text of a kernel, and of all that it calls or names, without comments and docstrings."""
+    name = f"{function.__module__}.{function.__name__}"
+    if name in found:
+        return
+    tree = function.parse()
+    body = tree.body[0].body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        del body[0]
+    found[name] = ast.unparse(tree)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Name):
+            continue
+        value = function.__globals__.get(node.id)
+        if isinstance(value, JITFunction):
+            _gather(value, found)
+        elif isinstance(value, tl.constexpr):
+            found[f"{name}: {node.id}"] = repr(value.value)
+
+
+def _specialized(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list]]:
+    """Types by parameter, compile-time values, and what is known of the others."""
+    kernel = launch.kernel
     signature, constants, attributes = {}, dict(launch.options), {}
     for index, (name, value) in enumerate(zip(kernel.arg_names, launch.arguments)):
         # As at run time: 1 is a constant of its own, and multiples of 16 are known to be.
@@ -46,11 +88,7 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
         if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(launch.options, "constexpr")
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs=places, attrs=attributes)
-    target = GPUTarget("cuda", capability, 32)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    return _resources(triton.compile(source, target=target, options=options))
+    return signature, constants, attributes
 
 
 def _resources(compiled: CompiledKernel) -> Resources:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 
-from megakernel.ops.kernels.features import Phi, padded
+from megakernel.ops.kernels.features import INTERPRETED, Phi, padded
 
 PROGRAMS = 512
 """Programs that a launch should have at least: four on each processor of the largest chips."""
@@ -133,6 +132,7 @@ class Launch(NamedTuple):
     """A launch that was noted down instead of made."""
 
     kernel: Any
+    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     """Tensors and numbers, in the order of the kernel's parameters."""
 
@@ -163,7 +163,7 @@ def launch(
 ) -> None:
     """Start `kernel` on the device of its first argument."""
     if _noted is not None:
-        _noted.append(Launch(kernel, arguments, options, warps, stages))
+        _noted.append(Launch(kernel, grid, arguments, options, warps, stages))
         return
     device = arguments[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -172,4 +172,4 @@ def launch(
 
 def runs_on(device: torch.device) -> bool:
     """Whether kernels take tensors of `device`."""
-    return device.type == "cuda" or knobs.runtime.interpret or _noted is not None
+    return device.type == "cuda" or INTERPRETED.value or _noted is not None

@@ -1,0 +1,78 @@
+"""FLuRKA's kernels under torch.compile and activation checkpointing give what they give without."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megakernel.attention import Rotary
+from megakernel.ops import flurka_attention
+from tests.kernels.comparing import DEVICE
+from tests.kernels.test_flurka_attention import tokens
+
+Attend = Callable[..., Tensor]
+
+
+def compiled(attend: Attend) -> Attend:
+    # Everything that torch.compile traces, without the C++ compiler that its last step would need.
+    return torch.compile(attend, backend="aot_eager")
+
+
+def recomputed_by_megatron(attend: Attend) -> Attend:
+    from megatron.core.tensor_parallel.random import checkpoint
+
+    return partial(checkpoint, attend, False)
+
+
+@pytest.fixture
+def no_random_state_of_a_gpu(monkeypatch):
+    """What Megatron puts back before it computes again, on a machine that has none."""
+    from megatron.core.tensor_parallel import random
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(random, "_get_cuda_rng_state", lambda *_, **__: None)
+        monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
+
+
+WRAPPED: dict[str, Callable[[Attend], Attend]] = {
+    "compiled": compiled,
+    "recomputed": lambda attend: partial(checkpoint, attend, use_reentrant=False),
+    "recomputed, inputs kept by autograd": lambda attend: partial(checkpoint, attend, use_reentrant=True),
+    "recomputed by Megatron": recomputed_by_megatron,
+}
+"""Name -> what is done to a layer's attention."""
+
+FORMS = {"gated": "softmax", "kernel": "kernel"}
+"""Name, as in `tokens` -> the near part."""
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def plain(request) -> tuple[Attend, list[Tensor], Tensor]:
+    """A layer of each form, its inputs with their gradients, and its output."""
+    leaves = tokens(torch.Generator().manual_seed(0), torch.device(DEVICE), form=request.param, length=20)
+    names, inputs = list(leaves), [x.requires_grad_() for x in leaves.values()]
+    options = {"near": FORMS[request.param], "rotary": Rotary(12), "backend": "triton"}
+
+    def attend(*given: Tensor) -> Tensor:
+        named = dict(zip(names, given))
+        return flurka_attention(2 * named.pop("q"), feature_map="hedgehog", **named, **options)[0]
+
+    out = attend(*inputs)
+    out.square().sum().backward()
+    return attend, inputs, out.detach()
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+@pytest.mark.usefixtures("no_random_state_of_a_gpu")
+def test_a_wrapped_layer_gives_the_same_outputs_and_gradients(wrap, plain):
+    attend, inputs, out = plain
+    again = [x.detach().clone().requires_grad_() for x in inputs]
+    found = WRAPPED[wrap](attend)(*again)
+    found.square().sum().backward()
+    assert torch.equal(found, out)
+    for expected, given in zip(inputs, again):
+        assert expected.grad.any()
+        assert torch.equal(given.grad, expected.grad)
