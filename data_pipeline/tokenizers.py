@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.byte_level import is_byte_level
 from megakernel.config.errors import UserError
 
 BPE_EOD = "<|endoftext|>"
@@ -120,7 +121,7 @@ def load(folder: Path | str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     # transformers tells a missing file, an unreachable hub and a malformed file by many types.
     except Exception as error:
         raise UserError(
@@ -132,7 +133,9 @@ def load(folder: Path | str) -> Tokenizer:
             f"tokenizer {str(folder)!r} has no end-of-sequence token to end documents with; "
             "set eos_token in its tokenizer_config.json"
         )
-    return HuggingFaceTokenizer(tokenizer)
+    found, ours = HuggingFaceTokenizer(tokenizer), ByteTokenizer()
+    known = is_byte_level(tokenizer.get_vocab(), ours.eod) and found.encode(_PROBE) == ours.encode(_PROBE)
+    return ours if known else found  # an exported one is known again: data is the same as under its own name
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:

@@ -112,7 +112,7 @@ class Trainer:
         done = resume(self.engine, self.checkpoints, self.layout, self.ranks, self._note)
         source = self.config.init.source
         if done == 0 and source is not None:
-            start_from_weights(source, self.config.model, self.engine, self.ranks, self._note)
+            start_from_weights(source, self.config.model, self.corpora, self.engine, self.ranks, self._note)
         return done
 
     def _enter(self, step: int) -> None:
