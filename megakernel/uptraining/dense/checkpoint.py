@@ -11,7 +11,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from megakernel.config import Model, UserError
+from megakernel.config import Model, UserError, validate_section
 
 from .families import FAMILIES, OWN, OWN_PREFIX, Family, model_section
 from .parts import Part, Same
@@ -61,7 +61,7 @@ class DenseCheckpoint:
         self.folder = folder
         self.config = _config(folder)
         self.section = model_section(self.config, f"{folder / CONFIG}")
-        self.model = Model.model_validate(self.section)
+        self.model = validate_section(Model, self.section, f"{folder / CONFIG}: model")
         self._files = _files(folder)
         self._open = ExitStack()
         self._readers: dict[Path, Any] = {}

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megakernel.config import Model, UserError
+from megakernel.config import Model, UserError, validate_section
 from megakernel.uptraining.dense.families import OWN
 
 CODE_FILE = "modeling_megakernel.py"
@@ -64,7 +64,7 @@ class MegakernelConfig(PreTrainedConfig):
         """`model`, validated. Raises UserError where it is missing or not of this version."""
         if self.model is None:
             raise UserError("config.json has no `model`; export the run again with `megakernel export`")
-        return Model.model_validate(self.model)
+        return validate_section(Model, self.model, "config.json: model")
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Write config.json and, beside it, the code that `trust_remote_code=True` runs."""

@@ -87,6 +87,7 @@ def write_index(folder, files):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
+SECTION = {"num_layers": 2, "hidden_size": 32, "num_heads": 4}
 FAULTS = {
     "no checkpoint": (
         lambda f: (f / "config.json").unlink(),
@@ -127,6 +128,10 @@ FAULTS = {
     "a run's model without its section": (
         lambda f: edit_config(f, model_type="megakernel"),
         "has no `model`; export the run again with `megakernel export`",
+    ),
+    "a run's model with a key too many": (
+        lambda f: edit_config(f, model_type="megakernel", model={**SECTION, "num_head": 4}),
+        "config.json: model.num_head=4 is an unknown key; did you mean num_heads",
     ),
     "a tensor missing": (
         lambda f: edit_tensors(f, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")),

@@ -7,7 +7,10 @@ import pytest
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.config import UserError
+from megakernel.parallel import OneProcess
+from megakernel.training.trainer import model_settings
 from megakernel.uptraining.dense.tokenizer import check_tokenizer, save_tokenizer
+from tests.unit.config import trees
 
 DATA = Path("data/x")
 
@@ -55,3 +58,14 @@ def test_weights_without_a_tokenizer_are_taken_with_a_remark(tmp_path):
 def test_bytes_are_bytes_in_either_form(tmp_path):
     save_tokenizer(ByteTokenizer(), tmp_path)
     assert check_tokenizer(tmp_path, ByteTokenizer().hash, DATA) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [(None, "remove the key or raise it"), ("m", "prepare the data with the tokenizer of init.from=m")],
+)
+def test_a_vocabulary_smaller_than_the_data_needs_is_refused(source, remedy):
+    config = trees.config(model={"vocab_size": 256}, init={"from": source})
+    text = rf"model.vocab_size=256 is smaller than the corpus's tokenizer \(257 ids\); {remedy}"
+    with pytest.raises(UserError, match=text):
+        model_settings(config, OneProcess(), 257)
