@@ -24,16 +24,12 @@ STILL = ("optimizer.lr=1e-30", "optimizer.weight_decay=0", "training.steps=1", *
 """A step of which nothing is left: too small for any weight to change."""
 
 
-def prepare(tokenizer, folder):
-    command = f"prepare --source stdlib --tokenizer {tokenizer} --out {folder} --max-documents 60"
-    assert main([*command.split(), "--validation-fraction", "0.1"]) == 0
-    return folder
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "stdlib"
-    return prepare("byte", folder)
+    command = f"prepare --source stdlib --tokenizer byte --out {folder} --max-documents 60 --validation-fraction 0.1"
+    assert main(command.split()) == 0
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +109,14 @@ def test_what_came_out_goes_in_bit_for_bit(exported, corpus, tmp_path):
 
 
 def test_data_of_another_tokenizer_is_refused(exported, tmp_path):
-    other = prepare("bpe:300", tmp_path / "bpe")
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{number} words of another tokenizer. " * 20)
+    other = tmp_path / "bpe"
+    command = (
+        f"prepare --source {tmp_path / 'text'} --tokenizer bpe:270 --out {other} --validation-fraction 0"
+    )
+    assert main(command.split()) == 0
     config = write_config(tmp_path, other)
     with pytest.raises(RankFailedError) as caught:
         train(config, 1, *STILL, f"init.from={exported}")
