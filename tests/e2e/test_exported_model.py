@@ -34,9 +34,10 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, corpus):
-    """FLuRKA with both kinds of near windows, softmax and Performer, over two tensor ranks."""
+    """FLuRKA with both kinds of near windows, softmax and Performer, over two tensor ranks; its rows grow."""
     config = write_config(tmp_path_factory.mktemp("runs"), corpus)
-    train(config, 2, *OPTIONS, "parallel.tensor=2", "optimizer.lr=1e-2")
+    grows = "training.seq_len_schedule=[{until_step: 1, seq_len: 64, rope_base: 500}]"
+    train(config, 2, *OPTIONS, "parallel.tensor=2", "optimizer.lr=1e-2", grows, "checkpoint.every=1")
     return config.parent / "run"
 
 
@@ -63,6 +64,15 @@ def test_a_folder_is_whole_and_says_how_it_is_loaded(run, tmp_path, capsys):
     assert (generation["eos_token_id"], generation["suppress_tokens"]) == (256, list(range(257, 384)))
     dtypes = {x.dtype for x in load_file(tmp_path / "out" / "model.safetensors").values()}
     assert dtypes == {torch.bfloat16, torch.float32}  # random features keep their digits
+
+
+def test_frequencies_are_those_that_the_weights_know(run, exported, tmp_path):
+    assert main(["export", str(run), "--to", str(tmp_path / "out"), "--step", "1"]) == 0
+    found = []
+    for folder in (tmp_path / "out", exported):
+        config = json.loads((folder / "config.json").read_text())
+        found.append((config["model"]["rope_base"], config["max_position_embeddings"]))
+    assert found == [(500.0, 64), (10_000.0, 128)]
 
 
 @torch.no_grad()

@@ -83,9 +83,11 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values is a {type(cache).__name__}; leave it out, or give a StateCache"
             )
         mask = None if attention_mask is None else self._last_columns(attention_mask, input_ids)
-        hidden = self._hidden(input_ids, mask, cache, use_cache)
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.model.logits(hidden if labels is not None else hidden[keep])
+        last = logits_to_keep if isinstance(logits_to_keep, int) and labels is None else 0
+        hidden = self._hidden(input_ids, mask, cache, use_cache, last)
+        if isinstance(logits_to_keep, Tensor) and labels is None:
+            hidden = hidden[logits_to_keep]
+        logits = self.model.logits(hidden)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **loss_arguments)
@@ -95,22 +97,30 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
         """The matrix of token vectors."""
         return self.model.token_embedding.tokens
 
-    def _hidden(self, tokens: Tensor, mask: Tensor | None, cache: StateCache, use_cache: bool) -> Tensor:
-        """(N, B, C), what the head reads; the cache then knows these tokens, where it is used."""
+    def _hidden(
+        self, tokens: Tensor, mask: Tensor | None, cache: StateCache, use_cache: bool, last: int
+    ) -> Tensor:
+        """What the head reads, (N, B, C), of the `last` tokens or, where that is 0, of all.
+
+        The cache then knows all of them, where it is used.
+        """
         before = Places.start(tokens) if cache.places is None else cache.places
         restarts_after = self.config.eos_token_id if self.config.isolate_documents else None
         positions, after = read_on(tokens, mask, before, restarts_after)
         self._check(positions)
         if cache.states is None and not use_cache:
-            return self.model.hidden(tokens, positions)
+            return self.model.hidden(tokens, positions)[-last:]
         size = tokens.shape[1] if torch.is_grad_enabled() else CHUNK
-        hidden, states = [], cache.states
+        kept: list[Tensor] = []
+        states = cache.states
         for chunk in zip(tokens.split(size, 1), positions.split(size, 1)):
-            of_chunk, states = self.model.extend(*chunk, states)
-            hidden.append(of_chunk)
+            hidden, states = self.model.extend(*chunk, states)
+            kept.append(hidden)
+            if last:
+                kept = [torch.cat(kept)[-last:]]
         if use_cache:
             cache.states, cache.places, cache.tokens = states, after, cache.tokens + tokens.shape[1]
-        return torch.cat(hidden)
+        return torch.cat(kept)
 
     def _check(self, positions: Tensor) -> None:
         section = self.model.settings.model

@@ -98,7 +98,9 @@ def test_a_long_prompt_is_read_by_chunks(mixed, monkeypatch):
     whole = mixed(ids).logits
     monkeypatch.setattr("megakernel.uptraining.pretrained.model.CHUNK", 16)
     assert_same(mixed(ids).logits, whole)
-    assert_same(mixed(ids, logits_to_keep=3).logits, whole[:, -3:])
+    for cached in (True, False):
+        assert_same(mixed(ids, logits_to_keep=3, use_cache=cached).logits, whole[:, -3:])
+        assert_same(mixed(ids, logits_to_keep=torch.tensor([4, 40])).logits, whole[:, [4, 40]])
 
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": EOD}
