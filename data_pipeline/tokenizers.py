@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.byte_level import is_byte_level
 from megakernel.config.errors import UserError
 
 BPE_EOD = "<|endoftext|>"
@@ -117,10 +118,12 @@ def load(folder: Path | str) -> Tokenizer:
     """
     if (Path(folder) / BYTE_FILE).is_file():
         return ByteTokenizer()
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedConfig
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        # Given, so that no config.json is looked at that names code to run: a tokenizer needs none of it.
+        config = PreTrainedConfig() if _names_code(Path(folder)) else None
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, trust_remote_code=False)
     # transformers tells a missing file, an unreachable hub and a malformed file by many types.
     except Exception as error:
         raise UserError(
@@ -132,7 +135,16 @@ def load(folder: Path | str) -> Tokenizer:
             f"tokenizer {str(folder)!r} has no end-of-sequence token to end documents with; "
             "set eos_token in its tokenizer_config.json"
         )
-    return HuggingFaceTokenizer(tokenizer)
+    found, ours = HuggingFaceTokenizer(tokenizer), ByteTokenizer()
+    known = is_byte_level(tokenizer.get_vocab(), ours.eod) and found.encode(_PROBE) == ours.encode(_PROBE)
+    return ours if known else found  # an exported one is known again: data is the same as under its own name
+
+
+def _names_code(folder: Path) -> bool:
+    try:
+        return "auto_map" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:

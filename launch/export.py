@@ -6,7 +6,7 @@ from pathlib import Path
 from launch.run_arguments import add_run_arguments
 
 HELP = "write a run's model as a Hugging Face checkpoint"
-EXAMPLE = "megakernel export runs/softmax --to models/softmax"
+EXAMPLE = "megakernel export runs/demo --to models/demo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,4 +29,6 @@ def run(args: argparse.Namespace) -> int:
 
     config = export(args.run_folder, args.to, step=args.step, dtype=args.dtype)
     print(f"{args.to}: {config['architectures'][0]} in {config['dtype']}, with its tokenizer")
+    if "auto_map" in config:
+        print("load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)")
     return 0

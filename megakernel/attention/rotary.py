@@ -63,7 +63,8 @@ def frequencies(head_dim: int, base: float, scaling: RopeScaling) -> tuple[Tenso
         if head_dim == 2:
             raise ValueError("head_dim=2: rope_scaling kind ntk needs a second pair; take kind linear")
         base = base * factor ** (head_dim / (head_dim - 2))
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    # Named: they are no weights, which a model that is built on no device gets later.
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     plain = base**-exponents
     if scaling.kind == "linear":
         return plain / factor, 1.0
@@ -93,7 +94,7 @@ def _yarn_kept(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
 
     first = max(math.floor(pair_turning(scaling.beta_fast or 32.0)), 0)
     last = min(math.ceil(pair_turning(scaling.beta_slow or 1.0)), head_dim - 1)
-    pairs = torch.arange(head_dim // 2, dtype=torch.float64)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
     # A ramp of no width is a step.
     return 1 - ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
 

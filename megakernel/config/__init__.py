@@ -12,6 +12,7 @@ from .resume import Difference, check_same_run, differences
 from .rope import RopeScaling
 from .training import Checkpoint, Logging, Optimizer, Schedule, Training
 from .tree import Config, Run
+from .validation import validate_section
 from .world import data_parallel_size
 
 __all__ = [
@@ -52,4 +53,5 @@ __all__ = [
     "from_yaml",
     "load",
     "to_yaml",
+    "validate_section",
 ]

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -11,6 +11,8 @@ from .checks import agreement
 from .errors import MISSING, ConfigError, Problem, nearest_first
 from .section import Section
 from .tree import Config
+
+S = TypeVar("S", bound=Section)
 
 
 def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) -> Config:
@@ -39,6 +41,15 @@ def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) ->
     if problems:
         raise ConfigError(problems)
     return Config(**sections)
+
+
+def validate_section(kind: type[S], value: Mapping[str, Any], name: str) -> S:
+    """One section that stands outside a `Config`; ConfigError holds all its problems, their keys under `name`."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        found = [problem for detail in error.errors() for problem in _problems_of(detail, kind, value)]
+        raise ConfigError([problem.under(name) for problem in found]) from None
 
 
 def _problems_of(detail: ErrorDetails, annotation: Any, value: Any) -> Iterator[Problem]:

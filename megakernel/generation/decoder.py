@@ -32,15 +32,13 @@ class Decoder:
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Read one or more tokens; logits (V,) of the token after the last."""
-        logits = torch.empty(0)
         for start in range(0, len(tokens), self._chunk_size):
             chunk = tokens[start : start + self._chunk_size]
             ids, positions = (
                 torch.tensor([row], device=self._device) for row in (chunk, self._places(chunk))
             )
-            of_chunk, self.states = self._model.extend(ids, positions, self.states)
-            logits = of_chunk[0, -1]
-        return logits
+            hidden, self.states = self._model.extend(ids, positions, self.states)
+        return self._model.logits(hidden[-1:])[0, -1]
 
     def _places(self, tokens: Sequence[int]) -> list[int]:
         """Positions as in training (data_pipeline.loader.cut)."""

@@ -1,6 +1,6 @@
 """Transformer language models from Megatron-core parts around `megakernel.attention`."""
 
-from .language_model import MEASURES, LanguageModel, layer_list, pipeline
+from .language_model import MEASURES, LanguageModel, cast, layer_list, pipeline
 from .self_attention import rotate_by
 from .settings import ModelSettings, padded_vocab_size
 from .stream import IGNORED
@@ -10,6 +10,7 @@ __all__ = [
     "MEASURES",
     "LanguageModel",
     "ModelSettings",
+    "cast",
     "layer_list",
     "padded_vocab_size",
     "pipeline",

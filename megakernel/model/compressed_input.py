@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megakernel.attention import SequencePiece
 from megakernel.attention.low_rank import LowRankAttention
-from megakernel.parallel import Mesh, replicated, total
+from megakernel.parallel import Mesh, OneProcess, replicated, total
 
 
 class Tokens(NamedTuple):
@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
     """Place of the first of them within the piece."""
 
 
-def share_tokens(hidden: Tensor, mesh: Mesh) -> Tokens:
+def share_tokens(hidden: Tensor, mesh: Mesh | OneProcess) -> Tokens:
     """Each tensor rank's tokens: its own under sequence parallelism, an equal share of the copies otherwise.
 
     Gradients of all uses are summed over the tensor ranks on the way back.
@@ -47,7 +47,7 @@ def project(
     weight: Tensor,
     parts: tuple[int, int, int],
     core: LowRankAttention,
-    mesh: Mesh,
+    mesh: Mesh | OneProcess,
     piece: SequencePiece,
     padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:

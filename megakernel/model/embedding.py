@@ -3,9 +3,10 @@
 from abc import ABC, abstractmethod
 
 import torch
-from megatron.core.tensor_parallel import VocabParallelEmbedding, scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor, nn
 
+from .linear import embedding
 from .settings import ModelSettings, drawn_from
 from .stream import Stream
 
@@ -19,22 +20,15 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
-        transformer = settings.transformer
+        self.scattered = settings.mesh.sequence_parallel
         with drawn_from(settings.seed, "embedding"):
-            self.tokens = VocabParallelEmbedding(
-                settings.vocab_size,
-                settings.model.hidden_size,
-                init_method=transformer.init_method,
-                reduce_scatter_embeddings=settings.mesh.sequence_parallel,
-                config=transformer,
-                tp_group=settings.mesh.tp.group,
-            )
+            self.tokens = embedding(settings)
 
     def forward(self, stream: Stream) -> Stream:
         """The stream's token ids become hidden states (N, B, C); N / tp tokens under sequence parallelism."""
         ids, *rest = stream
         hidden = self.tokens(ids)
-        if not self.tokens.reduce_scatter_embeddings:  # the scatter has already put the sequence first
+        if not self.scattered:  # the scatter has already put the sequence first
             hidden = hidden.transpose(0, 1).contiguous()
         return (hidden, *rest)
 

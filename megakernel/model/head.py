@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     vocab_parallel_cross_entropy,
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops.dispatch import Implementation, Kernels, choose
 
+from .linear import column_linear
 from .norm import Norm
 from .settings import ModelSettings, drawn_from
 from .stream import IGNORED, Stream
@@ -39,7 +39,7 @@ class OutputHead(nn.Module):
         transformer = settings.transformer
         self.settings = settings
         with drawn_from(settings.seed, "head"):
-            self.linear = ColumnParallelLinear(
+            self.linear = column_linear(settings)(
                 settings.model.hidden_size,
                 settings.vocab_size,
                 config=transformer,
@@ -106,6 +106,8 @@ def for_vocabulary(hidden: Tensor, settings: ModelSettings) -> Tensor:
     Each tensor rank's rows give part of the hidden states' gradient: backward sums the parts.
     """
     group = settings.mesh.tp.group
+    if settings.mesh.tp.size == 1:
+        return hidden
     if settings.mesh.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, group=group)
     return copy_to_tensor_model_parallel_region(hidden, group=group)

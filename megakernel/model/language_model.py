@@ -4,10 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor, nn
+
+from megakernel.parallel import Mesh
 
 from .classifier import ClassifierHead
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
@@ -33,7 +36,7 @@ def layer_list(settings: ModelSettings) -> list[LayerSpec]:
     Outside training the head may measure more than the loss: see MEASURES.
     """
     model = settings.model
-    spec = layer_spec()
+    spec = layer_spec(settings)
     body = [LayerSpec(spec.module, settings, index, spec.submodules) for index in range(model.num_layers)]
     positions = [LayerSpec(POSITIONS[model.position], settings)] if model.position in POSITIONS else []
     first, last = LayerSpec(TokenEmbedding, settings), LayerSpec(OutputHead, settings)
@@ -51,6 +54,7 @@ def _tied_loss(embedding: TokenEmbedding, stream: Stream, settings: ModelSetting
 
 def pipeline(settings: ModelSettings, loss_scale: Callable[[], float]) -> PipelineModule:
     """The layers as a DeepSpeed pipeline over the mesh; its loss is multiplied by what `loss_scale` then says."""
+    assert isinstance(settings.mesh, Mesh)
     return PipelineModule(
         layer_list(settings),
         topology=settings.mesh.topology,
@@ -108,8 +112,15 @@ class LanguageModel(nn.Module):
         assert isinstance(head, ClassifierHead)
         return F.log_softmax(head.logits(*stream), dim=-1)
 
+    def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What the head reads, (N, B, C), of whole rows (B, N)."""
+        stream: Stream = (tokens, positions)
+        for layer in self.walk[:-1]:
+            stream = layer(stream)
+        return stream[0]
+
     def extend(self, tokens: Tensor, positions: Tensor, states: list[Any] | None) -> tuple[Tensor, list[Any]]:
-        """Logits (B, N, V) of tokens (B, N) that follow those in `states` (None: the beginning), and the new states.
+        """`hidden` of tokens (B, N) that follow those in `states` (None: the beginning), and the new states.
 
         The states' size does not grow with the number of tokens for kernelized layers; a softmax layer keeps its keys.
         """
@@ -123,10 +134,22 @@ class LanguageModel(nn.Module):
                 leaving.append(state)
             else:
                 stream = layer(stream)
-        hidden = for_vocabulary(stream[0], self.settings)
-        logits = F.linear(hidden, self.output_matrix)
-        logits = gather_from_tensor_model_parallel_region(logits, group=self.settings.mesh.tp.group)
-        return logits.transpose(0, 1), leaving
+        return stream[0], leaving
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states (N, B, C) -> logits (B, N, V) of the tokens that follow."""
+        rows = for_vocabulary(hidden, self.settings).transpose(0, 1)
+        logits = F.linear(rows, self.output_matrix)
+        if self.settings.mesh.tp.size == 1:
+            return logits
+        return gather_from_tensor_model_parallel_region(logits, group=self.settings.mesh.tp.group)
+
+    @property
+    def token_embedding(self) -> TokenEmbedding:
+        """The first layer."""
+        first = self.tied_modules[TIED] if TIED in self.tied_modules else self.get_submodule("0")
+        assert isinstance(first, TokenEmbedding)
+        return first
 
     @property
     def output_matrix(self) -> Tensor:
@@ -135,6 +158,11 @@ class LanguageModel(nn.Module):
             head = self.walk[-1]
             assert isinstance(head, OutputHead)
             return head.linear.weight
-        embedding = self.tied_modules[TIED]
-        assert isinstance(embedding, TokenEmbedding)
-        return embedding.tokens.weight
+        return self.token_embedding.tokens.weight
+
+
+def cast(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
+    """The model as DeepSpeed casts it for training: all parameters, also those that a half-precision layer keeps."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model.to(dtype)

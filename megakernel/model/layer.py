@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megakernel.ops.layers import swiglu
 from megakernel.parallel import replicated
 
+from .linear import column_linear, row_linear
 from .norm import Norm
 from .recompute import recomputed
 from .self_attention import SelfAttention, SelfAttentionSubmodules
@@ -30,22 +30,21 @@ class LayerSubmodules:
     mlp: ModuleSpec | type
 
 
-def layer_spec() -> ModuleSpec:
+def layer_spec(settings: ModelSettings) -> ModuleSpec:
     """The layer as a Megatron-core spec; a variant replaces a part."""
+    column, row = column_linear(settings), row_linear(settings)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=LayerSubmodules(
             attention_norm=Norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
-                submodules=SelfAttentionSubmodules(qkv=ColumnParallelLinear, output=RowParallelLinear),
+                submodules=SelfAttentionSubmodules(qkv=column, output=row),
             ),
             mlp_norm=Norm,
             mlp=ModuleSpec(
                 module=MLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=ColumnParallelLinear, activation_func=swiglu, linear_fc2=RowParallelLinear
-                ),
+                submodules=MLPSubmodules(linear_fc1=column, activation_func=swiglu, linear_fc2=row),
             ),
         ),
     )

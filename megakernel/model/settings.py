@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megakernel.config import Model
-from megakernel.parallel import Mesh
+from megakernel.parallel import Mesh, OneProcess
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -29,8 +29,8 @@ class ModelSettings:
     vocab_size: int
     """Rows of the embedding, padded to model.vocab_multiple."""
 
-    mesh: Mesh
-    """Where this process stands among the others."""
+    mesh: Mesh | OneProcess
+    """Where this process stands among the others, or that there are none."""
 
     seed: int = 0
     """Run seed: weights are drawn from (seed, layer) alone, whole, and then cut."""

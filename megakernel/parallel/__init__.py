@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megakernel.parallel.device import prepare_device
     from megakernel.parallel.mesh import Mesh
+    from megakernel.parallel.one_process import OneProcess
     from megakernel.parallel.tensor import mark_head_parameters, replicated, total
 
-__all__ = ["Mesh", "mark_head_parameters", "prepare_device", "replicated", "total"]
+__all__ = ["Mesh", "OneProcess", "mark_head_parameters", "prepare_device", "replicated", "total"]
 
 _HOMES = {
     "Mesh": "mesh",
+    "OneProcess": "one_process",
     "mark_head_parameters": "tensor",
     "prepare_device": "device",
     "replicated": "tensor",

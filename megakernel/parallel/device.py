@@ -33,7 +33,7 @@ def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     # Megatron overlaps collectives with matrix products; one connection keeps the order they were queued in.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    _quieten_libraries()
+    quieten_libraries()
     if kind == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -69,7 +69,8 @@ _NOISE = (
 )
 
 
-def _quieten_libraries() -> None:
+def quieten_libraries() -> None:
+    """Keep what Megatron-core and torch warn of when they are imported, and nobody can change, off the console."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
 

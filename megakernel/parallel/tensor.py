@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
-from megakernel.attention import AttentionLayer, HeadShard
+from megakernel.attention import ALL_HEADS, AttentionLayer, HeadShard
 from megakernel.parallel.axis import Axis
 
 
@@ -67,6 +67,8 @@ class _Total(torch.autograd.Function):
 
 def head_shard(tp: Axis) -> HeadShard:
     """The heads of every attention layer that this process holds: consecutive ones, equally many on each."""
+    if tp.size == 1:
+        return ALL_HEADS
     return HeadShard(tp.rank, tp.size, partial(replicated, group=tp.group))
 
 

@@ -14,6 +14,7 @@ from data_pipeline.batch import Batch
 from megakernel import attention
 from megakernel.config import Config, Phase
 from megakernel.model import IGNORED, MEASURES, LanguageModel, ModelSettings, pipeline, rotate_by
+from megakernel.parallel import Mesh
 
 from .checkpoint_files import record
 from .context_traffic import ContextTraffic
@@ -45,6 +46,7 @@ class Engine:
 
     def __init__(self, config: Config, settings: ModelSettings):
         mesh = settings.mesh
+        assert isinstance(mesh, Mesh)
         self.config = config
         self.mesh = mesh
         self.micro_batches = micro_batches_per_step(config.training, mesh)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from megakernel.config import Parallel
-from megakernel.model import LanguageModel, rotate_by
+from megakernel.model import LanguageModel, cast, rotate_by
 from megakernel.parallel import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
 
@@ -29,10 +29,6 @@ def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) ->
         # A run whose rows grow may change its frequencies with them: the weights know those they were trained with.
         rotate_by(model, run.config.training.phase_behind(run.checkpoint.step).model(run.config.model))
         load_whole_weights(model, run.checkpoint)
-        dtype = _DTYPES[run.config.training.dtype]
-        for parameter in model.parameters():
-            # What training saw: DeepSpeed rounds all parameters, also those that a half-precision layer would keep.
-            parameter.data = parameter.data.to(device, dtype)
-        yield model.to(device, dtype).eval()
+        yield cast(model, _DTYPES[run.config.training.dtype]).to(device).eval()
     finally:
         mesh.destroy()

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from data_pipeline.corpus import Corpora
 from megakernel.config import Model, UserError
 from megakernel.uptraining.dense import DenseCheckpoint, is_dense_checkpoint
+from megakernel.uptraining.dense.tokenizer import check_tokenizer
 
 from .checkpoint import Checkpoint
 from .checkpoint_files import CheckpointTensors
@@ -43,12 +45,15 @@ def resume(
     return found.checkpoint.step
 
 
-def start_from_weights(source: Path, model: Model, engine: Engine, ranks: Ranks, note: Note) -> None:
+def start_from_weights(
+    source: Path, model: Model, corpora: Corpora, engine: Engine, ranks: Ranks, note: Note
+) -> None:
     """Take the weights alone: of a run's newest good checkpoint, of a checkpoint folder, or of a dense model.
 
     Says which weights stay as they were drawn, and which were left out; a dense model has to give all but those of
     attention mechanisms, and to have no others.
-    Raises UserError, alike on all ranks, where there is no checkpoint or the model is another one.
+    Raises UserError, alike on all ranks, where there is no checkpoint, the model is another one, or the data was
+    prepared with another tokenizer.
     """
     tensors: WholeTensors
     refused: list[str] = []
@@ -58,6 +63,9 @@ def start_from_weights(source: Path, model: Model, engine: Engine, ranks: Ranks,
         tensors = DenseCheckpoint(source)
     else:
         tensors = CheckpointTensors(ranks.first(lambda: _source(source)))
+    digest, corpus = corpora.tokenizer_hash, corpora.train[0].folder
+    if remark := ranks.first(lambda: check_tokenizer(source, digest, corpus)):
+        note(remark)
     comparison = engine.load_weights(tensors)
     remedy = "give the model the checkpoint's sizes, or choose another checkpoint"
     refused += [f"{line}; {remedy}" for line in comparison.misshapen]

@@ -12,7 +12,7 @@ from data_pipeline.packing import packing_table
 from megakernel.analysis.flops import training_flops_per_token
 from megakernel.config import Config, Masking, RunFailed, UserError
 from megakernel.model import ModelSettings, padded_vocab_size
-from megakernel.parallel import Mesh
+from megakernel.parallel import Mesh, OneProcess
 
 from .bits import bits_per_byte
 from .checkpoint import Progress
@@ -112,7 +112,7 @@ class Trainer:
         done = resume(self.engine, self.checkpoints, self.layout, self.ranks, self._note)
         source = self.config.init.source
         if done == 0 and source is not None:
-            start_from_weights(source, self.config.model, self.engine, self.ranks, self._note)
+            start_from_weights(source, self.config.model, self.corpora, self.engine, self.ranks, self._note)
         return done
 
     def _enter(self, step: int) -> None:
@@ -244,7 +244,7 @@ class Trainer:
             self.console.note(text)
 
 
-def model_settings(config: Config, mesh: Mesh, vocab_size: int) -> ModelSettings:
+def model_settings(config: Config, mesh: Mesh | OneProcess, vocab_size: int) -> ModelSettings:
     """How this process builds its part of the configured model.
 
     Raises UserError where model.vocab_size is smaller than the tokenizer's vocabulary.
@@ -255,9 +255,12 @@ def model_settings(config: Config, mesh: Mesh, vocab_size: int) -> ModelSettings
         beside = (
             f", and {config.model.special_ids} of a {config.model.kind}" if config.model.special_ids else ""
         )
+        source = config.init.source
+        remedy = "remove the key or raise it"
+        if source is not None:
+            remedy = f"prepare the data with the tokenizer of init.from={source}"
         raise UserError(
-            f"model.vocab_size={wanted} is smaller than the corpus's tokenizer ({vocab_size} ids{beside}); "
-            "remove the key or raise it"
+            f"model.vocab_size={wanted} is smaller than the corpus's tokenizer ({vocab_size} ids{beside}); {remedy}"
         )
     model = config.model
     if model.max_positions is None:

@@ -1,4 +1,4 @@
-"""A run's softmax model as a folder that `transformers` loads without Megakernel."""
+"""A run's model as a folder that `transformers` loads: a plain architecture where one fits, else our own class."""
 
 import json
 import os
@@ -8,24 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from data_pipeline import tokenizers
-from megakernel.config import Config, UserError
+from data_pipeline.tokenizers import Tokenizer
+from megakernel.config import Model, UserError
 from megakernel.training.checkpoint_files import CheckpointTensors
 from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
 from megakernel.training.universal import WEIGHT
 
-from .dense.checkpoint import CONFIG, INDEX, ONE_FILE, embedding_name, our_parts
+from .dense.checkpoint import CONFIG, embedding_name, our_parts
 from .dense.configs import plain_config
 from .dense.families import FAMILIES
 from .dense.tokenizer import save_tokenizer
+from .shards import write_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SHARD_BYTES = 5 * 10**9
-"""Of one safetensors file, at most, unless a tensor is larger."""
 
 
 def export(
@@ -34,88 +33,102 @@ def export(
     """Write safetensors, config.json, generation_config.json and the tokenizer; returns config.json.
 
     Args:
-        run_folder: of a causal model with softmax attention in every layer.
+        run_folder: of a causal_lm.
         to: a folder that does not exist yet, or is empty; nothing is left there where the export fails.
         step: which checkpoint; None takes the newest good one.
         dtype: float32, bfloat16 or float16; None takes that of training.
 
     Raises:
-        UserError: no run, a model that no plain architecture has, a folder that is in use.
+        UserError: no run, another kind of model, a folder that is in use.
     """
     run = TrainedRun.find(run_folder, step)
+    if not run.config.model.is_causal:
+        raise UserError(
+            f"model.kind={run.config.model.kind} of {run_folder} is not exported; give a run of a causal_lm"
+        )
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to} is in use; name a new folder")
-    tensors = CheckpointTensors(run.checkpoint)
-    config = _configuration(run.config, tensors)
-    target = DTYPES[dtype or run.config.training.dtype]
-    config["dtype"] = str(target).removeprefix("torch.")
+    tokenizer = tokenizers.load(tokenizer_folder(run_folder))
+    source = _Source(run, tokenizer, DTYPES[dtype or run.config.training.dtype])
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent) as partial:
         folder = Path(partial) / "model"
         folder.mkdir()
-        tokenizer = tokenizers.load(tokenizer_folder(run_folder))
         save_tokenizer(tokenizer, folder)
-        _write(folder / CONFIG, config | {"eos_token_id": tokenizer.eod})
-        _write(folder / "generation_config.json", {"eos_token_id": tokenizer.eod, "do_sample": True})
-        parts = our_parts(FAMILIES[config["model_type"]], run.config.model)
-        _save(
-            folder,
-            ((x, y.to(target)) for name in sorted(parts) for x, y in _theirs(tensors, name, parts[name])),
-        )
+        _write(folder / "generation_config.json", source.generation)
+        config = source.write_plain(folder) or source.write_own(folder)
         if to.exists():
             to.rmdir()
         os.replace(folder, to)
     return config
 
 
-def _configuration(config: Config, tensors: CheckpointTensors) -> dict[str, Any]:
-    model = config.model
-    kinds = {model.layer_attention(layer).similarity for layer in range(model.num_layers)}
-    plain = all(
-        model.layer_attention(layer) == model.layer_attention(layer).model_validate({"similarity": "softmax"})
-        for layer in range(model.num_layers)
-    )
-    if not model.is_causal or not plain:
-        raise UserError(
-            f"model.kind={model.kind} with {', '.join(sorted(map(str, kinds)))} attention has no plain architecture; "
-            "only a causal_lm with softmax in every layer is exported so far"
+class _Source:
+    """A run's model, with the rotary frequencies that its weights know."""
+
+    def __init__(self, run: TrainedRun, tokenizer: Tokenizer, dtype: torch.dtype):
+        phase = run.config.training.phase_behind(run.checkpoint.step)
+        self.run = run
+        self.dtype = dtype
+        self.eod = tokenizer.eod
+        self.model = _with_position_rows(phase.model(run.config.model), run.config.training.seq_len)
+        self.tensors = CheckpointTensors(run.checkpoint)
+        self.seq_len = phase.training.seq_len
+        self.rows, _ = self.tensors.shape(embedding_name(self.model))
+        self.ids = tokenizer.vocab_size
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """generation_config.json. Rows that pad the embedding stand for nothing, and are never drawn."""
+        settings = {"eos_token_id": self.eod, "pad_token_id": self.eod, "do_sample": True}
+        padding = list(range(self.ids, self.rows))
+        return settings | ({"suppress_tokens": padding} if padding else {})
+
+    def write_plain(self, folder: Path) -> dict[str, Any] | None:
+        """As an architecture of `transformers`; None, with nothing written, where none has the model's parts."""
+        config = plain_config(self.model, self.rows, self.seq_len)
+        if config is None:
+            return None
+        config |= {"eos_token_id": self.eod, "dtype": str(self.dtype).removeprefix("torch.")}
+        _write(folder / CONFIG, config)
+        parts = our_parts(FAMILIES[config["model_type"]], self.model)
+        write_tensors(folder, self._theirs(parts))
+        return config
+
+    def write_own(self, folder: Path) -> dict[str, Any]:
+        """As `MegakernelForCausalLM`."""
+        from .pretrained import MegakernelConfig, MegakernelForCausalLM
+
+        config = MegakernelConfig(
+            model=self.model.model_dump(mode="json"),
+            vocab_size=self.rows,
+            max_position_embeddings=self.seq_len,
+            isolate_documents=self.run.config.data.isolate_documents,
+            eos_token_id=self.eod,
+            architectures=[MegakernelForCausalLM.__name__],
         )
-    rows, _ = tensors.shape(embedding_name(model))
-    return plain_config(model, rows, config.training.seq_len)
+        with torch.device("meta"):  # its tensors' names and dtypes, without memory
+            like = MegakernelForCausalLM._from_config(config, dtype=self.dtype).state_dict()
+        config.save_pretrained(folder)
+        write_tensors(folder, ((name, self._own(name).to(x.dtype)) for name, x in like.items()))
+        return config.to_dict()
+
+    def _theirs(self, parts: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        for name in sorted(parts):
+            split = parts[name].split(self._read(name))
+            yield from zip(parts[name].theirs, (tensor.to(self.dtype) for tensor in split))
+
+    def _own(self, name: str) -> Tensor:
+        return self._read(name.removeprefix("model."))
+
+    def _read(self, name: str) -> Tensor:
+        return self.tensors.read(name, [WEIGHT])[WEIGHT]
 
 
-def _theirs(tensors: CheckpointTensors, name: str, part: Any) -> Iterator[tuple[str, Tensor]]:
-    return zip(part.theirs, part.split(tensors.read(name, [WEIGHT])[WEIGHT]))
-
-
-def _save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write files of at most SHARD_BYTES, holding one at a time in memory."""
-    shards: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-    size = total = 0
-
-    def close() -> None:
-        save_file(shard, folder / f"part-{len(shards)}", {"format": "pt"})
-        shards.append(list(shard))
-        shard.clear()
-
-    for name, tensor in tensors:
-        count = tensor.numel() * tensor.element_size()
-        if shard and size + count > SHARD_BYTES:
-            close()
-            size = 0
-        shard[name] = tensor.contiguous()
-        size, total = size + count, total + count
-    close()
-    if len(shards) == 1:
-        (folder / "part-0").rename(folder / ONE_FILE)
-        return
-    weights: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"part-{number}").rename(folder / file)
-        weights |= dict.fromkeys(names, file)
-    _write(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weights})
+def _with_position_rows(model: Model, seq_len: int) -> Model:
+    if model.max_positions is None and model.has_position_rows:
+        return model.model_copy(update={"max_positions": seq_len})
+    return model
 
 
 def _write(path: Path, value: Any) -> None:

@@ -11,10 +11,10 @@ import safetensors
 import torch
 from torch import Tensor
 
-from megakernel.config import Model, UserError
+from megakernel.config import Model, UserError, validate_section
 
-from .families import FAMILIES, Family, model_section
-from .parts import Part
+from .families import FAMILIES, OWN, OWN_PREFIX, Family, model_section
+from .parts import Part, Same
 
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
@@ -61,21 +61,24 @@ class DenseCheckpoint:
         self.folder = folder
         self.config = _config(folder)
         self.section = model_section(self.config, f"{folder / CONFIG}")
-        self.model = Model.model_validate(self.section)
+        self.model = validate_section(Model, self.section, f"{folder / CONFIG}: model")
         self._files = _files(folder)
         self._open = ExitStack()
         self._readers: dict[Path, Any] = {}
         self._check_names()
 
-    @property
-    def family(self) -> Family:
-        """What config.json names."""
-        return FAMILIES[self.config["model_type"]]
-
     @cached_property
     def parts(self) -> dict[str, Part]:
         """Our names -> what they are made of."""
-        return our_parts(self.family, self.model)
+        if self._family is None:
+            return {name: Same((OWN_PREFIX + name,)) for name in _own_names(self.model)}
+        return our_parts(self._family, self.model)
+
+    @property
+    def _family(self) -> Family | None:
+        """What config.json names; None for a model with our own tensors."""
+        kind = self.config["model_type"]
+        return None if kind == OWN else FAMILIES[kind]
 
     @property
     def names(self) -> set[str]:
@@ -85,8 +88,14 @@ class DenseCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of one of our tensors, from the files' headers."""
         part = self.parts[name]
-        shapes = (self._reader(theirs).get_slice(self._found(theirs)).get_shape() for theirs in part.theirs)
-        return tuple(part.join([torch.empty(shape, device="meta") for shape in shapes]).shape)
+        shapes = [self._reader(theirs).get_slice(self._found(theirs)).get_shape() for theirs in part.theirs]
+        try:
+            return tuple(part.join([torch.empty(shape, device="meta") for shape in shapes]).shape)
+        except RuntimeError:  # heads or columns that do not go into the sizes
+            found = ", ".join(f"{theirs} {tuple(shape)}" for theirs, shape in zip(part.theirs, shapes))
+            raise UserError(
+                f"{self.folder}: {found} do not fit {CONFIG}; download both again, or correct {CONFIG}"
+            ) from None
 
     def read(self, name: str, keys: Iterable[str] = ("fp32",)) -> dict[str, Tensor]:
         """One of our tensors, in the checkpoint's dtype, as the value of a universal checkpoint's key for weights."""
@@ -125,10 +134,9 @@ class DenseCheckpoint:
     def _check_names(self) -> None:
         wanted = {self._found(theirs) for part in self.parts.values() for theirs in part.theirs}
         spare = _TIED_HEADS if self.model.tie_embeddings else ()
+        ignored = () if self._family is None else self._family.ignored
         extra = [
-            name
-            for name in self._files.keys() - wanted
-            if name not in spare and not name.endswith(self.family.ignored)
+            name for name in self._files.keys() - wanted if name not in spare and not name.endswith(ignored)
         ]
         for names, what in ((wanted - self._files.keys(), "misses"), (set(extra), "has unknown")):
             if names:
@@ -161,6 +169,19 @@ def our_parts(family: Family, model: Model) -> dict[str, Part]:
     return parts
 
 
+def _own_names(model: Model) -> list[str]:
+    """Of the tensors that a checkpoint of the model holds."""
+    from megakernel.model import (  # seconds, which other families need not wait for
+        LanguageModel,
+        ModelSettings,
+    )
+    from megakernel.parallel import OneProcess
+
+    assert model.vocab_size is not None
+    with torch.device("meta"):
+        return list(LanguageModel(ModelSettings(model, model.vocab_size, OneProcess())).state_dict())
+
+
 def _config(folder: Path) -> Mapping[str, Any]:
     """config.json, with what it leaves out as `transformers` completes it."""
     path = folder / CONFIG
@@ -169,31 +190,47 @@ def _config(folder: Path) -> Mapping[str, Any]:
             f"{folder} is no Hugging Face checkpoint: it has no {CONFIG}; give a folder that "
             "`save_pretrained` or `hf download` wrote"
         )
-    try:
-        kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}); download it again") from None
-    if kind not in FAMILIES:
-        return {"model_type": kind}
+    written = _json(path)
+    if (kind := written.get("model_type")) not in FAMILIES:
+        return written
     from transformers import AutoConfig  # seconds, which an error need not wait for
 
-    return AutoConfig.from_pretrained(folder).to_dict()
+    try:
+        return AutoConfig.from_pretrained(folder).to_dict()
+    # Its checks of values raise many types.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is no configuration of a {kind} model ({reason}); correct it") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON ({error}); download it again") from None
+    if not isinstance(written, dict):
+        raise UserError(f"{path} holds no keys; download it again")
+    return written
 
 
 def _files(folder: Path) -> dict[str, Path]:
     """Their names of all tensors -> file."""
     index = folder / INDEX
     if index.is_file():
-        weights: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weights: dict[str, str] = _json(index).get("weight_map", {})
         paths = sorted({folder / file for file in weights.values()})
+        if not paths:
+            raise UserError(f"{index} names no files; download it again")
     else:
         paths = [folder / ONE_FILE]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         others = sorted(path.name for path in folder.glob("*.bin"))
         pickled = f"; {others[0]} is pickled: save it again with `save_pretrained`" if others else ""
+        interrupted = "; its download was interrupted: run it again" if _unfinished(folder) else ""
         raise UserError(
-            f"{folder} is not whole: {_some(missing)} missing{pickled or '; download what is missing'}"
+            f"{folder} is not whole: {_some(missing)} missing"
+            f"{pickled or interrupted or '; download what is missing'}"
         )
     found: dict[str, Path] = {}
     for path in paths:
@@ -203,6 +240,11 @@ def _files(folder: Path) -> dict[str, Path]:
         except safetensors.SafetensorError as error:
             raise UserError(f"{path} cannot be read ({error}); download it again") from None
     return found
+
+
+def _unfinished(folder: Path) -> bool:
+    """Whether `hf download --local-dir` has left parts of files there."""
+    return any(folder.rglob("*.incomplete"))
 
 
 def _some(names: list[str]) -> str:

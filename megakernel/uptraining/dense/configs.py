@@ -3,25 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
-from megakernel.config import Model, UserError
+from megakernel.config import Attention, Model
 
 
-def plain_config(model: Model, rows: int, positions: int) -> dict[str, Any]:
-    """config.json of a softmax model.
+def plain_config(model: Model, rows: int, positions: int) -> dict[str, Any] | None:
+    """config.json of a causal model, or None where no known architecture has its parts together.
 
     rows: of the embedding, padding included, which our softmax counts too. positions: the longest row of training.
-    Raises UserError where no known architecture has the model's parts together.
     """
+    layers = {model.layer_attention(layer) for layer in range(model.num_layers)}
+    if layers != {Attention(similarity="softmax")}:
+        return None
     for fits, config in _KINDS:
         if fits(model):
             return _common(model, rows) | config(model, positions)
-    parts = (
-        f"norm={model.norm}, activation={model.activation}, position={model.position}, bias={model.bias}, "
-    )
-    parts += (
-        f"qkv_bias={model.qkv_bias}, qk_norm={model.qk_norm}, parallel_residual={model.parallel_residual}"
-    )
-    raise UserError(f"no plain architecture of transformers has {parts} together")
+    return None
 
 
 def _common(model: Model, rows: int) -> dict[str, Any]:

@@ -11,6 +11,12 @@ from megakernel.config import Model, UserError
 
 from .parts import GroupedHeads, Part, Same, Stacked
 
+OWN = "megakernel"
+"""`model_type` of what `megakernel export` writes where no family has the model's parts: our tensors as they are."""
+
+OWN_PREFIX = "model."
+"""Of their names."""
+
 Parts = dict[str, Part]
 """Name inside a layer, or of what stands around the layers, -> part."""
 
@@ -37,8 +43,12 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     source: what errors name. Raises UserError for a family, or a key of it, that is not known here.
     """
     kind = config.get("model_type")
+    if kind == OWN:
+        if not isinstance(config.get("model"), dict):
+            raise UserError(f"{source} has no `model`; export the run again with `megakernel export`")
+        return config["model"] | {"vocab_size": config["vocab_size"]}
     if kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
+        known = ", ".join([*FAMILIES, OWN])
         raise UserError(f"{source}: model_type={kind!r} is not known; this reads {known}")
     try:
         section = FAMILIES[kind].section(config)
@@ -85,7 +95,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _attends_to_all(config: Mapping[str, Any]) -> None:
     window = config.get("sliding_window")
-    used = config.get("use_sliding_window", window is not None)
+    slides = "sliding_attention" in (config.get("layer_types") or ["sliding_attention"])
+    used = config.get("use_sliding_window", window is not None) and slides
     if used and window is not None and window < config["max_position_embeddings"]:
         raise _Unlike(
             f"sliding_window={window} is shorter than max_position_embeddings={config['max_position_embeddings']}; "

@@ -1,37 +1,53 @@
-"""A corpus' tokenizer in the form that `AutoTokenizer` reads."""
+"""The tokenizers of checkpoints: how ours goes out, and whether data was prepared with the one that lies there."""
 
 from pathlib import Path
 
+from data_pipeline import tokenizers
+from data_pipeline.byte_level import byte_level
 from data_pipeline.tokenizers import BPE_EOD, ByteTokenizer, Tokenizer
+from megakernel.config import UserError
+from megakernel.training.run_folder import tokenizer_folder
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+"""One of them at least lies where `AutoTokenizer` finds a tokenizer."""
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write it, with the ids that the model was trained on."""
-    if not isinstance(tokenizer, ByteTokenizer):
+    """Write it in the form that `AutoTokenizer` reads, with the ids that the model was trained on."""
+    if isinstance(tokenizer, ByteTokenizer):
+        byte_level(tokenizer.eod, BPE_EOD).save_pretrained(folder)
+    else:
         tokenizer.save(folder)
-        return
-    from transformers import PreTrainedTokenizerFast
-
-    fast = PreTrainedTokenizerFast(tokenizer_object=_bytes(tokenizer), eos_token=BPE_EOD)
-    assert fast.eos_token_id == tokenizer.eod, fast.eos_token_id
-    fast.save_pretrained(folder)
 
 
-def _bytes(tokenizer: ByteTokenizer):
-    """UTF-8 bytes as a byte-level BPE without merges, byte b with id b."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Model
+def check_tokenizer(source: Path, digest: str, corpus: Path) -> str | None:
+    """Refuse data of another tokenizer than a model has learned with: its ids would stand for other words.
 
-    vocabulary = {character: byte for byte, character in enumerate(_characters())}
-    model = Model(models.BPE(vocab=vocabulary, merges=[]))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = decoders.ByteLevel()
-    model.add_special_tokens([AddedToken(BPE_EOD, special=True)])
-    return model
+    Args:
+        source: what init.from names: a run, one of its checkpoints, or a dense model.
+        digest: `Tokenizer.hash` of the data.
+        corpus: the data's folder.
+
+    Returns:
+        A remark where `source` has no tokenizer to compare with.
+
+    Raises:
+        UserError: another tokenizer.
+    """
+    folder = _folder(source)
+    if folder is None:
+        return f"{source} has no tokenizer: whether {corpus} was prepared with the same one is not known"
+    if tokenizers.load(folder).hash != digest:
+        raise UserError(
+            f"init.from={source} has another tokenizer than data.train={corpus}; prepare the data with "
+            f"`megakernel prepare --tokenizer {folder}`"
+        )
+    return None
 
 
-def _characters() -> list[str]:
-    """What byte-level BPE writes for each byte: itself where that is a visible character, else one from U+0100 on."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = iter(range(256, 512))
-    return [chr(byte) if byte in visible else chr(next(hidden)) for byte in range(256)]
+def _folder(source: Path) -> Path | None:
+    if any((source / name).is_file() for name in _FILES):
+        return source
+    checkpoints = source.resolve().parent
+    run = checkpoints.parent if checkpoints.name == "checkpoints" else source
+    return folder if (folder := tokenizer_folder(run)).is_dir() else None

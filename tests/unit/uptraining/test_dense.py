@@ -82,6 +82,12 @@ def edit_tensors(folder, change):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def write_index(folder, files):
+    names = {f"tensor {number}": file for number, file in enumerate(files)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+SECTION = {"num_layers": 2, "hidden_size": 32, "num_heads": 4}
 FAULTS = {
     "no checkpoint": (
         lambda f: (f / "config.json").unlink(),
@@ -90,16 +96,42 @@ FAULTS = {
     "config.json cut off": (lambda f: (f / "config.json").write_text('{"model_type": "ll'), "is no JSON"),
     "unknown family": (
         lambda f: edit_config(f, model_type="mamba"),
-        "model_type='mamba' is not known; this reads llama, mistral, qwen2, qwen3, gpt2, gpt_neox",
+        "model_type='mamba' is not known; this reads llama, mistral, qwen2, qwen3, gpt2, gpt_neox, megakernel",
     ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "is not whole: model.safetensors missing"),
     "pickled weights": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         "pytorch_model.bin is pickled: save it again with `save_pretrained`",
     ),
-    "half a download": (
+    "a file cut off": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]),
         "cannot be read",
+    ),
+    "half a download": (
+        lambda f: (f / "model.safetensors").rename(f / "abc.incomplete"),
+        "is not whole: model.safetensors missing; its download was interrupted: run it again",
+    ),
+    "a shard missing": (
+        lambda f: write_index(f, ["model-1.safetensors", "model-2.safetensors"]),
+        "is not whole: model-1.safetensors, model-2.safetensors missing; download what is missing",
+    ),
+    "an index cut off": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {'),
+        "model.safetensors.index.json is no JSON",
+    ),
+    "an index of nothing": (lambda f: write_index(f, []), "index.json names no files; download it again"),
+    "a configuration of nothing": (lambda f: (f / "config.json").write_text("[]"), "holds no keys"),
+    "a size that is none": (
+        lambda f: edit_config(f, hidden_size="wide"),
+        "config.json is no configuration of a llama model",
+    ),
+    "a run's model without its section": (
+        lambda f: edit_config(f, model_type="megakernel"),
+        "has no `model`; export the run again with `megakernel export`",
+    ),
+    "a run's model with a key too many": (
+        lambda f: edit_config(f, model_type="megakernel", model={**SECTION, "num_head": 4}),
+        "config.json: model.num_head=4 is an unknown key; did you mean num_heads",
     ),
     "a tensor missing": (
         lambda f: edit_tensors(f, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")),
@@ -136,3 +168,24 @@ def test_what_is_no_whole_checkpoint_is_refused_in_one_line(fault, llama, capsys
     assert "\n" not in message
     assert main(["import", str(llama)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sizes_that_do_not_fit_the_tensors_are_named(llama):
+    edit_config(llama, num_key_value_heads=32, num_attention_heads=32)
+    checkpoint = DenseCheckpoint(llama)
+    with pytest.raises(
+        UserError, match=r"q_proj.weight \(32, 32\).* do not fit config.json; download both again"
+    ):
+        checkpoint.shape("1.self_attention.qkv.weight")
+
+
+def test_a_window_that_no_layer_has_is_no_window(tmp_path):
+    dense_models.save("qwen2, yarn", tmp_path)
+    window = {"use_sliding_window": True, "sliding_window": 8}
+    edit_config(tmp_path, **window, layer_types=["full_attention", "full_attention"])
+    assert DenseCheckpoint(tmp_path).model.attention.is_full_softmax
+    edit_config(tmp_path, **window, layer_types=["full_attention", "sliding_attention"])
+    with pytest.raises(
+        UserError, match="sliding_window=8 is shorter than max_position_embeddings=64; set it to"
+    ):
+        DenseCheckpoint(tmp_path)

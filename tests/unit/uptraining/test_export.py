@@ -1,15 +1,23 @@
 """A run's model comes out as a checkpoint that `transformers` loads, and goes in again."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer
-from megakernel.config import Model, UserError
+from launch.cli import main
+from megakernel.config import Model, load, to_yaml
+from megakernel.training.checkpoint import Progress, write_manifest
+from megakernel.uptraining import shards
 from megakernel.uptraining.dense import DenseCheckpoint
 from megakernel.uptraining.dense.configs import plain_config
 from megakernel.uptraining.dense.tokenizer import save_tokenizer
 from tests import dense_models
+from tests.unit.config import trees
 
 
 @pytest.mark.parametrize("name", dense_models.CONFIGS)
@@ -33,16 +41,46 @@ def test_the_byte_tokenizer_gives_the_same_ids_in_transformers(tmp_path):
     ours = ByteTokenizer()
     save_tokenizer(ours, tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
+    # And is known again, so that data prepared with either is the same.
+    assert tokenizers.load(tmp_path).hash == ours.hash
     text = "def f(x):\n\treturn x+1 # 3.14\r\nÀ é ß Ω 漢字 👍🏽   \u00a0 " + "".join(map(chr, range(256)))
     assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
     assert theirs.decode(ours.encode(text)) == text
     assert theirs.eos_token_id == ours.eod
 
 
-def test_parts_that_no_architecture_has_together_are_named():
-    model = Model(num_layers=1, hidden_size=32, num_heads=4, norm="layernorm", attention="softmax")
-    with pytest.raises(UserError, match="no plain architecture of transformers has norm=layernorm"):
-        plain_config(model, 384, 64)
+def test_parts_that_no_architecture_has_together_have_no_plain_configuration():
+    plain = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "attention": "softmax"}
+    assert plain_config(Model(**plain), 384, 64) is not None
+    for other in ({"norm": "layernorm"}, {"attention_pattern": ["main", "performer"]}):
+        assert plain_config(Model(**plain | other), 384, 64) is None
+
+
+def test_only_a_model_that_continues_text_is_exported(tmp_path, capsys):
+    run = tmp_path / "run"
+    config = trees.file(tmp_path, "base.yaml")
+    (run / "checkpoints" / "step_1").mkdir(parents=True)
+    masked = load(config, ["model.kind=masked_lm", "model.attention=softmax", "data.masking={}"])
+    (run / "config.yaml").write_text(to_yaml(masked))
+    progress = Progress(1, 1, 1, {}, {})
+    write_manifest(run / "checkpoints" / "step_1", progress, {})
+    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 2
+    assert "model.kind=masked_lm" in (said := capsys.readouterr().err)
+    assert "is not exported; give a run of a causal_lm" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_have_an_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 100)
+    tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}
+    shards.write_tensors(tmp_path, iter(tensors.items()))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 200
+    assert sorted(set(index["weight_map"].values())) == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
 
 
 def test_a_plain_configuration_builds_the_model(tmp_path):

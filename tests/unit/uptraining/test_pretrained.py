@@ -1,0 +1,273 @@
+"""Our models behind the interface of `transformers`: cache, padding, documents, loss, files."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.utils import _pytree as pytree
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from megakernel.config import Model, UserError
+from megakernel.uptraining.pretrained import MegakernelConfig, MegakernelForCausalLM
+from tests.unit.generation.test_decoder import ATTENTION, EOD, MIXED, is_recurrent
+
+VOCABULARY = 64
+
+
+def build(**parts):
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
+    config = MegakernelConfig(
+        model=Model(**sizes | parts).model_dump(mode="json"),
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+        eos_token_id=EOD,
+    )
+    model = MegakernelForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        # Gates, masses and maps begin at points where parts of a mechanism do not show.
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    return build(attention_pattern=MIXED, num_layers=4)
+
+
+def texts(rows, length, seed=1):
+    return torch.randint(EOD, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(*rows):
+    """Rows with padding on the left, and their mask."""
+    length = max(map(len, rows))
+    ids = torch.stack([F.pad(row, (length - len(row), 0), value=EOD) for row in rows])
+    mask = torch.stack([F.pad(torch.ones_like(row), (length - len(row), 0)) for row in rows])
+    return ids, mask
+
+
+def assert_same(actual, expected):
+    # Logits of size 1 in float32, summed in another order.
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+PARTS = {
+    **{name: {"attention": tree} for name, tree in ATTENTION.items()},
+    "mixed": {"attention_pattern": MIXED, "num_layers": 4},
+    "learned positions, tied": {
+        "attention": "softmax",
+        "position": "learned",
+        "max_positions": 64,
+        "norm": "layernorm",
+        "activation": "gelu",
+        "bias": True,
+        "qkv_bias": True,
+    },
+    "untied": {"attention": ATTENTION["flurka"], "tie_embeddings": False, "qk_norm": True},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_a_cache_and_padding_change_no_logits(parts):
+    model = build(**parts)
+    ids = texts(2, 33)
+    whole = model(ids, use_cache=False).logits
+    step = model(ids[:, :27])
+    assert_same(step.logits, whole[:, :27])
+    cache = step.past_key_values
+    cache.reorder_cache(torch.tensor([1, 0]))
+    found = [model(token, past_key_values=cache).logits for token in ids.flip(0)[:, 27:].split(1, dim=1)]
+    assert_same(torch.cat(found, 1), whole.flip(0)[:, 27:])
+    ids, mask = padded(ids[0], ids[1, :20])
+    for cached in (True, False):
+        logits = model(ids, attention_mask=mask, use_cache=cached).logits
+        assert_same(logits[0], whole[0])
+        assert_same(logits[1, 13:], whole[1, :20])
+    assert not dist.is_initialized()
+
+
+@torch.no_grad()
+def test_a_long_prompt_is_read_by_chunks(mixed, monkeypatch):
+    ids = texts(1, 50)
+    whole = mixed(ids).logits
+    monkeypatch.setattr("megakernel.uptraining.pretrained.model.CHUNK", 16)
+    assert_same(mixed(ids).logits, whole)
+    for cached in (True, False):
+        assert_same(mixed(ids, logits_to_keep=3, use_cache=cached).logits, whole[:, -3:])
+        assert_same(mixed(ids, logits_to_keep=torch.tensor([4, 40])).logits, whole[:, [4, 40]])
+
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": EOD}
+
+
+def test_a_padded_batch_generates_what_its_rows_generate_alone(mixed):
+    rows = [texts(1, 21)[0], texts(1, 9, seed=2)[0], texts(1, 16, seed=3)[0]]
+    ids, mask = padded(*rows)
+    together = mixed.generate(ids, attention_mask=mask, **GREEDY)[:, ids.shape[1] :]
+    for row, found in zip(rows, together):
+        alone = mixed.generate(row[None], **GREEDY)[0, len(row) :]
+        assert found.tolist() == F.pad(alone, (0, len(found) - len(alone)), value=EOD).tolist()
+
+
+@pytest.mark.parametrize(
+    "how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3, "top_k": 8}]
+)
+def test_beams_and_draws_need_no_cache(how, mixed):
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        found.append(mixed.generate(texts(2, 14), use_cache=use_cache, **GREEDY | how).tolist())
+    assert found[0] == found[1]
+
+
+@torch.no_grad()
+def test_a_conversation_goes_on_from_its_cache(mixed):
+    ids = texts(1, 30)
+    first = mixed.generate(ids[:, :18], return_dict_in_generate=True, **GREEDY)
+    said = torch.cat([first.sequences, ids[:, 18:]], 1)
+    expected = mixed.generate(said, **GREEDY)
+    # The last token that was drawn has not been read yet.
+    assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+    assert mixed.generate(said, past_key_values=first.past_key_values, **GREEDY).tolist() == expected.tolist()
+
+
+def numbers(cache):
+    return sum(leaf.numel() for leaf in pytree.tree_leaves(cache.states) if isinstance(leaf, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", ["flurka", "performer", "local", "softmax"])
+def test_the_cache_of_a_recurrent_model_does_not_grow(name):
+    model = build(attention=ATTENTION[name], num_layers=1)
+    how = {"do_sample": False, "return_dict_in_generate": True, "suppress_tokens": [EOD]}
+    sizes = {numbers(model.generate(texts(1, 5), max_new_tokens=n, **how).past_key_values) for n in (5, 90)}
+    assert (len(sizes) == 1) == is_recurrent(name)
+
+
+@torch.no_grad()
+def test_a_document_is_read_alone_where_training_kept_documents_apart(mixed):
+    first, second = texts(1, 11), texts(1, 14, seed=2)
+    ids = torch.cat([first, torch.tensor([[EOD]]), second], 1)
+    for chunk in (1, 5, 26):
+        cache, logits = None, []
+        for part in ids.split(chunk, 1):
+            step = mixed(part, past_key_values=cache)
+            cache = step.past_key_values
+            logits.append(step.logits)
+        assert_same(torch.cat(logits, 1)[:, 12:], mixed(second).logits)
+    together = build(attention_pattern=MIXED, num_layers=4)
+    together.config.isolate_documents = False
+    assert not torch.allclose(together(ids).logits[:, 12:], mixed(second).logits, atol=1e-2)
+
+
+def test_labels_give_the_mean_loss_and_its_gradients(mixed):
+    model = copy.deepcopy(mixed).train()
+    ids, mask = padded(texts(1, 20)[0], texts(1, 13, seed=2)[0])
+    labels = ids.masked_fill(mask == 0, -100)
+    output = model(ids, attention_mask=mask, labels=labels)
+    assert output.past_key_values is None
+    targets = labels[:, 1:]
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=-100)
+    torch.testing.assert_close(output.loss, expected)
+    output.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(x is not None and x.isfinite().all() and x.any() for x in gradients.values())
+    # The count of a whole accumulated batch, as a Trainer hands it over.
+    summed = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=torch.tensor(1)).loss
+    torch.testing.assert_close(summed, expected * (targets != -100).sum())
+
+
+FILES = {
+    "mixed": MIXED,
+    "noise": ["performer", "fastfood_rks", "gmm_rks"],
+    "networks": ["generative_prf", "hedgehog", {"preset": "smgk", "mixture": {"m_step": True}}],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pattern", FILES.values(), ids=FILES)
+def test_files_hold_every_bit_and_every_dtype(pattern, dtype, tmp_path):
+    model = build(attention_pattern=pattern, num_layers=len(pattern))
+    model.save_pretrained(tmp_path / "float32", max_shard_size="20KB")
+    assert len(list((tmp_path / "float32").glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=dtype)
+    # Parameters as DeepSpeed casts them, buffers as layers keep them.
+    assert {x.dtype for x in loaded.parameters()} == {dtype}
+    parameters = dict(loaded.named_parameters())
+    for name, expected in model.state_dict().items():
+        found = loaded.state_dict()[name]
+        assert found.dtype == (dtype if name in parameters else expected.dtype), name
+        assert torch.equal(found, expected.to(found.dtype)), name
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert again.dtype == dtype
+    written, kept = load_file(tmp_path / "again" / "model.safetensors"), loaded.state_dict()
+    assert written.keys() == kept.keys()
+    assert all(torch.equal(written[name], kept[name]) for name in kept)
+    ids = texts(1, 12)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, loaded(ids).logits)
+
+
+def test_a_folder_names_its_code(mixed, tmp_path):
+    mixed.save_pretrained(tmp_path)
+    config = MegakernelConfig.from_pretrained(tmp_path)
+    assert config.auto_map["AutoModelForCausalLM"] == "modeling_megakernel.MegakernelForCausalLM"
+    assert "from megakernel.uptraining.pretrained import" in (tmp_path / "modeling_megakernel.py").read_text()
+    assert config.section == mixed.config.section
+    assert (config.hidden_size, config.num_hidden_layers) == (32, 4)
+
+
+MASK = torch.tensor([[1, 1, 0, 1]])
+FAULTS = {
+    "padding inside a text": ({"attention_mask": MASK}, "has padding inside a text; pad on the left"),
+    "a mask of other rows": (
+        {"attention_mask": MASK[:, :3]},
+        r"attention_mask has shape \(1, 3\); give \(1, 4\)",
+    ),
+    "another cache": ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache; leave it out"),
+    "weights of attention": (
+        {"output_attentions": True},
+        "output_attentions=True has no meaning for this model",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_is_said_in_one_line(fault, mixed):
+    arguments, text = FAULTS[fault]
+    with pytest.raises(ValueError, match=text) as caught:
+        mixed(texts(1, 4), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_does_not_go_on_behind_padding(mixed):
+    ids = texts(1, 4)
+    cache = mixed(ids, attention_mask=torch.tensor([[1, 1, 1, 0]])).past_key_values
+    with pytest.raises(ValueError, match="padding inside a text"):
+        mixed(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[1, 1, 1, 0, 1]]))
+
+
+def test_a_learned_table_has_an_end():
+    model = build(**PARTS["learned positions, tied"])
+    assert model(texts(1, 64)).logits.shape == (1, 64, VOCABULARY)
+    with pytest.raises(ValueError, match="a text of 65 tokens exceeds the model's 64 learned positions"):
+        model(texts(1, 65))
+
+
+def test_a_state_forgets_nothing(mixed):
+    cache = mixed(texts(1, 4)).past_key_values
+    with pytest.raises(ValueError, match="cannot forget tokens; decode without an assistant"):
+        cache.crop(1)
+    with pytest.raises(ValueError, match="cache_implementation='static' is for keys and values"):
+        mixed.generate(texts(1, 4), cache_implementation="static", **GREEDY)
+
+
+def test_a_configuration_without_a_model_says_what_to_do():
+    with pytest.raises(UserError, match="export the run again with `megakernel export`"):
+        MegakernelForCausalLM(MegakernelConfig())

@@ -1,0 +1,71 @@
+"""Whether data was prepared with the tokenizer of the weights that a run starts from."""
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline import tokenizers
+from data_pipeline.tokenizers import ByteTokenizer
+from megakernel.config import UserError
+from megakernel.parallel import OneProcess
+from megakernel.training.trainer import model_settings
+from megakernel.uptraining.dense.tokenizer import check_tokenizer, save_tokenizer
+from tests.unit.config import trees
+
+DATA = Path("data/x")
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return tokenizers.train_bpe(["some words, some more words"] * 9, 270)
+
+
+@pytest.fixture
+def sources(bpe, tmp_path):
+    """A run, one of its checkpoints and a folder of transformers, all of a BPE."""
+    bpe.save(tmp_path / "run" / "tokenizer")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_2"
+    checkpoint.mkdir(parents=True)
+    save_tokenizer(bpe, tmp_path / "dense")
+    return {
+        tmp_path / "run": tmp_path / "run" / "tokenizer",
+        checkpoint: tmp_path / "run" / "tokenizer",
+        tmp_path / "dense": tmp_path / "dense",
+    }
+
+
+def test_the_same_tokenizer_is_taken_without_a_word(sources, bpe):
+    assert [check_tokenizer(source, bpe.hash, DATA) for source in sources] == [None] * 3
+
+
+def test_another_is_refused_in_one_line_with_the_command_that_helps(sources):
+    for source, folder in sources.items():
+        with pytest.raises(UserError) as caught:
+            check_tokenizer(source, ByteTokenizer().hash, DATA)
+        assert str(caught.value) == (
+            f"init.from={source} has another tokenizer than data.train={DATA}; prepare the data with "
+            f"`megakernel prepare --tokenizer {folder}`"
+        )
+
+
+def test_weights_without_a_tokenizer_are_taken_with_a_remark(tmp_path):
+    remark = check_tokenizer(tmp_path, ByteTokenizer().hash, DATA)
+    assert (
+        remark == f"{tmp_path} has no tokenizer: whether {DATA} was prepared with the same one is not known"
+    )
+
+
+def test_bytes_are_bytes_in_either_form(tmp_path):
+    save_tokenizer(ByteTokenizer(), tmp_path)
+    assert check_tokenizer(tmp_path, ByteTokenizer().hash, DATA) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [(None, "remove the key or raise it"), ("m", "prepare the data with the tokenizer of init.from=m")],
+)
+def test_a_vocabulary_smaller_than_the_data_needs_is_refused(source, remedy):
+    config = trees.config(model={"vocab_size": 256}, init={"from": source})
+    text = rf"model.vocab_size=256 is smaller than the corpus's tokenizer \(257 ids\); {remedy}"
+    with pytest.raises(UserError, match=text):
+        model_settings(config, OneProcess(), 257)
