@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -11,6 +11,22 @@ from .checks import agreement
 from .errors import MISSING, ConfigError, Problem, nearest_first
 from .section import Section
 from .tree import Config
+
+S = TypeVar("S", bound=Section)
+
+
+def validate_section(section: type[S], tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) -> S:
+    """The section that stands alone in a tree; ConfigError holds `known_problems` and all that are found."""
+    found: list[Problem] = []
+    try:
+        value = TypeAdapter(section).validate_python(tree)
+    except ValidationError as error:
+        found = [problem for detail in error.errors() for problem in _problems_of(detail, section, tree)]
+    already = {problem.key for problem in known_problems}
+    problems = [*known_problems, *(problem for problem in found if problem.key not in already)]
+    if problems:
+        raise ConfigError(problems)
+    return value
 
 
 def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) -> Config:
