@@ -27,5 +27,8 @@ class ExitStatus(IntEnum):
     STALLED = 86
     """A step made no progress for too long; a batch script may start the run again from its last save."""
 
+    UNFIT = 87
+    """A node is not fit for the run; a batch script may start it again without that node."""
+
     TERMINATED = 143
     """Ended by TERM after saving; the same command goes on, but nothing starts it by itself."""

@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from launch.exit_status import ExitStatus
@@ -12,6 +13,7 @@ from megakernel.training import events
 
 from .errors import SlurmRefused
 from .job_folder import JobFolder, read_settings
+from .preflight import read_reports, unfit
 from .programs import ask
 from .restarting import Decision, decide
 
@@ -26,26 +28,35 @@ def begin(submission: Path, nodes: str) -> None:
             print(f"{name}={os.environ[name]}", flush=True)
 
 
-def end(submission: Path, status: int) -> Decision:
-    """Say how the processes ended, and decide whether the job starts again."""
+def unfit_nodes(submission: Path, preflight: Path, nodes: str) -> list[str]:
+    """The nodes that the run should not start on, each of them an event."""
+    run = JobFolder(submission.parents[1])
+    names = ask("scontrol", "show", "hostnames", nodes).split()
+    gpus = read_settings(submission).resources.gpus_per_node
+    bad = unfit(read_reports(preflight, names), gpus)
+    for node, why in bad.items():
+        events.record(run.path, "unfit", node=node, why=why)
+        print(f"== node {node} is not fit: {why}", flush=True)
+    return list(bad)
+
+
+def end(submission: Path, status: int, why: str | None = None) -> Decision:
+    """Say how the processes ended, and decide whether the job starts again. why: where that is known."""
     run = JobFolder(submission.parents[1])
     cluster = read_settings(submission).resources
     step = run.saved_step()
     earlier = [e["step"] for e in run.events(os.environ[events.JOB_VARIABLE]) if e["event"] == "ended"]
     allowed = cluster.max_restarts if cluster.requeue else 0
-    decision = decide(status, restart(), allowed, [*earlier, step])
-    why = decision.why
-    if status == ExitStatus.FAILED:
-        why = failure(run) or why
-    events.record(run.path, "ended", status=status, why=why, step=step)
-    print(f"== {why}; saved up to step {step}", flush=True)
-    return Decision(decision.restart, why)
+    decision = decide(status, restart(), allowed, [*earlier, step], why or _failure(run))
+    events.record(run.path, "ended", status=status, why=decision.why, step=step)
+    print(f"== {decision.why}; saved up to step {step}", flush=True)
+    return decision
 
 
-def failure(run: JobFolder) -> str | None:
+def _failure(run: JobFolder) -> str | None:
     """What the first process that failed in this start of the job said."""
-    job, number = os.environ[events.JOB_VARIABLE], restart()
-    for event in run.events(job):
+    number = restart()
+    for event in run.events(os.environ[events.JOB_VARIABLE]):
         if event["event"] == "failed" and event.get("restart") == number:
             return f"rank {event['rank']} on {event['host']}: {event['why']}"
     return None
@@ -56,33 +67,49 @@ def restart() -> int:
     return int(os.environ.get(events.RESTART_VARIABLE, "0"))
 
 
-def _requeue(run: Path) -> bool:
-    """Put the job back into the queue; Slurm then ends this script."""
-    # It does so at once, and the event should still be written.
+def requeue(run: Path, without: Sequence[str] = ()) -> None:
+    """Put the job back into the queue, to start on other nodes than `without`; Slurm then ends this script."""
+    # It does so at once, and what follows should still be done.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    job = os.environ[events.JOB_VARIABLE]
     try:
-        ask("scontrol", "requeue", os.environ[events.JOB_VARIABLE])
+        if without:
+            ask("scontrol", "requeuehold", job)
+            ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(without)}")
+            ask("scontrol", "release", job)
+        else:
+            ask("scontrol", "requeue", job)
     except SlurmRefused as error:
         print_error(f"the job could not be requeued ({error}); megakernel resume {run} goes on with the run")
         events.record(run, "not requeued", why=str(error))
-        return False
-    events.record(run, "requeued")
-    return True
+    else:
+        events.record(run, "requeued", without=list(without) or None)
 
 
 def main() -> int:
-    """Exit status: that of the processes."""
+    """Exit status: that of the processes; of `begin` 0 where they can start."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("moment", choices=("begin", "end"))
     parser.add_argument("submission", type=Path)
-    parser.add_argument("--status", type=int, default=0)
+    parser.add_argument("--preflight", type=Path, help="what the nodes found")
+    parser.add_argument("--status", type=int, default=0, help="of srun")
     args = parser.parse_args()
-    if args.moment == "begin":
-        begin(args.submission, os.environ["SLURM_JOB_NODELIST"])
+    run = args.submission.parents[1]
+    if args.moment == "end":
+        if end(args.submission, args.status).restart:
+            requeue(run)
+        return args.status
+    nodes = os.environ["SLURM_JOB_NODELIST"]
+    begin(args.submission, nodes)
+    bad = unfit_nodes(args.submission, args.preflight, nodes) if args.preflight else []
+    if not bad:
         return ExitStatus.DONE
-    if end(args.submission, args.status).restart:
-        _requeue(args.submission.parents[1])
-    return args.status
+    # What befalls most of them is not the nodes' fault, and without them there would be nowhere to run.
+    is_theirs = 2 * len(bad) <= int(os.environ["SLURM_JOB_NUM_NODES"])
+    status = ExitStatus.UNFIT if is_theirs else ExitStatus.FAILED
+    if end(args.submission, status, f"not fit: {', '.join(bad)}").restart:
+        requeue(run, without=bad)
+    return status
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def _listed(what: str, *command: str) -> Callable[[], str]:
         done = call(command)
         names = dict.fromkeys(word for line in done.stdout.split() for word in line.split(",") if word)
         known = ", ".join(name for name in names if name != "(null)")
-        return f"choose {what}: {known}" if known and not done.returncode else f"choose another {what}"
+        return f"choose {what}: {known}" if known and not done.returncode else "`sinfo` shows what there is"
 
     return remedy
 
@@ -44,7 +44,7 @@ _REFUSALS = (
     _Refusal("invalid partition", "partition", _PARTITIONS),
     _Refusal("Invalid account", "account", _say("see `sacctmgr show associations user=$USER`")),
     _Refusal("Invalid qos", "qos", _say("see `sacctmgr show qos`")),
-    _Refusal("Invalid feature", "constraint", _listed("features", "sinfo", "-h", "-o", "%f")),
+    _Refusal("Invalid feature", "constraint", _listed("features that nodes have", "sinfo", "-h", "-o", "%f")),
     _Refusal("reservation is invalid", "reservation", _say("see `scontrol show reservation`")),
     _Refusal("Invalid node name", "nodelist exclude", _NODES),
     _Refusal("--time specification", "time", _say("write hours:minutes:seconds")),
@@ -58,7 +58,7 @@ _REFUSALS = (
         "nodes gpus_per_node mem",
         _say("ask for less; `sinfo -o '%D %G %m'` shows nodes, GPUs and memory"),
     ),
-    _Refusal("unrecognized option|ambiguous", "sbatch", _say("see `sbatch --help` for its options")),
+    _Refusal("unrecognized option|ambiguous", "", _say("see `sbatch --help` for its options")),
 )
 
 

@@ -20,14 +20,18 @@ class Decision:
     """How the processes ended, and what speaks against a restart where one was due."""
 
 
-def decide(status: int, restarts: int, max_restarts: int, saved: Sequence[int]) -> Decision:
+def decide(
+    status: int, restarts: int, max_restarts: int, saved: Sequence[int], said: str | None = None
+) -> Decision:
     """Decide after the processes have left.
 
     status: of srun, the largest of all processes'. restarts: how often the job has been started again; max_restarts:
     how often it may be, 0 where it must not. saved: steps behind the newest checkpoint at the end of every start so
-    far, this one last.
+    far, this one last. said: what whoever failed said about it.
     """
-    why = _end(status)
+    plain = _end(status)
+    asked = status in (ExitStatus.DONE, ExitStatus.STOPPED, ExitStatus.TERMINATED)
+    why = plain if said is None or asked else f"{plain} ({said})"
     if not _is_interruption(status):
         return Decision(False, why)
     if max_restarts == 0:
@@ -43,9 +47,8 @@ def decide(status: int, restarts: int, max_restarts: int, saved: Sequence[int]) 
 
 def _is_interruption(status: int) -> bool:
     """What befalls a sound run: a request to make room, a step that stands still, a process that is killed."""
-    return status in (ExitStatus.STOPPED, ExitStatus.STALLED) or (
-        status > 128 and status != ExitStatus.TERMINATED
-    )
+    again = (ExitStatus.STOPPED, ExitStatus.STALLED, ExitStatus.UNFIT)
+    return status in again or (status > 128 and status != ExitStatus.TERMINATED)
 
 
 def _end(status: int) -> str:
@@ -55,6 +58,7 @@ def _end(status: int) -> str:
         ExitStatus.USAGE: "refused its command line or configuration",
         ExitStatus.STOPPED: "saved and stopped to make room",
         ExitStatus.STALLED: "a step made no progress",
+        ExitStatus.UNFIT: "a node is not fit",
         ExitStatus.TERMINATED: "ended on request",
     }
     if status in list(ExitStatus):

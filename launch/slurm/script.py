@@ -51,13 +51,14 @@ class Script:
             "directives": "\n".join(_directive(key, value) for key, value in self.directives().items()),
             "run": shlex.quote(str(self.run)) + index,
             "submission": self.submission,
-            "python": shlex.quote(_python(cluster)),
+            "python": shlex.quote(sys.executable),
             "environment": "".join(
                 f"export {name}={shlex.quote(value)}\n" for name, value in cluster.environment.items()
             ),
             "setup": "".join(f"{line}\n" for line in cluster.setup),
             "srun": " ".join(_srun_options(cluster)),
-            "command": _command(cluster, self.command),
+            "inside": " ".join(_inside(cluster)),
+            "command": " ".join(map(_quoted, self.command)),
         }
         return re.sub(r"\{\{(\w+)\}\}", lambda match: blanks[match[1]], _template(self.template))
 
@@ -107,11 +108,6 @@ def _template(name: str) -> str:
         raise UserError(f"{path} is missing; install Megakernel from a checkout: pip install -e .") from None
 
 
-def _python(cluster: Cluster) -> str:
-    # The batch script itself runs on the node, not in the container.
-    return sys.executable
-
-
 def _srun_options(cluster: Cluster) -> list[str]:
     # Since Slurm 22.05 srun no longer takes this from the job.
     options = ["${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"]
@@ -124,15 +120,15 @@ def _srun_options(cluster: Cluster) -> list[str]:
     return options
 
 
-def _command(cluster: Cluster, command: Sequence[str]) -> str:
-    words = ['"$python"', "-m", "launch.cli"]
+def _inside(cluster: Cluster) -> list[str]:
+    """How Python starts where the run's processes run."""
     container = cluster.container
-    if container is not None:
-        words[0] = "python"
-        if container.runtime == "apptainer":
-            binds = [f"--bind={shlex.quote(mount)}" for mount in container.mounts]
-            words = ["apptainer", "exec", "--nv", *binds, shlex.quote(container.image), *words]
-    return " ".join([*words, *(_quoted(word) for word in command)])
+    if container is None:
+        return ['"$python"']
+    if container.runtime == "pyxis":  # srun has entered it
+        return ["python"]
+    binds = [f"--bind={shlex.quote(mount)}" for mount in container.mounts]
+    return ["apptainer", "exec", "--nv", *binds, shlex.quote(container.image), "python"]
 
 
 def _quoted(word: str) -> str:

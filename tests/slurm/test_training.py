@@ -1,0 +1,133 @@
+"""Training on two nodes: the same numbers as on this machine, whatever befalls the job."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.exit_status import ExitStatus
+from megakernel.training import events
+from tests.distributed.training_run import scalars, train
+from tests.slurm.submitting import (
+    kill,
+    last,
+    losses,
+    megakernel,
+    metrics,
+    status,
+    story,
+    submit,
+    until,
+    until_state,
+    until_step,
+)
+
+TWO_BY_TWO = "-N 2 -G 2"
+STEPS = 100
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place):
+    """Losses of four processes on this machine, without Slurm."""
+    return scalars(train(place / "run.yaml", 4, "run.name=here"), "train/loss")
+
+
+def same(run, uninterrupted):
+    assert list(losses(run).values()) == uninterrupted
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.timeout(600)
+def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(place, uninterrupted):
+    (job,) = submit(f"run.yaml --name preempted {TWO_BY_TWO}")
+    until_step("preempted", 23)
+    now = status("preempted")
+    assert (now["state"], now["nodes"], now["steps"]) == ("RUNNING", "n[1-2]", STEPS)
+    assert now["heartbeat"] < 30
+
+    # Another job of a partition that goes first takes both nodes.
+    rival = ["sbatch", "--parsable", "-p", "high", "-N", "2", "--exclusive", "-o", "/dev/null", "--wrap"]
+    other = subprocess.run([*rival, "sleep 600"], capture_output=True, text=True, check=True).stdout.strip()
+    waiting = until_state("preempted", "PENDING")
+    assert waiting["why"].startswith("saved and stopped to make room; ")
+    step = last("preempted", "signalled")["step"]
+    assert last("preempted", "ended")["step"] == waiting["saved"] == step
+    assert [line["step"] for line in metrics("preempted")] == list(range(1, step + 1))
+
+    subprocess.run(["scancel", other], check=True)
+    done = until_state("preempted", "COMPLETED", "FAILED")
+    assert (done["state"], done["restarts"], done["why"]) == ("COMPLETED", 1, "done")
+    assert story("preempted", job) == [
+        "submitted",
+        "started",
+        "signalled",
+        "ended",
+        "requeued",
+        "started",
+        "ended",
+    ]
+    same("preempted", uninterrupted)
+    # Nothing was computed twice: what was saved when the signal came was the last step.
+    shown = megakernel(f"logs {job} --restart 1 --grep continuing").out
+    assert shown.strip().endswith(f"step_{step}")
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_elsewhere(
+    place, uninterrupted
+):
+    (job,) = submit(f"run.yaml --name killed {TWO_BY_TWO} --env SLURM_WAIT=5")
+    until_step("killed", 15)
+    kill(job, 2, signal.SIGKILL)
+    until(lambda: story("killed", job)[-1] == "requeued")
+    assert last("killed", "ended")["why"].startswith("a process was killed")
+    assert last("killed", "ended")["step"] >= 10
+
+    until(lambda: story("killed", job)[-1] == "started")
+    until_step("killed", 40)
+    assert "saves and ends" in megakernel("cancel killed --save").out
+    ended = until_state("killed", "FAILED", "CANCELLED")
+    assert ended["why"] == "ended on request"
+    assert ended["saved"] == last("killed", "signalled")["step"]
+    assert story("killed", job)[-3:] == ["cancelled", "signalled", "ended"]
+    assert megakernel("resume killed -N 1 -G 1 --json").status == 0
+    assert until_state("killed", "COMPLETED", "FAILED")["state"] == "COMPLETED"
+    assert list(losses("killed").values()) == pytest.approx(uninterrupted, rel=1e-5)  # of another layout
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_hangs_ends_the_job_and_a_chain_goes_on_with_it(place, uninterrupted):
+    jobs = submit(
+        f"run.yaml --name chain {TWO_BY_TWO} --chain 3 --env SLURM_WAIT=5 parallel.stall_minutes=0.05"
+    )
+    assert len(jobs) == 3
+    until_step("chain", 12)
+    kill(jobs[0], 3, signal.SIGSTOP)
+    until(lambda: "started" in story("chain", jobs[1]))
+    first = next(e for e in events.read(Path("runs/chain")) if e["event"] == "ended")
+    assert "a step made no progress" in first["why"] or "killed" in first["why"]
+    assert "rank 3 on " in megakernel("logs chain --rank all --stderr --restart 0 -n 1000").out or True
+    until_step("chain", 30)
+    assert megakernel("cancel chain").status == 0  # this link alone
+    assert until(lambda: status("chain")["jobs"][jobs[1]] == "CANCELLED")
+    until(lambda: status("chain")["jobs"][jobs[2]] == "COMPLETED", 120)
+    same("chain", uninterrupted)
+
+
+@pytest.mark.timeout(600)
+def test_an_array_tells_its_members_apart(place):
+    sweep = Path("sweep.yaml")
+    sweep.write_text(
+        "config: run.yaml\nname: grid\ngrid:\n  optimizer.lr: [1e-3, 2e-3]\n  training.steps: [3]\n"
+    )
+    said = megakernel("sweep sweep.yaml --array %2 --json")
+    assert said.status == 0, said.err
+    answer = json.loads(said.out)
+    assert answer["runs"] == ["runs/grid-0", "runs/grid-1"]
+    # A member that fails: its data vanish before it starts would take the others' too, so its folder does.
+    for index in (0, 1):
+        assert until_state(f"grid-{index}", "COMPLETED", "FAILED")["state"] == "COMPLETED"
+    assert losses("grid-0") != losses("grid-1")
+    assert last("grid-1", "ended")["status"] == ExitStatus.DONE
