@@ -36,7 +36,7 @@ def megakernel(*words: str) -> Said:
 
 def submit(*words: str) -> list[str]:
     """Submit; the ids of the jobs."""
-    said = megakernel("submit", *words, "--json")
+    said = megakernel("submit --json", *words)
     assert said.status == 0, said.err
     return json.loads(said.out)["jobs"]
 
