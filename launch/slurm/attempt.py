@@ -16,6 +16,7 @@ from .job_folder import JobFolder, read_settings
 from .preflight import read_reports, unfit
 from .programs import ask
 from .restarting import Decision, decide
+from .task_ends import TaskEnds, task_ends
 
 
 def begin(submission: Path, nodes: str) -> None:
@@ -47,10 +48,17 @@ def end(submission: Path, status: int, why: str | None = None) -> Decision:
     step = run.saved_step()
     earlier = [e["step"] for e in run.events(os.environ[events.JOB_VARIABLE]) if e["event"] == "ended"]
     allowed = cluster.max_restarts if cluster.requeue else 0
-    decision = decide(status, restart(), allowed, [*earlier, step], why or _failure(run))
-    events.record(run.path, "ended", status=status, why=decision.why, step=step)
+    ends = _ends(run, status)
+    said = why or ends.death or _failure(run)
+    decision = decide(ends.status, restart(), allowed, [*earlier, step], said)
+    events.record(run.path, "ended", status=ends.status, why=decision.why, step=step)
     print(f"== {decision.why}; saved up to step {step}", flush=True)
     return decision
+
+
+def _ends(run: JobFolder, status: int) -> TaskEnds:
+    saw = run.logs(os.environ[events.JOB_VARIABLE], restart()) / "srun.err"
+    return task_ends(saw.read_text(errors="replace") if saw.exists() else "", status)
 
 
 def _failure(run: JobFolder) -> str | None:

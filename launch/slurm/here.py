@@ -11,7 +11,7 @@ from launch import local
 from megakernel.training import events
 
 from . import attempt
-from .job_folder import read_settings
+from .job_folder import JobFolder, read_settings
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class HereJob:
         for number in range(cluster.max_restarts + 1):
             os.environ[events.RESTART_VARIABLE] = str(number)
             attempt.begin(self.submission, "this machine")
-            logs = run / "logs" / os.environ[events.JOB_VARIABLE] / str(number)
+            logs = JobFolder(run).logs(os.environ[events.JOB_VARIABLE], number)
             nproc = cluster.tasks_per_node if settings.trains else 1
             status = local.run_ranks([sys.executable, "-m", "launch.cli", *command], nproc, logs)
             if not attempt.end(self.submission, status).restart:

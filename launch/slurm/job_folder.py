@@ -90,6 +90,10 @@ class JobFolder:
         """Folder of a submission."""
         return self.path / "submissions" / name
 
+    def logs(self, job: str, restart: int) -> Path:
+        """Folder of the logs of one start of a job."""
+        return self.path / "logs" / job / str(restart)
+
     def settings(self, job: Job) -> Settings:
         """What a job was made of."""
         return read_settings(self.submission(job.submission))

@@ -40,4 +40,4 @@ def pretrain(config: Config, process: ProcessEnvironment) -> int:
 
 def _record_failure(run: Path, rank: int, why: str) -> None:
     with suppress(OSError):  # the disk may be what has failed
-        events.record(run, "failed", rank=rank, host=socket.gethostname(), why=" ".join(why.split())[:500])
+        events.record(run, "failed", rank=rank, host=socket.gethostname(), why=" ".join(why.split())[:300])

@@ -68,8 +68,8 @@ def place(cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        words = "prepare --source stdlib --tokenizer byte --out corpus --max-documents 60 --validation-fraction 0.1 --workers 1"
-        assert main(words.split()) == 0
+        words = "prepare --source stdlib --tokenizer byte --out corpus --max-documents 60 --validation-fraction 0.1"
+        assert main([*words.split(), "--workers", "1"]) == 0
         (folder / "run.yaml").write_text(CONFIG)
         yield folder
         subprocess.run(["scancel", "--user=root", "--quiet"], check=False)

@@ -48,7 +48,7 @@ def status(run: str) -> dict:
     return json.loads(said.out)
 
 
-def until(what, seconds: float = 90.0):
+def until(what, seconds: float = 240.0):
     """Ask until the answer is true, and give it."""
     deadline = time.monotonic() + seconds
     while not (answer := what()):
@@ -57,7 +57,7 @@ def until(what, seconds: float = 90.0):
     return answer
 
 
-def until_state(run: str, *states: str, seconds: float = 120.0) -> dict:
+def until_state(run: str, *states: str, seconds: float = 240.0) -> dict:
     """Wait until the run's job is in one of these states; its status then."""
     seen = []
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from launch.exit_status import ExitStatus
-from megakernel.training import events
 from tests.distributed.training_run import scalars, train
 from tests.slurm.submitting import (
     kill,
@@ -82,7 +81,7 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
     until_step("killed", 15)
     kill(job, 2, signal.SIGKILL)
     until(lambda: story("killed", job)[-1] == "requeued")
-    assert last("killed", "ended")["why"].startswith("a process was killed")
+    assert "(rank 2 on n2: Killed)" in last("killed", "ended")["why"]
     assert last("killed", "ended")["step"] >= 10
 
     until(lambda: story("killed", job)[-1] == "started")
@@ -94,40 +93,42 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
     assert story("killed", job)[-3:] == ["cancelled", "signalled", "ended"]
     assert megakernel("resume killed -N 1 -G 1 --json").status == 0
     assert until_state("killed", "COMPLETED", "FAILED")["state"] == "COMPLETED"
-    assert list(losses("killed").values()) == pytest.approx(uninterrupted, rel=1e-5)  # of another layout
+    # Another layout sums in another order: float32 roundings, grown over 60 steps.
+    assert list(losses("killed").values()) == pytest.approx(uninterrupted, rel=1e-3)
 
 
 @pytest.mark.timeout(600)
-def test_a_rank_that_hangs_ends_the_job_and_a_chain_goes_on_with_it(place, uninterrupted):
+def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place, uninterrupted):
     jobs = submit(
-        f"run.yaml --name chain {TWO_BY_TWO} --chain 3 --env SLURM_WAIT=5 parallel.stall_minutes=0.05"
+        f"run.yaml --name chain {TWO_BY_TWO} --chain 3 --env SLURM_WAIT=5 parallel.stall_minutes=0.2"
     )
     assert len(jobs) == 3
     until_step("chain", 12)
     kill(jobs[0], 3, signal.SIGSTOP)
+    until(lambda: "ended" in story("chain", jobs[0]))
+    # The ranks that wait have ended the job; the one they waited for had to be killed.
+    assert "rank 3 on " in megakernel(f"logs {jobs[0]} --rank all --stderr --grep progress").out
     until(lambda: "started" in story("chain", jobs[1]))
-    first = next(e for e in events.read(Path("runs/chain")) if e["event"] == "ended")
-    assert "a step made no progress" in first["why"] or "killed" in first["why"]
-    assert "rank 3 on " in megakernel("logs chain --rank all --stderr --restart 0 -n 1000").out or True
     until_step("chain", 30)
     assert megakernel("cancel chain").status == 0  # this link alone
-    assert until(lambda: status("chain")["jobs"][jobs[1]] == "CANCELLED")
-    until(lambda: status("chain")["jobs"][jobs[2]] == "COMPLETED", 120)
+    until(lambda: status("chain")["jobs"][jobs[1]] == "CANCELLED")
+    until(lambda: status("chain")["jobs"][jobs[2]] == "COMPLETED")
     same("chain", uninterrupted)
 
 
 @pytest.mark.timeout(600)
 def test_an_array_tells_its_members_apart(place):
-    sweep = Path("sweep.yaml")
-    sweep.write_text(
-        "config: run.yaml\nname: grid\ngrid:\n  optimizer.lr: [1e-3, 2e-3]\n  training.steps: [3]\n"
+    Path("sweep.yaml").write_text(
+        "config: run.yaml\nname: grid\ngrid:\n  optimizer.lr: [1e-3, 2e-3]\n  training.steps: [2]\n"
     )
-    said = megakernel("sweep sweep.yaml --array %2 --json")
+    said = megakernel("sweep sweep.yaml --array %1 --json")
     assert said.status == 0, said.err
-    answer = json.loads(said.out)
-    assert answer["runs"] == ["runs/grid-0", "runs/grid-1"]
-    # A member that fails: its data vanish before it starts would take the others' too, so its folder does.
-    for index in (0, 1):
-        assert until_state(f"grid-{index}", "COMPLETED", "FAILED")["state"] == "COMPLETED"
-    assert losses("grid-0") != losses("grid-1")
-    assert last("grid-1", "ended")["status"] == ExitStatus.DONE
+    assert json.loads(said.out)["runs"] == ["runs/grid-0", "runs/grid-1"]
+    # The second waits for the first, and finds its folder taken by a run of another configuration.
+    config = Path("runs/grid-1/submissions", last("grid-1", "submitted")["submission"], "config.yaml")
+    Path("runs/grid-1/config.yaml").write_text(config.read_text().replace("seed: 7", "seed: 8"))
+    assert until_state("grid-1", "FAILED", "COMPLETED")["state"] == "FAILED"
+    assert status("grid-0")["state"] == "COMPLETED"
+    assert last("grid-1", "ended")["status"] == ExitStatus.USAGE
+    assert "run.seed=7 was 8 when the run began" in last("grid-1", "ended")["why"]
+    assert losses("grid-1") == {}
