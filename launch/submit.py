@@ -109,6 +109,7 @@ def _training(args: argparse.Namespace) -> "Request":
     if args.chain > 1 and args.requeue is None:
         args.requeue = False  # the next link goes on
     overrides = [*args.overrides, *([f"run.name={args.name}"] if args.name else [])]
+    runs: dict[int | None, Config]
     if args.array is None:
         runs = {None: load(args.config, overrides)}
         return training_request(runs, cluster_of(args), dependency=args.dependency, chain=args.chain)
@@ -124,7 +125,7 @@ def _training(args: argparse.Namespace) -> "Request":
 
 
 def training_request(
-    runs: "Mapping[int, Config] | Mapping[None, Config]",
+    runs: Mapping[int | None, Config],
     cluster: Cluster,
     array: str | None = None,
     *,

@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
         )
     array = (chosen or f"0-{len(points) - 1}") + percent + limit
     indices(array)
-    runs = {index: points[index] for index in wanted}
+    runs: dict[int | None, Config] = {index: points[index] for index in wanted}
     request = training_request(runs, cluster_of(args), array, dependency=args.dependency)
     if not (args.json or args.dry_run):
-        for index in runs:
+        for index in wanted:
             print(f"{request.base}-{index}: {' '.join(_assignments(args.sweep)[index])}", flush=True)
     return carry_out(request, args)
 
