@@ -2,13 +2,11 @@
 
 import argparse
 import re
-import time
 from pathlib import Path
 
 from launch.run_arguments import add_job_run_arguments
 from launch.slurm.errors import NotFound
 from launch.slurm.job_folder import find_run
-from launch.slurm.live import live_jobs
 from launch.slurm.logs import BATCH, Choice, LogReader
 from megakernel.config import UserError
 
@@ -48,16 +46,12 @@ def run(args: argparse.Namespace) -> int:
     reader = LogReader(folder, Choice(args.rank, args.restart, args.stderr, pattern))
     found = reader.show_last(args.n)
     if args.follow:
-        while live_jobs(folder):
-            reader.show_new()
-            time.sleep(_POLL_SECONDS)
-        reader.show_new()
+        from launch.slurm.waiting import follow
+
+        follow(folder, reader)
     elif not found:
         raise NotFound(f"{folder.path} has no such log yet; {_what_there_is(folder.path)}")
     return 0
-
-
-_POLL_SECONDS = 1.0
 
 
 def _what_there_is(run: Path) -> str:

@@ -4,6 +4,8 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 from launch.run_arguments import add_job_run_arguments
 from launch.slurm.job_folder import all_runs, find_run
@@ -58,10 +60,12 @@ def _table(found: Sequence[RunStatus]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("run", "job", "state", "step", "loss", "tokens/s", "restarts", "why")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title, justify in _COLUMNS.items():
+        table.add_column(title, justify=justify, no_wrap=title != "why")
     for status in found:
         table.add_row(
-            status.run,
+            Path(status.run).name,
             status.job,
             status.state,
             status.progress,
@@ -71,3 +75,15 @@ def _table(found: Sequence[RunStatus]) -> None:
             status.why,
         )
     Console(highlight=False).print(table)
+
+
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "run": "left",
+    "job": "left",
+    "state": "left",
+    "step": "right",
+    "loss": "right",
+    "tokens/s": "right",
+    "restarts": "right",
+    "why": "left",
+}

@@ -79,11 +79,10 @@ def carry_out(request: "Request", args: argparse.Namespace) -> int:
     if args.dry_run:
         print(request.script(), end="")
         return 0
+    _needs_slurm(request, args)
     if args.test_only:
         print(submission.test(request))
         return 0
-    if request.cluster.executor == "slurm":
-        require("sbatch")
     jobs = submission.submit(request)
     runs = list(dict.fromkeys(str(member.run) for member in request.members))
     if args.json:
@@ -95,6 +94,22 @@ def carry_out(request: "Request", args: argparse.Namespace) -> int:
 
         return wait(request, jobs, follow=args.follow)
     return 0
+
+
+def _needs_slurm(request: "Request", args: argparse.Namespace) -> None:
+    executor = request.cluster.executor
+    if executor == "slurm":
+        require("sbatch")
+        return
+    wanted = {
+        "--test-only": args.test_only,
+        "--chain": request.chain > 1,
+        "--array": request.array is not None,
+        "--dependency": bool(request.options),
+    }
+    for option, given in wanted.items():
+        if given:
+            raise UserError(f"{option} needs Slurm, and this cluster's executor is {executor}; leave it out")
 
 
 def _tell(jobs: "list[Job]", runs: list[str]) -> None:

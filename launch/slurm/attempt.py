@@ -29,8 +29,8 @@ def begin(submission: Path, nodes: str) -> None:
             print(f"{name}={os.environ[name]}", flush=True)
 
 
-def unfit_nodes(submission: Path, preflight: Path, nodes: str) -> list[str]:
-    """The nodes that the run should not start on, each of them an event."""
+def unfit_nodes(submission: Path, preflight: Path, nodes: str) -> dict[str, str]:
+    """The nodes that the run should not start on -> why; each of them is an event."""
     run = JobFolder(submission.parents[1])
     names = ask("scontrol", "show", "hostnames", nodes).split()
     gpus = read_settings(submission).resources.gpus_per_node
@@ -38,7 +38,7 @@ def unfit_nodes(submission: Path, preflight: Path, nodes: str) -> list[str]:
     for node, why in bad.items():
         events.record(run.path, "unfit", node=node, why=why)
         print(f"== node {node} is not fit: {why}", flush=True)
-    return list(bad)
+    return bad
 
 
 def end(submission: Path, status: int, why: str | None = None) -> Decision:
@@ -109,14 +109,15 @@ def main() -> int:
         return args.status
     nodes = os.environ["SLURM_JOB_NODELIST"]
     begin(args.submission, nodes)
-    bad = unfit_nodes(args.submission, args.preflight, nodes) if args.preflight else []
+    bad = unfit_nodes(args.submission, args.preflight, nodes) if args.preflight else {}
     if not bad:
         return ExitStatus.DONE
-    # What befalls most of them is not the nodes' fault, and without them there would be nowhere to run.
-    is_theirs = 2 * len(bad) <= int(os.environ["SLURM_JOB_NUM_NODES"])
+    # What befalls most of several nodes is not the nodes' fault, and without them there may be nowhere to run.
+    all_nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+    is_theirs = all_nodes == 1 or 2 * len(bad) <= all_nodes
     status = ExitStatus.UNFIT if is_theirs else ExitStatus.FAILED
-    if end(args.submission, status, f"not fit: {', '.join(bad)}").restart:
-        requeue(run, without=bad)
+    if end(args.submission, status, "; ".join(f"{node}: {why}" for node, why in bad.items())).restart:
+        requeue(run, without=list(bad))
     return status
 
 

@@ -1,5 +1,6 @@
 """Which jobs of a run wait or run."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .job_folder import Job, JobFolder
@@ -16,6 +17,28 @@ def states_of(run: JobFolder) -> dict[str, JobState]:
 def live_jobs(run: JobFolder) -> dict[str, str]:
     """Job -> state, of those that wait or run."""
     return {job: state.state for job, state in states_of(run).items() if state.is_live}
+
+
+class Watch:
+    """Some jobs of some runs, asked about often; Slurm is asked every few seconds at most."""
+
+    def __init__(self, jobs: Mapping[JobFolder, Sequence[Job]]):
+        from .executor import ScriptJob  # submitit takes its time to import
+
+        self._of_slurm: list[ScriptJob] = []
+        self._others: list[tuple[JobFolder, Job]] = []
+        for run, some in jobs.items():
+            for job in some:
+                if job.executor == "slurm":
+                    self._of_slurm.append(ScriptJob(run.submission(job.submission), job.id))
+                else:
+                    self._others.append((run, job))
+
+    def any_live(self) -> bool:
+        """Whether one of them waits or runs."""
+        return not all(job.done() for job in self._of_slurm) or any(
+            _by_its_record(run, job).is_live for run, job in self._others
+        )
 
 
 def _by_its_record(run: JobFolder, job: Job) -> JobState:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megakernel.config.cluster import Cluster
 
-from .programs import call, complaint
+from .programs import UNREACHABLE, call, complaint
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ _PARTITIONS = _listed("one of the partitions", "sinfo", "-h", "-o", "%R")
 _NODES = _listed("nodes of this cluster", "sinfo", "-h", "-N", "-o", "%N")
 
 _REFUSALS = (
-    _Refusal("Unable to contact slurm controller", "", _say("see `scontrol ping`, or try again later")),
     _Refusal("invalid partition", "partition", _PARTITIONS),
     _Refusal("Invalid account", "account", _say("see `sacctmgr show associations user=$USER`")),
     _Refusal("Invalid qos", "qos", _say("see `sacctmgr show qos`")),
@@ -65,6 +64,8 @@ _REFUSALS = (
 def explained(stderr: str, cluster: Cluster, more: dict[str, str | None]) -> str:
     """One line. stderr: what sbatch said; more: values of options that are not the cluster's, by name."""
     text = complaint(stderr, "sbatch")
+    if re.search(UNREACHABLE, stderr):
+        return text
     values = cluster.model_dump() | more
     for refusal in _REFUSALS:
         if re.search(refusal.pattern, stderr):

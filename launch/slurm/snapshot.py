@@ -11,10 +11,10 @@ _LARGEST = 1 << 20
 """Bytes of an untracked file that is taken along: sources are smaller, data are larger."""
 
 
-def write_snapshot(folder: Path, repository: Path = REPOSITORY) -> None:
+def write_snapshot(folder: Path, repository: Path = REPOSITORY) -> Path:
     """Write revision.txt, and where sources differ from it changes.diff and untracked.tar.gz.
 
-    To have them again: `git checkout REVISION`, `git apply changes.diff`, `tar xf untracked.tar.gz`.
+    Gives the folder. To have them again: `git checkout REVISION`, `git apply changes.diff`, `tar xf untracked.tar.gz`.
     """
     folder.mkdir()
     (folder / "revision.txt").write_text(revision(repository / "launch" / "cli.py") + "\n")
@@ -28,3 +28,4 @@ def write_snapshot(folder: Path, repository: Path = REPOSITORY) -> None:
         with tarfile.open(folder / "untracked.tar.gz", "w:gz") as archive:
             for path in sources:
                 archive.add(path, path.relative_to(repository))
+    return folder

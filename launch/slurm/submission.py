@@ -1,5 +1,6 @@
 """From what is to be run to a job, or to nothing at all: a refused submission leaves no file behind."""
 
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,6 +74,10 @@ class Request:
         """One that tells when."""
         return time.strftime("%Y%m%d-%H%M%S", time.gmtime())
 
+    def folder(self, member: Member) -> Path:
+        """The submission's folder in a member's run."""
+        return JobFolder(member.run).submission(self.name)
+
     def script(self, after: str | None = None) -> str:
         """The batch script; `after`: the job that it waits for."""
         options = dict(self.options)
@@ -108,50 +113,51 @@ def submit(request: Request) -> list[Job]:
     for member in request.members:
         _refuse_live(JobFolder(member.run))
     with _nothing_left_behind(request):
-        for member in request.members:
-            _write(member, request)
+        _write(request)
         executor = {"slurm": _submit_to_slurm, "local": _submit_here, "debug": _run_here}
         return executor[request.cluster.executor](request)
 
 
-def _write(member: Member, request: Request) -> None:
-    folder = JobFolder(member.run).submission(request.name)
-    try:
-        folder.mkdir(parents=True)
-        (member.run / "logs").mkdir(exist_ok=True)
-        write_settings(
-            folder,
-            Settings(list(request.command), request.cluster.model_dump(mode="json"), request.base.name),
-        )
-        if member.config is not None:
-            (folder / CONFIG).write_text(member.config, encoding="utf-8")
-        write_snapshot(folder / "code")
-    except FileExistsError:
-        raise UserError(
-            f"{member.run} has been submitted a second ago; see megakernel status {member.run}"
-        ) from None
-    except OSError as error:
-        raise UserError(
-            f"{member.run} cannot hold the run ({error}); make it writable or choose another run.root"
-        ) from None
+def _write(request: Request) -> None:
+    settings = Settings(list(request.command), request.cluster.model_dump(mode="json"), request.base.name)
+    code: Path | None = None
+    for member in request.members:
+        folder = request.folder(member)
+        try:
+            folder.mkdir(parents=True)
+            (member.run / "logs").mkdir(exist_ok=True)
+            write_settings(folder, settings)
+            if member.config is not None:
+                (folder / CONFIG).write_text(member.config, encoding="utf-8")
+            if code is None:
+                code = write_snapshot(folder / "code")
+            else:
+                shutil.copytree(code, folder / "code", copy_function=os.link)
+        except FileExistsError:
+            raise UserError(
+                f"{member.run} was submitted less than a second ago; see megakernel status {member.run}"
+            ) from None
+        except OSError as error:
+            remedy = "make it writable or choose another run.root"
+            raise UserError(f"{member.run} cannot hold the run ({error}); {remedy}") from None
 
 
 def _submit_to_slurm(request: Request) -> list[Job]:
-    first = JobFolder(request.members[0].run).submission(request.name)
-    jobs: list[Job] = []
-    previous: str | None = None
-    for _ in range(request.chain):
-        text = request.script(after=previous)
-        try:
+    first = request.folder(request.members[0])
+    ids: list[str] = []
+    try:
+        for _ in range(request.chain):
+            text = request.script(after=ids[-1] if ids else None)
             submitted = ScriptExecutor(first, text).submit_script()
-        except Refused as error:
-            if jobs:
-                call(["scancel", *(job.id for job in jobs)])
+            ids.append(submitted.job_id)
+            _keep_script(request, submitted.paths.submission_file, text)
+    except BaseException as error:
+        if ids:
+            call(["scancel", *ids])
+        if isinstance(error, Refused):
             raise _refused(str(error), request) from None
-        previous = submitted.job_id
-        _keep_script(request, submitted.paths.submission_file, text)
-        jobs += _written_down(previous, request)
-    return jobs
+        raise
+    return [job for id in ids for job in _written_down(id, request)]
 
 
 def _keep_script(request: Request, file: Path, text: str) -> None:
@@ -160,7 +166,7 @@ def _keep_script(request: Request, file: Path, text: str) -> None:
         link.unlink()
     file.unlink()
     for member in request.members:
-        (JobFolder(member.run).submission(request.name) / "submit.sbatch").write_text(text)
+        (request.folder(member) / "submit.sbatch").write_text(text)
 
 
 def _written_down(job: str, request: Request) -> list[Job]:
@@ -179,19 +185,14 @@ def _submit_here(request: Request) -> list[Job]:
 
     from .here import HereJob
 
-    jobs = []
-    for member in request.members:
-        folder = JobFolder(member.run).submission(request.name).absolute()
-        executor = LocalExecutor(folder)
-        limit = {} if request.cluster.minutes is None else {"timeout_min": request.cluster.minutes}
-        executor.update_parameters(
-            gpus_per_node=request.cluster.gpus_per_node,
-            signal_delay_s=request.cluster.signal_delay,
-            **({"timeout_min": 60 * 24 * 365} | limit),
-        )
-        job = executor.submit(HereJob(folder))
-        jobs += _written_down(job.job_id, Request(**{**vars(request), "members": [member]}))
-    return jobs
+    folder = request.folder(request.members[0]).absolute()
+    executor = LocalExecutor(folder)
+    executor.update_parameters(
+        gpus_per_node=request.cluster.gpus_per_node,
+        signal_delay_s=request.cluster.signal_delay,
+        timeout_min=request.cluster.minutes or _FOR_EVER,
+    )
+    return _written_down(executor.submit(HereJob(folder)).job_id, request)
 
 
 def _run_here(request: Request) -> list[Job]:
@@ -199,13 +200,15 @@ def _run_here(request: Request) -> list[Job]:
 
     from .here import HereJob
 
-    jobs = []
-    for member in request.members:
-        folder = JobFolder(member.run).submission(request.name).absolute()
-        job = DebugExecutor(folder).submit(HereJob(folder))
-        jobs += _written_down(job.job_id, Request(**{**vars(request), "members": [member]}))
-        job.result()
+    folder = request.folder(request.members[0]).absolute()
+    job = DebugExecutor(folder).submit(HereJob(folder))
+    jobs = _written_down(job.job_id, request)
+    job.result()
     return jobs
+
+
+_FOR_EVER = 60.0 * 24 * 365
+"""Minutes; submitit's own limit is two."""
 
 
 def _refuse_live(run: JobFolder) -> None:
@@ -223,8 +226,7 @@ def _refused(stderr: str, request: Request) -> SlurmRefused:
 @contextmanager
 def _nothing_left_behind(request: Request) -> Iterator[None]:
     """Where the block fails, remove what it has made, up to the first folder that was there before."""
-    folders = [JobFolder(member.run).submission(request.name) for member in request.members]
-    made = [_first_missing(folder) for folder in folders]
+    made = [_first_missing(request.folder(member)) for member in request.members]
     logs = [member.run / "logs" for member in request.members if not (member.run / "logs").exists()]
     try:
         yield

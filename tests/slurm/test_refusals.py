@@ -68,7 +68,7 @@ def test_slurm_that_does_not_answer_is_one_line(place, tmp_path, monkeypatch):
     before = files(place)
     said = megakernel("submit run.yaml --test-only")
     assert said.status == REFUSED
-    assert "Unable to contact slurm controller" in said.err
+    assert "sbatch cannot reach Slurm (Unable to contact slurm controller" in said.err
     assert len(said.err.splitlines()) == 1
     assert files(place) == before
 
