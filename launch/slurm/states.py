@@ -71,15 +71,16 @@ def job_states(jobs: Iterable[str]) -> dict[str, JobState]:
     wanted = list(dict.fromkeys(jobs))
     if not wanted:
         return {}
-    known = {job: state for job, state in _of_queue().items() if job in wanted}
+    known = {job: state for job, state in by_queue().items() if job in wanted}
     for source in (["sacct", "-X"], ["sacct", "-c"]):
         missing = [job for job in wanted if job not in known]
         if missing and shutil.which("sacct"):
-            known |= {job: state for job, state in _of_accounting(source, missing).items() if job in missing}
+            known |= {job: state for job, state in by_accounting(source, missing).items() if job in missing}
     return known
 
 
-def _of_queue() -> dict[str, JobState]:
+def by_queue() -> dict[str, JobState]:
+    """This user's jobs that the queue knows."""
     # One question about all jobs of this user: with -j, an id that has left the queue makes squeue fail.
     out = ask("squeue", "--me", "--states=all", "--array", "--noheader", "-o", _QUEUE)
     found = {}
@@ -89,7 +90,8 @@ def _of_queue() -> dict[str, JobState]:
     return found
 
 
-def _of_accounting(source: list[str], jobs: list[str]) -> dict[str, JobState]:
+def by_accounting(source: list[str], jobs: list[str]) -> dict[str, JobState]:
+    """Those of `jobs` that sacct knows; source: the command, for the database or for the list of completed jobs."""
     done = call([*source, "--noheader", "--parsable2", "-o", "JobID,State", "-j", ",".join(jobs)])
     found = {}
     # Without accounting it fails, and that is no news.

@@ -1,4 +1,4 @@
-"""A real cluster: slurmctld, two slurmd and munged on this machine, started once for all tests of this folder."""
+"""A real cluster for each module: slurmctld, two slurmd and munged on this machine."""
 
 import os
 import shutil
@@ -41,16 +41,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slurm")
 
 
-@pytest.fixture(scope="session")
-def cluster():
+@pytest.fixture(scope="module")
+def cluster(request):
+    """Started for a module, with a database where the module says ACCOUNTING."""
+    accounting = getattr(request.module, "ACCOUNTING", False)
     search = os.environ["PATH"] + ":/usr/sbin:/sbin"
-    missing = [name for name in ("slurmctld", "slurmd", "munged") if shutil.which(name, path=search) is None]
+    programs = ["slurmctld", "slurmd", "munged", *(["slurmdbd", "mariadbd"] if accounting else [])]
+    missing = [name for name in programs if shutil.which(name, path=search) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not installed: apt-get install slurm-wlm munge")
+        pytest.skip(
+            f"{', '.join(missing)} not installed: apt-get install slurm-wlm munge slurmdbd mariadb-server"
+        )
     if os.geteuid():
         pytest.skip("slurmd needs root")
-    started = subprocess.run([LOCAL_CLUSTER, "start"], capture_output=True, text=True)
+    start = [LOCAL_CLUSTER, "start", *(["--accounting"] if accounting else [])]
+    started = subprocess.run(start, capture_output=True, text=True)
     assert started.returncode == 0, started.stderr
+    if accounting and "already" in started.stdout:
+        pytest.skip("a local cluster runs already, which may have no accounting: make slurm-down")
     shown = subprocess.run([LOCAL_CLUSTER, "env"], capture_output=True, text=True, check=True).stdout
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", shown.strip().partition("=")[2])
