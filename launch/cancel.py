@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     live = [state for state in states_of(folder).values() if state.is_live]
     if not live:
         raise NotFound(f"{folder.path} has no live job; megakernel status {folder.path} says how it ended")
-    for state in live if args.chain else live[:1]:
+    # The last of a chain first, else the next one would start when its predecessor ends.
+    for state in reversed(live if args.chain else live[:1]):
         events.record(folder.path, "cancelled", env={events.JOB_VARIABLE: state.job}, save=args.save)
         if executors[state.job] != "slurm":
             os.kill(int(state.job), signal.SIGTERM)

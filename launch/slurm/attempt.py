@@ -70,13 +70,26 @@ def _failure(run: JobFolder) -> str | None:
     return None
 
 
+def _kept_off(submission: Path) -> list[str]:
+    """The nodes that the job was not to have from the beginning, and those that were not fit in any of its starts."""
+    job = os.environ[events.JOB_VARIABLE]
+    found = [
+        event["node"] for event in JobFolder(submission.parents[1]).events(job) if event["event"] == "unfit"
+    ]
+    given = read_settings(submission).resources.exclude
+    return list(dict.fromkeys([*([given] if given else []), *found]))
+
+
 def restart() -> int:
     """How often this job had been started before."""
     return int(os.environ.get(events.RESTART_VARIABLE, "0"))
 
 
 def requeue(run: Path, without: Sequence[str] = ()) -> None:
-    """Put the job back into the queue, to start on other nodes than `without`; Slurm then ends this script."""
+    """Put the job back into the queue, to start on other nodes than `without`; Slurm then ends this script.
+
+    without: all that the job is to keep off, for it replaces what the job was submitted with.
+    """
     # It does so at once, and what follows should still be done.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     job = os.environ[events.JOB_VARIABLE]
@@ -117,7 +130,7 @@ def main() -> int:
     is_theirs = all_nodes == 1 or 2 * len(bad) <= all_nodes
     status = ExitStatus.UNFIT if is_theirs else ExitStatus.FAILED
     if end(args.submission, status, "; ".join(f"{node}: {why}" for node, why in bad.items())).restart:
-        requeue(run, without=list(bad))
+        requeue(run, without=_kept_off(args.submission))
     return status
 
 

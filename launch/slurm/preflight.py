@@ -66,11 +66,12 @@ def unfit(reports: Mapping[str, Report | None], gpus_per_node: int) -> dict[str,
     """The nodes that should not be used -> why.
 
     reports: of every node of the job, None where one said nothing. gpus_per_node: what the run needs of each.
+    Where none said anything no node is to blame: the check itself was interrupted, or cannot run.
     """
     present = [report for report in reports.values() if report is not None]
-    bad = {node: "says nothing" for node, report in reports.items() if report is None}
     if not present:
-        return bad
+        return {}
+    bad = {node: "says nothing" for node, report in reports.items() if report is None}
     versions = Counter(json.dumps(report.versions, sort_keys=True) for report in present)
     usual = json.loads(versions.most_common(1)[0][0])
     clock = sorted(report.time for report in present)[len(present) // 2]

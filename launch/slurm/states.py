@@ -23,9 +23,8 @@ _LIVE = {
     "REQUEUE_FED",
     "REQUEUE_HOLD",
     "SPECIAL_EXIT",
-    "PREEMPTED",
 }
-"""States that a job leaves again. A preempted job that is not requeued leaves the queue with it: see `is_live`."""
+"""States that a job leaves again. PREEMPTED is none: a preempted job that starts again is PENDING."""
 
 
 @dataclass(frozen=True)

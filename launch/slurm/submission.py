@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megakernel.config import UserError
 from megakernel.config.cluster import Cluster
@@ -21,6 +22,9 @@ from .programs import call
 from .refusals import explained
 from .script import Script
 from .snapshot import write_snapshot
+
+if TYPE_CHECKING:
+    import submitit
 
 CONFIG = "config.yaml"
 
@@ -114,8 +118,13 @@ def submit(request: Request) -> list[Job]:
         _refuse_live(JobFolder(member.run))
     with _nothing_left_behind(request):
         _write(request)
-        executor = {"slurm": _submit_to_slurm, "local": _submit_here, "debug": _run_here}
-        return executor[request.cluster.executor](request)
+        if request.cluster.executor == "slurm":
+            return _submit_to_slurm(request)
+        started = _start_here(request)
+        jobs = _written_down(started.job_id, request)
+    if request.cluster.executor == "debug":
+        started.result()  # it runs now, and what it makes stays
+    return jobs
 
 
 def _write(request: Request) -> None:
@@ -151,13 +160,13 @@ def _submit_to_slurm(request: Request) -> list[Job]:
             submitted = ScriptExecutor(first, text).submit_script()
             ids.append(submitted.job_id)
             _keep_script(request, submitted.paths.submission_file, text)
+        return [job for id in ids for job in _written_down(id, request)]
     except BaseException as error:
         if ids:
             call(["scancel", *ids])
         if isinstance(error, Refused):
             raise _refused(str(error), request) from None
         raise
-    return [job for id in ids for job in _written_down(id, request)]
 
 
 def _keep_script(request: Request, file: Path, text: str) -> None:
@@ -180,31 +189,22 @@ def _written_down(job: str, request: Request) -> list[Job]:
     return jobs
 
 
-def _submit_here(request: Request) -> list[Job]:
-    from submitit import LocalExecutor
+def _start_here(request: Request) -> "submitit.Job[int]":
+    """submitit's job on this machine; that of its debug executor runs when it is asked for its result."""
+    import submitit
 
     from .here import HereJob
 
     folder = request.folder(request.members[0]).absolute()
-    executor = LocalExecutor(folder)
+    if request.cluster.executor == "debug":
+        return submitit.DebugExecutor(folder).submit(HereJob(folder))
+    executor = submitit.LocalExecutor(folder)
     executor.update_parameters(
         gpus_per_node=request.cluster.gpus_per_node,
         signal_delay_s=request.cluster.signal_delay,
         timeout_min=request.cluster.minutes or _FOR_EVER,
     )
-    return _written_down(executor.submit(HereJob(folder)).job_id, request)
-
-
-def _run_here(request: Request) -> list[Job]:
-    from submitit import DebugExecutor
-
-    from .here import HereJob
-
-    folder = request.folder(request.members[0]).absolute()
-    job = DebugExecutor(folder).submit(HereJob(folder))
-    jobs = _written_down(job.job_id, request)
-    job.result()
-    return jobs
+    return executor.submit(HereJob(folder))
 
 
 _FOR_EVER = 60.0 * 24 * 365

@@ -1,6 +1,6 @@
 """The training loop: what happens between two optimizer steps."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -248,7 +248,8 @@ class Trainer:
 
     def _record(self, event: str, **facts: Any) -> None:
         if self.mesh.rank == 0:
-            events.record(self.folder.path, event, **facts)
+            with suppress(OSError):  # one rank that fails here would leave the others waiting
+                events.record(self.folder.path, event, **facts)
 
     def _note(self, text: str) -> None:
         if self.mesh.rank == 0:

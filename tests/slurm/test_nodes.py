@@ -1,5 +1,6 @@
 """Nodes that are not fit, or are lost; time that runs out; and jobs that Slurm has forgotten."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -56,6 +57,18 @@ def test_a_run_whose_node_is_lost_goes_on(place):
     assert story("lost").count("started") == 2
     assert sorted(losses("lost")) == list(range(1, 101))
 
+    checkpoints = Path("runs/lost/checkpoints")
+    before = sorted(path.name for path in checkpoints.iterdir())
+    said = megakernel("resume lost --from-step 7")
+    assert (said.status, len(said.err.splitlines())) == (2, 1)
+    assert "no checkpoint of that step; there are 90, 100" in said.err
+    assert megakernel("resume lost --from-step 90 -p nosuch").status == 4
+    assert sorted(path.name for path in checkpoints.iterdir()) == before
+
+    assert megakernel("resume lost --from-step 90 --sbatch hold").status == 0
+    assert {path.name for path in checkpoints.glob("step_*")} == {"step_90", "step_100.set_aside"}
+    assert megakernel("cancel lost").status == 0
+
 
 @pytest.mark.timeout(600)
 def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_requeued(place):
@@ -67,13 +80,13 @@ def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_r
 
 
 def test_a_job_that_the_queue_has_forgotten_is_still_known(place, monkeypatch, tmp_path):
-    (job,) = submit("--name forgotten -- evaluate runs/nosuch")
-    until(lambda: story("forgotten")[-1] == "ended")
+    said = megakernel("submit --wait --json --name forgotten -- evaluate runs/nosuch")
+    assert said.status == 1
+    (job,) = json.loads(said.out)["jobs"]
     queue = ["squeue", "--states=all", "--noheader", "--format=%i"]
     until(lambda: job not in subprocess.run(queue, capture_output=True, text=True).stdout.split())
     assert status("forgotten")["state"] == "FAILED"  # by the list of completed jobs
-    for program in ("squeue",):
-        (tmp_path / program).symlink_to(str(shutil.which(program)))
+    (tmp_path / "squeue").symlink_to(str(shutil.which("squeue")))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert status("forgotten")["state"] == "FAILED"  # by what the run wrote down
     assert status("forgotten")["why"] == "refused its command line or configuration"

@@ -23,14 +23,17 @@ from tests.slurm.submitting import (
     until_step,
 )
 
-TWO_BY_TWO = "-N 2 -G 2"
 STEPS = 100
 
 
+def here(place, processes):
+    """Losses of so many processes of this machine, without Slurm and without interruption."""
+    return scalars(train(place / "run.yaml", processes, f"run.name=here-{processes}"), "train/loss")
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(place):
-    """Losses of four processes on this machine, without Slurm."""
-    return scalars(train(place / "run.yaml", 4, "run.name=here"), "train/loss")
+def of_two(place):
+    return here(place, 2)
 
 
 def same(run, uninterrupted):
@@ -39,8 +42,8 @@ def same(run, uninterrupted):
 
 
 @pytest.mark.timeout(600)
-def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(place, uninterrupted):
-    (job,) = submit(f"run.yaml --name preempted {TWO_BY_TWO}")
+def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(place):
+    (job,) = submit("run.yaml --name preempted -N 2 -G 2")
     until_step("preempted", 23)
     now = status("preempted")
     assert (now["state"], now["nodes"], now["steps"]) == ("RUNNING", "n[1-2]", STEPS)
@@ -67,21 +70,19 @@ def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(p
         "started",
         "ended",
     ]
-    same("preempted", uninterrupted)
+    same("preempted", here(place, 4))
     # Nothing was computed twice: what was saved when the signal came was the last step.
     shown = megakernel(f"logs {job} --restart 1 --grep continuing").out
     assert shown.strip().endswith(f"step_{step}")
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_elsewhere(
-    place, uninterrupted
-):
-    (job,) = submit(f"run.yaml --name killed {TWO_BY_TWO} --env SLURM_WAIT=5")
+def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_elsewhere(place, of_two):
+    (job,) = submit("run.yaml --name killed -N 2 --env SLURM_WAIT=5")
     until_step("killed", 15)
-    kill(job, 2, signal.SIGKILL)
+    kill(job, 1, signal.SIGKILL)
     until(lambda: story("killed", job)[-1] == "requeued")
-    assert "(rank 2 on n2: Killed)" in last("killed", "ended")["why"]
+    assert "(rank 1 on n2: Killed)" in last("killed", "ended")["why"]
     assert last("killed", "ended")["step"] >= 10
 
     until(lambda: story("killed", job)[-1] == "started")
@@ -94,26 +95,24 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
     assert megakernel("resume killed -N 1 -G 1 --json").status == 0
     assert until_state("killed", "COMPLETED", "FAILED")["state"] == "COMPLETED"
     # Another layout sums in another order: float32 roundings, grown over 60 steps.
-    assert list(losses("killed").values()) == pytest.approx(uninterrupted, rel=1e-3)
+    assert list(losses("killed").values()) == pytest.approx(of_two, rel=1e-3)
 
 
 @pytest.mark.timeout(600)
-def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place, uninterrupted):
-    jobs = submit(
-        f"run.yaml --name chain {TWO_BY_TWO} --chain 3 --env SLURM_WAIT=5 parallel.stall_minutes=0.2"
-    )
+def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place, of_two):
+    jobs = submit("run.yaml --name chain -N 2 --chain 3 --env SLURM_WAIT=5 parallel.stall_minutes=0.2")
     assert len(jobs) == 3
     until_step("chain", 12)
-    kill(jobs[0], 3, signal.SIGSTOP)
+    kill(jobs[0], 1, signal.SIGSTOP)
     until(lambda: "ended" in story("chain", jobs[0]))
     # The ranks that wait have ended the job; the one they waited for had to be killed.
-    assert "rank 3 on " in megakernel(f"logs {jobs[0]} --rank all --stderr --grep progress").out
+    assert "rank 1 on " in megakernel(f"logs {jobs[0]} --rank all --stderr --grep progress").out
     until(lambda: "started" in story("chain", jobs[1]))
     until_step("chain", 30)
     assert megakernel("cancel chain").status == 0  # this link alone
     until(lambda: status("chain")["jobs"][jobs[1]] == "CANCELLED")
     until(lambda: status("chain")["jobs"][jobs[2]] == "COMPLETED")
-    same("chain", uninterrupted)
+    same("chain", of_two)
 
 
 @pytest.mark.timeout(600)

@@ -47,7 +47,7 @@ def test_what_nodes_print_is_read_back_and_a_silent_one_is_named(tmp_path):
     found = read_reports(file, ["n1", "n2"])
     assert found == {"n1": FIT, "n2": None}
     assert unfit(found, gpus_per_node=0) == {"n2": "says nothing"}
-    assert unfit(read_reports(tmp_path / "missing", ["n1"]), 0) == {"n1": "says nothing"}
+    assert unfit(read_reports(tmp_path / "missing", ["n1", "n2"]), 0) == {}, "no node is to blame alone"
 
 
 def test_a_node_looks_at_itself(tmp_path):
