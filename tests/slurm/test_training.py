@@ -119,18 +119,26 @@ def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place,
 
 
 @pytest.mark.timeout(600)
-def test_an_array_tells_its_members_apart(place):
+def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
     Path("sweep.yaml").write_text(
-        "config: run.yaml\nname: grid\ngrid:\n  optimizer.lr: [1e-3, 2e-3]\n  training.steps: [2]\n"
+        "config: run.yaml\nname: grid\ngrid:\n  optimizer.lr: [1e-3, 2e-3]\n  training.steps: [60]\n"
     )
     said = megakernel("sweep sweep.yaml --array %1 --json")
     assert said.status == 0, said.err
-    assert json.loads(said.out)["runs"] == ["runs/grid-0", "runs/grid-1"]
+    answer = json.loads(said.out)
+    assert answer["runs"] == ["runs/grid-0", "runs/grid-1"]
     # The second waits for the first, and finds its folder taken by a run of another configuration.
-    config = Path("runs/grid-1/submissions", last("grid-1", "submitted")["submission"], "config.yaml")
+    config = Path("runs/grid-1/submissions", answer["submission"], "config.yaml")
     Path("runs/grid-1/config.yaml").write_text(config.read_text().replace("seed: 7", "seed: 8"))
+
+    first = answer["jobs"][0]
+    until_step("grid-0", 3)
+    subprocess.run(["scancel", "--signal=USR2", first], check=True)
+    until(lambda: story("grid-0", first)[-1] == "requeued")
+
     assert until_state("grid-1", "FAILED", "COMPLETED")["state"] == "FAILED"
-    assert status("grid-0")["state"] == "COMPLETED"
     assert last("grid-1", "ended")["status"] == ExitStatus.USAGE
     assert "run.seed=7 was 8 when the run began" in last("grid-1", "ended")["why"]
     assert losses("grid-1") == {}
+    done = until_state("grid-0", "FAILED", "COMPLETED")
+    assert (done["state"], done["restarts"], list(losses("grid-0"))) == ("COMPLETED", 1, list(range(1, 61)))
