@@ -7,10 +7,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NPROC ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test lint format clean
+.PHONY: help install dev demo test lint format clean slurm-up slurm-down
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/installed ## make .venv and install Megakernel into it
 
@@ -36,6 +36,12 @@ lint: $(VENV)/installed-dev ## style, types and the direction of imports
 format: $(VENV)/installed-dev ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+slurm-up: ## a Slurm cluster of two nodes on this machine (root, slurm-wlm and munge)
+	@slurm/local_cluster start
+
+slurm-down: ## end it, and the jobs in it
+	@slurm/local_cluster stop
 
 clean: ## remove .venv and caches; data/ and runs/ stay
 	rm -rf $(VENV) build *.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache

@@ -15,25 +15,38 @@ from types import ModuleType
 import megakernel
 from launch import (
     bench,
+    cancel,
     config,
     doctor,
     evaluate,
     export,
     generate,
     import_dense,
+    logs,
     mechanisms,
     plan,
     prepare,
     pretrain,
     reshape,
+    resume,
+    status,
+    submit,
+    sweep,
 )
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
+from launch.slurm.errors import NotFound, SlurmRefused
 from megakernel.config import RunFailed, UserError
 
 COMMANDS: dict[str, ModuleType] = {
     "prepare": prepare,
     "pretrain": pretrain,
+    "submit": submit,
+    "sweep": sweep,
+    "status": status,
+    "logs": logs,
+    "cancel": cancel,
+    "resume": resume,
     "import": import_dense,
     "evaluate": evaluate,
     "generate": generate,
@@ -52,11 +65,17 @@ _PLAIN_OS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status, as `ExitStatus` defines it."""
-    args = _parse(sys.argv[1:] if argv is None else argv)
+    args = parse(sys.argv[1:] if argv is None else argv)
     # Else Python searches all that the libraries have made for garbage before it exits: seconds, for nothing.
     atexit.register(gc.freeze)
     try:
         return int(COMMANDS[args.command].run(args))
+    except NotFound as error:
+        print_error(str(error))
+        return ExitStatus.NOT_FOUND
+    except SlurmRefused as error:
+        print_error(str(error))
+        return ExitStatus.REFUSED
     except UserError as error:
         print_error(str(error))
         return ExitStatus.USAGE
@@ -75,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.FAILED
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of one command; SystemExit, after a message, where they make no sense."""
     parser = argparse.ArgumentParser(prog="megakernel", description=megakernel.__doc__)
     parser.add_argument("--version", action="version", version=f"megakernel {megakernel.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from megakernel.config import UserError
 from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.training.events import in_job
 
 _FIRST_PORT, _PORTS = 20_000, 12_000
 """Below Linux's ephemeral ports, which start at 32768."""
@@ -16,8 +17,8 @@ def joined(env: Mapping[str, str] = os.environ) -> ProcessEnvironment | None:
     if "RANK" in env and "WORLD_SIZE" in env:
         return _of_torchrun(env)
     # A batch script carries SLURM_PROCID too; only a step that srun started has an id of its own. A step of
-    # one task is an interactive shell or a job of one process: it starts what it needs itself.
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    # one task is an interactive shell, which starts what it needs itself, unless the job is one of ours.
+    if "SLURM_STEP_ID" in env and (int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 or in_job(env)):
         return _of_slurm(env)
     return None
 

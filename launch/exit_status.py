@@ -15,8 +15,20 @@ class ExitStatus(IntEnum):
     USAGE = 2
     """The command line or the configuration has to change."""
 
+    NOT_FOUND = 3
+    """There is no such run or job."""
+
+    REFUSED = 4
+    """Slurm refused, or cannot be reached."""
+
     STOPPED = 85
     """Stopped by a signal after saving; the same command goes on, and a batch script may requeue it."""
+
+    STALLED = 86
+    """A step made no progress for too long; a batch script may start the run again from its last save."""
+
+    UNFIT = 87
+    """A node is not fit for the run; a batch script may start it again without that node."""
 
     TERMINATED = 143
     """Ended by TERM after saving; the same command goes on, but nothing starts it by itself."""

@@ -43,7 +43,8 @@ def run_ranks(
     after one has left without the others, the others are ended and the first failure is printed. A rank that
     is ended has SETTLE_SECONDS to leave by itself, then gets TERM, and after `grace_seconds` KILL.
 
-    0, 85 or 143 where all ranks agree on it, 2 where the first failure is a usage error, else 1.
+    0, 85 or 143 where all ranks agree on it, 2 or 86 where the first failure is a usage error or a step that made no
+    progress, else 1.
     """
     with _recorded_signals() as received:
         ranks = [
@@ -92,7 +93,8 @@ def _recorded_signals() -> Iterator[list[int]]:
 class _Failure:
     rank: int
     text: str
-    is_usage: bool = False
+    status: int | None = None
+    """Exit status of the rank; None where it did not end."""
 
 
 def _watch(ranks: Sequence[RankProcess], received: list[int], leave_seconds: float) -> _Failure | None:
@@ -108,7 +110,7 @@ def _watch(ranks: Sequence[RankProcess], received: list[int], leave_seconds: flo
         statuses = [rank.status() for rank in ranks]
         for number, status in enumerate(statuses):
             if status is not None and status not in _LEAVING:
-                return _Failure(number, _end_of(number, status, sent), status == ExitStatus.USAGE)
+                return _Failure(number, _end_of(number, status, sent), status)
             if status is not None and first_left is None:
                 first_left = number, time.monotonic()
         if None not in statuses:
@@ -156,11 +158,14 @@ def _outcome(ranks: Sequence[RankProcess], failure: _Failure | None) -> int:
         ends = ", ".join(f"rank {rank}: {status}" for rank, status in enumerate(statuses))
         print_error(f"the ranks ended with different exit status ({ends})")
         return ExitStatus.FAILED
-    if failure.is_usage and statuses[0] == ExitStatus.USAGE:
+    is_usage = failure.status == ExitStatus.USAGE
+    if is_usage and statuses[0] == ExitStatus.USAGE:
         return ExitStatus.USAGE  # rank 0 has said on this console what has to change
     rank = ranks[failure.rank]
     print_error(f"{failure.text}; its output is in {rank.log}")
     if failure.rank != 0:
         for line in rank.last_lines(_LAST_LINES):
             print(f"    {line}", file=sys.stderr, flush=True)
-    return ExitStatus.USAGE if failure.is_usage else ExitStatus.FAILED
+    if failure.status == ExitStatus.STALLED:
+        return ExitStatus.STALLED
+    return ExitStatus.USAGE if is_usage else ExitStatus.FAILED

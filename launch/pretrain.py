@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(config: Config, process: ProcessEnvironment) -> int:
     from megakernel.training.pretrain import pretrain
+    from megakernel.training.stop_requests import hold_requests
 
+    hold_requests()
     os.environ.update(process.variables())  # DeepSpeed and torch.distributed read them
     return pretrain(config, process)
 

@@ -10,3 +10,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step", type=int, metavar="S", help="checkpoint of this step (default: the newest good one)"
     )
+
+
+def add_job_run_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    """Declare RUN of commands that look after submitted runs, and where their folders are."""
+    text = "a submitted run: its folder, its name under --root, or the id of one of its jobs"
+    parser.add_argument("run", metavar="RUN", nargs="?" if optional else None, help=text)
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=Path("runs"),
+        metavar="DIR",
+        help="folder of all runs (default %(default)s)",
+    )

@@ -43,13 +43,23 @@ def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) ->
     return Config(**sections)
 
 
-def validate_section(kind: type[S], value: Mapping[str, Any], name: str) -> S:
-    """One section that stands outside a `Config`; ConfigError holds all its problems, their keys under `name`."""
+def validate_section(
+    kind: type[S], value: Mapping[str, Any], name: str = "", known_problems: Sequence[Problem] = ()
+) -> S:
+    """One section that stands outside a `Config`.
+
+    ConfigError holds `known_problems` and all that are found, their keys under `name`.
+    """
+    found: list[Problem] = []
     try:
-        return kind.model_validate(value)
+        section = kind.model_validate(value)
     except ValidationError as error:
         found = [problem for detail in error.errors() for problem in _problems_of(detail, kind, value)]
-        raise ConfigError([problem.under(name) for problem in found]) from None
+    already = {problem.key for problem in known_problems}
+    problems = [*known_problems, *(problem for problem in found if problem.key not in already)]
+    if problems:
+        raise ConfigError([problem.under(name) for problem in problems])
+    return section
 
 
 def _problems_of(detail: ErrorDetails, annotation: Any, value: Any) -> Iterator[Problem]:

@@ -38,7 +38,7 @@ def environment_text(devices: Sequence[str], world_size: int) -> str:
         "host": f"{socket.gethostname()} ({platform.platform()})",
         "processes": str(world_size),
         "devices": ", ".join(devices),
-        "code": _revision(Path(__file__)),
+        "code": revision(Path(__file__)),
         "python": platform.python_version(),
         **package_versions(),
         **_variables(os.environ),
@@ -62,20 +62,20 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in sorted(environment) if name.startswith(RECORDED_VARIABLES)}
 
 
-def _revision(source: Path) -> str:
+def revision(source: Path) -> str:
     """The git revision that `source` belongs to, marked dirty where tracked files differ from it."""
     # An installed package may lie inside a foreign repository: only a tracked file speaks for its revision.
-    if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
+    if git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
         return "not a git checkout"
-    revision = _git(source.parent, "rev-parse", "HEAD")
-    changes = _git(source.parent, "status", "--porcelain", "--untracked-files=no")
+    revision = git(source.parent, "rev-parse", "HEAD")
+    changes = git(source.parent, "status", "--porcelain", "--untracked-files=no")
     return f"git {revision}{' (dirty)' if changes else ''}"
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def git(folder: Path, *arguments: str) -> str | None:
     """What git prints, None where it fails or is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
     except FileNotFoundError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None

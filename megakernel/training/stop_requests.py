@@ -15,6 +15,17 @@ SAME_KEYPRESS_SECONDS = 1.0
 """One Ctrl-C reaches a rank twice under torchrun: from the terminal, and forwarded by the agent."""
 
 
+_HELD = {signal.SIGUSR1, signal.SIGUSR2}
+
+
+def hold_requests() -> None:
+    """From here until the loop listens, requests to make room wait: a job told early still saves its first step.
+
+    Called before any thread is started, for threads inherit it. TERM and Ctrl-C end a process that starts at once.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+
+
 class StopRequests:
     """Records requests from entry to exit of a `with` block; a step is never torn apart by a handler.
 
@@ -36,6 +47,7 @@ class StopRequests:
     def __enter__(self) -> "StopRequests":
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._record)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
         return self
 
     def __exit__(

@@ -1,6 +1,6 @@
 """The training loop: what happens between two optimizer steps."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megakernel.config import Config, Masking, RunFailed, UserError
 from megakernel.model import ModelSettings, padded_vocab_size
 from megakernel.parallel import Mesh, OneProcess
 
+from . import events
 from .bits import bits_per_byte
 from .checkpoint import Progress
 from .checkpoint_folder import CheckpointFolder
@@ -21,6 +22,7 @@ from .console import Console
 from .device_peak import peak_tflops
 from .engine import Engine, StepResult
 from .environment import package_versions
+from .heartbeat import Heartbeat
 from .metrics_writer import MetricsWriter
 from .ranks import Ranks
 from .resume import resume, start_from_weights
@@ -90,6 +92,8 @@ class Trainer:
             parallel = self.config.parallel
             limits = parallel.timeout_minutes, parallel.stall_minutes
             watchdog = stack.enter_context(Watchdog(self.mesh, *limits))
+            if self.mesh.rank == 0:
+                stack.enter_context(Heartbeat(self.folder.path, self.mesh.progress))
             for step in range(done, steps):
                 if step == self.phase.end_step:
                     self._enter(step)
@@ -97,7 +101,9 @@ class Trainer:
                 with watchdog.step(step):
                     self._step(step, batches)
                 stop = Stop(self.mesh.agree(requests.pending()))
-                requests.accept(stop) if stop else None
+                if stop:
+                    requests.accept(stop)
+                    self._record("signalled", signal=stop.name, step=step + 1)
                 self._after_step(step + 1, stop)
                 if stop:
                     requests.saved()
@@ -204,6 +210,7 @@ class Trainer:
         )
         with self.throughput.aside():
             self.checkpoints.save(progress, self.engine.save)
+        self._record("saved", step=step)
 
     def _consumed(self, steps: int) -> tuple[int, int]:
         """Samples and tokens that the first `steps` steps of the run read."""
@@ -238,6 +245,11 @@ class Trainer:
         if self.writer is not None and self.scalars:
             self.writer.write(step, self.scalars)
         self.scalars = {}
+
+    def _record(self, event: str, **facts: Any) -> None:
+        if self.mesh.rank == 0:
+            with suppress(OSError):  # one rank that fails here would leave the others waiting
+                events.record(self.folder.path, event, **facts)
 
     def _note(self, text: str) -> None:
         if self.mesh.rank == 0:

@@ -19,8 +19,8 @@ from typing import Any
 from megakernel.parallel import Mesh
 from megakernel.parallel.progress import Progress, laggards
 
-_FAILED = 1
-"""Exit status of a job that ended by an error of its own."""
+STALLED = 86
+"""Exit status of a process that has ended a job that stood still; a batch script may start it again."""
 
 _TELL_SECONDS = 1.0
 
@@ -86,7 +86,7 @@ class Watchdog:
         faulthandler.dump_traceback(all_threads=True)
         # Last, because a launcher shows the last lines of a rank that failed.
         print(f"error: {message}", file=sys.stderr, flush=True)
-        os._exit(_FAILED)
+        os._exit(STALLED)
 
     def _told(self) -> dict[int, dict[str, Any]]:
         ranks = range(self._mesh.world_size)

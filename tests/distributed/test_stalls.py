@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from launch.exit_status import ExitStatus
 from launch.local import run_ranks
 from tests.distributed.training_run import write_config
 
@@ -49,7 +50,7 @@ def run_with(fault, corpus, folder):
 
 @pytest.mark.parametrize("fault", ["time.sleep(600)", "while True: pass"])
 def test_a_rank_that_hangs_in_an_exchange_is_named_by_the_others(fault, corpus, tmp_path, capfd):
-    assert run_with(fault, corpus, tmp_path) == 1
+    assert run_with(fault, corpus, tmp_path) == ExitStatus.STALLED
     said = capfd.readouterr()
     line = next(line for line in said.out.splitlines() + said.err.splitlines() if "no progress" in line)
     assert "rank 1 on " in line

@@ -1,5 +1,6 @@
 """The command `megakernel pretrain` under everything that ends a run before its time."""
 
+import json
 import os
 import random
 import resource
@@ -14,6 +15,7 @@ import pytest
 from launch.cli import main
 from launch.exit_status import ExitStatus
 from tests.distributed.training_run import metrics, scalars, train, write_config
+from tests.slurm.submitting import until
 
 STEPS = 24
 OPTIONS = (
@@ -146,3 +148,23 @@ def test_a_failed_save_ends_in_one_line_and_the_run_continues_once_there_is_spac
 
     train(config, 2, *OPTIONS)
     assert scalars(metrics(tmp_path / "run"), "train/loss") == scalars(uninterrupted, "train/loss")
+
+
+def test_a_job_of_this_machine_restarts_what_was_interrupted(uninterrupted, corpus, tmp_path, capsys):
+    config = write_config(tmp_path, corpus)
+    run = tmp_path / "run"
+    options = [*OPTIONS, f"checkpoint.every={10 * STEPS}", "--cluster", "local", "-G", "2", "--json"]
+    assert main(["submit", str(config), *options]) == 0
+    job = json.loads(capsys.readouterr().out)["jobs"][0]
+    until(lambda: (run / "metrics.jsonl").exists() and any(line["step"] >= 3 for line in metrics(run)))
+    assert main(["submit", str(config), *options]) == ExitStatus.USAGE
+    assert f"has a live job ({job} RUNNING)" in capsys.readouterr().err
+
+    task = Path(f"/proc/{job}/task/{job}/children").read_text().split()[0]
+    os.kill(int(task), signal.SIGUSR2)  # what submitit sends before the time limit
+    assert main(["logs", str(run), "--follow"]) == 0  # until it has ended
+    assert "stopped by SIGUSR2 after step" in capsys.readouterr().out
+    assert main(["status", str(run), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["state"], status["why"], status["restarts"]) == ("COMPLETED", "done", 1)
+    assert scalars(metrics(run), "train/loss") == scalars(uninterrupted, "train/loss")

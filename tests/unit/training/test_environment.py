@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from megakernel.training.environment import _revision, environment_text, package_versions
+from megakernel.training.environment import environment_text, package_versions, revision
 
 
 def entry() -> dict[str, str]:
@@ -46,14 +46,14 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_code_is_named_by_its_git_revision_and_marked_when_changed(tmp_path):
+def test_the_code_is_named_by_its_gitrevision_and_marked_when_changed(tmp_path):
     source = tmp_path / "module.py"
     source.write_text("x = 1\n")
     git(tmp_path, "init", "-q")
-    assert _revision(source) == "not a git checkout", "an untracked file inside a repository is not its code"
+    assert revision(source) == "not a git checkout", "an untracked file inside a repository is not its code"
     git(tmp_path, "add", "module.py")
     git(tmp_path, "commit", "-qm", "first")
     head = git(tmp_path, "rev-parse", "HEAD")
-    assert _revision(source) == f"git {head}"
+    assert revision(source) == f"git {head}"
     source.write_text("x = 2\n")
-    assert _revision(source) == f"git {head} (dirty)"
+    assert revision(source) == f"git {head} (dirty)"

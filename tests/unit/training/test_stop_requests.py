@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from megakernel.training.stop import Stop
-from megakernel.training.stop_requests import SAME_KEYPRESS_SECONDS, StopRequests
+from megakernel.training.stop_requests import SAME_KEYPRESS_SECONDS, StopRequests, hold_requests
 
 
 def send(number: int) -> None:
@@ -107,3 +107,10 @@ def test_a_stop_file_written_during_a_preemption_save_waits_for_the_requeued_job
         stop_file.touch()
         requests.saved()
         assert stop_file.exists()
+
+
+def test_a_request_to_make_room_waits_until_the_loop_listens():
+    hold_requests()
+    os.kill(os.getpid(), signal.SIGUSR2)  # would end the process
+    with StopRequests() as requests:
+        assert requests.pending() is Stop.SIGUSR2

@@ -1,0 +1,59 @@
+"""`megakernel logs`: what the processes of a submitted run wrote."""
+
+import argparse
+import re
+from pathlib import Path
+
+from launch.run_arguments import add_job_run_arguments
+from launch.slurm.errors import NotFound
+from launch.slurm.job_folder import find_run
+from launch.slurm.logs import BATCH, Choice, LogReader
+from megakernel.config import UserError
+
+HELP = "show what the processes of a submitted run wrote"
+EXAMPLE = "megakernel logs demo -f --rank all --grep loss"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_job_run_arguments(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until no job of the run is live")
+    parser.add_argument(
+        "--rank",
+        default="0",
+        metavar="R",
+        help=f"process, all of them (all), or the batch script ({BATCH}); default 0",
+    )
+    parser.add_argument(
+        "--restart", type=int, metavar="K", help="start of the newest job (default: its last)"
+    )
+    parser.add_argument("--stderr", action="store_true", help="standard error in place of standard output")
+    parser.add_argument("--grep", metavar="RE", help="only lines in which this regular expression is found")
+    parser.add_argument(
+        "-n", type=int, default=50, metavar="N", help="last lines to show (default %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the lines."""
+    folder = find_run(args.run, args.root)
+    if args.rank not in ("all", BATCH) and not args.rank.isdigit():
+        raise UserError(f"--rank {args.rank} is no process; give a number, all or {BATCH}")
+    try:
+        pattern = re.compile(args.grep) if args.grep is not None else None
+    except re.error as error:
+        raise UserError(f"--grep {args.grep} is no regular expression ({error}); see Python's re") from None
+    reader = LogReader(folder, Choice(args.rank, args.restart, args.stderr, pattern))
+    found = reader.show_last(args.n)
+    if args.follow:
+        from launch.slurm.waiting import follow
+
+        follow(folder, reader)
+    elif not found:
+        raise NotFound(f"{folder.path} has no such log yet; {_what_there_is(folder.path)}")
+    return 0
+
+
+def _what_there_is(run: Path) -> str:
+    names = sorted(str(path.relative_to(run)) for path in run.glob("logs/**/*.log"))
+    return f"there are {', '.join(names[:8])}" if names else "its job has not started"

@@ -1,0 +1,138 @@
+"""What a batch script does besides starting processes: `python -m launch.slurm.attempt begin|end SUBMISSION`."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.exit_status import ExitStatus
+from launch.messages import print_error
+from megakernel.training import events
+
+from .errors import SlurmRefused
+from .job_folder import JobFolder, read_settings
+from .preflight import read_reports, unfit
+from .programs import ask
+from .restarting import Decision, decide
+from .task_ends import TaskEnds, task_ends
+
+
+def begin(submission: Path, nodes: str) -> None:
+    """Say that a start of the job has begun, and on which nodes; for the log, what will steer NCCL."""
+    run = JobFolder(submission.parents[1])
+    events.record(run.path, "started", nodes=nodes, submission=submission.name)
+    print(f"== job {os.environ[events.JOB_VARIABLE]}, restart {restart()}, on {nodes}", flush=True)
+    for name in sorted(os.environ):
+        if name.startswith(("NCCL_", "GLOO_", "MASTER_")):
+            print(f"{name}={os.environ[name]}", flush=True)
+
+
+def unfit_nodes(submission: Path, preflight: Path, nodes: str) -> dict[str, str]:
+    """The nodes that the run should not start on -> why; each of them is an event."""
+    run = JobFolder(submission.parents[1])
+    names = ask("scontrol", "show", "hostnames", nodes).split()
+    gpus = read_settings(submission).resources.gpus_per_node
+    bad = unfit(read_reports(preflight, names), gpus)
+    for node, why in bad.items():
+        events.record(run.path, "unfit", node=node, why=why)
+        print(f"== node {node} is not fit: {why}", flush=True)
+    return bad
+
+
+def end(submission: Path, status: int, why: str | None = None) -> Decision:
+    """Say how the processes ended, and decide whether the job starts again. why: where that is known."""
+    run = JobFolder(submission.parents[1])
+    cluster = read_settings(submission).resources
+    step = run.saved_step()
+    earlier = [e["step"] for e in run.events(os.environ[events.JOB_VARIABLE]) if e["event"] == "ended"]
+    allowed = cluster.max_restarts if cluster.requeue else 0
+    ends = _ends(run, status)
+    said = why or ends.death or _failure(run)
+    decision = decide(ends.status, restart(), allowed, [*earlier, step], said)
+    events.record(run.path, "ended", status=ends.status, why=decision.why, step=step)
+    print(f"== {decision.why}; saved up to step {step}", flush=True)
+    return decision
+
+
+def _ends(run: JobFolder, status: int) -> TaskEnds:
+    saw = run.logs(os.environ[events.JOB_VARIABLE], restart()) / "srun.err"
+    return task_ends(saw.read_text(errors="replace") if saw.exists() else "", status)
+
+
+def _failure(run: JobFolder) -> str | None:
+    """What the first process that failed in this start of the job said."""
+    number = restart()
+    for event in run.events(os.environ[events.JOB_VARIABLE]):
+        if event["event"] == "failed" and event.get("restart") == number:
+            return f"rank {event['rank']} on {event['host']}: {event['why']}"
+    return None
+
+
+def _kept_off(submission: Path) -> list[str]:
+    """The nodes that the job was not to have from the beginning, and those that were not fit in any of its starts."""
+    job = os.environ[events.JOB_VARIABLE]
+    found = [
+        event["node"] for event in JobFolder(submission.parents[1]).events(job) if event["event"] == "unfit"
+    ]
+    given = read_settings(submission).resources.exclude
+    return list(dict.fromkeys([*([given] if given else []), *found]))
+
+
+def restart() -> int:
+    """How often this job had been started before."""
+    return int(os.environ.get(events.RESTART_VARIABLE, "0"))
+
+
+def requeue(run: Path, without: Sequence[str] = ()) -> None:
+    """Put the job back into the queue, to start on other nodes than `without`; Slurm then ends this script.
+
+    without: all that the job is to keep off, for it replaces what the job was submitted with.
+    """
+    # It does so at once, and what follows should still be done.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    job = os.environ[events.JOB_VARIABLE]
+    try:
+        if without:
+            ask("scontrol", "requeuehold", job)
+            ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(without)}")
+            ask("scontrol", "release", job)
+        else:
+            ask("scontrol", "requeue", job)
+    except SlurmRefused as error:
+        print_error(f"the job could not be requeued ({error}); megakernel resume {run} goes on with the run")
+        events.record(run, "not requeued", why=str(error))
+    else:
+        events.record(run, "requeued", without=list(without) or None)
+
+
+def main() -> int:
+    """Exit status: that of the processes; of `begin` 0 where they can start."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("moment", choices=("begin", "end"))
+    parser.add_argument("submission", type=Path)
+    parser.add_argument("--preflight", type=Path, help="what the nodes found")
+    parser.add_argument("--status", type=int, default=0, help="of srun")
+    args = parser.parse_args()
+    run = args.submission.parents[1]
+    if args.moment == "end":
+        if end(args.submission, args.status).restart:
+            requeue(run)
+        return args.status
+    nodes = os.environ["SLURM_JOB_NODELIST"]
+    begin(args.submission, nodes)
+    bad = unfit_nodes(args.submission, args.preflight, nodes) if args.preflight else {}
+    if not bad:
+        return ExitStatus.DONE
+    # What befalls most of several nodes is not the nodes' fault, and without them there may be nowhere to run.
+    all_nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+    is_theirs = all_nodes == 1 or 2 * len(bad) <= all_nodes
+    status = ExitStatus.UNFIT if is_theirs else ExitStatus.FAILED
+    if end(args.submission, status, "; ".join(f"{node}: {why}" for node, why in bad.items())).restart:
+        requeue(run, without=_kept_off(args.submission))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The folder of a run as submitted jobs use it: which jobs there were, from what, and what befell them."""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megakernel.config.cluster import Cluster
+from megakernel.training import events
+
+from .errors import NotFound
+
+FILE = "run.json"
+SETTINGS = "settings.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One submitted job."""
+
+    id: str
+    """Slurm's id (of an array's member ARRAY_INDEX), or the process id of a local one."""
+
+    executor: str
+    """slurm, local or debug."""
+
+    submission: str
+    """Name of its folder in submissions/."""
+
+    submitted: str
+    """When, UTC."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a submission was made of: enough to make the next one."""
+
+    command: list[str]
+    """Arguments of `megakernel`; `$submission` in them is the submission's folder."""
+
+    cluster: dict[str, Any]
+    """The cluster's settings, options laid over its defaults."""
+
+    name: str
+    """Of the job."""
+
+    @property
+    def resources(self) -> Cluster:
+        """The cluster's settings."""
+        return Cluster(**self.cluster)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the job trains a run, so that it can be continued."""
+        return self.command[0] == "pretrain"
+
+
+class JobFolder:
+    """One folder; nothing is read before it is asked for."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = path / FILE
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return self.path.name
+
+    @property
+    def exists(self) -> bool:
+        """Whether a job was ever submitted here."""
+        return self._file.exists()
+
+    def jobs(self) -> list[Job]:
+        """Every job, oldest first."""
+        if not self.exists:
+            return []
+        return [Job(**job) for job in json.loads(self._file.read_text())["jobs"]]
+
+    def add(self, jobs: list[Job]) -> None:
+        """Write down new jobs."""
+        record = {"run": self.name, "jobs": [asdict(job) for job in (*self.jobs(), *jobs)]}
+        staged = self._file.with_name(FILE + ".partial")
+        staged.write_text(json.dumps(record, indent=1) + "\n")
+        staged.replace(self._file)
+
+    def submission(self, name: str) -> Path:
+        """Folder of a submission."""
+        return self.path / "submissions" / name
+
+    def logs(self, job: str, restart: int) -> Path:
+        """Folder of the logs of one start of a job."""
+        return self.path / "logs" / job / str(restart)
+
+    def settings(self, job: Job) -> Settings:
+        """What a job was made of."""
+        return read_settings(self.submission(job.submission))
+
+    def events(self, job: str | None = None) -> list[dict[str, Any]]:
+        """What befell the run, or one job of it."""
+        return [event for event in events.read(self.path) if job is None or event.get("job") == job]
+
+    def saved_step(self) -> int:
+        """Optimizer steps behind the newest checkpoint; 0 where there is none."""
+        try:
+            return int((self.path / "checkpoints" / "latest").read_text().removeprefix("step_"))
+        except (FileNotFoundError, ValueError):
+            return 0
+
+
+def write_settings(folder: Path, settings: Settings) -> None:
+    """Write down what a submission is made of."""
+    (folder / SETTINGS).write_text(json.dumps(asdict(settings), indent=1) + "\n")
+
+
+def read_settings(folder: Path) -> Settings:
+    """What the submission in `folder` was made of."""
+    return Settings(**json.loads((folder / SETTINGS).read_text()))
+
+
+def all_runs(root: Path) -> list[JobFolder]:
+    """The runs under `root` that were ever submitted, by name."""
+    return [JobFolder(file.parent) for file in sorted(root.glob(f"*/{FILE}"))]
+
+
+def find_run(text: str, root: Path) -> JobFolder:
+    """The run that a folder, a name under `root`, or the id of one of its jobs means. Raises NotFound."""
+    for path in (Path(text), root / text):
+        if (path / FILE).exists():
+            return JobFolder(path)
+    if re.fullmatch(r"\d+(_\d+)?", text):
+        for run in all_runs(root):
+            if any(job.id == text or job.id.split("_")[0] == text for job in run.jobs()):
+                return run
+    known = ", ".join(run.name for run in all_runs(root)) or f"none yet in {root}"
+    raise NotFound(f"{text} is no submitted run, and no job of one; submitted runs: {known}")

@@ -1,0 +1,107 @@
+"""The options of commands that submit, and the cluster's settings that follow from them."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megakernel.config import UserError
+from megakernel.config.cluster import Cluster, load_cluster, read_cluster
+from megakernel.config.merging import merged
+
+from .script import REPOSITORY
+
+CLUSTER_VARIABLE = "MEGAKERNEL_CLUSTER"
+
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "nodes": ("-N", "--nodes"),
+    "gpus_per_node": ("-G", "--gpus-per-node"),
+    "time": ("-t", "--time"),
+    "partition": ("-p", "--partition"),
+    "account": ("-A", "--account"),
+    "qos": ("-q", "--qos"),
+    "constraint": ("-C", "--constraint"),
+    "exclude": ("--exclude",),
+    "nodelist": ("--nodelist",),
+    "reservation": ("--reservation",),
+    "mem": ("--mem",),
+    "max_restarts": ("--max-restarts",),
+    "signal_delay": ("--signal-delay",),
+}
+"""Key of the cluster's settings -> its option; the help is the key's docstring."""
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what is asked of the cluster."""
+    group = parser.add_argument_group("what is asked of the cluster, over the defaults of --cluster")
+    group.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help=f"defaults: a file of configs/cluster (slurm, local, debug ...) or your own; default ${CLUSTER_VARIABLE}, "
+        "or slurm",
+    )
+    for key, names in _OPTIONS.items():
+        group.add_argument(*names, dest=key, metavar=key.upper(), help=_help(key))
+    group.add_argument(
+        "--requeue", action=argparse.BooleanOptionalAction, default=None, help=_help("requeue")
+    )
+    group.add_argument(
+        "--container", metavar="IMG", help="image to run in, with the file's runtime (default pyxis)"
+    )
+    group.add_argument("--mounts", metavar="SRC:DST[,...]", help="folders that the container sees")
+    group.add_argument("--env", action="append", default=[], metavar="K=V", help="a variable of the job")
+    group.add_argument(
+        "--sbatch", action="append", default=[], metavar="K[=V]", help="any other option of sbatch"
+    )
+    group.add_argument(
+        "--setup", action="append", default=[], metavar="CMD", help="line of shell to run before"
+    )
+
+
+def cluster_of(args: argparse.Namespace, recorded: dict[str, Any] | None = None) -> Cluster:
+    """The cluster's settings: those of a file, or the ones `recorded` by an earlier submission, under the options."""
+    changes = _changes(args)
+    if recorded is not None and args.cluster is None:
+        return read_cluster(merged(recorded, changes))
+    return load_cluster(_file(args.cluster or os.environ.get(CLUSTER_VARIABLE, "slurm")), changes)
+
+
+def _changes(args: argparse.Namespace) -> dict[str, Any]:
+    changes: dict[str, Any] = {
+        key: value for key in (*_OPTIONS, "requeue") if (value := getattr(args, key)) is not None
+    }
+    container = {"image": args.container} if args.container else {}
+    if args.mounts:
+        container["mounts"] = args.mounts.split(",")
+    if container:
+        changes["container"] = container
+    if args.env:
+        changes["environment"] = dict(_pair(item, "--env") for item in args.env)
+    if args.sbatch:
+        changes["sbatch"] = dict(_pair(item, "--sbatch", lone=True) for item in args.sbatch)
+    if args.setup:
+        changes["setup"] = args.setup
+    return changes
+
+
+def _pair(item: str, option: str, lone: bool = False) -> tuple[str, Any]:
+    key, equals, value = item.partition("=")
+    if not key or not (equals or lone):
+        raise UserError(f"{option} {item} is no pair; write {option} NAME=VALUE")
+    return key.lstrip("-") if lone else key, value if equals else True
+
+
+def _file(name: str) -> Path:
+    """A file by its path, or by its name in configs/cluster of this folder or of the checkout."""
+    folders: Sequence[Path] = (Path("configs/cluster"), REPOSITORY / "configs" / "cluster")
+    candidates = [Path(name), *(folder / f"{name}.yaml" for folder in folders)]
+    for path in candidates:
+        if path.is_file():
+            return path
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    raise UserError(f"--cluster {name} is no file and none of {', '.join(known)}; name a YAML file")
+
+
+def _help(key: str) -> str:
+    return (Cluster.model_fields[key].description or "").rstrip(".").replace("%", "%%")

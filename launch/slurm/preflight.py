@@ -1,0 +1,144 @@
+"""Before a run's processes start: is every node fit for them? One process on each node says what it finds.
+
+`python -m launch.slurm.preflight SUBMISSION` prints one line of JSON and always ends well: the verdict compares nodes.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from megakernel.training.environment import package_versions
+
+LEAST_MEMORY = 2 << 30
+"""Bytes of host memory that a process cannot start without."""
+
+BUSY_SHARE = 0.05
+"""Of a GPU's memory: more than that in use before a run starts belongs to a process that should have ended."""
+
+SKEW_SECONDS = 60.0
+"""Between clocks: collectives give up and logs are read by them. Starting on many nodes takes seconds itself."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a node found."""
+
+    node: str
+    time: float
+    """Of its clock, in seconds since 1970."""
+
+    memory: int
+    """Bytes of host memory that are free."""
+
+    gpus: list[float] | None
+    """Of each GPU the share of its memory that is in use; None where no driver can be asked."""
+
+    unwritable: str | None
+    """Why the run's folder cannot be written from here."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    """Python and packages."""
+
+
+def look(submission: Path, node: str) -> Report:
+    """What this node finds. submission: a folder that the node must see, inside the run's folder."""
+    return Report(
+        node,
+        time.time(),
+        psutil.virtual_memory().available,
+        _gpus(),
+        _unwritable(submission, node),
+        {"python": platform.python_version(), **package_versions()},
+    )
+
+
+def unfit(reports: Mapping[str, Report | None], gpus_per_node: int) -> dict[str, str]:
+    """The nodes that should not be used -> why.
+
+    reports: of every node of the job, None where one said nothing. gpus_per_node: what the run needs of each.
+    Where none said anything no node is to blame: the check itself was interrupted, or cannot run.
+    """
+    present = [report for report in reports.values() if report is not None]
+    if not present:
+        return {}
+    bad = {node: "says nothing" for node, report in reports.items() if report is None}
+    versions = Counter(json.dumps(report.versions, sort_keys=True) for report in present)
+    usual = json.loads(versions.most_common(1)[0][0])
+    clock = sorted(report.time for report in present)[len(present) // 2]
+    for report in present:
+        reasons = list(_reasons(report, gpus_per_node))
+        if abs(report.time - clock) > SKEW_SECONDS:
+            reasons.append(f"its clock is {report.time - clock:+.0f} s off")
+        reasons += [
+            f"{name} is {report.versions.get(name)} and {usual.get(name)} elsewhere"
+            for name in sorted({*usual, *report.versions})
+            if usual.get(name) != report.versions.get(name)
+        ]
+        if reasons:
+            bad[report.node] = ", ".join(reasons)
+    return bad
+
+
+def _reasons(report: Report, gpus_per_node: int) -> list[str]:
+    reasons = []
+    if report.unwritable is not None:
+        reasons.append(f"the run's folder cannot be written ({report.unwritable})")
+    if report.memory < LEAST_MEMORY:
+        reasons.append(f"{report.memory / 2**30:.1f} GiB of memory are free")
+    if report.gpus is not None and len(report.gpus) < gpus_per_node:
+        reasons.append(f"{len(report.gpus)} of {gpus_per_node} GPUs can be seen")
+    busy = [share for share in report.gpus or () if share > BUSY_SHARE]
+    if busy:
+        reasons.append(f"{len(busy)} GPUs are in use ({max(busy):.0%} of their memory)")
+    return reasons
+
+
+def read_reports(file: Path, nodes: list[str]) -> dict[str, Report | None]:
+    """The report of every node, None of those that are missing in the file."""
+    reports: dict[str, Report | None] = dict.fromkeys(nodes)
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            report = Report(**json.loads(line))
+        except (ValueError, TypeError):
+            continue  # what a node's profile prints
+        reports[report.node] = report
+    return reports
+
+
+def _gpus() -> list[float] | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    pairs = [line.split(",") for line in done.stdout.splitlines() if line.strip()]
+    return [float(used) / float(total) for used, total in pairs]
+
+
+def _unwritable(submission: Path, node: str) -> str | None:
+    probe = submission / f".preflight-{node}-{os.getpid()}"
+    try:
+        with probe.open("w") as file:
+            file.write(node)
+            file.flush()
+            os.fsync(file.fileno())
+        probe.unlink()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(look(Path(sys.argv[1]), os.environ["SLURMD_NODENAME"]))))

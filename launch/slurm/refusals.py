@@ -1,0 +1,76 @@
+"""Why sbatch refused a job, as one line that names the option, its value and what would do."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megakernel.config.cluster import Cluster
+
+from .programs import UNREACHABLE, call, complaint
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    pattern: str
+    """In what sbatch says."""
+
+    key: str
+    """The options it is about, with spaces."""
+
+    remedy: Callable[[], str]
+
+
+def _listed(what: str, *command: str) -> Callable[[], str]:
+    """A remedy that says what there is, where Slurm can be asked."""
+
+    def remedy() -> str:
+        done = call(command)
+        names = dict.fromkeys(word for line in done.stdout.split() for word in line.split(",") if word)
+        known = ", ".join(name for name in names if name != "(null)")
+        return f"choose {what}: {known}" if known and not done.returncode else "`sinfo` shows what there is"
+
+    return remedy
+
+
+def _say(text: str) -> Callable[[], str]:
+    return lambda: text
+
+
+_PARTITIONS = _listed("one of the partitions", "sinfo", "-h", "-o", "%R")
+_NODES = _listed("nodes of this cluster", "sinfo", "-h", "-N", "-o", "%N")
+
+_REFUSALS = (
+    _Refusal("invalid partition", "partition", _PARTITIONS),
+    _Refusal("Invalid account", "account", _say("see `sacctmgr show associations user=$USER`")),
+    _Refusal("Invalid qos", "qos", _say("see `sacctmgr show qos`")),
+    _Refusal("Invalid feature", "constraint", _listed("features that nodes have", "sinfo", "-h", "-o", "%f")),
+    _Refusal("reservation is invalid", "reservation", _say("see `scontrol show reservation`")),
+    _Refusal("Invalid node name", "nodelist exclude", _NODES),
+    _Refusal("--time specification", "time", _say("write hours:minutes:seconds")),
+    _Refusal("time limit", "time", _listed("a limit within the partitions'", "sinfo", "-h", "-o", "%l")),
+    _Refusal("--mem", "mem", _say("write a number and a unit, such as 200G")),
+    _Refusal("dependency", "dependency", _say("write TYPE:JOB, such as afterok:17")),
+    _Refusal("generic resource|gres", "gpus_per_node", _listed("GPUs of a node", "sinfo", "-h", "-o", "%G")),
+    _Refusal("job array", "array", _say("give fewer indices; `scontrol show config` has MaxArraySize")),
+    _Refusal(
+        "[Nn]ode count|node configuration|Memory spec",
+        "nodes gpus_per_node mem",
+        _say("ask for less; `sinfo -o '%D %G %m'` shows nodes, GPUs and memory"),
+    ),
+    _Refusal("unrecognized option|ambiguous", "", _say("see `sbatch --help` for its options")),
+)
+
+
+def explained(stderr: str, cluster: Cluster, more: dict[str, str | None]) -> str:
+    """One line. stderr: what sbatch said; more: values of options that are not the cluster's, by name."""
+    text = complaint(stderr, "sbatch")
+    if re.search(UNREACHABLE, stderr):
+        return text
+    values = cluster.model_dump() | more
+    for refusal in _REFUSALS:
+        if re.search(refusal.pattern, stderr):
+            given = [f"{key}={values[key]}" for key in refusal.key.split() if values[key] is not None]
+            named = f"{', '.join(given)}: " if given else ""
+            reason = text.removeprefix("sbatch: ").replace("Batch job submission failed: ", "")
+            return f"{named}Slurm refuses the job ({reason}); {refusal.remedy()}"
+    return f"Slurm refuses the job ({text}); --dry-run shows what it was given"

@@ -1,0 +1,141 @@
+"""The batch script of a submission: a template of slurm/ with its blanks filled."""
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megakernel.config import UserError
+from megakernel.config.cluster import Cluster
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a batch script is made of."""
+
+    template: str
+    """Name of a file in slurm/, without `.sbatch`."""
+
+    cluster: Cluster
+    """What is asked of Slurm."""
+
+    run: Path
+    """Folder of the run, absolute; of an array what its members' folders have in common before `-INDEX`."""
+
+    submission: str
+    """Name of the submission's folder in it."""
+
+    command: Sequence[str]
+    """Arguments of `megakernel`; `$submission` in them is the submission's folder."""
+
+    name: str
+    """Of the job, in Slurm's lists."""
+
+    array: str | None = None
+    """Indices of an array's members."""
+
+    options: Mapping[str, str] = field(default_factory=dict)
+    """More options of sbatch, such as dependency."""
+
+    def text(self) -> str:
+        """The whole script. Raises UserError where the template is not there."""
+        cluster = self.cluster
+        index = "-$SLURM_ARRAY_TASK_ID" if self.array else ""
+        blanks = {
+            "directives": "\n".join(_directive(key, value) for key, value in self.directives().items()),
+            "run": shlex.quote(str(self.run)) + index,
+            "submission": self.submission,
+            "python": shlex.quote(sys.executable),
+            "environment": "".join(
+                f"export {name}={shlex.quote(value)}\n" for name, value in cluster.environment.items()
+            ),
+            "setup": "".join(f"{line}\n" for line in cluster.setup),
+            "srun": " ".join(_srun_options(cluster)),
+            "inside": " ".join(_inside(cluster)),
+            "command": " ".join(map(_quoted, self.command)),
+        }
+        return re.sub(r"\{\{(\w+)\}\}", lambda match: blanks[match[1]], _template(self.template))
+
+    def directives(self) -> dict[str, Value]:
+        """sbatch's options by their long names."""
+        cluster = self.cluster
+        log = "%A_%a.log" if self.array else "%j.log"
+        # An array's members have a folder each, which sbatch cannot name: the index is all that differs.
+        run = f"{self.run}-%a" if self.array else str(self.run)
+        wanted: dict[str, Value | None] = {
+            "job-name": self.name,
+            "nodes": cluster.nodes,
+            "ntasks-per-node": cluster.tasks_per_node,
+            "gpus-per-node": cluster.gpus_per_node or None,
+            "time": cluster.time,
+            "partition": cluster.partition,
+            "account": cluster.account,
+            "qos": cluster.qos,
+            "constraint": cluster.constraint,
+            "exclude": cluster.exclude,
+            "nodelist": cluster.nodelist,
+            "reservation": cluster.reservation,
+            "mem": cluster.mem,
+            "requeue" if cluster.requeue else "no-requeue": True,
+            "signal": f"USR2@{cluster.signal_delay}",
+            "array": self.array,
+            **self.options,
+            # Else a job whose parent has failed would wait for ever.
+            "kill-on-invalid-dep": "yes",
+            "chdir": str(Path.cwd()),
+            "output": f"{run}/logs/{log}",
+            "open-mode": "append",
+            **cluster.sbatch,
+        }
+        return {key: value for key, value in wanted.items() if value is not None and value is not False}
+
+
+def _directive(key: str, value: Value) -> str:
+    return f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
+
+
+def _template(name: str) -> str:
+    path = REPOSITORY / "slurm" / f"{name}.sbatch"
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; install Megakernel from a checkout: pip install -e .") from None
+
+
+def _srun_options(cluster: Cluster) -> list[str]:
+    # Since Slurm 22.05 srun no longer takes this from the job.
+    options = ["${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"]
+    container = cluster.container
+    if container is not None and container.runtime == "pyxis":
+        options += [f"--container-image={shlex.quote(container.image)}"]
+        if container.mounts:
+            options += [f"--container-mounts={shlex.quote(','.join(container.mounts))}"]
+        options += ['--container-workdir="$PWD"']
+    return options
+
+
+def _inside(cluster: Cluster) -> list[str]:
+    """How Python starts where the run's processes run."""
+    container = cluster.container
+    if container is None:
+        return ['"$python"']
+    if container.runtime == "pyxis":  # srun has entered it
+        return ["python"]
+    binds = [f"--bind={shlex.quote(mount)}" for mount in container.mounts]
+    return ["apptainer", "exec", "--nv", *binds, shlex.quote(container.image), "python"]
+
+
+def _quoted(word: str) -> str:
+    """A word of shell, in which `$submission` is the one thing that the shell fills in."""
+    before, variable, after = word.partition("$submission")
+    return (
+        f'"$submission"{shlex.quote(after) if after else ""}'
+        if variable and not before
+        else shlex.quote(word)
+    )

@@ -1,0 +1,196 @@
+"""Where a run stands: what Slurm says of its jobs, what befell it, and what it last measured."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megakernel.config import from_yaml
+from megakernel.training import heartbeat
+
+from .job_folder import JobFolder
+from .live import states_of
+from .states import JobState
+
+_TAIL = 1 << 16
+
+_WHAT_HAPPENED = {
+    "TIMEOUT": "reached its time limit before it could save",
+    "NODE_FAIL": "a node was lost",
+    "OUT_OF_MEMORY": "a process asked for more memory than the job has (--mem)",
+    "PREEMPTED": "made room for another job",
+    "CANCELLED": "cancelled",
+    "BOOT_FAIL": "a node did not start",
+    "DEADLINE": "could not end before its deadline",
+}
+"""What a state of Slurm says about why a job ended."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run now."""
+
+    run: str
+
+    job: str
+    """The job that runs, else the next that waits, else the last one."""
+
+    state: str
+    """Of that job, in Slurm's word."""
+
+    why: str
+    """Why it waits, or how it ended."""
+
+    eta: str
+    """When it is expected to start, or how long it will still train."""
+
+    restarts: int
+    """How often the job was started again."""
+
+    step: int | None
+    """The last one that was logged."""
+
+    steps: int | None
+    """Of the whole run."""
+
+    saved: int
+    """Steps behind the newest checkpoint."""
+
+    loss: float | None
+    tokens_per_sec: float | None
+
+    heartbeat: float | None
+    """Seconds since the first process last said where it is; None while nothing runs."""
+
+    place: str | None
+    """Where that was."""
+
+    nodes: str
+    jobs: dict[str, str]
+    """Every job with its state."""
+
+    @property
+    def progress(self) -> str:
+        """Steps done of all."""
+        return "" if self.steps is None else f"{self.step or 0}/{self.steps}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of what is known, for people."""
+        beat = None if self.heartbeat is None else f"{self.heartbeat:.0f} s ago, in {self.place!r}"
+        named = {
+            "run": self.run,
+            "job": self.job,
+            "state": self.state,
+            "why": self.why,
+            "ETA": self.eta,
+            "restarts": str(self.restarts),
+            "step": self.progress,
+            "saved": f"step {self.saved}" if self.saved else "",
+            "loss": "" if self.loss is None else f"{self.loss:.4f}",
+            "tokens/s": "" if self.tokens_per_sec is None else f"{self.tokens_per_sec:,.0f}",
+            "heartbeat": beat or "",
+            "nodes": self.nodes,
+            "jobs": ", ".join(f"{job} {state}" for job, state in self.jobs.items())
+            if len(self.jobs) > 1
+            else "",
+        }
+        return [(name, value) for name, value in named.items() if value]
+
+
+def status_of(run: JobFolder) -> RunStatus:
+    """Ask Slurm and read the run's folder. Raises SlurmRefused where Slurm cannot be reached."""
+    states = states_of(run)
+    job = _current(states)
+    events = run.events(job.job)
+    started = [event for event in events if event["event"] == "started"]
+    logged = _last_logged(run.path / "metrics.jsonl")
+    steps, tokens = _whole(run)
+    speed = logged.get("throughput/tokens_per_sec")
+    beat = _heartbeat(run.path) if job.is_live and not job.is_pending else {}
+    return RunStatus(
+        run=str(run.path),
+        job=job.job,
+        state=job.state,
+        why=_why(job, events),
+        eta=_eta(job, tokens, logged.get("train/tokens"), speed),
+        restarts=started[-1].get("restart", 0) if started else 0,
+        step=logged.get("step"),
+        steps=steps,
+        saved=run.saved_step(),
+        loss=logged.get("train/loss"),
+        tokens_per_sec=speed,
+        heartbeat=max(0.0, time.time() - beat["time"]) if beat else None,
+        place=beat.get("place"),
+        nodes=job.nodes or (started[-1].get("nodes", "") if started else ""),
+        jobs={id: state.state for id, state in states.items()},
+    )
+
+
+def _current(states: dict[str, JobState]) -> JobState:
+    live = [state for state in states.values() if state.is_live]
+    running = [state for state in live if not state.is_pending]
+    return (running or live or list(states.values())[-1:])[0]
+
+
+def _why(job: JobState, events: list[dict[str, Any]]) -> str:
+    if job.is_live:
+        waits_again = job.is_pending and any(event["event"] == "ended" for event in events)
+        before = f"{_last_end(events)}; " if waits_again else ""
+        return before + (job.reason if job.is_pending else "")
+    said = _last_end(events)
+    if job.state in _WHAT_HAPPENED:
+        return f"{_WHAT_HAPPENED[job.state]}{f' ({said})' if said else ''}"
+    return said
+
+
+def _last_end(events: list[dict[str, Any]]) -> str:
+    ends = [event["why"] for event in events if event["event"] == "ended"]
+    return ends[-1] if ends else ""
+
+
+def _eta(job: JobState, tokens: int | None, done: float | None, speed: float | None) -> str:
+    if job.is_pending:
+        return f"starts {job.start}" if job.start else ""
+    if not job.is_live or tokens is None or done is None or not speed:
+        return ""
+    return str(timedelta(seconds=round((tokens - done) / speed)))
+
+
+def _whole(run: JobFolder) -> tuple[int | None, int | None]:
+    """Steps and tokens of the whole run."""
+    file = run.path / "config.yaml"
+    if not file.exists():
+        return None, None
+    config = from_yaml(file.read_text(encoding="utf-8"), str(file))
+    steps = config.training.steps
+    return steps, config.training.consumed(steps)[1] * config.model.rows_per_sample
+
+
+def _last_logged(metrics: Path) -> dict[str, Any]:
+    """The newest value of every tag among the last lines, and the newest step."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - _TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    values: dict[str, Any] = {}
+    for line in lines:
+        try:
+            values |= json.loads(line)
+        except ValueError:
+            continue  # the first one is cut, the last one may be
+    return values
+
+
+def _heartbeat(run: Path) -> dict[str, Any]:
+    try:
+        return json.loads((run / heartbeat.FILE).read_text())
+    except (FileNotFoundError, ValueError):
+        return {}

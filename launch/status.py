@@ -1,0 +1,89 @@
+"""`megakernel status`: where submitted runs stand."""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from launch.run_arguments import add_job_run_arguments
+from launch.slurm.job_folder import all_runs, find_run
+from launch.slurm.status import RunStatus, status_of
+from megakernel.config import UserError
+
+HELP = "say where submitted runs stand: state, why, step, loss, speed, nodes"
+EXAMPLE = "megakernel status demo --watch"
+
+_WATCH_SECONDS = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_job_run_arguments(parser, optional=True)
+    parser.add_argument("--all", action="store_true", help="every submitted run (the default without RUN)")
+    parser.add_argument("--watch", action="store_true", help="show it again every two seconds, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the state of one run, or of all."""
+    if args.all and args.run is not None:
+        raise UserError(f"--all and {args.run} are two questions; leave one out")
+    if args.watch and args.json:
+        raise UserError("--watch is for people and --json for programs; leave one out")
+    while True:
+        runs = all_runs(args.root) if args.run is None else [find_run(args.run, args.root)]
+        found = [status_of(run) for run in runs]
+        if args.watch:
+            print("\x1b[2J\x1b[H", end="")
+        _show(found, args)
+        if not args.watch:
+            return 0
+        time.sleep(_WATCH_SECONDS)
+
+
+def _show(found: Sequence[RunStatus], args: argparse.Namespace) -> None:
+    if args.json:
+        for status in found:
+            print(json.dumps(status.as_dict()))
+    elif args.run is not None:
+        for name, value in found[0].rows():
+            print(f"{name:<10} {value}")
+    elif found:
+        _table(found)
+    else:
+        print(f"no run was submitted from {args.root}")
+
+
+def _table(found: Sequence[RunStatus]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title, justify in _COLUMNS.items():
+        table.add_column(title, justify=justify, no_wrap=title != "why")
+    for status in found:
+        table.add_row(
+            Path(status.run).name,
+            status.job,
+            status.state,
+            status.progress,
+            "" if status.loss is None else f"{status.loss:.4f}",
+            "" if status.tokens_per_sec is None else f"{status.tokens_per_sec:,.0f}",
+            str(status.restarts),
+            status.why,
+        )
+    Console(highlight=False).print(table)
+
+
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "run": "left",
+    "job": "left",
+    "state": "left",
+    "step": "right",
+    "loss": "right",
+    "tokens/s": "right",
+    "restarts": "right",
+    "why": "left",
+}

@@ -1,0 +1,215 @@
+"""`megakernel submit`: what another command would do here, as a job of the cluster."""
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.slurm.options import add_cluster_options, cluster_of
+from launch.slurm.programs import require
+from megakernel.config import Config, UserError, check_same_run, data_parallel_size, load, to_yaml
+from megakernel.config.cluster import Cluster
+
+if TYPE_CHECKING:
+    from launch.slurm.job_folder import Job
+    from launch.slurm.submission import Request
+
+HELP = "train a configuration as a job of a Slurm cluster, or run another command there"
+EXAMPLE = "megakernel submit configs/demo.yaml training.steps=100 -N 2 -G 8 -t 12:00:00"
+
+COMMANDS = ("prepare", "evaluate", "generate", "reshape", "export", "import", "bench")
+"""What can be submitted beside training: `megakernel submit [options] -- evaluate runs/demo`."""
+
+MOST_MEMBERS = 1000
+"""Runs of one array: Slurm's own MaxArraySize where a cluster sets none."""
+
+INDEX = "%a"
+"""In values of an array's keys: the member's index."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="YAML file to train, or behind `--` another command with its arguments: " + ", ".join(COMMANDS),
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help=f"keys to change; in an array %{INDEX} stands for the member's index",
+    )
+    parser.add_argument("--name", help="of the run, and of the job")
+    add_cluster_options(parser)
+    parser.add_argument(
+        "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
+    )
+    parser.add_argument(
+        "--chain", type=int, default=1, metavar="N", help="N jobs that go on one after the other"
+    )
+    parser.add_argument("--array", metavar="SPEC", help="a run for each index, such as 0-7 or 0-99%%4")
+    add_outcome_options(parser)
+
+
+def add_outcome_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what is done with the job, and told about it."""
+    parser.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
+    parser.add_argument(
+        "--test-only", action="store_true", help="ask Slurm when it could start; submit nothing"
+    )
+    parser.add_argument("--wait", action="store_true", help="come back when it has ended; 1 where it failed")
+    parser.add_argument("--follow", action="store_true", help="the same, and show its log meanwhile")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that can be checked here, then submit."""
+    request = _other_command(args) if args.config in COMMANDS else _training(args)
+    return carry_out(request, args)
+
+
+def carry_out(request: "Request", args: argparse.Namespace) -> int:
+    """Do with the request what the options say."""
+    from launch.slurm import submission
+
+    if args.dry_run:
+        print(request.script(), end="")
+        return 0
+    _needs_slurm(request, args)
+    if args.test_only:
+        print(submission.test(request))
+        return 0
+    jobs = submission.submit(request)
+    runs = list(dict.fromkeys(str(member.run) for member in request.members))
+    if args.json:
+        print(json.dumps({"runs": runs, "jobs": [job.id for job in jobs], "submission": request.name}))
+    else:
+        _tell(jobs, runs)
+    if args.wait or args.follow:
+        from launch.slurm.waiting import wait
+
+        return wait(request, jobs, follow=args.follow)
+    return 0
+
+
+def _needs_slurm(request: "Request", args: argparse.Namespace) -> None:
+    executor = request.cluster.executor
+    if executor == "slurm":
+        require("sbatch")
+        return
+    wanted = {
+        "--test-only": args.test_only,
+        "--chain": request.chain > 1,
+        "--array": request.array is not None,
+        "--dependency": bool(request.options),
+    }
+    for option, given in wanted.items():
+        if given:
+            raise UserError(f"{option} needs Slurm, and this cluster's executor is {executor}; leave it out")
+
+
+def _tell(jobs: "list[Job]", runs: list[str]) -> None:
+    named = jobs[0].id if len(jobs) == 1 else f"{jobs[0].id} ... {jobs[-1].id}"
+    print(f"submitted {named}: {', '.join(runs[:3])}{' ...' if len(runs) > 3 else ''}")
+    print(f"  megakernel status {runs[0]}   megakernel logs -f {runs[0]}   megakernel cancel {runs[0]}")
+
+
+def _training(args: argparse.Namespace) -> "Request":
+    if args.chain < 1 or (args.chain > 1 and args.array):
+        raise UserError(f"--chain {args.chain} cannot be; give 1 or more, and no --array beside it")
+    if args.chain > 1 and args.requeue is None:
+        args.requeue = False  # the next link goes on
+    overrides = [*args.overrides, *([f"run.name={args.name}"] if args.name else [])]
+    runs: dict[int | None, Config]
+    if args.array is None:
+        runs = {None: load(args.config, overrides)}
+        return training_request(runs, cluster_of(args), dependency=args.dependency, chain=args.chain)
+    members = indices(args.array)
+    if len(members) > MOST_MEMBERS:
+        raise UserError(
+            f"--array {args.array} asks for {len(members)} runs; give at most {MOST_MEMBERS} at once"
+        )
+    runs = {
+        index: load(args.config, [text.replace(INDEX, str(index)) for text in overrides]) for index in members
+    }
+    return training_request(runs, cluster_of(args), args.array, dependency=args.dependency)
+
+
+def training_request(
+    runs: Mapping[int | None, Config],
+    cluster: Cluster,
+    array: str | None = None,
+    *,
+    dependency: str | None = None,
+    chain: int = 1,
+) -> "Request":
+    """A request for a run, or for an array of them by index; its members' names are those of their runs and the index.
+
+    Raises UserError for a configuration that does not fit the processes, its data, or a run that is there.
+    """
+    from launch.slurm.submission import Member, Request
+
+    first = next(iter(runs.values()))
+    members = []
+    for index, config in runs.items():
+        if index is not None:
+            named = config.run.model_copy(update={"name": f"{first.run.name}-{index}"})
+            config = config.model_copy(update={"run": named})
+        _check(config, cluster.world_size)
+        members.append(Member(config.run.folder, to_yaml(config), index))
+    return Request(
+        "pretrain",
+        ["pretrain", "$submission/config.yaml"],
+        cluster,
+        first.run.folder,
+        members,
+        array=array,
+        options={"dependency": dependency} if dependency else {},
+        chain=chain,
+    )
+
+
+def _check(config: Config, world_size: int) -> None:
+    """Refuse what would fail on the cluster: processes, the run that is there, and the data."""
+    from data_pipeline.corpus import Corpora
+
+    data_parallel_size(config, world_size)
+    recorded = config.run.folder / "config.yaml"
+    if recorded.exists():
+        check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)
+    Corpora(config.data, validation=config.training.eval_samples > 0)
+
+
+def indices(array: str) -> list[int]:
+    """The members of an array as Slurm counts them: `0-7`, `1,3,5`, `0-10:2`, each with `%K` behind it."""
+    found: list[int] = []
+    for part in array.partition("%")[0].split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match is None or int(match[3] or 1) < 1 or int(match[2] or match[1]) < int(match[1]):
+            raise UserError(f"--array {array} is no list of indices; write 0-7, 1,3,5 or 0-99%4")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
+    return found
+
+
+def _other_command(args: argparse.Namespace) -> "Request":
+    from launch.cli import parse
+    from launch.slurm.submission import Member, Request
+
+    command = [args.config, *args.overrides]
+    parse(command)  # a command line that makes no sense is told now
+    cluster = cluster_of(args)
+    name = args.name or f"{args.config}-{Request.new_name()}"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise UserError(f"--name {name} is no name of a folder; write letters, digits, dots and dashes")
+    if args.chain != 1 or args.array:
+        raise UserError(
+            f"--chain and --array are for training; submit `{shlex.join(command)}` once for each job"
+        )
+    base = Path("runs") / name
+    options = {"dependency": args.dependency} if args.dependency else {}
+    single = cluster.model_copy(update={"nodes": 1, "sbatch": {**cluster.sbatch, "ntasks-per-node": 1}})
+    return Request("command", command, single, base, [Member(base)], options=options)

@@ -1,0 +1,92 @@
+"""`megakernel sweep`: a grid of configurations as one job array."""
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from launch.slurm.options import add_cluster_options, cluster_of
+from launch.submit import add_outcome_options, carry_out, indices, training_request
+from megakernel.config import Config, UserError, load, yaml_text
+
+HELP = "train every point of a grid of configurations, as one job array"
+EXAMPLE = "megakernel sweep lr.yaml --array %4 -G 8 -t 2:00:00"
+
+_FORM = """\
+a sweep file:
+  config: configs/demo.yaml
+  name: lr                        # runs are lr-0, lr-1 ...
+  grid:
+    optimizer.lr: [1e-3, 3e-3]    # the last key varies fastest
+    model.attention: [flurka, softmax]"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.epilog = f"{parser.epilog}\n\n{_FORM}"
+    parser.add_argument("sweep", metavar="SWEEP.yaml", type=Path, help="config, name and grid, as below")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="keys to change in every point"
+    )
+    add_cluster_options(parser)
+    parser.add_argument(
+        "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
+    )
+    parser.add_argument(
+        "--array", metavar="[SPEC]%%K", help="at most K at a time, and which points (default: all at once)"
+    )
+    add_outcome_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check every point, then submit all."""
+    points = _points(args.sweep, args.overrides)
+    chosen, percent, limit = (args.array or "").partition("%")
+    wanted = indices(chosen) if chosen else list(points)
+    missing = [index for index in wanted if index not in points]
+    if missing:
+        raise UserError(
+            f"--array {args.array} asks for point {missing[0]}; the grid has 0 to {len(points) - 1}"
+        )
+    array = (chosen or f"0-{len(points) - 1}") + percent + limit
+    indices(array)
+    runs: dict[int | None, Config] = {index: points[index] for index in wanted}
+    request = training_request(runs, cluster_of(args), array, dependency=args.dependency)
+    if not (args.json or args.dry_run):
+        for index in wanted:
+            print(f"{request.base}-{index}: {' '.join(_assignments(args.sweep)[index])}", flush=True)
+    return carry_out(request, args)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    tree = yaml_text.read(path)
+    grid = tree.get("grid")
+    if set(tree) != {"config", "name", "grid"} or not isinstance(grid, dict) or not grid:
+        raise UserError(
+            f"{path} is no sweep; give it the keys config, name and grid, as in megakernel sweep --help"
+        )
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{path}: grid.{key}={values!r} is no list of values; write [A, B]")
+    return tree
+
+
+def _assignments(path: Path) -> list[list[str]]:
+    """The keys of each point as overrides."""
+    grid = _read(path)["grid"]
+    return [
+        [f"{key}={_on_one_line(value)}" for key, value in zip(grid, values)]
+        for values in itertools.product(*grid.values())
+    ]
+
+
+def _on_one_line(value: Any) -> str:
+    # JSON is YAML, but for the names of what is neither text nor finite.
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _points(path: Path, overrides: list[str]) -> dict[int, Config]:
+    tree = _read(path)
+    named = [*overrides, f"run.name={tree['name']}"]
+    return {index: load(tree["config"], [*named, *keys]) for index, keys in enumerate(_assignments(path))}

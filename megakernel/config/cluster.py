@@ -1,0 +1,149 @@
+"""What a job asks of the cluster it is submitted to, and how a cluster wants to be asked."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from .composition import interpolate, read_composed
+from .errors import Problem
+from .merging import merged
+from .section import Section
+from .validation import validate_section
+
+
+class Container(Section):
+    """The container that the processes of a job run in."""
+
+    runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """pyxis: srun's own --container-image; apptainer: `apptainer exec --nv`."""
+
+    image: str
+    """What the runtime takes: a registry's address or a file."""
+
+    mounts: list[str] = Field(default=[])
+    """Folders as SOURCE:TARGET[:FLAGS]; the folder of submission and that of the run belong among them."""
+
+
+class Cluster(Section):
+    """The defaults of a cluster; options of `megakernel submit` are laid over them."""
+
+    executor: Literal["slurm", "local", "debug"] = "slurm"
+    """slurm: sbatch; local: processes in the background of this machine; debug: in the foreground."""
+
+    nodes: int = Field(default=1, ge=1)
+    """Machines."""
+
+    gpus_per_node: int = Field(default=1, ge=0)
+    """GPUs on each, and as many processes; with 0 one process that computes on the CPU."""
+
+    time: str | int | None = None
+    """Limit as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+
+    partition: str | None = None
+    """Partition, or several with commas."""
+
+    account: str | None = None
+    """Account to charge."""
+
+    qos: str | None = None
+    """Quality of service."""
+
+    constraint: str | None = None
+    """Features that the nodes must have."""
+
+    exclude: str | None = None
+    """Nodes to keep off."""
+
+    nodelist: str | None = None
+    """Nodes that must be among those of the job."""
+
+    reservation: str | None = None
+    """Reservation to run in."""
+
+    mem: str | None = None
+    """Memory of each node, such as 200G; 0 is all of it."""
+
+    requeue: bool = True
+    """Whether a job that was interrupted may start again by itself."""
+
+    max_restarts: int = Field(default=10, ge=0)
+    """How often; two restarts in a row without progress end it sooner."""
+
+    signal_delay: int = Field(default=120, ge=1, le=65535)
+    """Seconds before the time limit at which the processes are told to save."""
+
+    container: Container | None = None
+    """Container to run in."""
+
+    environment: dict[str, str] = Field(default={})
+    """Variables of the job, such as NCCL_SOCKET_IFNAME."""
+
+    sbatch: dict[str, str | int | float | bool | None] = Field(default={})
+    """Any other option of sbatch by its long name; true for one without a value, null to leave ours out."""
+
+    setup: list[str] = Field(default=[])
+    """Lines of shell that run before the processes start, such as `module load cuda`."""
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Processes on each node."""
+        return int(self.sbatch.get("ntasks-per-node") or max(1, self.gpus_per_node))
+
+    @property
+    def world_size(self) -> int:
+        """Processes of a job."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def minutes(self) -> float | None:
+        """The time limit; None where there is none."""
+        return None if self.time is None else slurm_minutes(str(self.time))
+
+    def problems(self) -> Iterator[Problem]:
+        """What Slurm could not read."""
+        if self.time is not None and not self.minutes:
+            remedy = "write minutes, hours:minutes:seconds or days-hours:minutes:seconds"
+            yield Problem("time", self.time, "is no time limit", remedy)
+        elif self.minutes is not None and self.requeue and 60 * self.minutes <= self.signal_delay:
+            reason = (
+                f"is not longer than signal_delay={self.signal_delay} s, so the job would only start and save"
+            )
+            yield Problem("time", self.time, reason, "raise it or lower signal_delay")
+        for name in self.environment:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                yield Problem("environment", name, "is no name of a variable", "write NAME=VALUE")
+        if self.executor != "slurm" and self.nodes > 1:
+            reason = f"with executor={self.executor} is more than this machine"
+            yield Problem("nodes", self.nodes, reason, "set nodes to 1 or executor to slurm")
+
+
+def load_cluster(path: Path, changes: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Cluster:
+    """The cluster file at `path` with `changes` laid over it; ConfigError with every problem."""
+    tree = read_composed(path)
+    setup = tree.pop("setup", [])  # the shell of the job knows its own variables
+    plain, unset = interpolate(tree, env)
+    return read_cluster(merged({**plain, "setup": setup}, changes), unset)
+
+
+def read_cluster(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) -> Cluster:
+    """The settings in a tree of plain values; ConfigError holds `known_problems` and all that are found."""
+    return validate_section(Cluster, tree, known_problems=known_problems)
+
+
+def slurm_minutes(text: str) -> float | None:
+    """Minutes of a time limit in one of Slurm's forms; None for any other text."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, *parts = (None if part is None else int(part) for part in match.groups())
+    first, second, third = parts
+    assert first is not None
+    if days is not None:
+        return 1440 * days + 60 * first + (second or 0) + (third or 0) / 60
+    if third is not None:
+        return 60 * first + (second or 0) + third / 60
+    return first + (second or 0) / 60

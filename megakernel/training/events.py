@@ -1,0 +1,55 @@
+"""events.jsonl: what befell a run, one line each, written by whoever saw it: commands, batch scripts, processes."""
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+FILE = "events.jsonl"
+
+JOB_VARIABLE = "MEGAKERNEL_JOB"
+RESTART_VARIABLE = "MEGAKERNEL_RESTART"
+"""A submitted job's id, and how often it had been started before, for the processes in it."""
+
+
+def record(run: Path, event: str, env: Mapping[str, str] = os.environ, **facts: Any) -> None:
+    """Append one event: its time (UTC), its name, the job and restart it happened in, and what else is known.
+
+    A line goes out in one write, so that writers on several hosts do not mix. Facts that are None are left out.
+    """
+    line = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        "event": event,
+        "job": env.get(JOB_VARIABLE),
+        "restart": int(env[RESTART_VARIABLE]) if RESTART_VARIABLE in env else None,
+        **facts,
+    }
+    text = json.dumps({name: value for name, value in line.items() if value is not None}) + "\n"
+    file = os.open(run / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def in_job(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process belongs to a submitted job."""
+    return JOB_VARIABLE in env
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """The events of a run in the order in which they were written; a line cut short by a full disk is left out."""
+    try:
+        lines = (run / FILE).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    return [event for line in lines if (event := _parsed(line)) is not None]
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

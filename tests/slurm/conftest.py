@@ -1,0 +1,83 @@
+"""A real cluster for each module: slurmctld, two slurmd and munged on this machine."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+
+REPOSITORY = Path(__file__).parents[2]
+LOCAL_CLUSTER = REPOSITORY / "slurm" / "local_cluster"
+CONFIG = """
+run: {name: run, seed: 7}
+model:
+  num_layers: 2
+  hidden_size: 32
+  num_heads: 2
+  attention: {preset: flurka, compression: {block_size: 16, rank: 4}}
+parallel: {zero_stage: 0}
+training:
+  steps: 100
+  seq_len: 64
+  global_batch_size: 4
+  micro_batch_size: 1
+  dtype: float32
+  log_every: 1
+  eval_samples: 0
+optimizer: {lr: 1e-3}
+schedule: {name: constant, warmup_steps: 2}
+checkpoint: {every: 10}
+logging: {tensorboard: false}
+data: {train: corpus, num_workers: 0}
+"""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("slurm")
+
+
+@pytest.fixture(scope="module")
+def cluster(request):
+    """Started for a module, with a database where the module says ACCOUNTING."""
+    accounting = getattr(request.module, "ACCOUNTING", False)
+    search = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    programs = ["slurmctld", "slurmd", "munged", *(["slurmdbd", "mariadbd"] if accounting else [])]
+    missing = [name for name in programs if shutil.which(name, path=search) is None]
+    if missing:
+        pytest.skip(
+            f"{', '.join(missing)} not installed: apt-get install slurm-wlm munge slurmdbd mariadb-server"
+        )
+    if os.geteuid():
+        pytest.skip("slurmd needs root")
+    start = [LOCAL_CLUSTER, "start", *(["--accounting"] if accounting else [])]
+    started = subprocess.run(start, capture_output=True, text=True)
+    assert started.returncode == 0, started.stderr
+    if accounting and "already" in started.stdout:
+        pytest.skip("a local cluster runs already, which may have no accounting: make slurm-down")
+    shown = subprocess.run([LOCAL_CLUSTER, "env"], capture_output=True, text=True, check=True).stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", shown.strip().partition("=")[2])
+        # One thread, as in the runs to compare with: the order of sums depends on it. Jobs inherit this environment.
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        yield
+    if "already" not in started.stdout:
+        subprocess.run([LOCAL_CLUSTER, "stop"], check=True)
+
+
+@pytest.fixture(scope="module")
+def place(cluster, tmp_path_factory):
+    """A folder to submit from, with `run.yaml`; the working folder of the module's tests."""
+    folder = tmp_path_factory.mktemp("place")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        words = "prepare --source stdlib --tokenizer byte --out corpus --max-documents 60 --validation-fraction 0.1"
+        assert main([*words.split(), "--workers", "1"]) == 0
+        (folder / "run.yaml").write_text(CONFIG)
+        yield folder
+        subprocess.run(["scancel", "--user=root", "--quiet"], check=False)

@@ -1,0 +1,124 @@
+"""Commands typed into the cluster, and waiting for what they do."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.cli import main
+from megakernel.training import events
+
+
+@dataclass(frozen=True)
+class Said:
+    """How a command ended, and what it said."""
+
+    status: int
+    out: str
+    err: str
+
+
+def megakernel(*words: str) -> Said:
+    """Type a command; its words may hold several, apart by spaces."""
+    out, err = io.StringIO(), io.StringIO()
+    typed = [part for word in words for part in word.split()]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(typed)
+        except SystemExit as left:
+            status = int(left.code or 0)
+    return Said(status, out.getvalue(), err.getvalue())
+
+
+def submit(*words: str) -> list[str]:
+    """Submit; the ids of the jobs."""
+    said = megakernel("submit --json", *words)
+    assert said.status == 0, said.err
+    return json.loads(said.out)["jobs"]
+
+
+def status(run: str) -> dict:
+    """What `megakernel status` says of a run."""
+    said = megakernel("status", run, "--json")
+    assert said.status == 0, said.err
+    return json.loads(said.out)
+
+
+def until(what, seconds: float = 240.0):
+    """Ask until the answer is true, and give it."""
+    deadline = time.monotonic() + seconds
+    while not (answer := what()):
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.1)
+    return answer
+
+
+def until_state(run: str, *states: str, seconds: float = 240.0) -> dict:
+    """Wait until the run's job is in one of these states; its status then."""
+    seen = []
+
+    def there():
+        seen.append(status(run))
+        return seen[-1] if seen[-1]["state"] in states else None
+
+    try:
+        return until(there, seconds)
+    except AssertionError:
+        logs = "\n".join(
+            f"== {log}\n{log.read_text()[-1500:]}" for log in Path("runs", run).glob("logs/**/*.*")
+        )
+        raise AssertionError(f"{run} never was {' or '.join(states)}: {seen[-1]}\n{logs}") from None
+
+
+def until_step(run: str, step: int) -> None:
+    """Wait until the run has logged a step."""
+    until(lambda: any(line["step"] >= step for line in metrics(run)))
+
+
+def metrics(run: str) -> list[dict]:
+    """The whole lines of a run's metrics.jsonl."""
+    file = Path("runs", run, "metrics.jsonl")
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def losses(run: str) -> dict[int, float]:
+    """Step -> loss."""
+    return {line["step"]: line["train/loss"] for line in metrics(run) if "train/loss" in line}
+
+
+def story(run: str, job: str | None = None) -> list[str]:
+    """The names of a run's events, saves left out."""
+    found = [event for event in events.read(Path("runs", run)) if job in (None, event.get("job"))]
+    return [event["event"] for event in found if event["event"] != "saved"]
+
+
+def last(run: str, event: str) -> dict:
+    """The newest event of a name."""
+    return [one for one in events.read(Path("runs", run)) if one["event"] == event][-1]
+
+
+def scontrol(*words: str) -> None:
+    subprocess.run(["scontrol", *words], check=True, capture_output=True)
+
+
+def process_of(job: str, rank: int) -> int:
+    """Process id of a rank of a job."""
+    wanted = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_PROCID={rank}".encode()}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            is_rank = wanted <= set((folder / "environ").read_bytes().split(b"\0"))
+            if is_rank and b"pretrain" in (folder / "cmdline").read_bytes().split(b"\0"):
+                return int(folder.name)
+        except OSError:
+            continue
+    raise AssertionError(f"rank {rank} of job {job} does not run")
+
+
+def kill(job: str, rank: int, number: int) -> None:
+    """Signal one rank of a job."""
+    os.kill(process_of(job, rank), number)

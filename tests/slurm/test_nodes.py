@@ -1,0 +1,100 @@
+"""Nodes that are not fit, or are lost; time that runs out; and jobs that Slurm has forgotten."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.submitting import (
+    last,
+    losses,
+    megakernel,
+    scontrol,
+    status,
+    story,
+    submit,
+    until,
+    until_state,
+    until_step,
+)
+
+ONE_GPU_ON_N1 = """#!/bin/bash
+echo "0, 81559"
+[ "$SLURMD_NODENAME" = n1 ] || echo "12, 81559"
+"""
+"""An nvidia-smi of a node that has lost one of two GPUs."""
+
+
+@pytest.mark.timeout(600)
+def test_a_node_that_lost_a_gpu_is_named_and_kept_off(place):
+    driver = place / "driver" / "nvidia-smi"
+    driver.parent.mkdir()
+    driver.write_text(ONE_GPU_ON_N1)
+    driver.chmod(0o755)
+    Path("cluster.yaml").write_text(f"gpus_per_node: 2\nsetup: ['export PATH={driver.parent}:$PATH']\n")
+    submit("run.yaml --name unfit training.steps=2 --cluster cluster.yaml")
+    assert until_state("unfit", "COMPLETED", "FAILED")["nodes"] == "n2"
+    assert story("unfit") == ["submitted", "started", "unfit", "ended", "requeued", "started", "ended"]
+    found = last("unfit", "unfit")
+    assert (found["node"], found["why"]) == ("n1", "1 of 2 GPUs can be seen")
+    assert last("unfit", "requeued")["without"] == ["n1"]
+    assert "a node is not fit (n1: 1 of 2 GPUs can be seen)" in megakernel("logs unfit --rank batch").out
+    assert list(losses("unfit")) == [1, 2]
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_node_is_lost_goes_on(place):
+    submit("run.yaml --name lost")
+    until_step("lost", 12)
+    assert status("lost")["nodes"] == "n1"
+    scontrol("update", "NodeName=n1", "State=DOWN", "Reason=test")
+    # Its slurmd lives and reports back: the cluster has ReturnToService=2.
+    assert until_state("lost", "COMPLETED", "FAILED")["state"] == "COMPLETED"
+    assert "DUE TO NODE FAILURE" in megakernel("logs lost --rank batch").out
+    assert story("lost").count("started") == 2
+    assert sorted(losses("lost")) == list(range(1, 101))
+
+    checkpoints = Path("runs/lost/checkpoints")
+    before = sorted(path.name for path in checkpoints.iterdir())
+    said = megakernel("resume lost --from-step 7")
+    assert (said.status, len(said.err.splitlines())) == (2, 1)
+    assert "no checkpoint of that step; there are 90, 100" in said.err
+    assert megakernel("resume lost --from-step 90 -p nosuch").status == 4
+    assert sorted(path.name for path in checkpoints.iterdir()) == before
+
+    assert megakernel("resume lost --from-step 90 --sbatch hold").status == 0
+    assert {path.name for path in checkpoints.glob("step_*")} == {"step_90", "step_100.set_aside"}
+    assert megakernel("cancel lost").status == 0
+
+
+@pytest.mark.timeout(600)
+def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_requeued(place):
+    (job,) = submit("run.yaml --name limit training.steps=100000 -t 1 --signal-delay 35 --no-requeue")
+    ended = until_state("limit", "FAILED", "TIMEOUT")
+    assert ended["why"] == "saved and stopped to make room; it is not to be requeued"
+    assert ended["saved"] == ended["step"] == last("limit", "signalled")["step"]
+    assert story("limit", job) == ["submitted", "started", "signalled", "ended"]
+
+
+def test_a_job_that_the_queue_has_forgotten_is_still_known(place, monkeypatch, tmp_path):
+    said = megakernel("submit --wait --json --name forgotten -- evaluate runs/nosuch")
+    assert said.status == 1
+    (job,) = json.loads(said.out)["jobs"]
+    queue = ["squeue", "--states=all", "--noheader", "--format=%i"]
+    until(lambda: job not in subprocess.run(queue, capture_output=True, text=True).stdout.split())
+    assert status("forgotten")["state"] == "FAILED"  # by the list of completed jobs
+    (tmp_path / "squeue").symlink_to(str(shutil.which("squeue")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert status("forgotten")["state"] == "FAILED"  # by what the run wrote down
+    assert status("forgotten")["why"] == "refused its command line or configuration"
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once(place, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", str(place / "nosuch.conf"))
+    said = megakernel("submit run.yaml --test-only")
+    assert said.status == 4
+    assert "nosuch.conf is not there; unset it, or start that cluster" in said.err
+    assert os.environ["SLURM_CONF"] in said.err

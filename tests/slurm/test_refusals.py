@@ -1,0 +1,123 @@
+"""What cannot be submitted is refused in one line, and leaves nothing behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.exit_status import ExitStatus
+from tests.slurm.submitting import last, megakernel, status, story, submit, until_state
+
+USAGE, NOT_FOUND, REFUSED = ExitStatus.USAGE, ExitStatus.NOT_FOUND, ExitStatus.REFUSED
+
+REFUSALS = {
+    "submit run.yaml -p nosuch": (REFUSED, "partition=nosuch: ", "choose one of the partitions: low, high"),
+    "submit run.yaml -N 4": (REFUSED, "nodes=4, gpus_per_node=1: ", "ask for less"),
+    "submit run.yaml -G 4": (REFUSED, "nodes=1, gpus_per_node=4: ", "ask for less"),
+    "submit run.yaml --mem 900G": (REFUSED, "mem=900G: ", "ask for less"),
+    "submit run.yaml --mem 2X": (REFUSED, "mem=2X: ", "such as 200G"),
+    "submit run.yaml --nodelist n7": (REFUSED, "nodelist=n7: ", "choose nodes of this cluster: n1, n2"),
+    "submit run.yaml -C a100": (REFUSED, "constraint=a100: ", "`sinfo` shows"),
+    "submit run.yaml --reservation mine": (REFUSED, "reservation=mine: ", "scontrol show reservation"),
+    "submit run.yaml --dependency after_lunch": (REFUSED, "dependency=after_lunch: ", "such as afterok:17"),
+    "submit run.yaml --sbatch frobnicate=1": (REFUSED, "frobnicate", "sbatch --help"),
+    "submit run.yaml --array 0-2000": (USAGE, "--array 0-2000 ", "give at most 1000 at once"),
+    "submit run.yaml --array 3-1": (USAGE, "--array 3-1 ", "write 0-7"),
+    "submit run.yaml -t 1x": (USAGE, "time=1x ", "write minutes"),
+    "submit run.yaml -t 1": (USAGE, "time=1 ", "lower signal_delay"),
+    "submit run.yaml -N none": (USAGE, "nodes=none ", "change it"),
+    "submit run.yaml --env 1X=2": (USAGE, "environment=1X ", "write NAME=VALUE"),
+    "submit run.yaml --cluster nosuch": (USAGE, "--cluster nosuch ", "name a YAML file"),
+    "submit run.yaml --cluster local -N 2": (USAGE, "nodes=2 ", "set nodes to 1"),
+    "submit run.yaml -G 3": (USAGE, "training.global_batch_size=4 ", "set 3 or 6"),
+    "submit nosuch.yaml": (USAGE, "nosuch.yaml cannot be read", "name a YAML file"),
+    "submit run.yaml data.train=nosuch": (USAGE, "data.train", "prepare"),
+    "submit run.yaml training.stepps=3": (USAGE, "training.stepps=3 ", "did you mean steps?"),
+    "submit run.yaml run.root=run.yaml": (USAGE, "cannot hold the run", "choose another run.root"),
+    "submit run.yaml --chain 0": (USAGE, "--chain 0 ", "give 1 or more"),
+    "status nosuch": (NOT_FOUND, "nosuch is no submitted run", ""),
+    "logs 12345": (NOT_FOUND, "12345 is no submitted run", ""),
+    "cancel nosuch": (NOT_FOUND, "nosuch is no submitted run", ""),
+    "resume nosuch": (NOT_FOUND, "nosuch is no submitted run", ""),
+}
+
+
+def files(folder):
+    return sorted(folder.rglob("*"))
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_a_bad_command_is_one_line_that_names_the_remedy(words, place):
+    before = files(place)
+    expected, reason, remedy = REFUSALS[words]
+    said = megakernel(words)
+    assert said.status == expected, said
+    (line,) = said.err.splitlines()
+    assert line.startswith("megakernel: error: ")
+    assert reason in line
+    assert remedy in line
+    assert said.out == ""
+    assert files(place) == before
+
+
+def test_slurm_that_does_not_answer_is_one_line(place, tmp_path, monkeypatch):
+    text = Path(os.environ["SLURM_CONF"]).read_text()
+    (tmp_path / "slurm.conf").write_text(
+        text.replace("SlurmctldPort=16817", "SlurmctldPort=9\nMessageTimeout=2")
+    )
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    before = files(place)
+    said = megakernel("submit run.yaml --test-only")
+    assert said.status == REFUSED
+    assert "sbatch cannot reach Slurm (" in said.err
+    assert "Unable to contact slurm controller" in said.err
+    assert len(said.err.splitlines()) == 1
+    assert files(place) == before
+
+
+def test_a_machine_without_slurm_is_one_line(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    before = files(place)
+    said = megakernel("submit run.yaml")
+    assert (said.status, len(said.err.splitlines())) == (REFUSED, 1)
+    assert "--cluster local" in said.err
+    assert files(place) == before
+
+
+def test_dry_run_prints_what_slurm_takes_and_leaves_nothing(place):
+    before = files(place)
+    said = megakernel("submit run.yaml -N 2 -G 2 -t 30 --env NCCL_DEBUG=INFO --sbatch comment=mine --dry-run")
+    assert said.status == 0
+    assert "#SBATCH --nodes=2\n" in said.out
+    assert "#SBATCH --comment=mine\n" in said.out
+    assert "export NCCL_DEBUG=INFO\n" in said.out
+    assert "{{" not in said.out
+    tested = megakernel("submit run.yaml -N 2 -G 2 -t 30 --test-only")
+    assert tested.status == 0
+    assert "using 4 processors on nodes n[1-2] in partition low" in tested.out
+    assert files(place) == before
+
+
+def test_a_run_has_one_live_job_and_ends_before_it_started(place):
+    (job,) = submit("run.yaml --name held --sbatch hold")
+    assert status("held")["why"] == "JobHeldUser"
+    before = files(place)
+    said = megakernel("submit run.yaml --name held")
+    assert said.status == USAGE
+    assert f"has a live job ({job} PENDING)" in said.err
+    assert files(place) == before
+
+    assert megakernel("cancel", job).status == 0
+    until_state("held", "CANCELLED")
+    assert story("held") == ["submitted", "cancelled"]
+    assert megakernel("cancel held").status == NOT_FOUND
+
+
+def test_a_job_whose_parent_fails_is_cancelled_and_does_not_wait_for_ever(place):
+    (parent,) = submit("--name parent -- evaluate runs/nosuch")
+    submit(f"run.yaml --name child --dependency afterok:{parent}")
+    assert until_state("parent", "FAILED")["why"] == "refused its command line or configuration"
+    assert "runs/nosuch is not the folder of a run" in megakernel("logs parent --stderr").out
+    assert until_state("child", "CANCELLED")["why"] == "cancelled"
+    assert story("child") == ["submitted"]
+    assert last("parent", "ended")["status"] == USAGE

@@ -1,0 +1,144 @@
+"""Training on two nodes: the same numbers as on this machine, whatever befalls the job."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.exit_status import ExitStatus
+from tests.distributed.training_run import scalars, train
+from tests.slurm.submitting import (
+    kill,
+    last,
+    losses,
+    megakernel,
+    metrics,
+    status,
+    story,
+    submit,
+    until,
+    until_state,
+    until_step,
+)
+
+STEPS = 100
+
+
+def here(place, processes):
+    """Losses of so many processes of this machine, without Slurm and without interruption."""
+    return scalars(train(place / "run.yaml", processes, f"run.name=here-{processes}"), "train/loss")
+
+
+@pytest.fixture(scope="module")
+def of_two(place):
+    return here(place, 2)
+
+
+def same(run, uninterrupted):
+    assert list(losses(run).values()) == uninterrupted
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.timeout(600)
+def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(place):
+    (job,) = submit("run.yaml --name preempted -N 2 -G 2")
+    until_step("preempted", 23)
+    now = status("preempted")
+    assert (now["state"], now["nodes"], now["steps"]) == ("RUNNING", "n[1-2]", STEPS)
+    assert now["heartbeat"] < 30
+
+    # Another job of a partition that goes first takes both nodes.
+    rival = ["sbatch", "--parsable", "-p", "high", "-N", "2", "--exclusive", "-o", "/dev/null", "--wrap"]
+    other = subprocess.run([*rival, "sleep 600"], capture_output=True, text=True, check=True).stdout.strip()
+    waiting = until_state("preempted", "PENDING")
+    assert waiting["why"].startswith("saved and stopped to make room; ")
+    step = last("preempted", "signalled")["step"]
+    assert last("preempted", "ended")["step"] == waiting["saved"] == step
+    assert [line["step"] for line in metrics("preempted")] == list(range(1, step + 1))
+
+    subprocess.run(["scancel", other], check=True)
+    done = until_state("preempted", "COMPLETED", "FAILED")
+    assert (done["state"], done["restarts"], done["why"]) == ("COMPLETED", 1, "done")
+    assert story("preempted", job) == [
+        "submitted",
+        "started",
+        "signalled",
+        "ended",
+        "requeued",
+        "started",
+        "ended",
+    ]
+    same("preempted", here(place, 4))
+    # Nothing was computed twice: what was saved when the signal came was the last step.
+    shown = megakernel(f"logs {job} --restart 1 --grep continuing").out
+    assert shown.strip().endswith(f"step_{step}")
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_elsewhere(place, of_two):
+    (job,) = submit("run.yaml --name killed -N 2 --env SLURM_WAIT=5")
+    until_step("killed", 15)
+    kill(job, 1, signal.SIGKILL)
+    until(lambda: story("killed", job)[-1] == "requeued")
+    assert "(rank 1 on n2: Killed)" in last("killed", "ended")["why"]
+    assert last("killed", "ended")["step"] >= 10
+
+    until(lambda: story("killed", job)[-1] == "started")
+    until_step("killed", 40)
+    assert "saves and ends" in megakernel("cancel killed --save").out
+    ended = until_state("killed", "FAILED", "CANCELLED")
+    assert ended["why"] == "ended on request"
+    assert ended["saved"] == last("killed", "signalled")["step"]
+    assert story("killed", job)[-3:] == ["cancelled", "signalled", "ended"]
+    assert megakernel("resume killed -N 1 -G 1 --json").status == 0
+    assert until_state("killed", "COMPLETED", "FAILED")["state"] == "COMPLETED"
+    found, step = list(losses("killed").values()), ended["saved"]
+    assert found[:step] == of_two[:step]
+    # Another layout sums in another order: float32 roundings, which grow later on.
+    assert found[step : step + 5] == pytest.approx(of_two[step : step + 5], rel=1e-5)
+    assert len(found) == STEPS
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place, of_two):
+    jobs = submit("run.yaml --name chain -N 2 --chain 3 --env SLURM_WAIT=5 parallel.stall_minutes=0.2")
+    assert len(jobs) == 3
+    until_step("chain", 12)
+    kill(jobs[0], 1, signal.SIGSTOP)
+    until(lambda: "ended" in story("chain", jobs[0]))
+    # The ranks that wait have ended the job; the one they waited for had to be killed.
+    assert "rank 1 on " in megakernel(f"logs {jobs[0]} --rank all --stderr --grep progress").out
+    until(lambda: "started" in story("chain", jobs[1]))
+    until_step("chain", 30)
+    assert megakernel("cancel chain").status == 0  # this link alone
+    until(lambda: status("chain")["jobs"][jobs[1]] == "CANCELLED")
+    until(lambda: status("chain")["jobs"][jobs[2]] == "COMPLETED")
+    same("chain", of_two)
+
+
+@pytest.mark.timeout(600)
+def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
+    Path("sweep.yaml").write_text(
+        "config: run.yaml\nname: grid\ngrid:\n  optimizer.lr: [1e-3, 2e-3]\n  training.steps: [60]\n"
+    )
+    said = megakernel("sweep sweep.yaml --array %1 --json")
+    assert said.status == 0, said.err
+    answer = json.loads(said.out)
+    assert answer["runs"] == ["runs/grid-0", "runs/grid-1"]
+    # The second waits for the first, and finds its folder taken by a run of another configuration.
+    config = Path("runs/grid-1/submissions", answer["submission"], "config.yaml")
+    Path("runs/grid-1/config.yaml").write_text(config.read_text().replace("seed: 7", "seed: 8"))
+
+    first = answer["jobs"][0]
+    until_step("grid-0", 3)
+    subprocess.run(["scancel", "--signal=USR2", first], check=True)
+    until(lambda: story("grid-0", first)[-1] == "requeued")
+
+    assert until_state("grid-1", "FAILED", "COMPLETED")["state"] == "FAILED"
+    assert last("grid-1", "ended")["status"] == ExitStatus.USAGE
+    assert "run.seed=7 was 8 when the run began" in last("grid-1", "ended")["why"]
+    assert losses("grid-1") == {}
+    done = until_state("grid-0", "FAILED", "COMPLETED")
+    assert (done["state"], done["restarts"], list(losses("grid-0"))) == ("COMPLETED", 1, list(range(1, 61)))

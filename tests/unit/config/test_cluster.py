@@ -1,0 +1,59 @@
+from pathlib import Path
+
+import pytest
+
+from megakernel.config import ConfigError
+from megakernel.config.cluster import Cluster, load_cluster, slurm_minutes
+
+SHIPPED = sorted((Path(__file__).parents[3] / "configs" / "cluster").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_cluster_can_be_read(path):
+    assert load_cluster(path, {}).world_size >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("90", 90),
+        ("90:30", 90.5),
+        ("1:30:00", 90),
+        ("2-0", 2880),
+        ("2-1:30", 2970),
+        ("2-1:30:30", 2970.5),
+        ("1x", None),
+        ("1:2:3:4", None),
+        ("-5", None),
+    ],
+)
+def test_time_limits_are_read_as_slurm_does(text, minutes):
+    assert slurm_minutes(text) == minutes
+
+
+def test_options_lie_over_the_file_and_variables_are_filled_in(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "nodes: 4\naccount: ${PROJECT}\nenvironment: {NCCL_DEBUG: INFO, NCCL_IB_HCA: mlx5}\n"
+        "setup: ['source ${HOME}/setup']\n"
+    )
+    cluster = load_cluster(file, {"nodes": "2", "environment": {"NCCL_DEBUG": "WARN"}}, {"PROJECT": "p1"})
+    assert (cluster.nodes, cluster.account) == (2, "p1")
+    assert cluster.environment == {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5"}
+    assert cluster.setup == ["source ${HOME}/setup"], "the job's shell knows its own variables"
+
+
+def test_every_problem_is_told_at_once(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("gpu_per_node: 8\nnodes: 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(file, {})
+    text = str(caught.value)
+    assert "gpu_per_node=8 is an unknown key; did you mean gpus_per_node?" in text
+    assert "nodes=0 should be greater than or equal to 1" in text
+
+
+def test_tasks_are_one_for_each_gpu_unless_told():
+    assert Cluster(nodes=2, gpus_per_node=8).world_size == 16
+    assert Cluster(nodes=2, gpus_per_node=0).world_size == 2
+    assert Cluster(nodes=2, sbatch={"ntasks-per-node": 3}).world_size == 6

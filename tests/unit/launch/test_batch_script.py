@@ -1,0 +1,92 @@
+"""The batch script as text; tests/slurm has Slurm run it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from launch.slurm.executor import ScriptExecutor
+from launch.slurm.programs import foreign_variables
+from launch.slurm.script import Script
+from launch.submit import indices
+from megakernel.config import UserError
+from megakernel.config.cluster import Cluster, Container
+
+PYXIS = Container(image="/shared/mk.sqsh", mounts=["/shared:/shared"])
+
+
+def script(template="pretrain", array=None, **settings):
+    command = ["pretrain", "$submission/config.yaml"]
+    return Script(template, Cluster(**settings), Path("/r/it's"), "now", command, "it's", array).text()
+
+
+@pytest.mark.parametrize("template", ["pretrain", "command"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"setup": ["module load cuda"], "environment": {"GREETING": "it's"}},
+        {"container": PYXIS},
+        {"container": Container(runtime="apptainer", image="mk.sif", mounts=["/a:/b"])},
+        {"array": "0-3%2"},
+    ],
+    ids=["plain", "setup", "pyxis", "apptainer", "array"],
+)
+def test_every_script_is_shell(template, settings):
+    text = script(template, **settings)
+    assert "{{" not in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_settings_become_directives():
+    text = script(
+        time="1-0", nodes=2, gpus_per_node=8, requeue=False, sbatch={"exclusive": True, "signal": None}
+    )
+    wanted = ("nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "time=1-0", "no-requeue", "exclusive")
+    assert [line for line in wanted if f"#SBATCH --{line}\n" not in text] == []
+    assert "--signal" not in text
+    assert "#SBATCH --output='/r/it'\"'\"'s/logs/%j.log'\n" in text
+
+
+def test_an_arrays_members_have_a_folder_each():
+    text = script(array="0-3%2")
+    assert "#SBATCH --array=0-3%2\n" in text
+    assert "s'-$SLURM_ARRAY_TASK_ID\n" in text
+    assert "s-%a/logs/%A_%a.log'\n" in text
+
+
+def test_containers_are_entered_by_their_runtime():
+    assert "--container-image=/shared/mk.sqsh --container-mounts=/shared:/shared" in script(container=PYXIS)
+    apptainer = script(container=Container(runtime="apptainer", image="mk.sif", mounts=["/a:/b"]))
+    assert "apptainer exec --nv --bind=/a:/b mk.sif python -m launch.cli pretrain" in apptainer
+
+
+def test_a_job_inherits_nothing_of_the_job_it_was_submitted_from(monkeypatch, tmp_path):
+    for name in ("SLURM_NTASKS", "SBATCH_PARTITION", "SLURM_CONF"):
+        monkeypatch.setenv(name, "x")
+    assert sorted(foreign_variables()) == ["SBATCH_PARTITION", "SLURM_NTASKS"]
+    # The one line of submitit's that is replaced without Slurm being there.
+    command = ScriptExecutor._make_submission_command(object.__new__(ScriptExecutor), tmp_path / "s")
+    assert command[:1] == ["env"]
+    assert command[-2:] == ["sbatch", str(tmp_path / "s")]
+    assert {"SBATCH_PARTITION", "SLURM_NTASKS"} <= set(command)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0-3", [0, 1, 2, 3]), ("1,5%2", [1, 5]), ("0-6:3,9", [0, 3, 6, 9])]
+)
+def test_indices_are_counted_as_slurm_does(text, expected):
+    assert indices(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "3-1", "a", "0-3:0", "-1"])
+def test_what_is_no_list_of_indices_is_refused(text):
+    with pytest.raises(UserError, match="no list of indices"):
+        indices(text)
+
+
+@pytest.mark.parametrize("words", [["--all", "x"], ["--watch", "--json"]])
+def test_questions_that_exclude_each_other_are_refused(words, capsys):
+    assert main(["status", *words]) == 2
+    assert "leave one out" in capsys.readouterr().err

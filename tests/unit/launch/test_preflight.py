@@ -1,0 +1,59 @@
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from launch.slurm.preflight import Report, look, read_reports, unfit
+
+FIT = Report("n1", 1e9, 64 << 30, [0.0, 0.01], None, {"python": "3.11.2", "torch": "2.13.0"})
+NODES = ["n1", "n2", "n3"]
+
+
+def reports(**changes):
+    found = {node: replace(FIT, node=node) for node in NODES}
+    return {**found, "n2": replace(found["n2"], **changes)}
+
+
+def test_nodes_that_are_alike_are_fit():
+    assert unfit(reports(), gpus_per_node=2) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"gpus": [0.0]}, "1 of 2 GPUs can be seen"),
+        ({"gpus": [0.0, 0.5]}, "1 GPUs are in use (50% of their memory)"),
+        ({"memory": 1 << 30}, "1.0 GiB of memory are free"),
+        (
+            {"unwritable": "Read-only file system"},
+            "the run's folder cannot be written (Read-only file system)",
+        ),
+        ({"time": 1e9 + 90}, "its clock is +90 s off"),
+        ({"versions": {**FIT.versions, "torch": "2.12.0"}}, "torch is 2.12.0 and 2.13.0 elsewhere"),
+    ],
+)
+def test_a_node_that_is_not_fit_is_named_with_the_reason(changes, why):
+    assert unfit(reports(**changes), gpus_per_node=2) == {"n2": why}
+
+
+def test_a_node_without_a_driver_is_not_asked_for_gpus():
+    assert unfit(reports(gpus=None), gpus_per_node=2) == {}
+
+
+def test_what_nodes_print_is_read_back_and_a_silent_one_is_named(tmp_path):
+    file = tmp_path / "preflight.jsonl"
+    lines = ["Welcome to n1!", json.dumps(asdict(FIT)), json.dumps({"node": "n2"})]
+    file.write_text("\n".join(lines))
+    found = read_reports(file, ["n1", "n2"])
+    assert found == {"n1": FIT, "n2": None}
+    assert unfit(found, gpus_per_node=0) == {"n2": "says nothing"}
+    assert unfit(read_reports(tmp_path / "missing", ["n1", "n2"]), 0) == {}, "no node is to blame alone"
+
+
+def test_a_node_looks_at_itself(tmp_path):
+    here = look(tmp_path, "n1")
+    assert here.unwritable is None
+    assert here.memory > 0
+    assert here.versions["torch"] != "not installed"
+    assert list(tmp_path.iterdir()) == []
+    assert "No such file" in (look(tmp_path / "elsewhere", "n1").unwritable or "")

@@ -1,0 +1,42 @@
+"""What srun of Slurm 22.05.8 wrote about steps of four processes on two nodes."""
+
+import pytest
+
+from launch.slurm.task_ends import TaskEnds, task_ends
+
+SAVED = "srun: error: n1: task 0: Exited with exit code 85\nsrun: error: n2: tasks 2-3: Exited with exit code 85\n"
+KILLED = """\
+srun: error: n2: task 2: Killed
+srun: error: n1: task 1: Exited with exit code 1
+srun: error: n2: task 3: Exited with exit code 1
+"""
+STALLED = """\
+srun: error: n1: task 1: Exited with exit code 1
+srun: error: n1: task 0: Exited with exit code 86
+srun: First task exited 5s ago
+srun: StepId=1.1 tasks 2-3: running
+srun: launch/slurm: _step_signal: Terminating StepId=1.1
+srun: Job step aborted: Waiting up to 12 seconds for job step to finish.
+srun: error: n2: tasks 2-3: Killed
+"""
+FAILED = STALLED.replace("86", "1")
+USR2 = (
+    "srun: error: n2: tasks 2-3: User defined signal 2\nsrun: error: n1: tasks 0-1: User defined signal 2\n"
+)
+CRASHED = "srun: error: n1: task 0: Segmentation fault (core dumped)\nsrun: First task exited 60s ago\n"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "status", "expected"),
+    [
+        ("", 0, TaskEnds(0, None)),
+        (SAVED, 85, TaskEnds(85, None)),
+        (KILLED, 137, TaskEnds(137, "rank 2 on n2: Killed")),
+        (STALLED, 137, TaskEnds(86, None)),
+        (FAILED, 137, TaskEnds(1, None)),
+        (USR2, 140, TaskEnds(140, "rank 2-3 on n2: User defined signal 2")),
+        (CRASHED, 139, TaskEnds(139, "rank 0 on n1: Segmentation fault (core dumped)")),
+    ],
+)
+def test_whom_srun_ended_is_not_the_cause(stderr, status, expected):
+    assert task_ends(stderr, status) == expected
