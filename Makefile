@@ -25,7 +25,12 @@ demo: $(VENV)/installed ## prepare text, pretrain a small model on 2 processes, 
 	@echo "  $(BIN)/tensorboard --logdir runs"
 
 test: $(VENV)/installed-dev ## run the test suite; PYTEST_ARGS=tests/unit for a part of it
+ifdef PYTEST_ARGS
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+else
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels
+	@$(BIN)/python -m pytest --ignore tests/unit --ignore tests/kernels
+endif
 
 lint: $(VENV)/installed-dev ## style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -32,6 +32,7 @@ from launch import (
     status,
     submit,
     sweep,
+    uptrain,
 )
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
@@ -41,6 +42,7 @@ from megakernel.config import RunFailed, UserError
 COMMANDS: dict[str, ModuleType] = {
     "prepare": prepare,
     "pretrain": pretrain,
+    "uptrain": uptrain,
     "submit": submit,
     "sweep": sweep,
     "status": status,

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 from launch.slurm.options import add_cluster_options, cluster_of
 from launch.slurm.programs import require
-from megakernel.config import Config, UserError, check_same_run, data_parallel_size, load, to_yaml
+from megakernel.config import (
+    Config,
+    ConfigError,
+    Problem,
+    UserError,
+    check_same_run,
+    data_parallel_size,
+    load,
+    to_yaml,
+)
 from megakernel.config.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -177,6 +186,11 @@ def _check(config: Config, world_size: int) -> None:
     """Refuse what would fail on the cluster: processes, the run that is there, and the data."""
     from data_pipeline.corpus import Corpora
 
+    if config.uptrain is not None:
+        # Restarts are counted by a run's checkpoints, and each stage has its own.
+        reason = "names stages, and what is submitted is one training run"
+        remedy = "start `srun megakernel uptrain CONFIG` in a batch script of your own, or submit a stage's config.yaml"
+        raise ConfigError([Problem("uptrain", "{...}", reason, remedy)])
     data_parallel_size(config, world_size)
     recorded = config.run.folder / "config.yaml"
     if recorded.exists():

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launch.exit_status import ExitStatus
+
 from .job_folder import Job, JobFolder
 from .states import JobState, job_states
 
@@ -48,7 +50,7 @@ def _by_its_record(run: JobFolder, job: Job) -> JobState:
     ended = [event for event in run.events(job.id) if event["event"] in ("started", "ended", "cancelled")]
     if not ended or ended[-1]["event"] == "started":
         return JobState(job.id, "UNKNOWN" if job.executor == "slurm" else "FAILED")
-    if ended[-1]["event"] == "cancelled":
+    if ended[-1]["event"] == "cancelled" or ended[-1]["status"] == ExitStatus.TERMINATED:
         return JobState(job.id, "CANCELLED")
     return JobState(job.id, "FAILED" if ended[-1]["status"] else "COMPLETED")
 

@@ -237,6 +237,7 @@ class CausalEvaAttention(AttentionLayer):
         super().__init__(num_heads, num_kv_heads, head_dim, True, heads)
         self.form = form
         self.blocks = 2 if form.overlap else 1
+        self.near_window = (form.window_size, self.blocks)
         self.halo = max(form.window_size * self.blocks, form.chunk_size)
         self.summaries = Summaries(head_dim, 1.0, self.query_heads, seed, heads)
 

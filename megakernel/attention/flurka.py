@@ -1,5 +1,6 @@
 """Causal FLuRKA: landmarks of earlier blocks under a kernel, the own block exactly (MECHANISMS section 4)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties
 from megakernel.attention.local import halo
 from megakernel.attention.mixture import build_mixture, priors_and_shift, sharded_mixture
+from megakernel.attention.near_dropout import NearDropout
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
@@ -23,6 +25,11 @@ OWN_SHARE = 0.9
 """Share of a landmark's initial weight on its own stretch of the block."""
 
 
+def own_stretch(rank: int, block_size: int) -> Tensor:
+    """(r, b) bool: the token belongs to the landmark's own stretch of the block, b / r tokens."""
+    return torch.arange(block_size) * rank // block_size == torch.arange(rank)[:, None]
+
+
 def pooling_logits(rank: int, block_size: int) -> Tensor:
     """Initial logits (r, b) of E and F, whose rows are softmaxed.
 
@@ -31,8 +38,7 @@ def pooling_logits(rank: int, block_size: int) -> Tensor:
     that every token gets a gradient. With r = b there is no rest to learn from: landmark s is token s, exact
     to rounding (a share of e^-40 on others), and the layer starts as exact attention.
     """
-    stretch = torch.arange(block_size) * rank // block_size
-    own = stretch == torch.arange(rank)[:, None]
+    own = own_stretch(rank, block_size)
     if rank == block_size:
         return torch.where(own, 0.0, -40.0)
     inside = own.sum(1, keepdim=True)
@@ -68,6 +74,7 @@ class FlurkaAttention(AttentionLayer):
         assert form.near is not None
         assert form.feature_map is not None
         self.near, self.far_rope, self.block_size = form.near, form.far_rope, form.compression.block_size
+        self.near_window = (self.block_size, self.near.blocks)
         self.projection = build_projection(form.feature_map, self.kv_heads, head_dim, seed, heads)
         self.keys_per_head = form.keys_per_head
         self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
@@ -87,6 +94,7 @@ class FlurkaAttention(AttentionLayer):
             self.gate_bias = nn.Parameter(torch.full((query_heads,), self.near.gate_bias))
             if self.near.gate == "token":
                 self.gate_weight = nn.Parameter(torch.zeros(query_heads, head_dim))
+        self.near_dropout: NearDropout | None = None
 
     @property
     def properties(self) -> Properties:
@@ -150,9 +158,27 @@ class FlurkaAttention(AttentionLayer):
 
     def _gate(self, q: Tensor) -> Tensor | None:
         """Logits (B, H, N) or (H, 1) of the near part's share."""
-        if self.near.kind == "kernel" or self.near.join == "shared":
+        if not self.is_gated:
             return None
-        bias = self.gate_bias[:, None]
-        if self.near.gate == "head":
-            return bias
-        return (q @ self.gate_weight[..., None].to(q.dtype))[..., 0] + bias
+        gate = self.gate_bias[:, None]
+        if self.near.gate == "token":
+            gate = (q @ self.gate_weight[..., None].to(q.dtype))[..., 0] + gate
+        return gate if self.near_dropout is None else self.near_dropout(gate)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a gate joins the near and the far part."""
+        return self.near.kind == "softmax" and self.near.join == "gated"
+
+    def drop_near(self, probability: Callable[[int], float], seed: Seed) -> None:
+        """Shut the near window of heads from now on, with this probability of a step: see `NearDropout`.
+
+        Raises ValueError where no gate joins the near and the far part.
+        """
+        if not self.is_gated:
+            raise ValueError(
+                f"near.join={self.near.join} of near.kind={self.near.kind} has no gate to shut; use gated"
+            )
+        self.near_dropout = NearDropout(
+            probability, self.query_heads, self.heads, seed, self.gate_bias.device
+        )

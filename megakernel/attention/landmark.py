@@ -48,6 +48,7 @@ class LandmarkAttention(AttentionLayer):
         self.far_rope = form.far_rope
         self.compressor = Compressor(form.compression, None, self.kv_heads, seed, heads)
         self.rank, self.block_size = self.compressor.rank, self.compressor.block_size
+        self.near_window = (self.block_size, self.near.blocks)
         self.keys_per_head, self.keys_at_position = form.keys_per_head, form.keys_at_position
         self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
         query_heads = len(self.query_heads)

@@ -56,6 +56,9 @@ class AttentionLayer(nn.Module, ABC):
     compresses_input = False
     """Whether k and v come as projections of what `compress` made of the layer's input, one for each landmark."""
 
+    near_window: tuple[int, int] | None = None
+    """(b, blocks) of a layer that attends a token's own block of b tokens exactly, and the blocks - 1 before it."""
+
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool, heads: HeadShard = ALL_HEADS
     ):

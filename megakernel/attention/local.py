@@ -32,6 +32,7 @@ class LocalAttention(AttentionLayer):
         assert form.near.block_size is not None
         self.block_size = form.near.block_size
         self.blocks = form.near.blocks
+        self.near_window = (self.block_size, self.blocks)
         self.keys_per_head = form.keys_per_head
         self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
 

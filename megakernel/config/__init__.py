@@ -6,12 +6,15 @@ from .data import Corpus, Data, Masking
 from .errors import MISSING, ConfigError, Problem, RunFailed, UserError
 from .length import LengthPhase, Phase
 from .load import from_yaml, load, to_yaml
+from .lora import Lora
 from .model import Classifier, Model
+from .objective import Objective
 from .parallel import Parallel
 from .resume import Difference, check_same_run, differences
 from .rope import RopeScaling
 from .training import Checkpoint, Logging, Optimizer, Schedule, Training
 from .tree import Config, Run
+from .uptrain import KeptLayers, LengthStage, TransferStage, Uptrain
 from .validation import validate_section
 from .world import data_parallel_size
 
@@ -29,12 +32,16 @@ __all__ = [
     "Data",
     "Difference",
     "FeatureMap",
+    "KeptLayers",
     "LengthPhase",
+    "LengthStage",
     "LinformerCompression",
     "Logging",
+    "Lora",
     "Masking",
     "Model",
     "Near",
+    "Objective",
     "Optimizer",
     "Parallel",
     "Phase",
@@ -45,6 +52,8 @@ __all__ = [
     "RunFailed",
     "Schedule",
     "Training",
+    "TransferStage",
+    "Uptrain",
     "UserError",
     "check_same_run",
     "data_parallel_size",

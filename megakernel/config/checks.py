@@ -12,9 +12,12 @@ from typing import Any
 from .attention import Attention
 from .data import Data
 from .errors import MISSING, Problem, nearest_multiples
+from .init import Init
 from .model import Model
+from .objective import Objective
 from .parallel import Parallel
-from .training import Training
+from .training import Optimizer, Training
+from .uptrain import Uptrain
 
 Rule = Callable[..., Iterator[Problem]]
 
@@ -168,6 +171,80 @@ def _masking_has_an_effect(model: Model, data: Data) -> Iterator[Problem]:
         yield Problem("data.masking", "{...}", reason, "remove it or take model.kind: masked_lm")
 
 
+def _teachers_stand_beside_whole_models(
+    objective: Objective, model: Model, parallel: Parallel
+) -> Iterator[Problem]:
+    if objective.kind == "labels":
+        return
+    if model.kind != "causal_lm":
+        reason = f"needs model.kind: causal_lm, and it is {model.kind}"
+        yield Problem("objective.kind", objective.kind, reason, "set kind: labels")
+    if parallel.pipeline > 1:
+        reason = "has no place for a teacher, whose layers would lie on other stages"
+        remedy = "set 1; parallel.tensor and parallel.zero_stage share a model too"
+        yield Problem("parallel.pipeline", parallel.pipeline, reason, remedy)
+    if parallel.zero_stage == 3:
+        reason = (
+            "leaves the weights of the head to its own layer, and a teacher's predictions need them beside it"
+        )
+        yield Problem("parallel.zero_stage", 3, reason, "set at most 2")
+
+
+def _frozen_weights_are_whole(optimizer: Optimizer, model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if optimizer.mechanism_lr is not None and parallel.pipeline > 1:
+        reason = "has no place on stages whose layers own no weights"
+        yield Problem(
+            "optimizer.mechanism_lr",
+            optimizer.mechanism_lr,
+            reason,
+            "remove it or set parallel.pipeline to 1",
+        )
+    if optimizer.trained == "all":
+        return
+    if parallel.zero_stage == 3:
+        reason = "keeps no weights that are not updated in its checkpoints"
+        yield Problem("parallel.zero_stage", 3, reason, "set at most 2 or optimizer.trained: all")
+    if parallel.pipeline > 1:
+        reason = "has stages that may hold no trained weight"
+        yield Problem("parallel.pipeline", parallel.pipeline, reason, "set 1 or optimizer.trained: all")
+    if optimizer.updates is not None and any(a.compresses_input for a in _attentions(model)):
+        reason = "updates values of the input, and the layer compresses its input"
+        yield Problem("optimizer.trained", "lora", reason, "set compression.compress: projected")
+    if optimizer.trained == "mechanism" and all(a.is_full_softmax for a in _attentions(model)):
+        reason = "leaves nothing to train: softmax attention owns no weights"
+        yield Problem("optimizer.trained", optimizer.trained, reason, "set all or another model.attention")
+
+
+def _stages_lead_to_the_model(
+    uptrain: Uptrain | None, init: Init, model: Model, objective: Objective, training: Training
+) -> Iterator[Problem]:
+    if uptrain is None:
+        return
+    if init.source is None:
+        remedy = "give the folder of a dense model or of a run"
+        yield Problem("init.from", None, "is missing beside uptrain", remedy)
+    if objective != Objective():
+        remedy = "remove it; uptrain.distill says what the main stage lowers"
+        yield Problem("objective.kind", objective.kind, "is what stages of uptrain choose", remedy)
+    kept = uptrain.layers.keep
+    if kept and model.attention_pattern is not None:
+        remedy = "remove one of them"
+        yield Problem("uptrain.layers.keep", kept, "and model.attention_pattern both place layers", remedy)
+    largest = kept if isinstance(kept, int) else max(kept, default=-1) + 1
+    if largest > model.num_layers:
+        reason = f"names more layers than model.num_layers={model.num_layers}"
+        yield Problem("uptrain.layers.keep", kept, reason, f"count layers from 0 to {model.num_layers - 1}")
+    flurka = model.attention
+    if uptrain.alpha > 0 and not (flurka.similarity == "kernel" and flurka.near and flurka.compression):
+        reason = "trains a half of FLuRKA first, and model.attention is not FLuRKA"
+        yield Problem("uptrain.alpha", uptrain.alpha, reason, "set 0 or model.attention: flurka")
+    if uptrain.length is not None and uptrain.length.seq_len < training.seq_len:
+        reason = f"is shorter than training.seq_len={training.seq_len}"
+        yield Problem(
+            "uptrain.length.seq_len", uptrain.length.seq_len, reason, f"set at least {training.seq_len}"
+        )
+
+
 _DECIDED_HERE = {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
@@ -230,5 +307,8 @@ _RULES: list[Rule] = [
     _rows_are_documents_where_landmarks_mix_them,
     _padded_documents_stay_whole,
     _masking_has_an_effect,
+    _teachers_stand_beside_whole_models,
+    _frozen_weights_are_whole,
+    _stages_lead_to_the_model,
     _deepspeed_keeps_to_its_own,
 ]

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from .errors import Problem, nearest_multiples
 from .length import LengthPhase, Phase, phases_of
+from .lora import Lora
 from .section import Section
 
 
@@ -18,6 +19,15 @@ class Optimizer(Section):
 
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
+
+    mechanism_lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of what attention mechanisms own (feature maps, E, F, gates, masses); None takes lr."""
+
+    trained: Literal["all", "mechanism", "lora"] = "all"
+    """Weights that are updated: all, what attention mechanisms own, or that and low-rank updates of projections."""
+
+    lora: Lora | None = None
+    """Low-rank updates of trained: lora; None takes their defaults."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
@@ -33,6 +43,17 @@ class Optimizer(Section):
 
     clip_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm; .inf never scales."""
+
+    @property
+    def updates(self) -> Lora | None:
+        """The low-rank updates that the model has; None for trained: all and mechanism."""
+        return (self.lora or Lora()) if self.trained == "lora" else None
+
+    def problems(self) -> Iterator[Problem]:
+        """Updates that nothing trains."""
+        if self.lora is not None and self.trained != "lora":
+            remedy = "remove it or take trained: lora"
+            yield Problem("lora", "{...}", f"has no effect on trained: {self.trained}", remedy)
 
 
 class Schedule(Section):
@@ -58,6 +79,16 @@ class Schedule(Section):
         if self.decay_steps is not None and self.name in ("inverse_sqrt", "constant"):
             remedy = "remove it or take name: cosine, linear or wsd"
             yield Problem("decay_steps", self.decay_steps, f"has no effect on name: {self.name}", remedy)
+
+
+class NearDropout(Section):
+    """Near windows that are shut for some heads at some steps, so that their far part learns to do without."""
+
+    start: float = Field(gt=0, le=1)
+    """Probability with which a head's window is shut in the first step; it falls linearly."""
+
+    steps: int = Field(gt=0)
+    """Step from which on no window is shut."""
 
 
 class Training(Section):
@@ -104,6 +135,9 @@ class Training(Section):
 
     mlp_chunk_size: int | None = Field(default=None, gt=0)
     """Tokens whose inner MLP activations exist at once, recomputed in backward; None keeps all of them."""
+
+    near_dropout: NearDropout | None = None
+    """Shut near windows of FLuRKA layers at random; null never does."""
 
     loss_chunk_size: int = Field(default=4096, gt=0)
     """Tokens whose logits exist at once."""

@@ -11,9 +11,11 @@ from .data import Data
 from .errors import Problem
 from .init import Init
 from .model import Model
+from .objective import Objective
 from .parallel import Parallel
 from .section import Section
 from .training import Checkpoint, Logging, Optimizer, Schedule, Training
+from .uptrain import Uptrain
 
 
 class Run(Section):
@@ -41,12 +43,15 @@ class Config(Section):
     model: Model
     data: Data
     init: Init = Init()
+    objective: Objective = Objective()
     training: Training
     parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
+    uptrain: Uptrain | None = None
+    """Stages between the dense model of init.from and this model, for `megakernel uptrain`; null: one training run."""
 
     deepspeed: dict[str, Any] = Field(default={})
     """Passed to DeepSpeed as it is, merged last; keys that Megakernel itself decides are refused."""

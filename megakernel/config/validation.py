@@ -28,6 +28,9 @@ def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) ->
         if name not in tree and not field.is_required():
             sections[name] = field.get_default(call_default_factory=True)
             continue
+        if name in tree and tree[name] is None and field.default is None:
+            sections[name] = None
+            continue
         value = {} if tree.get(name) is None else tree[name]
         annotation: Any = field.annotation
         try:

@@ -92,32 +92,28 @@ class LanguageModel(nn.Module):
 
     def forward(self, *stream: Tensor) -> Tensor:
         """Token ids (B, N), positions, labels and num_targets -> what the head makes of them, in training the loss."""
+        return self.walk[-1](self.body(stream))
+
+    def body(self, stream: Stream) -> Stream:
+        """The stream as it enters the head: normalized hidden states in place of token ids."""
         for layer in self.walk[:-1]:
             stream = layer(stream)
-        return self.walk[-1](stream)
+        return stream
 
     def losses(self, *stream: Tensor) -> Tensor:
         """The cross entropy of each token in nats, float32 (B, N); 0 where the label is IGNORED."""
-        for layer in self.walk[:-1]:
-            stream = layer(stream)
-        hidden, _, labels, _ = stream
+        hidden, _, labels, _ = self.body(stream)
         return token_losses(self.output_matrix, hidden, labels, self.settings).view(labels.T.shape).T
 
     def log_probabilities(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Of the classes of each example, float32 (examples, classes); classifiers only."""
-        stream: Stream = (tokens, positions)
-        for layer in self.walk[:-1]:
-            stream = layer(stream)
         head = self.walk[-1]
         assert isinstance(head, ClassifierHead)
-        return F.log_softmax(head.logits(*stream), dim=-1)
+        return F.log_softmax(head.logits(*self.body((tokens, positions))), dim=-1)
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """What the head reads, (N, B, C), of whole rows (B, N)."""
-        stream: Stream = (tokens, positions)
-        for layer in self.walk[:-1]:
-            stream = layer(stream)
-        return stream[0]
+        return self.body((tokens, positions))[0]
 
     def extend(self, tokens: Tensor, positions: Tensor, states: list[Any] | None) -> tuple[Tensor, list[Any]]:
         """`hidden` of tokens (B, N) that follow those in `states` (None: the beginning), and the new states.
@@ -150,6 +146,13 @@ class LanguageModel(nn.Module):
         first = self.tied_modules[TIED] if TIED in self.tied_modules else self.get_submodule("0")
         assert isinstance(first, TokenEmbedding)
         return first
+
+    def begin_step(self, step: int) -> None:
+        """Told before each training step; for models whose loss depends on it."""
+
+    def scalars(self) -> dict[str, float]:
+        """What there is to tell beside the loss, by TensorBoard tag, since the last call; called on all ranks."""
+        return {}
 
     @property
     def output_matrix(self) -> Tensor:

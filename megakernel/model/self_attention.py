@@ -13,6 +13,7 @@ from megakernel.config import Model
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
+from .lora import LowRankUpdate
 from .norm import HeadNorm
 from .settings import ModelSettings
 
@@ -94,6 +95,13 @@ class SelfAttention(nn.Module):
             skip_bias_add=True,
             tp_group=mesh.tp.group,
         )
+        self.value_update = self.output_update = None
+        width = model.kv_heads * model.head_size
+        if settings.lora is not None and "value" in settings.lora.targets:
+            self.value_update = LowRankUpdate(settings, settings.lora, model.hidden_size, width, "outputs")
+        if settings.lora is not None and "output" in settings.lora.targets:
+            heads = model.num_heads * model.head_size
+            self.output_update = LowRankUpdate(settings, settings.lora, heads, model.hidden_size, "inputs")
 
     def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """hidden (N, B, C), positions (B, N) -> (output (N, B, C), its bias or None)."""
@@ -139,7 +147,12 @@ class SelfAttention(nn.Module):
         q, k, v = groups.permute(1, 2, 3, 0, 4).split(parts, dim=2)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        return q.flatten(1, 2), k.squeeze(2) if self.keys_per_head == 1 else k, v.squeeze(2)
+        v = v.squeeze(2)
+        if self.value_update is not None:
+            v = v + self.value_update(hidden).view(tokens, batch, self.kv_heads, -1).permute(1, 2, 0, 3)
+        return q.flatten(1, 2), k.squeeze(2) if self.keys_per_head == 1 else k, v
 
     def _merge(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.output(heads.permute(2, 0, 1, 3).flatten(2))
+        merged = heads.permute(2, 0, 1, 3).flatten(2)
+        output, bias = self.output(merged)
+        return output if self.output_update is None else output + self.output_update(merged), bias

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megakernel.config import Model
+from megakernel.config import Lora, Model
 from megakernel.parallel import Mesh, OneProcess
 
 Recompute = Literal["none", "selective", "full"]
@@ -49,6 +49,9 @@ class ModelSettings:
 
     loss_chunk_size: int = 4096
     """Tokens whose logits exist at once."""
+
+    lora: Lora | None = None
+    """Low-rank updates of the attention's projections; None: there are none."""
 
     backend: str | None = None
     """Attention backend; None lets the ops decide."""

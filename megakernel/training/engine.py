@@ -1,7 +1,7 @@
 """A model under DeepSpeed: optimizer steps, evaluation, and the state that a checkpoint holds."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,10 @@ from torch import Tensor
 from data_pipeline.batch import Batch
 from megakernel import attention
 from megakernel.config import Config, Phase
-from megakernel.model import IGNORED, MEASURES, LanguageModel, ModelSettings, pipeline, rotate_by
+from megakernel.model import MEASURES, LanguageModel, ModelSettings, pipeline, rotate_by
+from megakernel.model.stream import Stream
 from megakernel.parallel import Mesh
+from megakernel.uptraining.near_windows import LinearDecay, drop_near_windows
 
 from .checkpoint_files import record
 from .context_traffic import ContextTraffic
@@ -22,7 +24,8 @@ from .cut import cuts
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
 from .deferred_errors import DeferredErrors
 from .memory import MemoryPeaks
-from .optimizer import build_optimizer
+from .optimizer import SHARE, build_optimizer, freeze
+from .streams import means, streams
 from .universal import UniversalFolder, WholeTensors
 from .universal_load import Comparison, compare, load_run, load_weights, whole_shapes
 
@@ -42,9 +45,18 @@ class StepResult:
 
 
 class Engine:
-    """The DeepSpeed engine of one process, sequential or a pipeline stage."""
+    """The DeepSpeed engine of one process, sequential or a pipeline stage.
 
-    def __init__(self, config: Config, settings: ModelSettings):
+    make_model: makes the model of a process that holds all layers; a class of its own where training lowers more
+    than the labels' cross entropy.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        settings: ModelSettings,
+        make_model: Callable[[ModelSettings], LanguageModel] = LanguageModel,
+    ):
         mesh = settings.mesh
         assert isinstance(mesh, Mesh)
         self.config = config
@@ -53,7 +65,10 @@ class Engine:
         self.pipelined = mesh.pp.size > 1
         self._rows: torch.Size | None = None
         ds_config = deepspeed_config(config, mesh)
-        model = pipeline(settings, lambda: self.loss_scale) if self.pipelined else LanguageModel(settings)
+        model = pipeline(settings, lambda: self.loss_scale) if self.pipelined else make_model(settings)
+        freeze(model, config.optimizer.trained)
+        if (dropout := config.training.near_dropout) is not None:
+            drop_near_windows(model, LinearDecay(dropout.start, dropout.steps), config.run.seed)
         optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config))
         self.cuts = cuts(model)
         self.record = record(model, self.cuts, optimizer)
@@ -92,15 +107,22 @@ class Engine:
     def redraw(self, step: int) -> None:
         """Let the model hold the random numbers that `step`, counted from 0, is trained with."""
         attention.redraw(self.engine.module, step)
+        if isinstance(self.engine.module, LanguageModel):
+            self.engine.module.begin_step(step)
+
+    def model_scalars(self) -> dict[str, float]:
+        """What the model has to say beside its loss, by TensorBoard tag, since the last call; on all ranks."""
+        module = self.engine.module
+        return module.scalars() if isinstance(module, LanguageModel) else {}
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """One update from this rank's micro-batches of a global batch."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        streams = self._streams(batches)
+            group["lr"] = learning_rate * group[SHARE]
+        inputs = self._streams(batches)
         skipped_before = self.skipped_steps
         with self.traffic.step():
-            loss = self._update(streams)
+            loss = self._update(inputs)
         attention.finish_step(self.engine.module, lambda x: self.mesh.sum(x, self.mesh.gradient))
         norm = self.engine.get_global_grad_norm()
         return StepResult(
@@ -109,16 +131,16 @@ class Engine:
             skipped=self.skipped_steps > skipped_before,
         )
 
-    def _update(self, streams: list[tuple[Tensor, ...]]) -> float:
+    def _update(self, inputs: list[Stream]) -> float:
         if self.pipelined:
             # Forward, backward and update overlap over the stages.
             with self._phase("step"):
-                return float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in streams])))
+                return float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in inputs])))
         self.engine.train()
         total = torch.zeros((), device=self.mesh.device)
-        for index, stream in enumerate(streams):
+        for index, stream in enumerate(inputs):
             # DeepSpeed's own count of micro-batches would lose its step where their number changes.
-            self.engine.set_gradient_accumulation_boundary(index == len(streams) - 1)
+            self.engine.set_gradient_accumulation_boundary(index == len(inputs) - 1)
             with self._phase("forward"):
                 loss = self.engine(*stream)
             with self._phase("backward"):
@@ -137,36 +159,26 @@ class Engine:
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """What MEASURES names, means over the targets of all ranks' batches; no gradients."""
         self.engine.eval()
-        streams = self._streams(batches)
+        inputs = self._streams(batches)
         names = MEASURES[self.config.model.kind]
-        total = torch.zeros(len(names), device=self.mesh.device)
-        with torch.no_grad():
-            if self.pipelined:
-                pairs = iter([(stream, stream[-1]) for stream in streams])
-                # DeepSpeed adds to what the last training step left, and hands a single number from the last stage
-                # to the others: a vector it can do neither with.
-                self.engine.total_loss = None
-                mean = self.engine.eval_batch(pairs, num_micro_batches=len(streams), bcast_loss=False)
-                if self.mesh.is_last_stage:
-                    total += mean * len(streams) / self.micro_batches
-                total = self.mesh.sum(total, self.mesh.pp)
-            else:
-                for stream in streams:
-                    total += self.engine(*stream)
-                total = self.mesh.sum(total, self.mesh.gradient)
-        return dict(zip(names, total.tolist()))
+        found = self._evaluated_by_stages(inputs) if self.pipelined else means(self.engine, inputs, self.mesh)
+        return dict(zip(names, found.expand(len(names)).tolist()))
 
-    def _streams(self, batches: Sequence[Batch]) -> list[tuple[Tensor, ...]]:
-        """The layers' input of each micro-batch; all share the number of targets of the whole global batch."""
-        own = sum((batch.loss_mask.sum() for batch in batches), start=torch.zeros((), dtype=torch.int64))
-        targets = self.mesh.sum(own.to(self.mesh.device), self.mesh.gradient).clamp(min=1).reshape(1)
-        streams = []
-        for batch in batches:
-            labels = batch.labels.where(batch.loss_mask, IGNORED)
-            parts = (batch.tokens, batch.positions, labels)
-            streams.append((*(part.to(self.mesh.device, non_blocking=True) for part in parts), targets))
+    @torch.no_grad()
+    def _evaluated_by_stages(self, inputs: list[Stream]) -> Tensor:
+        pairs = iter([(stream, stream[-1]) for stream in inputs])
+        # DeepSpeed adds to what the last training step left, and hands a single number from the last stage to the
+        # others: a vector it can do neither with.
+        self.engine.total_loss = None
+        mean = self.engine.eval_batch(pairs, num_micro_batches=len(inputs), bcast_loss=False)
+        total = torch.zeros(len(MEASURES[self.config.model.kind]), device=self.mesh.device)
+        if self.mesh.is_last_stage:
+            total += mean * len(inputs) / self.micro_batches
+        return self.mesh.sum(total, self.mesh.pp)
+
+    def _streams(self, batches: Sequence[Batch]) -> list[Stream]:
         self._pass_on(batches[0].tokens.shape)
-        return streams
+        return streams(batches, self.mesh)
 
     def _pass_on(self, rows: torch.Size) -> None:
         """Prepare the stages for micro-batches of these rows (B, N).

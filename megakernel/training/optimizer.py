@@ -1,25 +1,71 @@
 """AdamW, its parameter groups, and global-norm clipping where DeepSpeed brings none of its own."""
 
 import math
+import re
 from typing import Any
 
 import torch
 from torch import nn
 
 from megakernel import config as configuration
+from megakernel.config import UserError
 from megakernel.parallel import Mesh
 
+MECHANISM = ".self_attention.core."
+"""In the names of what an attention mechanism owns."""
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Matrices of projections, MLPs and embeddings decay; norms, biases and all that a mechanism owns do not."""
+UPDATES = re.compile(r"\.self_attention\.(value|output)_update\.")
+"""In the names of low-rank updates."""
+
+SHARE = "share_of_lr"
+"""Of a parameter group: what the step's learning rate is multiplied by."""
+
+
+def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> list[dict[str, Any]]:
+    """Matrices of projections, MLPs and embeddings decay; norms, biases and all that a mechanism owns do not.
+
+    What a mechanism owns is a group of its own where it has a learning rate of its own, and there alone: DeepSpeed adds
+    up norms group by group, and a pipeline stage of layers that own nothing would have a group less than the others.
+    Weights without gradient are in no group.
+    """
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
+    owned: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves an empty tensor behind
-        mechanism = ".core." in name
-        (free if mechanism or len(shape) < 2 else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
+        if not parameter.requires_grad:
+            continue
+        mechanism = MECHANISM in name
+        if mechanism and settings.mechanism_lr is not None:
+            owned.append(parameter)
+        else:
+            (free if mechanism or len(shape) < 2 else decayed).append(parameter)
+    share = (settings.mechanism_lr or settings.lr) / settings.lr
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": settings.weight_decay, SHARE: 1.0},
+        {"params": free, "weight_decay": 0.0, SHARE: 1.0},
+        {"params": owned, "weight_decay": 0.0, SHARE: share},
+    ]
     return [group for group in groups if group["params"]]
+
+
+def is_new(name: str) -> bool:
+    """Whether a dense model has no weight of this name: it belongs to an attention mechanism or a low-rank update."""
+    return MECHANISM in name or UPDATES.search(name) is not None
+
+
+def freeze(model: nn.Module, trained: str) -> None:
+    """Let the weights that optimizer.trained names have gradients, and no others.
+
+    Raises UserError where no attention mechanism owns any.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained == "all" or is_new(name))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            f"optimizer.trained={trained} and model.attention has no weights of its own; take a feature map that "
+            "learns, such as feature_map: {name: hedgehog}, or leave the stage out (uptrain.transfer: null)"
+        )
 
 
 class ClippedAdamW(torch.optim.AdamW):
@@ -68,7 +114,7 @@ def build_optimizer(
     model: nn.Module, settings: configuration.Optimizer, mesh: Mesh, deepspeed_clips: bool
 ) -> torch.optim.AdamW:
     """The optimizer that DeepSpeed wraps; its learning rate is set anew before every step."""
-    groups = parameter_groups(model, settings.weight_decay)
+    groups = parameter_groups(model, settings)
     options: dict[str, Any] = {
         "lr": settings.lr,
         "betas": (settings.beta1, settings.beta2),

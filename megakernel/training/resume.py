@@ -5,22 +5,17 @@ from pathlib import Path
 
 from data_pipeline.corpus import Corpora
 from megakernel.config import Model, UserError
-from megakernel.uptraining.dense import DenseCheckpoint, is_dense_checkpoint
+from megakernel.uptraining.dense import DenseCheckpoint
 from megakernel.uptraining.dense.tokenizer import check_tokenizer
 
-from .checkpoint import Checkpoint
-from .checkpoint_files import CheckpointTensors
 from .checkpoint_folder import CheckpointFolder
 from .engine import Engine
+from .optimizer import is_new
 from .ranks import Ranks
 from .reshape import reshape
-from .trained_run import find_checkpoint
-from .universal import WholeTensors
+from .weight_source import WeightSource
 
 Note = Callable[[str], None]
-
-MECHANISM = ".self_attention.core."
-"""In the names of what an attention mechanism owns."""
 
 
 def resume(
@@ -51,26 +46,22 @@ def start_from_weights(
     """Take the weights alone: of a run's newest good checkpoint, of a checkpoint folder, or of a dense model.
 
     Says which weights stay as they were drawn, and which were left out; a dense model has to give all but those of
-    attention mechanisms, and to have no others.
+    attention mechanisms, and to have no others. What mechanisms own is made from that of the checkpoint's mechanisms
+    where it can be, such as E and F for fewer landmarks.
     Raises UserError, alike on all ranks, where there is no checkpoint, the model is another one, or the data was
     prepared with another tokenizer.
     """
-    tensors: WholeTensors
-    refused: list[str] = []
-    dense = ranks.first(lambda: is_dense_checkpoint(source))
-    if dense:
-        refused = ranks.first(lambda: DenseCheckpoint(source).unlike(model))
-        tensors = DenseCheckpoint(source)
-    else:
-        tensors = CheckpointTensors(ranks.first(lambda: _source(source)))
+    found = ranks.first(lambda: WeightSource.find("init.from", source))
     digest, corpus = corpora.tokenizer_hash, corpora.train[0].folder
     if remark := ranks.first(lambda: check_tokenizer(source, digest, corpus)):
         note(remark)
+    tensors = found.tensors(model)
+    refused = tensors.unlike(model) if isinstance(tensors, DenseCheckpoint) else []
     comparison = engine.load_weights(tensors)
     remedy = "give the model the checkpoint's sizes, or choose another checkpoint"
     refused += [f"{line}; {remedy}" for line in comparison.misshapen]
-    if dense:
-        lost = [name for name in comparison.missing if MECHANISM not in name]
+    if isinstance(tensors, DenseCheckpoint):
+        lost = [name for name in comparison.missing if not is_new(name)]
         refused += [f"{name} of the model is not in the checkpoint; {remedy}" for name in lost]
         refused += [
             f"{name} of the checkpoint is not in the model; {remedy}" for name in comparison.unexpected
@@ -84,15 +75,3 @@ def start_from_weights(
     ):
         if names:
             note(f"{len(names)} weights {what}: {', '.join(names)}")
-
-
-def _source(path: Path) -> Checkpoint:
-    if (path / "checkpoints").is_dir():
-        return find_checkpoint(path)
-    try:
-        return Checkpoint.read(path)
-    except ValueError as error:
-        raise UserError(
-            f"init.from={path} is no run, no good checkpoint ({error}) and no dense model; give a folder such as "
-            "runs/NAME, runs/NAME/checkpoints/step_N, or one with config.json and model.safetensors"
-        ) from None

@@ -1,6 +1,5 @@
 """runs/NAME: what a run leaves on disk, and whether a start may go on in it."""
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from megakernel.config import Config, Difference, UserError, check_same_run, to_
 
 from .environment import environment_text
 from .ranks import Ranks
+from .whole_file import write_whole
 
 
 def tokenizer_folder(run: Path) -> Path:
@@ -67,7 +67,7 @@ class RunFolder:
         try:
             changes = self._changes()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._write_config()
+            write_whole(self.config_file, to_yaml(self._config))
             for folder in (self.tensorboard, self.logs, self.checkpoints):
                 folder.mkdir(exist_ok=True)
             with self.environment_file.open("a", encoding="utf-8") as history:
@@ -96,11 +96,3 @@ class RunFolder:
                 f"run.name={self._config.run.name}: {self.path} holds the output of a run but no "
                 "config.yaml; restore it, or choose another run.name"
             )
-
-    def _write_config(self) -> None:
-        staged = self.config_file.with_name(self.config_file.name + ".partial")
-        with staged.open("w", encoding="utf-8") as file:
-            file.write(to_yaml(self._config))
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(self.config_file)

@@ -13,6 +13,7 @@ from megakernel.analysis.flops import training_flops_per_token
 from megakernel.config import Config, Masking, RunFailed, UserError
 from megakernel.model import ModelSettings, padded_vocab_size
 from megakernel.parallel import Mesh, OneProcess
+from megakernel.uptraining.objectives import model_maker
 
 from . import events
 from .bits import bits_per_byte
@@ -56,7 +57,8 @@ class Trainer:
         self.batches = TrainingBatches(config, self.corpora, share, **places)
         evaluates = config.training.eval_samples > 0
         self.validation = ValidationBatches(config, self.corpora, share, **places) if evaluates else None
-        self.engine = Engine(config, model_settings(config, mesh, self.corpora.vocab_size))
+        settings = model_settings(config, mesh, self.corpora.vocab_size)
+        self.engine = Engine(config, settings, model_maker(config, self.ranks))
         self.checkpoints = CheckpointFolder(
             self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_every, self.ranks
         )
@@ -168,6 +170,7 @@ class Trainer:
             "train/seq_len": float(self.phase.training.seq_len),
             "train/skipped_steps": float(self.engine.skipped_steps),
         }
+        scalars |= self.engine.model_scalars()
         scalars |= self._bits("train", result.loss, "train")
         self.scalars |= scalars
         if self.mesh.rank == 0:
@@ -287,6 +290,7 @@ def model_settings(config: Config, mesh: Mesh | OneProcess, vocab_size: int) -> 
         offload=config.training.checkpoint_offload,
         mlp_chunk_size=config.training.mlp_chunk_size,
         loss_chunk_size=config.training.loss_chunk_size,
+        lora=config.optimizer.updates,
     )
 
 

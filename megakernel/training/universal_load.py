@@ -26,7 +26,7 @@ def load_run(engine: Any, cuts: Mapping[str, Cut], tp: Axis, source: UniversalFo
         assert len(steps) == 1, steps
         _begin_state(engine, steps.pop())
         for name, parameter in parameters.items():
-            for key in MOMENTS:
+            for key in MOMENTS if parameter.requires_grad else ():
                 moment = cuts[name].piece(states[name][key], tp.rank, tp.size).to(parameter.device)
                 if parameter in optimizer.state:  # without ZeRO
                     optimizer.state[parameter][key].copy_(moment)
@@ -114,4 +114,5 @@ def whole_shapes(module: nn.Module, cuts: Mapping[str, Cut], tp: Axis) -> dict[s
         # ZeRO 3 leaves an empty tensor behind.
         name: cuts[name].whole_shape(getattr(tensor, "ds_shape", tensor.shape), tp.size)
         for name, tensor in _tensors(module)
+        if name in cuts  # buffers that no checkpoint holds are not
     }

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,9 @@ STALLED = 86
 """Exit status of a process that has ended a job that stood still; a batch script may start it again."""
 
 _TELL_SECONDS = 1.0
+
+_BEATS = 4
+"""A process that tells nothing for so long is stopped or gone: the thread that tells runs also where a step hangs."""
 
 
 class Watchdog:
@@ -39,6 +42,7 @@ class Watchdog:
         self._limit = self._start
         self._watching = threading.Event()
         self._stopped = threading.Event()
+        self._beats = 0
         self._tell_every = min(_TELL_SECONDS, self._stall / 4)
         # A connection of its own: a call that waits keeps the other users of a store waiting.
         self._store: Any = mesh.store.clone()  # type: ignore[attr-defined]
@@ -72,17 +76,30 @@ class Watchdog:
     def _run(self) -> None:
         seen, since = None, time.monotonic()
         while not self._stopped.wait(self._tell_every):
-            now = self._mesh.progress.snapshot()
-            self._store.set(_key(self._mesh.rank), json.dumps(now | {"host": socket.gethostname()}))
+            now = self._tell()
             if now != seen or not self._watching.is_set():
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > self._limit:
                 self._end()
 
+    def _tell(self) -> dict[str, Any]:
+        now = self._mesh.progress.snapshot()
+        self._beats += 1
+        told = now | {"host": socket.gethostname(), "beats": self._beats}
+        self._store.set(_key(self._mesh.rank), json.dumps(told))
+        return now
+
     def _end(self) -> None:
+        before = self._told()
+        for _ in range(_BEATS):  # go on telling: others may be asking too
+            self._stopped.wait(self._tell_every)
+            self._tell()
         told = self._told()
         hosts = {rank: one.pop("host") for rank, one in told.items()}
-        message = stalled({rank: Progress(**one) for rank, one in told.items()}, self._limit, hosts)
+        beats = {rank: one.pop("beats") for rank, one in told.items()}
+        silent = [rank for rank, one in before.items() if one["beats"] == beats[rank]]
+        everywhere = {rank: Progress(**one) for rank, one in told.items()}
+        message = stalled(everywhere, self._limit, hosts, silent)
         faulthandler.dump_traceback(all_threads=True)
         # Last, because a launcher shows the last lines of a rank that failed.
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -95,8 +112,15 @@ class Watchdog:
         }
 
 
-def stalled(everywhere: Mapping[int, Progress], seconds: float, hosts: Mapping[int, str]) -> str:
-    """One line: where the job stands still and for whom it waits."""
+def stalled(
+    everywhere: Mapping[int, Progress], seconds: float, hosts: Mapping[int, str], silent: Sequence[int] = ()
+) -> str:
+    """One line: where the job stands still and for whom it waits; silent: ranks that tell nothing any more."""
+    if silent:
+        names = ", ".join(f"{rank} on {hosts[rank]}" for rank in silent)
+        last = everywhere[silent[0]]
+        where = f"{last.place!r} of step {last.step + 1}"
+        return f"no progress for {seconds:g} s: rank {names} no longer answers, and was last in {where}"
     late = laggards(everywhere)
     first = everywhere[late[0]]
     names = ", ".join(f"{rank} on {hosts[rank]}" for rank in late)

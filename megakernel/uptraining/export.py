@@ -22,6 +22,7 @@ from .dense.checkpoint import CONFIG, embedding_name, our_parts
 from .dense.configs import plain_config
 from .dense.families import FAMILIES
 from .dense.tokenizer import save_tokenizer
+from .folding import without_updates
 from .shards import write_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,7 +73,7 @@ class _Source:
         self.dtype = dtype
         self.eod = tokenizer.eod
         self.model = _with_position_rows(phase.model(run.config.model), run.config.training.seq_len)
-        self.tensors = CheckpointTensors(run.checkpoint)
+        self.tensors = without_updates(CheckpointTensors(run.checkpoint), run.config)
         self.seq_len = phase.training.seq_len
         self.rows, _ = self.tensors.shape(embedding_name(self.model))
         self.ids = tokenizer.vocab_size

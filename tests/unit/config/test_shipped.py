@@ -54,13 +54,16 @@ def test_the_classifier_knows_as_many_packages_as_are_prepared():
     assert classifier.num_classes == len(set(standard_library.functions()["package"]))
 
 
-@pytest.mark.parametrize(
-    "path", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
-)
+# What lies in cluster/ is no part of a run: tests/unit/config/test_cluster.py.
+FRAGMENTS = [path for path in sorted(CONFIGS.glob("*/*.yaml")) if path.parent.name != "cluster"]
+
+
+@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_fragment_completes_a_run_file(path, tmp_path):
+    base = trees.file(tmp_path, "base.yaml", training={"steps": 9000}, init={"from": "models/dense"})
     run = tmp_path / "run.yaml"
-    run.write_text(f"extends: [{trees.file(tmp_path, 'base.yaml', training={'steps': 9000})}, {path}]")
-    assert load(run).run.name == "small"
+    run.write_text(f"extends: [{base}, {path}]\nrun: {{name: mine}}\n")
+    assert load(run).run.name == "mine"
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -35,3 +35,9 @@ def test_one_line_says_who_stands_where():
 def test_where_all_stand_alike_no_rank_is_blamed():
     line = stalled(dict.fromkeys((0, 1), Progress(4, 9, "optimizer")), 60.0, {0: "n1", 1: "n1"})
     assert line == "no progress for 60 s: all ranks have come to 'optimizer' of step 5"
+
+
+def test_a_rank_that_tells_nothing_any_more_is_the_one():
+    everywhere = {rank: Progress(step=4, events=9, place="backward") for rank in range(2)}
+    said = stalled(everywhere, 12.0, {0: "a", 1: "b"}, silent=[1])
+    assert said == "no progress for 12 s: rank 1 on b no longer answers, and was last in 'backward' of step 5"

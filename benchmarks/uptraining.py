@@ -1,0 +1,143 @@
+"""A dense model of 10 million parameters becomes causal FLuRKA on a tenth of its tokens, with and without alpha.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.uptraining --out benchmarks/results/uptraining_cpu.md
+
+Prepares the standard library's source in 8,192 words, pretrains the dense model (benchmarks/uptraining.yaml), exports
+it and has `transformers` measure its perplexity, then up-trains it twice (benchmarks/uptraining_flurka.yaml). Runs lie
+in runs/uptraining; what is done is read, not repeated. No page is written where `transformers` disagrees with us.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import description
+from megakernel.config import Config, load
+
+DENSE = Path(__file__).with_suffix(".yaml")
+FLURKA = DENSE.with_name("uptraining_flurka.yaml")
+VARIANTS = {
+    "without alpha": ["run.name=flurka"],
+    "alpha 0.3": ["run.name=flurka-alpha", "uptrain.alpha=0.3", "uptrain.from_scratch=false"],
+}
+CORPUS = Path("data/stdlib-8k")
+AGREEMENT = 1e-3
+"""How far the loss of `transformers` on the exported model may be from ours, in nats."""
+
+
+def megakernel(*arguments: str) -> None:
+    """Run a command to its end."""
+    subprocess.run([sys.executable, "-m", "launch.cli", *arguments], check=True)
+
+
+def exported(dense: Config) -> Path:
+    """The dense run as `transformers` reads it, exported once."""
+    folder = dense.run.root / "hf"
+    if not folder.exists():
+        megakernel("export", str(dense.run.folder), "--to", str(folder))
+    return folder
+
+
+def loss_of_transformers(folder: Path, dense: Config) -> float:
+    """Nats per token of the exported model on the validation samples of the run, by `transformers` alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from data_pipeline.corpus import Corpora
+    from data_pipeline.loader import ValidationBatches
+    from data_pipeline.order import Share
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for batch in ValidationBatches(dense, Corpora(dense.data), Share()):
+            logits = model(batch.tokens).logits.flatten(0, 1)
+            losses = torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+            total += float(losses[batch.loss_mask.flatten()].double().sum())
+            count += int(batch.loss_mask.sum())
+    return total / count
+
+
+def page(dense: Config, theirs: float, reports: dict[str, dict[str, Any]], minutes: float) -> str:
+    """The table."""
+    first = reports["without alpha"]
+    ours = first["dense"]["loss"]
+    tokens = dense.training.consumed(dense.training.steps)[1]
+    columns = ["model", "tokens", "loss", "perplexity", f"loss beyond {first['window']} tokens", "recovered"]
+    lines = [
+        "# Up-training a dense model to causal FLuRKA",
+        "",
+        f"`OMP_NUM_THREADS=1 python -m benchmarks.uptraining`, {date.today().isoformat()}, {description()}, float32, "
+        f"two processes; all of it took {minutes:.0f} minutes.",
+        "",
+        f"The dense model has seen {tokens:,} tokens of the standard library's source (8,192 words). Losses are nats "
+        f"per token on {dense.training.eval_samples} held-out samples of {dense.training.seq_len} tokens. "
+        f"`transformers` gives the exported dense model {theirs:.4f} (perplexity {math.exp(theirs):.3f}) where "
+        f"Megakernel gives {ours:.4f}.",
+        "",
+        f"| {' | '.join(columns)} |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        _line(first["dense"] | {"tokens": tokens}, None),
+        _line(first["swapped"], None),
+    ]
+    for name, report in reports.items():
+        for row in (*report["stages"], *report["ablations"]):
+            known = row["name"].startswith(("dense", "from scratch")) and name != "without alpha"
+            if not known:
+                lines.append(
+                    _line(row | {"name": f"{name}: {row['name']}"}, report["recovered"][row["name"]])
+                )
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: dict[str, Any], recovered: float | None) -> str:
+    share = "" if recovered is None else f"{recovered:.1%}"
+    return (
+        f"| {row['name']} | {row['tokens']:,} | {row['loss']:.4f} | {math.exp(row['loss']):.3f} "
+        f"| {row['beyond']:.4f} | {share} |"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 where the page is written."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    options = parser.parse_args(argv)
+    began = time.monotonic()
+    if not CORPUS.exists():
+        megakernel("prepare", "--source", "stdlib", "--tokenizer", "bpe:8192", "--out", str(CORPUS))
+    dense = load(DENSE)
+    megakernel("pretrain", str(DENSE), "--nproc", str(options.nproc))
+    folder = exported(dense)
+    reports = {}
+    for name, overrides in VARIANTS.items():
+        megakernel("uptrain", str(FLURKA), *overrides, "--nproc", str(options.nproc))
+        run = load(FLURKA, overrides).run.folder
+        reports[name] = json.loads((run / "uptrain_report.json").read_text(encoding="utf-8"))
+    theirs = loss_of_transformers(folder, dense)
+    if abs(theirs - reports["without alpha"]["dense"]["loss"]) > AGREEMENT:
+        print(
+            f"no page is written: transformers gives {theirs:.4f}, Megakernel "
+            f"{reports['without alpha']['dense']['loss']:.4f}",
+            file=sys.stderr,
+        )
+        return 1
+    text = page(dense, theirs, reports, (time.monotonic() - began) / 60)
+    if options.out is None:
+        print(text)
+    else:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Commands that train: as one process of a world that is there, or starting one on this machine."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from launch import local
+from launch.config_arguments import add_config_arguments
+from launch.environment import joined
+from megakernel.config import Config, UserError, check_same_run, data_parallel_size
+from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.training.stop_requests import hold_requests
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare CONFIG, its overrides and --nproc."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="processes to start on this machine, one per GPU (default 1); not under torchrun or srun",
+    )
+
+
+def run(args: argparse.Namespace, config: Config, work: Callable[[Config, ProcessEnvironment], int]) -> int:
+    """Check the configuration against the world, then do `work` as one process of it or start one that does."""
+    process = joined()
+    nproc = 1 if args.nproc is None else args.nproc
+    world_size = nproc if process is None else process.world_size
+    if world_size < 1 or args.nproc not in (None, world_size):
+        raise UserError(
+            f"--nproc {args.nproc} cannot be; leave it out under torchrun and srun, else give 1 or more"
+        )
+    data_parallel_size(config, world_size)
+    if process is None:
+        return _start(config, args, world_size)
+    hold_requests()
+    os.environ.update(process.variables())  # DeepSpeed and torch.distributed read them
+    return work(config, process)
+
+
+def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
+    recorded = config.run.folder / "config.yaml"
+    if recorded.exists():  # an error now is one line; later it is one of every rank
+        check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)
+    command = [sys.executable, "-m", "launch.cli", args.command, args.config, *args.overrides]
+    return local.run_ranks(command, world_size, config.run.folder / "logs")

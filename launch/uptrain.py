@@ -1,0 +1,22 @@
+"""`megakernel uptrain`: a dense model becomes the configured one, stage by stage, in one run that can be resumed."""
+
+import argparse
+
+from launch import ranks
+from launch.config_arguments import load_config
+from megakernel.config import ConfigError, Problem
+from megakernel.uptraining.uptrain import uptrain
+
+HELP = "turn a dense model into a kernelized or FLuRKA model, stage by stage, or go on where that was stopped"
+EXAMPLE = "megakernel uptrain configs/uptrain/flurka.yaml init.from=models/Llama-3.2-1B --nproc 2"
+
+add_arguments = ranks.add_arguments
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train all stages as one process of a world, or start one."""
+    config = load_config(args)
+    if config.uptrain is None:
+        remedy = "add one, such as uptrain: {transfer: {steps: 100}, alpha: 0.3}"
+        raise ConfigError([Problem("uptrain", None, "is missing: it names the stages", remedy)])
+    return ranks.run(args, config, uptrain)

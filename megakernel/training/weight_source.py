@@ -1,0 +1,78 @@
+"""What `init.from` and `objective.teacher` name: weights, and the model that they are weights of."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megakernel.config import Config, Model, UserError, from_yaml
+from megakernel.uptraining.conversion import Converted
+from megakernel.uptraining.dense import DenseCheckpoint, is_dense_checkpoint
+from megakernel.uptraining.folding import without_updates
+
+from .checkpoint import Checkpoint
+from .checkpoint_files import CheckpointTensors
+from .trained_run import find_checkpoint
+from .universal import WholeTensors
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """A run's checkpoint or a dense model of `transformers`, found and whole; bytes are not read yet."""
+
+    key: str
+    """The configuration key that names it."""
+
+    folder: Path
+    """What the key holds."""
+
+    checkpoint: Checkpoint | None
+    """Ours; None for a dense model."""
+
+    @classmethod
+    def find(cls, key: str, folder: Path) -> "WeightSource":
+        """What lies in a folder: a run's newest good checkpoint, a checkpoint, or a dense model.
+
+        Raises UserError where it is none of them.
+        """
+        if is_dense_checkpoint(folder):
+            DenseCheckpoint(folder)
+            return cls(key, folder, None)
+        if (folder / "checkpoints").is_dir():
+            return cls(key, folder, find_checkpoint(folder))
+        try:
+            return cls(key, folder, Checkpoint.read(folder))
+        except ValueError as error:
+            raise UserError(
+                f"{key}={folder} is no run, no good checkpoint ({error}) and no dense model; give a folder such as "
+                "runs/NAME, runs/NAME/checkpoints/step_N, or one with config.json and model.safetensors"
+            ) from None
+
+    def tensors(self, model: Model) -> WholeTensors:
+        """Its weights under our names, for a model of the same sizes.
+
+        Low-rank updates are folded, and mechanisms' weights made from those of another attention.
+
+        Raises UserError where E and F of a layer cannot become the model's.
+        """
+        if self.checkpoint is None:
+            return DenseCheckpoint(self.folder)
+        whole = without_updates(CheckpointTensors(self.checkpoint), self._config(self.checkpoint))
+        return Converted(whole, self.model(), model)
+
+    def model(self) -> Model:
+        """The model section that its weights were trained with, rotary frequencies of their last phase included.
+
+        Raises UserError for a checkpoint that was taken out of its run's folder.
+        """
+        if self.checkpoint is None:
+            return DenseCheckpoint(self.folder).model
+        config = self._config(self.checkpoint)
+        section = config.training.phase_behind(self.checkpoint.step).model(config.model)
+        return section.model_copy(update={"max_positions": section.max_positions or config.training.seq_len})
+
+    def _config(self, checkpoint: Checkpoint) -> Config:
+        file = checkpoint.folder.parents[1] / "config.yaml"
+        if not file.is_file():
+            raise UserError(
+                f"{self.key}={self.folder} is a checkpoint without its run: {file} is missing; give the run's folder"
+            )
+        return from_yaml(file.read_text(encoding="utf-8"), str(file))

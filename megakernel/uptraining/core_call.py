@@ -1,0 +1,78 @@
+"""What an attention layer was called with, so that another can be called with the same."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megakernel.attention import WHOLE, AttentionLayer, Rotary, SequencePiece
+
+
+class CoreCall(NamedTuple):
+    """The arguments of one `AttentionLayer.forward`: n tokens, one of P pieces of rows of N = P n."""
+
+    q: Tensor
+    """(B, H, n, d), not rotated; H the heads of this tensor rank."""
+
+    k: Tensor
+    """(B, H_kv, n, d), not rotated."""
+
+    v: Tensor
+    """(B, H_kv, n, D)"""
+
+    padding_mask: Tensor | None = None
+    """(B, n) bool, True for real tokens; None: all are."""
+
+    positions: Tensor | None = None
+    """(B, n) place of each token in its document; None: every row is one document."""
+
+    rotary: Rotary | None = None
+    piece: SequencePiece = WHOLE
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "CoreCall":
+        """From what a forward hook of the layer is told; autograd sees constants."""
+        call = cls(*args, **kwargs)
+        return call._replace(q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
+
+    def run(self, core: AttentionLayer, values: Tensor | None = None) -> Tensor:
+        """What `core` makes of it, (B, H, n, D); with `values` (B, H_kv, n, any width) in place of v."""
+        return core(
+            self.q,
+            self.k,
+            self.v if values is None else values,
+            self.padding_mask,
+            positions=self.positions,
+            rotary=self.rotary,
+            piece=self.piece,
+        )
+
+    @property
+    def length(self) -> int:
+        """N, tokens of a whole row."""
+        return self.q.shape[2] * self.piece.size
+
+    @property
+    def first(self) -> int:
+        """Place in the row of the first of these tokens."""
+        return self.q.shape[2] * self.piece.rank
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    def places(self) -> Tensor:
+        """(B, n) int64: where each real token stands in its document, what rotates it."""
+        if self.positions is not None:
+            return self.positions.clamp(min=0)
+        if self.padding_mask is not None:
+            return (self.padding_mask.long().cumsum(1) - 1).clamp(min=0)
+        own = torch.arange(self.first, self.first + self.q.shape[2], device=self.q.device)
+        return own.expand(len(self.q), -1)
+
+    def real(self) -> Tensor:
+        """(B, N) bool, which tokens of whole rows are no padding."""
+        if self.padding_mask is not None:  # never with a row in pieces
+            return self.padding_mask.bool()
+        return torch.ones(len(self.q), self.length, dtype=torch.bool, device=self.q.device)

@@ -1,0 +1,90 @@
+"""What the heads of a converted layer look at, from the weights of sampled queries."""
+
+import torch
+from torch import Tensor
+
+from .query_rows import QueryRows
+
+STATISTICS = {
+    "entropy": "of the student's weights, in nats",
+    "teacher_entropy": "of the teacher's weights, in nats",
+    "rank_correlation": "Spearman's, of the student's weights and q.k over the keys that a query sees",
+    "far_mass": "share of the student's weights on tokens outside its near window, gate included",
+    "teacher_far_mass": "share of the teacher's weights on the same tokens",
+}
+"""Name -> what it is, a mean over the queries for which it is defined."""
+
+Window = tuple[int, int]
+"""(b, blocks): a token attends its own block of b tokens exactly, and the blocks - 1 before."""
+
+
+def head_statistics(
+    rows: QueryRows, student: Tensor, teacher: Tensor, scores: Tensor, window: Window | None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Name -> sums (H,) over sampled queries, and the number of queries (H,) that they are over.
+
+    Args:
+        rows: the queries.
+        student, teacher: weights (B, H, R, N), 0 where a query does not see the key. Of mechanisms with weights of
+            either sign (cosines without smoothing) those below 0 count as 0 in entropies and masses.
+        scores: q.k / sqrt(d), (B, H, R, N).
+        window: what the student attends exactly; None where it knows no window, and has no far mass.
+    """
+    seen = rows.visible[:, None].expand_as(student)
+    real = rows.real[:, None].expand(student.shape[:3])
+    student_shares, teacher_shares = _shares(student), _shares(teacher)
+    correlation = _rank_correlation(student, scores, seen)
+    found = {
+        "entropy": _mean(_entropy(student_shares), real),
+        "teacher_entropy": _mean(_entropy(teacher_shares), real),
+        "rank_correlation": _mean(correlation, ~correlation.isnan()),
+    }
+    if window is not None:
+        far = (_far(rows, window) & rows.visible)[:, None]
+        looks_far = far.any(-1).expand(student.shape[:3])
+        found["far_mass"] = _mean((student_shares * far).sum(-1), looks_far)
+        found["teacher_far_mass"] = _mean((teacher_shares * far).sum(-1), looks_far)
+    return found
+
+
+def _mean(values: Tensor, defined: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, H, R) -> sums (H,) over what is defined, and its number."""
+    return values.masked_fill(~defined, 0.0).sum((0, 2)), defined.sum((0, 2))
+
+
+def _shares(weights: Tensor) -> Tensor:
+    positive = weights.clamp(min=0)
+    return positive / positive.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def _entropy(shares: Tensor) -> Tensor:
+    return -torch.special.xlogy(shares, shares).sum(-1)
+
+
+def _far(rows: QueryRows, window: Window) -> Tensor:
+    """(B, R, N) bool: the key stands before the near window of the query."""
+    size, blocks = window
+    asked = rows.key_places[:, rows.queries, None]
+    return rows.key_places[:, None] < (asked // size - blocks + 1) * size
+
+
+def _rank_correlation(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:
+    """Spearman's correlation of a and b (B, H, R, N) over the keys seen, (B, H, R); nan where one of them is constant.
+
+    Equal numbers share the mean of their ranks.
+    """
+    count = seen.sum(-1, keepdim=True).clamp(min=1)
+    centred = []
+    for x in (a, b):
+        ranks = _ranks(x.masked_fill(~seen, torch.inf)).masked_fill(~seen, 0.0)
+        centred.append((ranks - ranks.sum(-1, keepdim=True) / count).masked_fill(~seen, 0.0))
+    x, y = centred
+    return (x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()
+
+
+def _ranks(x: Tensor) -> Tensor:
+    """Mean rank of each number among the last dimension's, from 0, in float64: squares of ranks have many digits."""
+    ordered = x.contiguous().sort(-1).values
+    below = torch.searchsorted(ordered, x.contiguous())
+    not_above = torch.searchsorted(ordered, x.contiguous(), right=True)
+    return (below + not_above - 1).double() / 2

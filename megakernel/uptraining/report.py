@@ -1,0 +1,143 @@
+"""uptrain_report.md and uptrain_report.json: what each stage gained, and what the parts are worth."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megakernel.training.whole_file import write_whole
+
+REPORT = "uptrain_report"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model on the validation samples; nats per token."""
+
+    name: str
+    """What it is, in a few words."""
+
+    loss: float
+    """Of all tokens."""
+
+    beyond: float
+    """Of the tokens behind the near window of their document's start."""
+
+    tokens: int = 0
+    """Tokens trained on, from the dense model (or from nothing) on."""
+
+    folder: str | None = None
+    """Its run; None for what is no run."""
+
+    @classmethod
+    def untrained(cls, name: str, losses: tuple[float, float]) -> "Measured":
+        """What no step was spent on; losses of all tokens, and of those beyond the window."""
+        return cls(name, *losses)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(self.loss)
+
+
+LEAST_GAP = 0.01
+"""Share of the dense model's perplexity that a swap has to cost: of less, nothing can be said to be recovered."""
+
+
+def recovered(swapped: float, now: float, dense: float) -> float | None:
+    """Share of the perplexity gap that is closed: (PPL_swapped - PPL) / (PPL_swapped - PPL_dense), of losses.
+
+    None where the gap is less than LEAST_GAP of PPL_dense.
+    """
+    gap = math.exp(swapped) - math.exp(dense)
+    return (math.exp(swapped) - math.exp(now)) / gap if gap >= LEAST_GAP * math.exp(dense) else None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was measured, in the order of the table."""
+
+    config: str
+    """The run's folder."""
+
+    window: int
+    """Tokens of the near window."""
+
+    parity: float | None
+    """See `Preflight`."""
+
+    identity_loss: float | None
+    """See `Preflight`."""
+
+    dense: Measured
+    swapped: Measured
+    stages: Sequence[Measured]
+    ablations: Sequence[Measured]
+    heads: dict[str, float]
+    """The last `transfer/...` scalars of the transfer stage."""
+
+    def write(self, folder: Path) -> None:
+        """Both files, each whole or not at all."""
+        write_whole(folder / f"{REPORT}.json", json.dumps(self.as_dict(), indent=1) + "\n")
+        write_whole(folder / f"{REPORT}.md", self.markdown())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the same numbers, with what follows from them."""
+        return {
+            **asdict(self),
+            "recovered": {row.name: self._recovered(row) for row in (*self.stages, *self.ablations)},
+        }
+
+    def markdown(self) -> str:
+        """The page."""
+        lines = [
+            f"# Up-training {self.config}",
+            "",
+            f"Validation loss in nats per token; *beyond* counts the tokens with at least {self.window} tokens of "
+            "their document before them, which a near window alone cannot connect with its start. *recovered* is "
+            "(PPL of the swapped model - PPL) / (PPL of the swapped model - PPL of the dense model), where the swap "
+            f"costs at least {LEAST_GAP:.0%}.",
+            "",
+            f"* Logits of the dense model against transformers, share of the largest: {_or_none(self.parity, '.1e')}.",
+            f"* Loss with windows as long as the row: {_or_none(self.identity_loss, '.4f')}.",
+            "",
+            "| model | tokens | loss | perplexity | beyond | recovered |",
+            "| --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        for row in (self.dense, self.swapped, *self.stages, *self.ablations):
+            share = self._recovered(row)
+            shown = "" if share is None or row in (self.dense, self.swapped) else f"{share:.1%}"
+            lines.append(
+                f"| {row.name} | {row.tokens:,} | {row.loss:.4f} | {row.perplexity:.3f} | {row.beyond:.4f} | {shown} |"
+            )
+        if self.heads:
+            lines += ["", "## Heads, at the end of the transfer", "", *_head_table(self.heads)]
+        return "\n".join(lines) + "\n"
+
+    def _recovered(self, row: Measured) -> float | None:
+        return recovered(self.swapped.loss, row.loss, self.dense.loss)
+
+
+def _head_table(heads: dict[str, float]) -> list[str]:
+    """`transfer/NAME/layer_L/head_H` as a row for each head and a column for each name."""
+    rows: dict[tuple[int, int], dict[str, float]] = {}
+    names: dict[str, None] = {}
+    for tag, value in heads.items():
+        _, name, layer, head = tag.split("/")
+        names[name] = None
+        place = int(layer.removeprefix("layer_")), int(head.removeprefix("head_"))
+        rows.setdefault(place, {})[name] = value
+    table = [
+        f"| layer | head | {' | '.join(name.replace('_', ' ') for name in names)} |",
+        "| ---: | ---: |" + " ---: |" * len(names),
+    ]
+    for (row, column), values in sorted(rows.items()):
+        cells = [f"{values[name]:.4g}" if name in values else "" for name in names]
+        table.append(f"| {row} | {column} | {' | '.join(cells)} |")
+    return table
+
+
+def _or_none(value: float | None, form: str) -> str:
+    return "not measured" if value is None else format(value, form)

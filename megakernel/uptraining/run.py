@@ -1,0 +1,143 @@
+"""A whole up-training: its stages one after the other, in one folder, from wherever it stopped."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+from megakernel.config import Config, ConfigError, Problem, Uptrain, UserError, check_same_run, to_yaml
+from megakernel.parallel import Mesh
+from megakernel.training.checkpoint_folder import CheckpointFolder
+from megakernel.training.ranks import Ranks
+from megakernel.training.stop_requests import hold_requests
+from megakernel.training.trainer import Trainer
+from megakernel.training.weight_source import WeightSource
+from megakernel.training.whole_file import write_whole
+
+from .preflight import preflight
+from .stages import Stage, stages
+from .summary import Before, head_scalars, measure_before, summarize, worst_layers
+from .validation import Validation
+
+BEFORE = "before.json"
+"""What was measured before the first step, so that a run that goes on does not measure it again."""
+
+KEPT = "kept_layers.json"
+"""The layers that stay softmax, where they were chosen by transfer error."""
+
+
+class Uptraining:
+    """One process's part of an up-training.
+
+    RUN/config.yaml holds the whole, RUN/N-STAGE is the run of a stage: `megakernel evaluate` and `export` take it,
+    and TensorBoard shows the stages side by side. A stage that has its last checkpoint is not run again, so the same
+    command goes on from wherever it was stopped.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.uptrain = config.uptrain or Uptrain()
+        self.ranks = Ranks(mesh.rank, mesh.world_size, mesh.gather_objects)
+        self.folder = config.run.folder
+
+    def run(self) -> int:
+        """Everything that is left to do; the exit status: 0, or that of a request to stop.
+
+        Raises UserError, alike on all ranks, for a dense model or a run folder that does not fit.
+        """
+        folder = self.config.init.source
+        assert folder is not None
+        self.ranks.first(self._open)
+        source = self.ranks.first(lambda: WeightSource.find("init.from", folder))
+        validation = Validation(self.config, self.mesh)
+        before = self._before(validation, source)
+        done = 0
+        while done < len(plan := stages(self.config, self._kept())):
+            stage = plan[done]
+            if not self._is_done(stage):
+                steps = stage.config.training.steps
+                self._note(f"stage {stage.name}: {stage.purpose}, {steps} steps")
+                stop = Trainer(stage.config, self.mesh).run()
+                hold_requests()  # until the next stage listens
+                gc.collect()  # engines hold themselves in circles
+                if stop:
+                    return stop.exit_status
+            if stage.config.objective.kind == "transfer":
+                self._choose_layers(stage)
+            done += 1
+        report = summarize(self.config, plan, validation, before)
+        self.ranks.first(lambda: report.write(self.folder))
+        self._note(report.markdown())
+        return 0
+
+    def _open(self) -> None:
+        """Make the folder, or go on in that of the same up-training."""
+        file = self.folder / "config.yaml"
+        if file.exists():
+            changed = check_same_run(file.read_text(encoding="utf-8"), self.config, self.folder)
+            fixed = [item for item in changed if item.key == "training.steps" or item.key.startswith("init")]
+            if fixed:
+                remedy = f"set it back, or choose another run.name to start beside {self.folder}"
+                raise ConfigError(
+                    [
+                        Problem(item.key, item.wanted, f"was {item.recorded!r} when the stages began", remedy)
+                        for item in fixed
+                    ]
+                )
+        elif self.folder.exists() and any(path.name != "logs" for path in self.folder.iterdir()):
+            raise UserError(
+                f"run.name={self.config.run.name}: {self.folder} is not empty and holds no up-training; "
+                "choose another run.name"
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(file, to_yaml(self.config))
+        except OSError as error:
+            raise UserError(
+                f"run.root={self.config.run.root} cannot hold the run ({error}); "
+                "make it writable, free space or choose another run.root"
+            ) from None
+
+    def _before(self, validation: Validation, source: WeightSource) -> Before:
+        """What the dense model and the untrained student predict, measured once."""
+        file = self.folder / BEFORE
+        known = self.ranks.first(lambda: _read(file))
+        if known is not None:
+            return Before(**known)
+        self._note(f"preflight of {source.folder}")
+        found = measure_before(validation, source, preflight(validation, source))
+        self.ranks.first(lambda: write_whole(file, json.dumps(found._asdict(), indent=1) + "\n"))
+        return found
+
+    def _is_done(self, stage: Stage) -> bool:
+        root = stage.config.run.folder / "checkpoints"
+        if not self.ranks.first(root.is_dir):
+            return False
+        newest = CheckpointFolder(root, keep=1, ranks=self.ranks).newest_good().checkpoint
+        return newest is not None and newest.step >= stage.config.training.steps
+
+    def _kept(self) -> list[int] | None:
+        """The layers that stay softmax, once they are known."""
+        if not isinstance(self.uptrain.layers.keep, int):
+            return self.uptrain.layers.keep
+        if self.uptrain.layers.keep == 0:
+            return []
+        chosen: list[int] | None = self.ranks.first(lambda: _read(self.folder / KEPT))
+        return chosen
+
+    def _choose_layers(self, transfer: Stage) -> None:
+        """Keep the layers of the largest transfer errors, if a number of layers is to be kept."""
+        count = self.uptrain.layers.keep
+        if not isinstance(count, int) or count == 0 or self._kept() is not None:
+            return
+        kept = self.ranks.first(lambda: worst_layers(head_scalars(transfer.config.run.folder), count))
+        self.ranks.first(lambda: write_whole(self.folder / KEPT, json.dumps(kept) + "\n"))
+        self._note(f"layers {', '.join(map(str, kept))} stay softmax: largest transfer errors")
+
+    def _note(self, text: str) -> None:
+        if self.mesh.rank == 0:
+            print(text, flush=True)
+
+
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None

@@ -1,0 +1,43 @@
+"""A frozen model that another learns from."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megakernel.model import LanguageModel
+from megakernel.model.stream import Stream
+
+
+@dataclass(eq=False)
+class Teacher:
+    """A frozen language model beside its student; no module, so neither optimizers nor checkpoints find it."""
+
+    model: LanguageModel
+    """From `frozen_model`."""
+
+    @torch.no_grad()
+    def hidden(self, stream: Stream) -> Tensor:
+        """States (N, B, C) before its head, of the tokens of a stream."""
+        return self.model.body(stream)[0]
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """This tensor rank's rows (V / tp, C) of its head."""
+        return self.model.output_matrix
+
+    def share(self, student: nn.Module) -> int:
+        """Use the student's tensor for every weight that it never updates and that is equal; returns the bytes saved.
+
+        Called once the student has its weights.
+        """
+        theirs = dict(student.named_parameters())
+        saved = 0
+        for name, own in self.model.named_parameters():
+            other = theirs.get(name)
+            if other is None or other.requires_grad or other.dtype != own.dtype:
+                continue
+            if other.data_ptr() != own.data_ptr() and torch.equal(own, other):
+                saved += own.nbytes
+                own.data = other.data
+        return saved

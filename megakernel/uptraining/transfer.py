@@ -1,0 +1,172 @@
+"""Attention transfer: each layer's new mechanism learns to give what the dense layer's softmax gives."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megakernel.attention import AttentionLayer
+
+from .core_call import CoreCall
+from .head_statistics import head_statistics
+from .head_sums import HeadSums, Place
+from .layers import attention_cores, check_students
+from .losses import cross_entropy, normalized_errors
+from .query_rows import QueryRows, sample_queries
+
+
+class AttentionTransfer:
+    """Listens to the attention layers of a dense teacher and has the student of each learn from it.
+
+    While it is open (`with transfer:`), whatever runs the teacher without gradients (its layers one after the other, or
+    an evaluation by a pipeline's engine) makes each layer hand its queries, keys, values and output to the student of
+    that layer. A layer's input is therefore the teacher's, and layers learn apart from each other, those of all
+    pipeline stages at once. A layer's gradients are computed on the spot, so that the activations of one layer live at
+    a time. For each head of a row the loss is
+
+        |y' - y|^2 / |y|^2
+
+    over the row's tokens, y (N, D) the teacher's output and y' the student's; its mean over heads and over the rows of
+    the step, summed over layers, does not depend on micro-batches and ranks. With `query_rows` the weights of sampled
+    queries are measured (`head_statistics`), and with `cross_entropy` learned: so many times the cross entropy of the
+    student's weights under the teacher's is added.
+
+    Students that are in evaluation (`eval()`) are measured and learn nothing; those in training are measured as they
+    are trained, shut near windows included.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        students: Mapping[int, AttentionLayer],
+        *,
+        query_rows: int = 0,
+        cross_entropy: float = 0.0,
+        seed: int = 0,
+    ):
+        """teacher: holds the layers of this process, each with `softmax` attention.
+
+        students: layer -> mechanism, such as `converted_cores(student)`. query_rows: sampled of each row.
+        cross_entropy: its weight in the loss. seed: of the sample.
+
+        Raises:
+            UserError: a student that cannot be called as the teacher's layer is.
+            ValueError: cross_entropy without query_rows.
+        """
+        if cross_entropy and not query_rows:
+            raise ValueError(
+                f"cross_entropy={cross_entropy} is of sampled queries; set query_rows, such as 16"
+            )
+        self._teachers = attention_cores(teacher)
+        check_students(self._teachers, students)
+        self._students = dict(students)
+        self._query_rows, self._cross_entropy, self._seed = query_rows, cross_entropy, seed
+        self._step, self._batch_rows = 0, 1
+        self._found: list[_Found] = []
+        self._hooks: list[Any] = []
+        self.sums = HeadSums()
+        """`error`, `cross_entropy` and what `head_statistics` measures, since the last `sums.clear()`."""
+
+    def begin(self, step: int, batch_rows: int) -> None:
+        """What follows belongs to `step`, whose global batch has so many rows; seeds the sample of queries."""
+        self._step, self._batch_rows = step, batch_rows
+
+    def __enter__(self) -> "AttentionTransfer":
+        for index in self._students:
+            hook = partial(self._hear, index)
+            self._hooks.append(self._teachers[index].register_forward_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def loss(self) -> Tensor:
+        """The loss of what was heard since the last call: this process's rows, tokens, heads and layers of the step's.
+
+        Its `backward()` hands gradients that are known already to the students' parameters; over data and context ranks
+        they are to be added up.
+        """
+        found, self._found = self._found, []
+        device = next((one.loss.device for one in found), torch.device("cpu"))
+        total = torch.zeros((), device=device)
+        for one in found:
+            total = total + _Known.apply(one.loss, one.gradients, *one.parameters)
+        return total
+
+    def _hear(
+        self, index: int, core: AttentionLayer, args: tuple, kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the teacher of attention transfer runs under torch.no_grad()")
+        student = self._students[index]
+        parameters = [x for x in student.parameters() if x.requires_grad] if student.training else []
+        call = CoreCall.of(args, kwargs)
+        with torch.set_grad_enabled(bool(parameters)):
+            loss = self._loss_of(index, student, call, output.detach())
+        gradients: Sequence[Tensor] = ()
+        if parameters:
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        self._found.append(_Found(loss.detach(), parameters, gradients))
+
+    def _loss_of(self, index: int, student: AttentionLayer, call: CoreCall, output: Tensor) -> Tensor:
+        """This piece's and these heads' part of the loss; notes down what it is made of."""
+        place = partial(Place, layer=index, first_head=student.query_heads.start)
+        # Rows are whole on every piece, and count once.
+        rows = torch.full((), float(len(call.q) if call.piece.rank == 0 else 0), device=output.device)
+        errors = normalized_errors(call.run(student), output, call.piece)
+        self.sums.add(place("error"), errors.detach().sum(0), rows)
+        loss = errors.sum()
+        if self._query_rows:
+            loss = loss + self._look_at_queries(student, call, place)
+        return loss / (self._batch_rows * len(student.query_heads) * student.heads.size)
+
+    def _look_at_queries(self, student: AttentionLayer, call: CoreCall, place: "partial[Place]") -> Tensor:
+        """The part of the loss that sampled queries have, before it is a mean; notes down what they see."""
+        queries = sample_queries(call.length, self._query_rows, self._seed, self._step)
+        rows = QueryRows.of(call, queries, student.causal)
+        scores = rows.scores()
+        theirs, ours = rows.softmax(scores), rows.weights(student)
+        values, slopes = cross_entropy(theirs, ours, rows.real)
+        if call.piece.rank == 0:  # all pieces have the same
+            count = torch.full((), float(len(values)), device=values.device)
+            self.sums.add(place("cross_entropy"), values.sum(0), count)
+            for name, (sums, counts) in head_statistics(
+                rows, ours, theirs, scores, student.near_window
+            ).items():
+                self.sums.add(place(name), sums, counts)
+        if not self._cross_entropy:
+            return values.new_zeros(())
+        value = values.sum() if call.piece.rank == 0 else values.new_zeros(())
+        if torch.is_grad_enabled():
+            slope = rows.weighted(student, slopes)
+            value = value + slope - slope.detach()
+        return self._cross_entropy * value
+
+
+class _Found(NamedTuple):
+    """A layer's part of the loss, and its gradients."""
+
+    loss: Tensor
+    parameters: Sequence[nn.Parameter]
+    gradients: Sequence[Tensor]
+
+
+class _Known(torch.autograd.Function):
+    """A number whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(grad.to(known.dtype) * known for known in ctx.gradients)

@@ -1,0 +1,46 @@
+"""Losses of models on a run's validation samples, without training."""
+
+from dataclasses import replace
+
+from data_pipeline.corpus import Corpora
+from data_pipeline.loader import ValidationBatches
+from data_pipeline.order import Share
+from megakernel.config import Config, Model
+from megakernel.model import LanguageModel
+from megakernel.model.stream import Stream
+from megakernel.parallel import Mesh
+from megakernel.training.streams import means, streams
+from megakernel.training.trainer import model_settings
+from megakernel.training.weight_source import WeightSource
+
+from .frozen import frozen_model
+from .objectives import DTYPES
+
+
+class Validation:
+    """Losses on the validation samples of a run, over all of its ranks, of models that are not trained."""
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.corpora = Corpora(config.data, validation=True)
+        self.settings = model_settings(config, mesh, self.corpora.vocab_size)
+        share = Share(mesh.dp.rank, mesh.dp.size, mesh.cp.rank, mesh.cp.size)
+        batches = ValidationBatches(
+            config, self.corpora, share, builds_index=mesh.rank == 0, barrier=mesh.barrier
+        )
+        self._batches = list(batches)
+        self._streams: dict[int, list[Stream]] = {}
+
+    def model(self, model: Model, source: WeightSource) -> LanguageModel:
+        """A frozen model with the weights of `source`; see `frozen_model`."""
+        return frozen_model(self.settings, model, source, DTYPES[self.config.training.dtype])
+
+    def loss(self, model: LanguageModel, beyond: int = 0) -> float:
+        """Nats per token, in evaluation; of the tokens with at least `beyond` others of their document before them."""
+        if beyond not in self._streams:
+            counted = [
+                replace(batch, loss_mask=batch.loss_mask & (batch.positions >= beyond))
+                for batch in self._batches
+            ]
+            self._streams[beyond] = streams(counted, self.mesh)
+        return float(means(model, self._streams[beyond], self.mesh))

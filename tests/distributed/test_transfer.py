@@ -1,0 +1,113 @@
+"""Attention transfer over tensor, context and pipeline ranks is that of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megakernel.config import Model, Parallel
+from megakernel.model import IGNORED, LanguageModel, ModelSettings, pipeline
+from megakernel.parallel import Mesh, prepare_device
+from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.training.optimizer import freeze
+from megakernel.uptraining.layers import attention_cores, converted_cores
+from megakernel.uptraining.transfer import AttentionTransfer
+from tests.distributed.ranks import cpu_mesh, run_ranks
+
+ROWS, TOKENS, HEADS, LAYERS = 2, 16, 4, 2
+SIZES = {"hidden_size": 16, "num_heads": HEADS, "num_kv_heads": 2, "vocab_multiple": 32, "init_std": 0.5}
+FLURKA = {"preset": "flurka", "compression": {"block_size": 4, "rank": 2}}
+
+
+def model(mesh, attention):
+    section = Model(**SIZES, num_layers=LAYERS, attention=attention)
+    settings = ModelSettings(section, vocab_size=32, mesh=mesh)
+    whole = LanguageModel(settings) if mesh.pp.size == 1 else pipeline(settings, lambda: 1.0)
+    return whole.double()
+
+
+def batch(mesh):
+    """This rank's tokens of two rows; documents end inside pieces and between them."""
+    tokens = torch.randint(32, (ROWS, TOKENS), generator=torch.Generator().manual_seed(2))
+    packed = torch.cat([torch.arange(length) for length in (3, 7, 6)])
+    positions = torch.stack([torch.arange(TOKENS), packed])
+    tokens, positions = (x.chunk(mesh.cp.size, 1)[mesh.cp.rank].contiguous() for x in (tokens, positions))
+    return tokens, positions, torch.full_like(tokens, IGNORED), torch.ones(1)
+
+
+def run(teacher, mesh):
+    """Each stage's layers on what the stage before hands on."""
+    ids, *rest = batch(mesh)
+    if not mesh.is_first_stage:
+        ids = torch.empty(TOKENS // mesh.cp.size, ROWS, SIZES["hidden_size"], dtype=torch.float64)
+        dist.recv(ids, mesh.pp.ranks[mesh.pp.rank - 1])
+    with torch.no_grad():
+        if mesh.pp.size == 1:
+            teacher(ids, *rest)
+            return
+        out = teacher((ids, *rest))
+    if not mesh.is_last_stage:
+        dist.send(out[0].contiguous(), mesh.pp.ranks[mesh.pp.rank + 1])
+
+
+def transferred(mesh):
+    """Loss of all processes, this one's gradients and how its heads are cut, and the means of all heads."""
+    teacher, student = model(mesh, "softmax"), model(mesh, FLURKA)
+    freeze(student, "mechanism")
+    trained = {name: x for name, x in student.named_parameters() if x.requires_grad}
+    transfer = AttentionTransfer(teacher, converted_cores(student), query_rows=5, cross_entropy=0.3, seed=1)
+    transfer.begin(step=2, batch_rows=ROWS)
+    with transfer:
+        run(teacher, mesh)
+    loss = transfer.loss()
+    loss.backward()
+    cut = {
+        id(dict(core.named_parameters())[name]): dimension
+        for core in attention_cores(student).values()
+        for name, dimension in core.sharded_parameters().items()
+        if name in dict(core.named_parameters())
+    }
+    gradients = {name: (mesh.sum(x.grad, mesh.gradient), cut.get(id(x))) for name, x in trained.items()}
+    return sum(mesh.gather_objects(loss.item())), gradients, transfer.sums.means(mesh.gather_objects)
+
+
+def on_ranks(sizes):
+    with cpu_mesh(**sizes) as mesh:
+        return transferred(mesh)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("cpu", 0))
+    yield transferred(mesh)
+    mesh.destroy()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(on_ranks, 8, {"tensor": 2, "context": 2, "pipeline": 2})
+
+
+def test_gradients_are_those_of_one_process(ranks, one_process):
+    loss, gradients, _ = one_process
+    assert all(gradient.abs().max() > 0 for gradient, _ in gradients.values())
+    named = set()
+    for rank, (total, parts, _) in enumerate(ranks):
+        assert total == pytest.approx(loss, rel=1e-10)
+        named |= parts.keys()
+        for name, (part, dimension) in parts.items():
+            whole = gradients[name][0]
+            mine = whole if dimension is None else whole.chunk(2, dimension)[rank % 2]
+            # float64 sums in another order.
+            torch.testing.assert_close(part, mine, rtol=1e-9, atol=1e-12)
+    assert named == gradients.keys()
+
+
+def test_every_process_knows_the_means_of_all_heads_and_layers(ranks, one_process):
+    means = one_process[2]
+    assert all(len(means[name]) == LAYERS for name in means)
+    assert means.keys() > {"error", "cross_entropy", "far_mass", "rank_correlation"}
+    for _, _, found in ranks:
+        for name, layers in means.items():
+            for layer, expected in layers.items():
+                assert expected.shape == (HEADS,)
+                torch.testing.assert_close(found[name][layer], expected, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,240 @@
+"""A dense run becomes a FLuRKA model: every stage, every interruption, on layouts that share the model."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from megakernel.config import load
+from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.uptraining.report import recovered
+from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
+from tests.distributed.training_run import metrics, scalars, train
+
+DENSE = """
+run: {{root: {folder}, name: dense, seed: 7}}
+model:
+  num_layers: 2
+  hidden_size: 64
+  num_heads: 4
+  num_kv_heads: 2
+  attention: softmax
+data: {{train: {corpus}, num_workers: 0}}
+parallel: {{zero_stage: 0}}
+training:
+  steps: 40
+  seq_len: 64
+  global_batch_size: 8
+  micro_batch_size: 4
+  dtype: float32
+  log_every: 1
+  eval_samples: 8
+optimizer: {{lr: 3e-3}}
+schedule: {{warmup_steps: 5}}
+"""
+
+STUDENT = """
+extends: dense.yaml
+run: {{name: up}}
+init: {{from: {folder}/dense}}
+model:
+  attention: {{preset: flurka, compression: {{block_size: 16, rank: 4}}}}
+training: {{steps: 20}}
+optimizer: {{lr: 1e-3, mechanism_lr: 1e-2}}
+checkpoint: {{every: 3}}
+"""
+
+STAGES = """
+extends: student.yaml
+uptrain:
+  transfer: {steps: 6, lr: 0.02, rows: 4, cross_entropy: 0.1}
+  alpha: 0.3
+  anneal: 0.2
+  near_dropout: 0.5
+  layers: {keep: 1}
+  length: {steps: 4, seq_len: 128, rope_scaling: {kind: ntk, factor: 2.0}}
+  from_scratch: true
+"""
+
+NAMES = ["1-transfer", "2-base", "3-rank8", "4-main", "5-length", "6-scratch"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, corpus):
+    """A folder with a dense run, and configurations that start from it."""
+    folder = tmp_path_factory.mktemp("uptraining")
+    (folder / "dense.yaml").write_text(DENSE.format(folder=folder, corpus=corpus))
+    (folder / "student.yaml").write_text(STUDENT.format(folder=folder))
+    (folder / "stages.yaml").write_text(STAGES)
+    train(folder / "dense.yaml", 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    """An up-training that nothing disturbed."""
+    uptrain(place / "stages.yaml", 1)
+    return place / "up"
+
+
+def uptrain(config, world_size, *overrides):
+    statuses = run_ranks(uptrain_here, world_size, config, overrides, timeout=280.0)
+    assert set(statuses) == {0}, statuses
+
+
+def uptrain_here(config: Path, overrides: tuple[str, ...]) -> int:
+    from megakernel.uptraining.uptrain import uptrain
+
+    place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
+    return uptrain(load(config, overrides), ProcessEnvironment(**place))
+
+
+def test_every_stage_is_a_run_of_its_own(finished):
+    assert sorted(path.parent.name for path in finished.glob("*/config.yaml")) == NAMES
+    steps = [metrics(finished / name)[-1]["step"] for name in NAMES]
+    assert steps == [6, 6, 4, 10, 4, 26]
+
+
+def test_the_transfer_brings_each_layer_nearer_to_the_dense_one(finished):
+    lines = metrics(finished / "1-transfer")
+    tags = [tag for tag in lines[-1] if tag.startswith("transfer/error/")]
+    assert len(tags) == 2 * 4  # of every head
+    assert all(lines[-1][tag] < lines[1][tag] for tag in tags)
+    assert scalars(lines, "train/loss")[-1] < scalars(lines, "train/loss")[0]
+
+
+def test_the_layer_of_the_largest_error_stays_softmax(finished):
+    last = metrics(finished / "1-transfer")[-1]
+    errors = [sum(last[f"transfer/error/layer_{layer}/head_{head}"] for head in range(4)) for layer in (0, 1)]
+    worst = errors.index(max(errors))
+    assert json.loads((finished / "kept_layers.json").read_text()) == [worst]
+    model = load(finished / "4-main/config.yaml").model
+    assert [model.layer_attention(layer).is_full_softmax for layer in (0, 1)] == [worst == 0, worst == 1]
+
+
+def test_a_stage_goes_on_where_the_one_before_ended(finished):
+    """What a stage measures before its first step is what the one before measured after its last."""
+    base, rank, main = (metrics(finished / name) for name in NAMES[1:4])
+    # Landmarks merge between them: the loss may move, and not far.
+    for before, after in ((base, rank), (rank, main)):
+        ended, began = scalars(before, "eval/loss")[-1], scalars(after, "eval/loss")[0]
+        assert abs(began - ended) < 0.1
+
+
+def test_the_report_adds_up(finished):
+    report = json.loads((finished / "uptrain_report.json").read_text())
+    dense, swapped = report["dense"]["loss"], report["swapped"]["loss"]
+    assert dense == pytest.approx(scalars(metrics(finished.parent / "dense"), "eval/loss")[-1], abs=1e-5)
+    assert report["identity_loss"] == pytest.approx(dense, abs=1e-5)
+    rows = {row["name"]: row for row in (*report["stages"], *report["ablations"])}
+    main = rows["distillation"]
+    assert main["loss"] == pytest.approx(scalars(metrics(finished / "4-main"), "eval/loss")[-1], abs=1e-5)
+    assert main["loss"] < swapped
+    assert report["recovered"]["distillation"] == recovered(swapped, main["loss"], dense)
+    assert main["tokens"] == (6 + 20) * 8 * 64
+    assert rows["from scratch on as many tokens"]["tokens"] == main["tokens"]
+    assert rows["from scratch on as many tokens"]["loss"] > main["loss"]
+    text = (finished / "uptrain_report.md").read_text()
+    for name in (*rows, "swapped, untrained", "rank correlation", "far mass"):
+        assert name in text
+
+
+KILLED = ["stage 1-transfer", "step 4/6", "stage 2-base", "step 5/6", "stage 3-rank8", "stage 4-main"]
+KILLED += ["step  8/10", "stage 5-length", "step 2/4", "stage 6-scratch"]
+"""Lines of the console after which one start after another is killed: between all stages and inside most."""
+
+
+def test_killed_between_and_inside_stages_it_ends_the_same(place, finished):
+    for line in KILLED:
+        # A start that never prints the line comes to its end, and that fails here.
+        with pytest.raises(RankFailedError, match="exit status -9"):
+            run_ranks(killed_at, 1, place / "stages.yaml", ("run.name=killed",), line)
+    uptrain(place / "stages.yaml", 1, "run.name=killed")
+    for name in NAMES:
+        for tag in ("train/loss", "train/grad_norm", "eval/loss"):
+            left, right = (scalars(metrics(place / run / name), tag) for run in ("killed", "up"))
+            assert left == right, (name, tag)
+
+
+def killed_at(config: Path, overrides: tuple[str, ...], line_start: str) -> int:
+    read, write = os.pipe()
+    os.dup2(write, 1)
+
+    def watch() -> None:
+        with os.fdopen(read) as lines:
+            next(line for line in lines if line.startswith(line_start))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return uptrain_here(config, overrides)
+
+
+LAYOUTS = {
+    "tp2": "parallel.tensor=2",
+    "tp2 sequence parallel": "parallel.tensor=2 parallel.sequence_parallel=true",
+    "cp2": "parallel.context=2",
+    "dp2 zero 2": "parallel.zero_stage=2",
+}
+OBJECTIVES = {
+    "distill": "objective.temperature=2.0",
+    "transfer": "optimizer.trained=mechanism objective.rows=4 objective.cross_entropy=0.1",
+    "labels": "optimizer.trained=lora optimizer.lora.rank=2",
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(place):
+    return {kind: losses(place, kind, 1) for kind in OBJECTIVES}
+
+
+def losses(place, kind, world_size, layout=""):
+    name = "-".join([kind, *layout.replace("=", "-").split()])
+    overrides = [f"run.name={name}", "training.steps=3", f"objective.kind={kind}"]
+    overrides += [f"objective.teacher={place}/dense"] if kind != "labels" else []
+    overrides += [*OBJECTIVES[kind].split(), *layout.split()]
+    lines = train(place / "student.yaml", world_size, *overrides)
+    return [scalars(lines, tag) for tag in ("train/loss", "train/grad_norm", "eval/loss")]
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("kind", list(OBJECTIVES))
+def test_layouts_learn_alike(kind, layout, place, one_process):
+    found = losses(place, kind, 2, LAYOUTS[layout])
+    for ours, expected in zip(found, one_process[kind], strict=True):
+        assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_low_rank_updates_are_all_that_moves_and_fold_into_what_they_update(place):
+    overrides = ["run.name=lora", "optimizer.trained=lora", "training.steps=12", "optimizer.lr=0.003"]
+    train(place / "student.yaml", 1, *overrides)
+    loss, moved = run_ranks(folded, 1, place / "student.yaml", overrides)[0]
+    ended = scalars(metrics(place / "lora"), "eval/loss")
+    assert loss == pytest.approx(ended[-1], abs=1e-5)
+    assert ended[-1] != ended[0]
+    assert moved == {"qkv.weight", "output.weight"}
+
+
+def folded(config, overrides):
+    """The loss of the run's weights without updates beside them, and which weights they do not share with the start."""
+    from megakernel.training.weight_source import WeightSource
+    from megakernel.uptraining.validation import Validation
+
+    with cpu_mesh() as mesh:
+        validation = Validation(load(config, overrides), mesh)
+        run, dense = (WeightSource.find("init.from", config.parent / name) for name in ("lora", "dense"))
+        model = validation.model(run.model(), run)
+        before = dense.tensors(run.model())
+        moved = {
+            name.split(".self_attention.")[-1]
+            for name, weight in model.named_parameters()
+            if name in before.names and not weight.equal(before.read(name, ["fp32"])["fp32"])
+        }
+        return validation.loss(model), moved
+
+
+def test_another_configuration_does_not_go_on_in_its_folder(place, finished):
+    with pytest.raises(RankFailedError, match=r"uptrain\.alpha=0\.2 was 0\.3 when the run began"):
+        run_ranks(uptrain_here, 1, place / "stages.yaml", ("uptrain.alpha=0.2",))

@@ -1,0 +1,85 @@
+"""What is left of a layer without its near or its far part."""
+
+import pytest
+import torch
+
+from megakernel import attention
+from megakernel.uptraining.ablations import SINKS, SlidingWindow, without_far, without_near
+
+BLOCK, TOKENS = 4, 14
+BLOCKS = {"compression": {"block_size": BLOCK, "rank": 2}}
+FORMS = {
+    "gated": {"preset": "flurka", **BLOCKS},
+    "gated per head": {"preset": "flurka", **BLOCKS, "near": {"gate": "head"}},
+    "shared": {"preset": "flurka", **BLOCKS, "near": {"join": "shared"}},
+    "kernel": {"preset": "flurka_kernel", **BLOCKS},
+}
+PACKED = torch.cat([torch.arange(9), torch.arange(5)])[None]
+
+
+@pytest.fixture
+def tokens():
+    return torch.randn(3, 1, 2, TOKENS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def layer(form):
+    """Of random values."""
+    core = attention.build(FORMS[form], num_heads=2, head_dim=4).double()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in core.parameters():
+            parameter += torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+    return core
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "kernel"])
+def test_without_far_a_layer_is_its_window(form, tokens):
+    core = layer(form)
+    window = attention.build({"preset": "local", "near": {"block_size": BLOCK}}, num_heads=2, head_dim=4)
+    assert without_far(core)
+    torch.testing.assert_close(core(*tokens), window(*tokens), rtol=1e-13, atol=1e-14)
+
+
+def test_without_far_pure_flurka_is_kernel_attention_of_its_block(tokens):
+    core = layer("kernel")
+    kernel = attention.build("hedgehog", num_heads=2, head_dim=4).double()
+    kernel.projection.load_state_dict(core.projection.state_dict())
+    assert without_far(core)
+    blocks = torch.arange(TOKENS) % BLOCK
+    torch.testing.assert_close(core(*tokens), kernel(*tokens, positions=blocks[None]), rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("form", ["gated", "gated per head"])
+def test_without_near_only_tokens_of_earlier_blocks_count(form, tokens):
+    core = layer(form)
+    q, k, v = tokens
+    other = v.clone()
+    other[:, :, 12:] += 1
+    before = core(q, k, v)
+    assert not torch.equal(core(q, k, other)[:, :, 12:], before[:, :, 12:])
+    assert without_near(core)
+    assert torch.equal(core(q, k, other)[:, :, 12:], core(q, k, v)[:, :, 12:])
+    # The first block sees nothing else.
+    torch.testing.assert_close(core(q, k, v)[:, :, :BLOCK], before[:, :, :BLOCK])
+
+
+@pytest.mark.parametrize("form", ["shared", "kernel"])
+def test_only_a_gate_leaves_near_out(form):
+    assert not without_near(layer(form))
+
+
+@pytest.mark.parametrize("window", [3, TOKENS])
+def test_a_sliding_window_sees_the_last_tokens_and_the_first(window, tokens):
+    q, k, v = tokens
+    rotary = attention.Rotary(4)
+    out = SlidingWindow(window)(q, k[:, :1], v[:, :1], positions=PACKED, rotary=rotary)
+    one_hot = torch.eye(TOKENS, dtype=torch.float64).expand(1, 1, -1, -1)
+    weights = SlidingWindow(window)(q, k[:, :1], one_hot, positions=PACKED, rotary=rotary)
+    for i in range(TOKENS):
+        start = 0 if i < 9 else 9
+        seen = [j for j in range(start, i + 1) if i - j < window or j - start < SINKS]
+        assert weights[0, 0, i].nonzero().flatten().tolist() == seen
+    if window == TOKENS:
+        softmax = attention.build("softmax", num_heads=2, num_kv_heads=1, head_dim=4)
+        expected = softmax(q, k[:, :1], v[:, :1], positions=PACKED, rotary=rotary)
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,101 @@
+"""What heads look at, against loops over pairs."""
+
+import math
+
+import pytest
+import torch
+
+from megakernel.uptraining.core_call import CoreCall
+from megakernel.uptraining.head_statistics import STATISTICS, head_statistics
+from megakernel.uptraining.head_sums import HeadSums, Place
+from megakernel.uptraining.query_rows import QueryRows
+
+TOKENS, HEADS, BLOCK = 12, 2, 3
+QUERIES = torch.tensor([2, 5, 8, 11])
+POSITIONS = torch.stack([torch.arange(TOKENS), torch.cat([torch.arange(4), torch.arange(8)])])
+
+
+@pytest.fixture(scope="module")
+def example():
+    """Queries of rows in which documents are packed, weights with equal ones among them, and scores."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, HEADS, TOKENS, 4, generator=draw, dtype=torch.float64)
+    rows = QueryRows.of(CoreCall(q, k, v, positions=POSITIONS), QUERIES, causal=True)
+    drawn = torch.randint(1, 4, (2, HEADS, len(QUERIES), TOKENS), generator=draw).double()
+    weights = drawn * rows.visible[:, None]
+    scores = rows.scores()
+    return rows, weights / weights.sum(-1, keepdim=True), rows.softmax(scores), scores
+
+
+def seen_by(row, query):
+    """Places of the keys that a query sees, one by one."""
+    return [j for j in range(query + 1) if POSITIONS[row, query] - POSITIONS[row, j] == query - j]
+
+
+def mean_rank(values, x):
+    return sum(y < x for y in values) + (sum(y == x for y in values) - 1) / 2
+
+
+def spearman(a, b):
+    ranks = torch.tensor([[mean_rank(x, y) for y in x] for x in (a, b)], dtype=torch.float64)
+    return torch.corrcoef(ranks)[0, 1].item()
+
+
+def by_hand(weights, scores, blocks):
+    """Of one head: lists of what each query gives."""
+    entropies, correlations, far = [], [], []
+    for row in range(2):
+        for r, query in enumerate(QUERIES.tolist()):
+            keys = seen_by(row, query)
+            of_keys = [weights[row, r, j].item() for j in keys]
+            entropies.append(-sum(w * math.log(w) for w in of_keys))
+            correlation = spearman(of_keys, [scores[row, r, j].item() for j in keys])
+            correlations += [] if math.isnan(correlation) else [correlation]
+            first = POSITIONS[row, query].item() // BLOCK - blocks + 1
+            beyond = [w for w, j in zip(of_keys, keys) if POSITIONS[row, j] // BLOCK < first]
+            far += [sum(beyond)] if beyond else []
+    return entropies, correlations, far
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_statistics_are_what_loops_over_pairs_give(example, blocks):
+    rows, student, teacher, scores = example
+    found = head_statistics(rows, student, teacher, scores, (BLOCK, blocks))
+    assert found.keys() == STATISTICS.keys()
+    for head in range(HEADS):
+        entropies, correlations, far = by_hand(student[:, head], scores[:, head], blocks)
+        of_teacher, _, far_of_teacher = by_hand(teacher[:, head], scores[:, head], blocks)
+        expected = {
+            "entropy": entropies,
+            "teacher_entropy": of_teacher,
+            "rank_correlation": correlations,
+            "far_mass": far,
+            "teacher_far_mass": far_of_teacher,
+        }
+        for name, values in expected.items():
+            sums, counts = found[name]
+            assert counts[head] == len(values), name
+            assert sums[head].item() == pytest.approx(sum(values), rel=1e-12), name
+
+
+def test_a_layer_without_a_window_has_no_far_mass(example):
+    found = head_statistics(*example, None)
+    assert found.keys() == STATISTICS.keys() - {"far_mass", "teacher_far_mass"}
+
+
+def test_sums_of_processes_make_the_means_of_all_heads():
+    """Two tensor ranks of two data ranks each, and a layer on another stage."""
+    parts = []
+    for first_head, layer, scale in ((2, 0, 1.0), (0, 0, 2.0), (0, 0, 4.0), (2, 0, 3.0), (0, 1, 5.0)):
+        sums = HeadSums()
+        for _ in range(2):
+            place = Place("error", layer, first_head)
+            sums.add(place, scale * torch.tensor([1.0, 2.0]), torch.tensor(4))
+        parts.append(sums)
+
+    gathered = []
+    for part in parts:
+        part.means(lambda mine: gathered.append(mine) or [mine])
+    means = parts[0].means(lambda mine: gathered)
+    assert means["error"][0].tolist() == [0.75, 1.5, 0.5, 1.0]
+    assert means["error"][1].tolist() == [1.25, 2.5]

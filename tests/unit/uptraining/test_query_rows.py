@@ -1,0 +1,109 @@
+"""The weights of sampled queries are those of the layer, whatever it is, and so are their derivatives."""
+
+import pytest
+import torch
+
+from megakernel import attention
+from megakernel.uptraining.core_call import CoreCall
+from megakernel.uptraining.losses import FLOOR, cross_entropy
+from megakernel.uptraining.query_rows import QueryRows, sample_queries
+
+BATCH, TOKENS, DIM, BLOCK = 2, 13, 4, 4
+QUERIES = torch.tensor([0, 3, 5, 8, 9, 12])
+PACKED = torch.stack([torch.arange(TOKENS), torch.cat([torch.arange(6), torch.arange(7)])])
+PADDED = torch.arange(TOKENS) < torch.tensor([[TOKENS], [9]])
+
+BLOCKS = {"compression": {"block_size": BLOCK, "rank": 2}}
+FORMS = {
+    "flurka": {"preset": "flurka", **BLOCKS},
+    "shared": {"preset": "flurka", **BLOCKS, "near": {"blocks": 2, "join": "shared"}, "far_rope": "centroid"},
+    "flurka_kernel": {"preset": "flurka_kernel", **BLOCKS},
+    "linformer_causal": {"preset": "linformer_causal", **BLOCKS},
+    "hedgehog": "hedgehog",
+    "softmax": "softmax",
+}
+
+
+def example(form, heads=4, kv_heads=2, causal=True, positions=PACKED, padding=None):
+    """A layer of no plain values, and a call of it."""
+    draw = torch.Generator().manual_seed(1)
+    core = attention.build(
+        form, num_heads=heads, num_kv_heads=kv_heads, head_dim=DIM, causal=causal, seed=1
+    ).double()
+    with torch.no_grad():
+        for parameter in core.parameters():
+            parameter += torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+    q, k, v = (
+        torch.randn(BATCH, count, TOKENS, DIM, generator=draw, dtype=torch.float64)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    return core, CoreCall(q, k, v, padding, positions, attention.Rotary(DIM))
+
+
+def whole_matrix(core, call):
+    """(B, H, N, N): outputs where the values are the rows of the identity."""
+    one_hot = torch.eye(TOKENS, dtype=torch.float64).expand(*call.k.shape[:2], -1, -1)
+    return call.run(core, one_hot)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "heads", [(4, 2), (6, 1)], ids=["shared keys", "more queries to a key than numbers in it"]
+)
+def test_weights_are_the_rows_of_the_layers_matrix(form, heads):
+    core, call = example(FORMS[form], *heads)
+    rows = QueryRows.of(call, QUERIES, causal=True)
+    weights = rows.weights(core)
+    torch.testing.assert_close(weights, whole_matrix(core, call)[:, :, QUERIES], rtol=1e-12, atol=1e-14)
+    assert not weights.masked_fill(rows.visible[:, None], 0.0).any()
+    if form == "softmax":
+        torch.testing.assert_close(rows.softmax(rows.scores()), weights, rtol=1e-12, atol=1e-14)
+
+
+def test_padding_sees_nothing_and_is_not_seen():
+    for form in ("softmax", "hedgehog"):
+        core, call = example(form, causal=False, positions=None, padding=PADDED)
+        rows = QueryRows.of(call, QUERIES, causal=False)
+        weights = rows.weights(core)
+        torch.testing.assert_close(weights, whole_matrix(core, call)[:, :, QUERIES], rtol=1e-12, atol=1e-14)
+        assert not weights[1, :, :, 9:].any()
+        assert rows.real.sum(1).tolist() == [6, 4]
+        if form == "softmax":
+            torch.testing.assert_close(rows.softmax(rows.scores()), weights, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "softmax"])
+def test_gradients_of_a_cross_entropy_are_those_of_the_whole_matrix(form):
+    core, call = example(FORMS[form])
+    parameters = list(core.parameters())
+    rows = QueryRows.of(call, QUERIES, causal=True)
+    theirs = rows.softmax(rows.scores())
+    values, slopes = cross_entropy(theirs, rows.weights(core), rows.real)
+    found = torch.autograd.grad(rows.weighted(core, slopes), parameters, allow_unused=True)
+
+    weights = whole_matrix(core, call)[:, :, QUERIES]
+    hidden = ~rows.visible[:, None]
+    expected = -(theirs * weights.masked_fill(hidden, 1.0).clamp(min=FLOOR).log()).sum(-1).mean(-1)
+    torch.testing.assert_close(values, expected)
+    for actual, wanted in zip(found, torch.autograd.grad(expected.sum(), parameters, allow_unused=True)):
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_vanishing_weight_has_a_finite_pull():
+    """Below FLOOR the slopes are those of the line that the values follow."""
+    teacher = torch.ones(1, 1, 1, 4, dtype=torch.float64) / 4
+    student = (
+        torch.tensor([-FLOOR, 0.0, FLOOR / 2, 0.5], dtype=torch.float64).view(1, 1, 1, 4).requires_grad_()
+    )
+    value, slopes = cross_entropy(teacher, student, torch.ones(1, 1, dtype=torch.bool))
+    torch.testing.assert_close(slopes, torch.autograd.grad(value.sum(), student)[0])
+    assert slopes.max() < 0
+    assert slopes.isfinite().all()
+
+
+def test_the_sample_of_queries_is_a_function_of_seed_and_step():
+    sample = sample_queries(1000, 16, 3, 5)
+    assert torch.equal(sample, sample_queries(1000, 16, 3, 5))
+    assert len(sample.unique()) == 16
+    assert not torch.equal(sample, sample_queries(1000, 16, 3, 6))
+    assert sample_queries(5, 16, 3, 5).tolist() == [0, 1, 2, 3, 4]

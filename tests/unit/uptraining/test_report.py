@@ -1,0 +1,35 @@
+"""What an up-training's report says."""
+
+import json
+from math import log
+
+import pytest
+
+from megakernel.uptraining.report import Measured, Report, recovered
+
+
+def test_recovered_is_the_share_of_the_perplexity_gap():
+    assert recovered(log(20), log(12), log(10)) == pytest.approx(0.8)
+    assert recovered(log(20), log(9), log(10)) == pytest.approx(1.1)
+    assert recovered(log(10.05), log(9), log(10)) is None  # a swap that cost half a percent
+
+
+def test_files_have_what_was_measured(tmp_path):
+    report = Report(
+        config="runs/x",
+        window=64,
+        parity=1e-6,
+        identity_loss=None,
+        dense=Measured.untrained("dense", (log(10), log(9))),
+        swapped=Measured.untrained("swapped, untrained", (log(20), log(21))),
+        stages=[Measured("distillation", log(12), log(13), tokens=4096, folder="runs/x/1-main")],
+        ablations=[],
+        heads={"transfer/error/layer_1/head_0": 0.25, "transfer/far_mass/layer_1/head_0": 0.5},
+    )
+    report.write(tmp_path)
+    lines = (tmp_path / "uptrain_report.md").read_text().splitlines()
+    assert "| distillation | 4,096 | 2.4849 | 12.000 | 2.5649 | 80.0% |" in lines
+    assert "| 1 | 0 | 0.25 | 0.5 |" in lines
+    found = json.loads((tmp_path / "uptrain_report.json").read_text())
+    assert found["recovered"] == {"distillation": pytest.approx(0.8)}
+    assert found["stages"][0]["folder"] == "runs/x/1-main"

@@ -1,0 +1,122 @@
+"""Which training runs an uptrain section means."""
+
+from pathlib import Path
+
+import pytest
+
+from megakernel.uptraining.stages import stages
+from tests.unit.config.trees import config, problems
+
+FLURKA = {"preset": "flurka", "compression": {"block_size": 32, "rank": 4}}
+
+
+def made(**uptrain):
+    return config(
+        run={"name": "up", "seed": 5},
+        model={"attention": FLURKA},
+        init={"from": "models/dense"},
+        optimizer={"lr": 1e-3, "mechanism_lr": 1e-2},
+        uptrain=uptrain,
+    )
+
+
+def test_the_main_stage_alone_distils_from_the_dense_model():
+    (only,) = stages(made())
+    run = only.config
+    assert run.run.folder == Path("runs/up/1-main")
+    assert str(run.init.source) == str(run.objective.teacher) == "models/dense"
+    assert (run.objective.kind, run.training.steps, run.uptrain) == ("distill", 100, None)
+
+
+def test_every_stage_starts_from_the_one_before():
+    plan = stages(
+        made(
+            transfer={"steps": 20, "lr": 0.05, "rows": 8},
+            alpha=0.3,
+            anneal=0.2,
+            length={"steps": 7, "seq_len": 1024, "rope_scaling": {"kind": "ntk", "factor": 2.0}},
+            from_scratch=True,
+        )
+    )
+    names = ["1-transfer", "2-base", "3-rank16", "4-rank8", "5-main", "6-length", "7-scratch"]
+    assert [stage.name for stage in plan] == names
+    runs = [stage.config for stage in plan]
+    assert [run.init.source for run in runs] == [
+        Path("models/dense"),
+        *(Path("runs/up") / name for name in names[:5]),
+        None,
+    ]
+    ranks = [run.model.attention.compression.rank for run in runs]
+    assert ranks == [32, 32, 16, 8, 4, 4, 4]
+    # alpha and anneal are shares of training.steps; a run from scratch reads what the transfer read, too.
+    assert [run.training.steps for run in runs] == [20, 30, 10, 10, 50, 7, 120]
+    transfer = runs[0]
+    assert (transfer.optimizer.trained, transfer.optimizer.lr, transfer.objective.rows) == (
+        "mechanism",
+        0.05,
+        8,
+    )
+    assert [run.optimizer.trained for run in runs[1:]] == ["all"] * 6
+    assert [run.objective.kind for run in runs] == ["transfer", *["distill"] * 4, "labels", "labels"]
+    assert (runs[5].training.seq_len, runs[5].model.rope_scaling.factor) == (1024, 2.0)
+    assert len({run.run.seed for run in runs}) == 7  # no stage reads the samples in another's order
+
+
+def test_a_low_rank_base_is_softmax_over_the_same_landmarks():
+    base, main = stages(made(alpha=0.25, base="low_rank"))
+    attention = base.config.model.attention
+    assert (attention.similarity, attention.feature_map, attention.near.join) == ("softmax", None, "shared")
+    assert attention.compression == main.config.model.attention.compression
+    assert (base.config.training.steps, main.config.training.steps) == (25, 75)
+
+
+def test_without_kl_no_teacher_is_loaded():
+    (only,) = stages(made(distill={"kl": 0.0}))
+    assert (only.config.objective.kind, only.config.objective.teacher) == ("labels", None)
+
+
+def test_layers_that_stay_softmax():
+    (only,) = stages(made(layers={"keep": [0, 3]}))
+    kinds = [only.config.model.layer_attention(layer).is_full_softmax for layer in range(4)]
+    assert kinds == [True, False, False, True]
+
+
+def test_a_number_of_layers_is_chosen_after_the_transfer():
+    chosen_later = made(layers={"keep": 1}, transfer={"steps": 5})
+    assert [stage.name for stage in stages(chosen_later)] == ["1-transfer"]
+    transfer, main = stages(chosen_later, kept=[2])
+    assert transfer.config.model.attention_pattern is None  # all layers' errors are needed to choose
+    assert main.config.model.layer_attention(2).is_full_softmax
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"uptrain": {}}, "init.from"),
+        ({"uptrain": {"layers": {"keep": 2}}, "init": {"from": "x"}}, "uptrain.layers.keep"),
+        ({"uptrain": {"layers": {"keep": [4]}}, "init": {"from": "x"}}, "uptrain.layers.keep"),
+        ({"uptrain": {"alpha": 0.8, "anneal": 0.3}, "init": {"from": "x"}}, "uptrain.alpha"),
+        (
+            {"uptrain": {"alpha": 0.3}, "init": {"from": "x"}, "model": {"attention": "hedgehog"}},
+            "uptrain.alpha",
+        ),
+        (
+            {"uptrain": {"length": {"steps": 1, "seq_len": 64}}, "init": {"from": "x"}},
+            "uptrain.length.seq_len",
+        ),
+        ({"objective": {"kind": "distill"}}, "objective.teacher"),
+        ({"objective": {"teacher": "x"}}, "objective.teacher"),
+        ({"objective": {"kind": "distill", "teacher": "x", "rows": 3}}, "objective.rows"),
+        (
+            {"objective": {"kind": "distill", "teacher": "x"}, "parallel": {"pipeline": 2}},
+            "parallel.pipeline",
+        ),
+        (
+            {"objective": {"kind": "distill", "teacher": "x"}, "parallel": {"zero_stage": 3}},
+            "parallel.zero_stage",
+        ),
+        ({"optimizer": {"trained": "mechanism"}, "model": {"attention": "softmax"}}, "optimizer.trained"),
+    ],
+)
+def test_what_is_refused(sections, key):
+    assert key in problems(**sections)

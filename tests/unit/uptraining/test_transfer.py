@@ -1,0 +1,233 @@
+"""Attention transfer: each layer's mechanism is taught by the dense layer, on the dense layer's inputs."""
+
+import pytest
+import torch
+
+from megakernel import attention
+from megakernel.config import Model, Parallel, UserError
+from megakernel.model import IGNORED, LanguageModel, ModelSettings
+from megakernel.parallel import Mesh, prepare_device
+from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.training.cut import cuts
+from megakernel.training.optimizer import freeze
+from megakernel.training.universal_load import whole_shapes
+from megakernel.uptraining.core_call import CoreCall
+from megakernel.uptraining.layers import attention_cores, converted_cores
+from megakernel.uptraining.near_windows import LinearDecay, drop_near_windows
+from megakernel.uptraining.query_rows import QueryRows, sample_queries
+from megakernel.uptraining.transfer import AttentionTransfer
+
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_multiple": 32}
+FLURKA = {"preset": "flurka", "compression": {"block_size": 4, "rank": 2}}
+ROWS, LENGTH, QUERIES = 2, 13, 5
+LAMBDA = 0.3
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("cpu", 0))
+    yield mesh
+    mesh.destroy()
+
+
+def build(mesh, attention, **parts):
+    """A model that is not plain: equal weights where parts are equal."""
+    settings = ModelSettings(Model(**SIZES | parts, attention=attention), vocab_size=32, mesh=mesh)
+    model = LanguageModel(settings)
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(sorted(model.named_parameters())):
+            seed = 1000 + index if ".core." in name else hash_of(name)
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+    return model.double()
+
+
+def mechanisms(student):
+    """Name -> what is left to train of a student."""
+    freeze(student, "mechanism")
+    return {name: x for name, x in student.named_parameters() if x.requires_grad}
+
+
+def hash_of(name):
+    return sum(ord(letter) * (place + 1) for place, letter in enumerate(name))
+
+
+def stream(rows=ROWS):
+    """Packed documents, whose borders are no block's."""
+    tokens = torch.randint(32, (rows, LENGTH), generator=torch.Generator().manual_seed(2))
+    positions = torch.stack([torch.arange(LENGTH), torch.cat([torch.arange(6), torch.arange(7)])])[:rows]
+    return tokens, positions, torch.full_like(tokens, IGNORED), torch.ones(1)
+
+
+def run(teacher, stream):
+    with torch.no_grad():
+        for layer in teacher.walk[:-1]:
+            stream = layer(stream)
+
+
+def calls_of(teacher, stream):
+    """What each attention layer of the teacher was called with, and what it gave."""
+    heard = {}
+    hooks = [
+        core.register_forward_hook(
+            lambda _, args, kwargs, out, index=index: heard.update({index: (CoreCall.of(args, kwargs), out)}),
+            with_kwargs=True,
+        )
+        for index, core in attention_cores(teacher).items()
+    ]
+    run(teacher, stream)
+    for hook in hooks:
+        hook.remove()
+    return heard
+
+
+def loss_of_the_whole(student, heard, step):
+    """The same loss as one graph, from its formula."""
+    total = 0.0
+    for index, (call, target) in heard.items():
+        core = attention_cores(student)[index]
+        error = (call.run(core) - target).square().sum((2, 3)) / target.square().sum((2, 3))
+        rows = QueryRows.of(call, sample_queries(LENGTH, QUERIES, 7, step), causal=True)
+        theirs = rows.softmax(rows.scores())
+        one_hot = torch.eye(LENGTH, dtype=torch.float64).expand(*call.k.shape[:2], -1, -1)
+        weights = call.run(core, one_hot)[:, :, rows.queries]
+        logs = weights.masked_fill(~rows.visible[:, None], 1.0).log()
+        total = total + (error - LAMBDA * (theirs * logs).sum(-1).mean(-1)).mean()
+    return total
+
+
+def test_gradients_are_those_of_the_whole_in_one_graph(mesh):
+    teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
+    trained = mechanisms(student)
+    transfer = AttentionTransfer(
+        teacher, converted_cores(student), query_rows=QUERIES, cross_entropy=LAMBDA, seed=7
+    )
+    transfer.begin(step=3, batch_rows=ROWS)
+    with transfer:
+        run(teacher, stream())
+    loss = transfer.loss()
+    loss.backward()
+    whole = loss_of_the_whole(student, calls_of(teacher, stream()), step=3)
+    torch.testing.assert_close(loss, whole)
+    expected = torch.autograd.grad(whole, list(trained.values()))
+    assert len(expected) == 2 * 5
+    for (name, parameter), gradient in zip(trained.items(), expected):
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-8, atol=1e-12)
+    others = [x for x in student.parameters() if not any(x is own for own in trained.values())]
+    assert all(x.grad is None for x in others + list(teacher.parameters()))
+
+
+def test_micro_batches_add_up(mesh):
+    teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
+    transfer = AttentionTransfer(teacher, converted_cores(student), query_rows=QUERIES)
+    transfer.begin(step=0, batch_rows=ROWS)
+    found = []
+    for parts in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
+        student.zero_grad()
+        transfer.sums.clear()
+        losses = []
+        for part in parts:
+            with transfer:
+                run(teacher, tuple(x[part] if x.dim() == 2 else x for x in stream()))
+            losses.append(transfer.loss())
+            losses[-1].backward()
+        gradients = [x.grad for x in mechanisms(student).values()]
+        found.append((sum(losses), gradients, transfer.sums.means(lambda mine: [mine])))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
+def test_a_window_as_long_as_the_row_leaves_no_error(mesh):
+    """What preflight checks: such a student is the dense model."""
+    wide = {"preset": "flurka", "compression": {"block_size": 16, "rank": 2}}
+    teacher, student = build(mesh, "softmax"), build(mesh, wide).eval()
+    transfer = AttentionTransfer(teacher, converted_cores(student), query_rows=QUERIES)
+    transfer.begin(0, ROWS)
+    with transfer:
+        run(teacher, stream())
+    assert transfer.loss() < 1e-28
+    means = transfer.sums.means(lambda mine: [mine])
+    for layer in range(2):
+        assert means["error"][layer].shape == (4,)
+        assert means["error"][layer].max() < 1e-28
+        torch.testing.assert_close(means["rank_correlation"][layer], torch.ones(4).double())
+        for pair in (("entropy", "teacher_entropy"), ("cross_entropy", "teacher_entropy")):
+            torch.testing.assert_close(*(means[name][layer] for name in pair))
+        assert means["far_mass"][layer].isnan().all()
+
+
+def test_a_step_lowers_the_error_and_nothing_hears_afterwards(mesh):
+    teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
+    optimizer = torch.optim.SGD(mechanisms(student).values(), lr=1e-2)
+    transfer = AttentionTransfer(teacher, converted_cores(student))
+    losses = []
+    for step in range(3):
+        transfer.begin(step, ROWS)
+        with transfer:
+            run(teacher, stream())
+        losses.append(transfer.loss())
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[2] < losses[1] < losses[0]
+    run(teacher, stream())
+    assert transfer.loss() == 0
+
+
+def test_only_the_mechanisms_are_trained(mesh):
+    student = build(mesh, FLURKA)
+    names = mechanisms(student)
+    assert {name.split(".self_attention.core.")[1] for name in names} == {
+        "pool_keys",
+        "pool_values",
+        "gate_bias",
+        "gate_weight",
+        "projection.matrix",
+    }
+    with pytest.raises(UserError, match=r"optimizer.trained=mechanism .* no weights"):
+        freeze(build(mesh, "linear"), "mechanism")
+
+
+@pytest.mark.parametrize(
+    ("student", "reason"),
+    [
+        ({"num_kv_heads": 4}, r"kv_heads=range\(0, 4\) where the teacher has range\(0, 2\)"),
+        ({"head_dim": 8}, "head_dim=8 where the teacher has 4"),
+        ({"num_layers": 3}, "layer 2 is a layer that the teacher does not have"),
+        ({"attention": "mlk"}, r"layer 0 wants 2 keys at a position, .* take mixture.kind: shifted"),
+    ],
+)
+def test_a_student_that_cannot_take_the_teachers_tokens_is_refused(mesh, student, reason):
+    student = build(mesh, **{"attention": FLURKA} | student)
+    with pytest.raises(UserError, match=reason):
+        AttentionTransfer(build(mesh, "softmax"), converted_cores(student))
+
+
+def test_a_teacher_that_keeps_a_graph_is_refused(mesh):
+    teacher = build(mesh, "softmax")
+    transfer = AttentionTransfer(teacher, converted_cores(build(mesh, FLURKA)))
+    with transfer, pytest.raises(RuntimeError, match="no_grad"):
+        teacher(*stream())
+
+
+def test_kept_layers_are_left_alone(mesh):
+    hybrid = build(mesh, FLURKA, attention_pattern=["softmax", "main"])
+    assert list(converted_cores(hybrid)) == [1]
+    assert isinstance(attention_cores(hybrid)[0], attention.softmax.SoftmaxAttention)
+
+
+def test_near_windows_open_by_and_by(mesh):
+    student = build(mesh, FLURKA)
+    drop_near_windows(student, LinearDecay(start=1.0, steps=4), seed=3)
+    cores = attention_cores(student)
+    shares = []
+    for step in range(6):
+        attention.redraw(student, step)
+        shares.append([core.near_dropout.shut.double().mean().item() for core in cores.values()])
+    assert shares[0] == [1.0, 1.0]
+    assert shares[4] == shares[5] == [0.0, 0.0]
+    assert [LinearDecay(0.8, 4)(step) for step in (0, 1, 4, 9)] == pytest.approx([0.8, 0.6, 0, 0])
+    # Loading a checkpoint asks for what a checkpoint holds.
+    assert whole_shapes(student, cuts(student), mesh.tp).keys() == cuts(student).keys()
+    with pytest.raises(UserError, match=r"model.attention has none; take near"):
+        drop_near_windows(build(mesh, "flurka_kernel"), LinearDecay(1.0, 4), seed=3)
