@@ -1,9 +1,8 @@
 """What is known before any step: that the dense model is read right, what it predicts, and what the swap costs."""
 
 import math
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +12,7 @@ from megakernel.model import LanguageModel
 from megakernel.parallel import Mesh
 from megakernel.training.weight_source import WeightSource
 
+from .ablations import as_sliding_window
 from .validation import Validation
 
 IDENTITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -24,18 +24,12 @@ PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 PARITY_TOKENS = 256
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """Losses in nats per token on the validation samples."""
+LONGEST_WINDOWED = 8192
+"""Tokens per row up to which the sliding window is measured, which forms every pair of them."""
 
-    dense_loss: float
-    """Of the dense model."""
 
-    swapped_loss: float
-    """Of the student before any step: the dense model's weights, mechanisms as drawn."""
-
-    identity_loss: float | None
-    """Of a student whose near window covers the row: the dense model again; None where rows are cut in pieces."""
+class Preflight(NamedTuple):
+    """Losses in nats per token on the validation samples; pairs are of all tokens, and of those beyond the window."""
 
     parity: float | None
     """Largest difference to the logits of `transformers`, as a share of the largest.
@@ -43,9 +37,17 @@ class Preflight:
     None of a run, and where rows are cut in pieces.
     """
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    identity_loss: float | None
+    """Of a student whose near window covers the row: the dense model again; None where rows are cut in pieces."""
+
+    dense: tuple[float, float]
+    """Of the dense model."""
+
+    swapped: tuple[float, float]
+    """Of the student before any step: the dense model's weights, mechanisms as drawn."""
+
+    sliding: tuple[float, float] | None
+    """Of the dense model through a sliding window with sinks; None where rows are too long or cut in pieces."""
 
 
 def preflight(validation: Validation, source: WeightSource) -> Preflight:
@@ -54,19 +56,35 @@ def preflight(validation: Validation, source: WeightSource) -> Preflight:
     Raises UserError, alike on all ranks, where the dense model is not what `transformers` or the student make of it.
     """
     config, mesh = validation.config, validation.mesh
-    dense = validation.model(source.model(), source)
-    dense_loss = validation.loss(dense)
+    window, length = near_window(config), config.training.evaluation_len
     whole = mesh.cp.size == 1
-    parity = _parity(dense, source.folder, mesh) if whole and source.checkpoint is None else None
-    del dense
-    swapped_loss = validation.loss(validation.model(config.model, source))
+    model = validation.model(source.model(), source)
+    dense = validation.losses(model, window)
+    parity = _parity(model, source.folder, mesh) if whole and source.checkpoint is None else None
+    sliding = None
+    if whole and length <= LONGEST_WINDOWED:
+        as_sliding_window(model, window)
+        sliding = validation.losses(model, window)
+    del model
+    swapped = validation.losses(validation.model(config.model, source), window)
     identity_loss = None
     if whole:
-        covered = _covered(config.model, config.training.evaluation_len)
-        identity_loss = validation.loss(validation.model(covered, source))
-    found = Preflight(dense_loss, swapped_loss, identity_loss, parity)
+        identity_loss = validation.loss(validation.model(_covered(config.model, length), source))
+    found = Preflight(parity, identity_loss, dense, swapped, sliding)
     _check(found, config, source)
     return found
+
+
+def near_window(config: Config) -> int:
+    """Tokens of the largest near window of the configured layers; 0 where there is none."""
+    attentions = (config.model.layer_attention(layer) for layer in range(config.model.num_layers))
+    return max((_window(attention) for attention in attentions), default=0)
+
+
+def _window(attention: Attention) -> int:
+    if attention.near is None:
+        return 0
+    return (attention.block_size or 0) * attention.near.blocks
 
 
 def _covered(model: Model, length: int) -> Model:
@@ -115,13 +133,14 @@ def _check(found: Preflight, config: Config, source: WeightSource) -> None:
             f"largest, more than {PARITY_TOLERANCE[dtype]:.0e} in {dtype}; its config.json asks for something that "
             "Megakernel does not know: take training.dtype=float32 to see whether it is rounding"
         )
-    identity = found.dense_loss if found.identity_loss is None else found.identity_loss
-    if not abs(identity - found.dense_loss) <= IDENTITY_TOLERANCE[dtype]:
+    dense_loss, swapped_loss = found.dense[0], found.swapped[0]
+    identity = dense_loss if found.identity_loss is None else found.identity_loss
+    if not abs(identity - dense_loss) <= IDENTITY_TOLERANCE[dtype]:
         raise UserError(
             f"model: with windows as long as the row it loses {identity:.4f} and the dense model "
-            f"{found.dense_loss:.4f}; give it the dense model's section, see `megakernel import {source.folder}`"
+            f"{dense_loss:.4f}; give it the dense model's section, see `megakernel import {source.folder}`"
         )
-    if not math.isfinite(found.swapped_loss):
+    if not math.isfinite(swapped_loss):
         raise UserError(
-            f"model.attention: its loss is {found.swapped_loss} before any step; take feature_map: hedgehog"
+            f"model.attention: its loss is {swapped_loss} before any step; take feature_map: hedgehog"
         )

@@ -14,9 +14,9 @@ from megakernel.training.trainer import Trainer
 from megakernel.training.weight_source import WeightSource
 from megakernel.training.whole_file import write_whole
 
-from .preflight import preflight
+from .preflight import Preflight, preflight
 from .stages import Stage, stages
-from .summary import Before, head_scalars, measure_before, summarize, worst_layers
+from .summary import head_scalars, summarize, worst_layers
 from .validation import Validation
 
 BEFORE = "before.json"
@@ -98,14 +98,14 @@ class Uptraining:
                 "make it writable, free space or choose another run.root"
             ) from None
 
-    def _before(self, validation: Validation, source: WeightSource) -> Before:
+    def _before(self, validation: Validation, source: WeightSource) -> Preflight:
         """What the dense model and the untrained student predict, measured once."""
         file = self.folder / BEFORE
         known = self.ranks.first(lambda: _read(file))
         if known is not None:
-            return Before(**known)
+            return Preflight(**known)
         self._note(f"preflight of {source.folder}")
-        found = measure_before(validation, source, preflight(validation, source))
+        found = preflight(validation, source)
         self.ranks.first(lambda: write_whole(file, json.dumps(found._asdict(), indent=1) + "\n"))
         return found
 

@@ -35,6 +35,10 @@ class Validation:
         """A frozen model with the weights of `source`; see `frozen_model`."""
         return frozen_model(self.settings, model, source, DTYPES[self.config.training.dtype])
 
+    def losses(self, model: LanguageModel, window: int) -> tuple[float, float]:
+        """`loss` of all tokens, and of those beyond the window."""
+        return self.loss(model), self.loss(model, window)
+
     def loss(self, model: LanguageModel, beyond: int = 0) -> float:
         """Nats per token, in evaluation; of the tokens with at least `beyond` others of their document before them."""
         if beyond not in self._streams:
