@@ -16,3 +16,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A prepared corpus: part of the standard library's source files."""
+    from launch.cli import main
+
+    folder = tmp_path_factory.mktemp("data") / "stdlib"
+    command = f"prepare --source stdlib --tokenizer byte --out {folder} --max-documents 60 --validation-fraction 0.1"
+    assert main(command.split()) == 0
+    return folder

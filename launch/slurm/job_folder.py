@@ -8,6 +8,7 @@ from typing import Any
 
 from megakernel.config.cluster import Cluster
 from megakernel.training import events
+from megakernel.training.whole_file import write_whole
 
 from .errors import NotFound
 
@@ -82,9 +83,7 @@ class JobFolder:
     def add(self, jobs: list[Job]) -> None:
         """Write down new jobs."""
         record = {"run": self.name, "jobs": [asdict(job) for job in (*self.jobs(), *jobs)]}
-        staged = self._file.with_name(FILE + ".partial")
-        staged.write_text(json.dumps(record, indent=1) + "\n")
-        staged.replace(self._file)
+        write_whole(self._file, json.dumps(record, indent=1) + "\n")
 
     def submission(self, name: str) -> Path:
         """Folder of a submission."""

@@ -10,11 +10,10 @@ from megakernel.model import LanguageModel, cast, rotate_by
 from megakernel.parallel import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
 
+from .dtypes import DTYPES
 from .trained_run import TrainedRun
 from .trainer import model_settings
 from .weights import load_whole_weights
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @contextmanager
@@ -29,6 +28,6 @@ def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) ->
         # A run whose rows grow may change its frequencies with them: the weights know those they were trained with.
         rotate_by(model, run.config.training.phase_behind(run.checkpoint.step).model(run.config.model))
         load_whole_weights(model, run.checkpoint)
-        yield cast(model, _DTYPES[run.config.training.dtype]).to(device).eval()
+        yield cast(model, DTYPES[run.config.training.dtype]).to(device).eval()
     finally:
         mesh.destroy()

@@ -1,6 +1,7 @@
 """What `init.from` and `objective.teacher` name: weights, and the model that they are weights of."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megakernel.config import Config, Model, UserError, from_yaml
@@ -55,7 +56,7 @@ class WeightSource:
         """
         if self.checkpoint is None:
             return DenseCheckpoint(self.folder)
-        whole = without_updates(CheckpointTensors(self.checkpoint), self._config(self.checkpoint))
+        whole = without_updates(CheckpointTensors(self.checkpoint), self._config)
         return Converted(whole, self.model(), model)
 
     def model(self) -> Model:
@@ -65,12 +66,14 @@ class WeightSource:
         """
         if self.checkpoint is None:
             return DenseCheckpoint(self.folder).model
-        config = self._config(self.checkpoint)
+        config = self._config
         section = config.training.phase_behind(self.checkpoint.step).model(config.model)
         return section.model_copy(update={"max_positions": section.max_positions or config.training.seq_len})
 
-    def _config(self, checkpoint: Checkpoint) -> Config:
-        file = checkpoint.folder.parents[1] / "config.yaml"
+    @cached_property
+    def _config(self) -> Config:
+        assert self.checkpoint is not None
+        file = self.checkpoint.folder.parents[1] / "config.yaml"
         if not file.is_file():
             raise UserError(
                 f"{self.key}={self.folder} is a checkpoint without its run: {file} is missing; give the run's folder"

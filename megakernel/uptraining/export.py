@@ -14,6 +14,7 @@ from data_pipeline import tokenizers
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Model, UserError
 from megakernel.training.checkpoint_files import CheckpointTensors
+from megakernel.training.dtypes import DTYPES
 from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
 from megakernel.training.universal import WEIGHT
@@ -25,7 +26,7 @@ from .dense.tokenizer import save_tokenizer
 from .folding import without_updates
 from .shards import write_tensors
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = DTYPES | {"float16": torch.float16}
 
 
 def export(
@@ -50,7 +51,7 @@ def export(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to} is in use; name a new folder")
     tokenizer = tokenizers.load(tokenizer_folder(run_folder))
-    source = _Source(run, tokenizer, DTYPES[dtype or run.config.training.dtype])
+    source = _Source(run, tokenizer, _DTYPES[dtype or run.config.training.dtype])
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent) as partial:
         folder = Path(partial) / "model"

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from megakernel.config import Config
 from megakernel.model import LanguageModel, ModelSettings
+from megakernel.training.dtypes import DTYPES
 from megakernel.training.ranks import Ranks
 from megakernel.training.weight_source import WeightSource
 
@@ -14,9 +13,6 @@ from .distilled import DistilledModel
 from .frozen import frozen_model
 from .teacher import Teacher
 from .transferred import TransferModel
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""By the name in training.dtype."""
 
 
 def model_maker(config: Config, ranks: Ranks) -> Callable[[ModelSettings], LanguageModel]:

@@ -26,18 +26,15 @@ class Teacher:
         """This tensor rank's rows (V / tp, C) of its head."""
         return self.model.output_matrix
 
-    def share(self, student: nn.Module) -> int:
-        """Use the student's tensor for every weight that it never updates and that is equal; returns the bytes saved.
+    def share(self, student: nn.Module) -> None:
+        """Use the student's tensor for every weight that it never updates and that is equal.
 
         Called once the student has its weights.
         """
         theirs = dict(student.named_parameters())
-        saved = 0
         for name, own in self.model.named_parameters():
             other = theirs.get(name)
             if other is None or other.requires_grad or other.dtype != own.dtype:
                 continue
             if other.data_ptr() != own.data_ptr() and torch.equal(own, other):
-                saved += own.nbytes
                 own.data = other.data
-        return saved

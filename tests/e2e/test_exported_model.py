@@ -25,14 +25,6 @@ STILL = ("optimizer.lr=1e-30", "optimizer.weight_decay=0", "training.steps=1", *
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "stdlib"
-    command = f"prepare --source stdlib --tokenizer byte --out {folder} --max-documents 60 --validation-fraction 0.1"
-    assert main(command.split()) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
 def run(tmp_path_factory, corpus):
     """FLuRKA with both kinds of near windows, softmax and Performer, over two tensor ranks; its rows grow."""
     config = write_config(tmp_path_factory.mktemp("runs"), corpus)

@@ -28,14 +28,6 @@ SAME = ("step", "train/loss", "train/grad_norm", "eval/loss")
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "stdlib"
-    command = f"prepare --source stdlib --tokenizer byte --out {folder} --max-documents 60 --validation-fraction 0.1"
-    assert main(command.split()) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, corpus):
     return train(write_config(tmp_path_factory.mktemp("whole"), corpus), 2, *OPTIONS)
 

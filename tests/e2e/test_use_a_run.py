@@ -18,14 +18,6 @@ OPTIONS = ("training.steps=4", "training.eval_every=2", "checkpoint.every=2", "l
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "stdlib"
-    command = f"prepare --source stdlib --tokenizer byte --out {folder} --max-documents 60 --validation-fraction 0.1"
-    assert main(command.split()) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
 def config(tmp_path_factory, corpus):
     return write_config(tmp_path_factory.mktemp("runs"), corpus)
 
