@@ -10,7 +10,7 @@ from typing import Any
 from megakernel.config import from_yaml
 from megakernel.training import heartbeat
 
-from .job_folder import JobFolder
+from .job_folder import JobFolder, saved_step
 from .live import states_of
 from .states import JobState
 
@@ -58,6 +58,9 @@ class RunStatus:
     saved: int
     """Steps behind the newest checkpoint."""
 
+    stage: str | None
+    """Of an up-training: which one trains, or was the last. Steps and speed are its own."""
+
     loss: float | None
     tokens_per_sec: float | None
 
@@ -90,6 +93,7 @@ class RunStatus:
             "why": self.why,
             "ETA": self.eta,
             "restarts": str(self.restarts),
+            "stage": self.stage or "",
             "step": self.progress,
             "saved": f"step {self.saved}" if self.saved else "",
             "loss": "" if self.loss is None else f"{self.loss:.4f}",
@@ -109,10 +113,11 @@ def status_of(run: JobFolder) -> RunStatus:
     job = _current(states)
     events = run.events(job.job)
     started = [event for event in events if event["event"] == "started"]
-    logged = _last_logged(run.path / "metrics.jsonl")
-    steps, tokens = _whole(run)
+    training = run.training
+    logged = _last_logged(training / "metrics.jsonl")
+    steps, tokens = _whole(training)
     speed = logged.get("throughput/tokens_per_sec")
-    beat = _heartbeat(run.path) if job.is_live and not job.is_pending else {}
+    beat = _heartbeat(training) if job.is_live and not job.is_pending else {}
     return RunStatus(
         run=str(run.path),
         job=job.job,
@@ -122,7 +127,8 @@ def status_of(run: JobFolder) -> RunStatus:
         restarts=started[-1].get("restart", 0) if started else 0,
         step=logged.get("step"),
         steps=steps,
-        saved=run.saved_step(),
+        saved=saved_step(training),
+        stage=None if training == run.path else training.name,
         loss=logged.get("train/loss"),
         tokens_per_sec=speed,
         heartbeat=max(0.0, time.time() - beat["time"]) if beat else None,
@@ -162,9 +168,9 @@ def _eta(job: JobState, tokens: int | None, done: float | None, speed: float | N
     return str(timedelta(seconds=round((tokens - done) / speed)))
 
 
-def _whole(run: JobFolder) -> tuple[int | None, int | None]:
-    """Steps and tokens of the whole run."""
-    file = run.path / "config.yaml"
+def _whole(run: Path) -> tuple[int | None, int | None]:
+    """Steps and tokens of the whole run, or stage."""
+    file = run / "config.yaml"
     if not file.exists():
         return None, None
     config = from_yaml(file.read_text(encoding="utf-8"), str(file))
