@@ -88,7 +88,7 @@ class Uptraining:
                         for item in fixed
                     ]
                 )
-        elif any(self.folder.glob(remains) for remains in _REMAINS):
+        elif any(list(self.folder.glob(remains)) for remains in _REMAINS):
             raise UserError(
                 f"run.name={self.config.run.name}: {self.folder} holds the output of a run but no config.yaml; "
                 "restore it, or choose another run.name"
