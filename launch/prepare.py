@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="directories and files (.jsonl, .ndjson and .parquet hold a document per row, any other UTF-8 "
         "file is one document), hf:NAME[:CONFIG] for a dataset of the hub, or stdlib (this Python's library; with "
-        "--labels package, functions of eight of its packages)",
+        "--labels package, functions of eight of its packages), or task:NAME[:key=value,...] for examples that are made "
+        "(docs/evaluation.md)",
     )
     parser.add_argument(
         "--tokenizer",
