@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.samples import BlendedSamples
 from megakernel.evaluation.far_context import bucket_starts, measure_far
-from data_pipeline.corpus import PreparedCorpus
 from tests.unit.data.conftest import prepared, write_jsonl
 
 SEQ_LEN, NEAR, EOD, VOCABULARY = 128, 16, 256, 257
@@ -28,15 +28,15 @@ class LetterShares:
         before = torch.cat([torch.zeros_like(counts[:, :1]), counts], 1)
         counts = counts - before.gather(1, begun[..., None].expand_as(counts))
         shares = counts / counts.sum(-1, keepdim=True)
-        return shares.clamp(min=1e-6).log().transpose(0, 1)  # the end of a document has not been there before
+        return shares.clamp(min=1e-6).log().transpose(0, 1)
 
     def logits(self, hidden):
         return hidden.transpose(0, 1)
 
 
 def letters(folder: Path, names: str, **request) -> PreparedCorpus:
-    """A document of one letter, 300 times, for each."""
-    source = write_jsonl(folder / "letters.jsonl", [name * 300 for name in names])
+    """A document of one letter for each, in whole rows."""
+    source = write_jsonl(folder / "letters.jsonl", [name * (3 * SEQ_LEN - 1) for name in names])
     manifest = prepared(folder / "letters", [str(source)], validation_fraction=0.0, **request)
     return PreparedCorpus(folder / "letters", 1.0, manifest)
 
@@ -53,11 +53,12 @@ def test_other_documents_stand_before_the_nearest_tokens_and_nowhere_else(tmp_pa
     assert [bucket.first for bucket in buckets] == [32, 64]
     for bucket in buckets:
         assert bucket.last == bucket.first + NEAR - 1
-        assert bucket.tokens > NEAR
+        assert bucket.tokens == 9 * NEAR
+        assert bucket.loss == pytest.approx(0, abs=1e-3)
         # Of p + 1 tokens up to position p, first - NEAR are other letters.
         places = range(bucket.first, bucket.first + NEAR)
         shares = [(p + 1 - (bucket.first - NEAR)) / (p + 1) for p in places]
-        assert bucket.gain == pytest.approx(-sum(map(math.log, shares)) / NEAR, rel=0.1)  # documents end inside
+        assert bucket.gain == pytest.approx(-sum(map(math.log, shares)) / NEAR, rel=2e-3)  # the clamp
 
 
 def test_buckets_have_something_that_is_far():
