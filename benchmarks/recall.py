@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.recall --out benchmarks/results/recall_cpu.md
 
-Each mechanism is trained by `megakernel pretrain configs/tasks/mqar.yaml` on examples that `megakernel prepare --source
-task:mqar` makes, each seen once, and measured by `megakernel evaluate --task mqar` on examples that are in no corpus. What
-is `section.key=value` on the command line is laid over the configuration of all of them. Runs lie in runs/recall, examples in
-data/recall; what is done is read, not repeated.
+Each mechanism is trained by `megakernel pretrain configs/tasks/mqar.yaml` on examples that `megakernel prepare
+--source task:mqar` makes, each seen once, and measured by `megakernel evaluate --task mqar` on others. What is
+`section.key=value` on the command line is laid over the configuration of all of them. Runs lie in runs/recall,
+examples in data/recall; what is done is read, not repeated.
 """
 
 import argparse
@@ -83,9 +83,7 @@ class Outcome:
     def row(self) -> str:
         """Its line of the table."""
         losses = " | ".join(f"{loss:.3f}" for loss in self.losses.values())
-        return (
-            f"| `{self.mechanism}` | {losses} | {self.loss:.3f} | **{self.accuracy:.1%}** | {self.step_time:.3f} |"
-        )
+        return f"| `{self.mechanism}` | {losses} | {self.loss:.3f} | **{self.accuracy:.1%}** | {self.step_time:.3f} |"
 
 
 def prepare(plan: Plan) -> None:
@@ -99,7 +97,10 @@ def prepare(plan: Plan) -> None:
 
 def train(plan: Plan, preset: str) -> Outcome:
     """Train and measure one mechanism, or read what is there."""
-    overrides = [f"run.name={file_name(plan.task)}-{preset}", f"model.attention={json.dumps(plan.attention(preset))}"]
+    overrides = [
+        f"run.name={file_name(plan.task)}-{preset}",
+        f"model.attention={json.dumps(plan.attention(preset))}",
+    ]
     config = plan.config(*overrides)
     folder = config.run.folder
     laid_over = [f"data.train={plan.data}", "run.root=runs/recall", *plan.overrides, *overrides]
@@ -120,10 +121,15 @@ def train(plan: Plan, preset: str) -> Outcome:
 
 def _megakernel(arguments: Sequence[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "launch.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "launch.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if done.returncode:
-        raise SystemExit(f"megakernel {' '.join(arguments)} ended with status {done.returncode}\n{done.stdout}")
+        raise SystemExit(
+            f"megakernel {' '.join(arguments)} ended with status {done.returncode}\n{done.stdout}"
+        )
 
 
 def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
@@ -132,7 +138,13 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
     config = plan.config()
     training, model = config.training, config.model
     steps = list(outcomes[0].losses)
-    columns = ["preset", *(f"loss, step {step}" for step in steps), "loss of answers", "answers right", "s/step"]
+    columns = [
+        "preset",
+        *(f"loss, step {step}" for step in steps),
+        "loss of answers",
+        "answers right",
+        "s/step",
+    ]
     return "\n".join(
         [
             "# Multi-query associative recall by mechanism",
@@ -141,10 +153,10 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
             "",
             f"`{plan.task}`: {plan.pairs} pairs of a key and a value, then each key asks for its value. "
             f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, {training.steps} steps of "
-            f"{training.global_batch_size} examples, {training.dtype}, learning rate {config.optimizer.lr:g}, one seed. "
-            f"FLuRKA has blocks of {plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, counts "
-            f"answers alone; one of 26 values at random costs 3.26 nats and is right in 3.8 % of the cases. Losses by step "
-            f"are of held-out examples, the last ones and the share of right answers of {EXAMPLES} others.",
+            f"{training.global_batch_size} examples, {training.dtype}, learning rate {config.optimizer.lr:g}, one "
+            f"seed. FLuRKA has blocks of {plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, "
+            "counts answers alone; one of 26 values at random costs 3.26 nats and is right in 3.8 % of the cases. Losses by "
+            f"step are of held-out examples, the last ones and the share of right answers of {EXAMPLES} others.",
             "",
             f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
             *(found.row() for found in outcomes),
@@ -156,7 +168,9 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """0 once every mechanism is measured and the page is written."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over configs/tasks/mqar.yaml")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="over configs/tasks/mqar.yaml"
+    )
     parser.add_argument("--only", nargs="+", choices=PRESETS, default=MECHANISMS, metavar="PRESET")
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--block-size", type=int, default=16)

@@ -25,9 +25,7 @@ class AnsweredTokens(NamedTuple):
         return flags
 
 
-def encode_answered(
-    tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, int]]
-) -> AnsweredTokens:
+def encode_answered(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, int]]) -> AnsweredTokens:
     """The tokens of a text and of the answers in it, which are stretches of characters in order.
 
     Answers and what stands between them are encoded apart, so no token lies across an answer's edge.

@@ -102,7 +102,9 @@ def prepare(
         request.source, columns=request.columns, split=request.split, include=list(request.include)
     )
     if source.endless and request.max_documents is None:
-        raise UserError(f"--source {' '.join(request.source)} has no end; say how many with --max-documents N")
+        raise UserError(
+            f"--source {' '.join(request.source)} has no end; say how many with --max-documents N"
+        )
     with _appearing_whole(out) as folder:
         with console.status("tokenizer"):
             texts = (text for document in _documents(source, request) for text in document.texts)

@@ -186,9 +186,7 @@ class CorpusSamples:
         return self._cache / f"{self._split}-{content}-length{self._seq_len}-seed{self._seed}-epoch{epoch}"
 
 
-def _joined(
-    files: IndexedDataset, parts: list[tuple[int, int, int]], dtype: type[np.generic]
-) -> np.ndarray:
+def _joined(files: IndexedDataset, parts: list[tuple[int, int, int]], dtype: type[np.generic]) -> np.ndarray:
     """Stretches of documents, each (document, offset, length), one after the other."""
     found = [files.get(document, offset=offset, length=length) for document, offset, length in parts]
     return np.concatenate(found, dtype=dtype, casting="unsafe")

@@ -40,6 +40,7 @@ class Source(ABC):
         self.total = total
         self.skipped: Counter[str] = Counter()
         """Documents of the latest reading that were passed over, by reason."""
+        self._tokenizer: Tokenizer | None = None
 
     def __iter__(self) -> Iterator[Document]:
         """The documents that have text; the others are counted in `skipped`."""
@@ -51,7 +52,8 @@ class Source(ABC):
                 self.skipped["empty"] += 1
 
     def encoded_by(self, tokenizer: Tokenizer) -> None:
-        """Be told what the documents are encoded by, before they are read to be written."""
+        """Be told what the documents that are read from now on are encoded by."""
+        self._tokenizer = tokenizer
 
     @abstractmethod
     def _read(self) -> Iterator[Document]:
@@ -156,7 +158,9 @@ def _task(spec: str, columns: Columns) -> Source:
     from data_pipeline.synthetic.source import TaskSource
 
     if columns.label is not None:
-        raise UserError(f"--labels {columns.label} is a column of tables, and task:{spec} is none; leave it out")
+        raise UserError(
+            f"--labels {columns.label} is a column of tables, and task:{spec} is none; leave it out"
+        )
     return TaskSource.named(spec)
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launch.run_arguments import add_run_arguments
 
@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "options (docs/evaluation.md); may be given several times",
     )
     parser.add_argument(
-        "--samples", type=int, metavar="N", help="validation samples (default: those of the run), and examples of each length"
+        "--samples",
+        type=int,
+        metavar="N",
+        help="validation samples (default: those of the run), and examples of each length",
     )
     parser.add_argument(
         "--seq-len", type=int, metavar="L", help="tokens per sample (default: that of the run)"
@@ -48,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline-weights", type=Path, metavar="DIR", help="its weights (default: drawn from run.seed)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables: an object, with --task a list")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of tables: an object, with --task a list"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -60,7 +60,9 @@ class Mqar(Task):
         """More keys than there are, and more queries than keys."""
         yield from super().problems()
         if self.pairs > len(symbols.LOWER) ** self.key_length:
-            reason = f"exceeds the {len(symbols.LOWER) ** self.key_length} keys of key_length={self.key_length}"
+            reason = (
+                f"exceeds the {len(symbols.LOWER) ** self.key_length} keys of key_length={self.key_length}"
+            )
             yield Problem("pairs", self.pairs, reason, f"set key_length={self.key_length + 1}")
         if self.asked > self.pairs:
             yield Problem("queries", self.queries, f"exceeds pairs={self.pairs}", f"set at most {self.pairs}")

@@ -20,7 +20,10 @@ from .task import TRAINING, Task
 
 
 class TaskSource(Source):
-    """The examples of a task one after the other, without end."""
+    """The examples of a task one after the other, without end.
+
+    Until `encoded_by` has said what their length is counted in, a character is a token.
+    """
 
     endless = True
 
@@ -29,7 +32,6 @@ class TaskSource(Source):
         super().__init__()
         self._task = task
         self._filler = open_filler(task)
-        self._tokenizer: Tokenizer | None = None
 
     @classmethod
     def named(cls, spec: str) -> "TaskSource":
@@ -37,10 +39,6 @@ class TaskSource(Source):
         option = "--source task:"
         name, texts = split(spec, option)
         return cls(make(kind_of(name, TASKS, option), name, texts, option))
-
-    def encoded_by(self, tokenizer: Tokenizer) -> None:
-        """Make examples as long as the task says in this tokenizer's tokens; until then a character is a token."""
-        self._tokenizer = tokenizer
 
     def describe(self) -> dict[str, Any]:
         """Kind, name and options."""

@@ -21,9 +21,7 @@ def split(spec: str, option: str) -> tuple[str, dict[str, str]]:
     for item in rest.split(",") if colon else ():
         key, equals, text = item.partition("=")
         if not (key and equals and text):
-            raise UserError(
-                f"{option} {spec}: {item!r} is no key=value; write {name}:key=value,key=value"
-            )
+            raise UserError(f"{option} {spec}: {item!r} is no key=value; write {name}:key=value,key=value")
         if key in texts:
             raise UserError(f"{option} {spec}: {key} is written twice; keep one of them")
         texts[key] = text

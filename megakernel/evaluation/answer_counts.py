@@ -136,7 +136,9 @@ class AnswerCounts:
             row = {cell.depth: cell for cell in self.cells if cell.length == length}
             found = self.at(length)
             by_depth = (f"{row[depth].accuracy:.0%}" if depth in row else "" for depth in self.depths)
-            rows.append((f"{length:,}", *by_depth, f"{found.answers:,}", f"{found.accuracy:.1%}", number(found.loss)))
+            rows.append(
+                (f"{length:,}", *by_depth, f"{found.answers:,}", f"{found.accuracy:.1%}", number(found.loss))
+            )
         title = f"{self.task}: answers of {self.run} at step {self.step}"
         if self.depths:
             title += ", right by length and by depth of what is asked for"

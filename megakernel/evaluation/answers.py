@@ -49,14 +49,19 @@ class AnswersTask:
                 "give a run of a causal_lm, or --task lm"
             )
         if self.samples < 1:
-            raise UserError(f"--task {self.spec}: samples={self.samples} leaves nothing to evaluate; give 1 or more")
+            raise UserError(
+                f"--task {self.spec}: samples={self.samples} leaves nothing to evaluate; give 1 or more"
+            )
         for task in self.at_lengths:
             check_positions(source.config, task.length, f"--task {self.spec}: length")
 
     def measure(self, subject: Subject, progress: Progress) -> "AnswerCounts":
         """Accuracy and loss by length and depth."""
         sizes = [self._examples(task) for task in self.at_lengths]
-        passes = [-(-size // rows_per_pass(subject.config, task.length)) for task, size in zip(self.at_lengths, sizes)]
+        passes = [
+            -(-size // rows_per_pass(subject.config, task.length))
+            for task, size in zip(self.at_lengths, sizes)
+        ]
         done = 0
 
         def step() -> None:
@@ -118,11 +123,11 @@ def _scored(subject: Subject, examples: Sequence[Example]) -> Iterator[tuple[np.
 
     rows = [encode_answered(subject.tokenizer, example.text, example.answers) for example in examples]
     tokens, scored = _padded(rows, subject.tokenizer.eod)
-    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    positions = torch.arange(tokens.shape[1]).repeat(len(rows), 1)
     # The place before a token predicts it; an example begins with no answer.
     labels, chosen = tokens.roll(-1, dims=1), scored.roll(-1, dims=1)
     inputs = (part.to(subject.device) for part in (tokens, positions, labels, chosen))
-    found = predict(subject.model, *inputs, subject.tokenizer.vocab_size)
+    found = predict(subject.model, subject.tokenizer.vocab_size, *inputs)
     counts = chosen.sum(1).tolist()
     for row, losses, right in zip(rows, found.losses.split(counts), found.right.split(counts)):
         sizes = [end - start for start, end in row.answers]

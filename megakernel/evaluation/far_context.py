@@ -129,7 +129,11 @@ def measure_far(
         batch = objective.batch(indices, Share())
         others = torch.stack([_others(samples, index) for index in indices])
         for start in starts:
-            scored = batch.loss_mask & (batch.positions >= start) & (batch.positions < min(2 * start, start + near))
+            scored = (
+                batch.loss_mask
+                & (batch.positions >= start)
+                & (batch.positions < min(2 * start, start + near))
+            )
             if not scored.any():
                 continue
             # Nothing behind the last prediction has a part in it.
@@ -139,7 +143,7 @@ def measure_far(
             rest = (batch.positions, batch.labels, scored)
             for which, given in enumerate(seen):
                 inputs = (part[:, :end].to(device) for part in (given, *rest))
-                losses = predict(model, *inputs, vocab_size).losses
+                losses = predict(model, vocab_size, *inputs).losses
                 sums[start][which] += float(losses.double().sum())
             tokens[start] += int(scored.sum())
             last[start] = max(last[start], int(batch.positions[scored].max()))

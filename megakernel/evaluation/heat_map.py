@@ -13,7 +13,9 @@ def heat_map(found: AnswerCounts) -> bytes | None:
 
     cells = {(cell.length, cell.depth): cell.accuracy for cell in found.cells}
     shares = [[cells[length, depth] for length in found.lengths] for depth in found.depths]
-    figure = Figure(figsize=(2.5 + 0.8 * len(found.lengths), 1.5 + 0.3 * len(found.depths)), layout="constrained")
+    figure = Figure(
+        figsize=(2.5 + 0.8 * len(found.lengths), 1.5 + 0.3 * len(found.depths)), layout="constrained"
+    )
     axes = figure.subplots()
     image = axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths], rotation=45)

@@ -1,4 +1,4 @@
-"""`--task lm`: how well text is predicted, by position; with windows that slide; with a far context that is not its own."""
+"""`--task lm`: how well text is predicted, by position, in windows that slide, or with a foreign far context."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -40,7 +40,7 @@ class LanguageModelling:
     """The task with its options."""
 
     spec: str
-    options: Options = Options()
+    options: Options
 
     @property
     def reads_text(self) -> bool:
@@ -49,7 +49,10 @@ class LanguageModelling:
 
     def check(self, source: Source) -> None:
         """UserError for options that do not fit the run or each other."""
-        config, options = evaluated_config(source.config, self.options.samples, self.options.seq_len), self.options
+        config, options = (
+            evaluated_config(source.config, self.options.samples, self.options.seq_len),
+            self.options,
+        )
         seq_len = config.training.seq_len
         if options.draws is not None:
             _check_draws(options.draws, source)
@@ -65,7 +68,9 @@ class LanguageModelling:
         if options.far is not None:
             for key in ("stride", "draws"):
                 if (value := getattr(options, key)) is not None:
-                    raise UserError(f"--task {self.spec}: far=shuffled goes without {key}={value}; leave out one of them")
+                    raise UserError(
+                        f"--task {self.spec}: far=shuffled goes without {key}={value}; leave out one of them"
+                    )
             if self._near(seq_len) >= seq_len // 2:
                 raise UserError(
                     f"--task {self.spec}: near={self._near(seq_len)} leaves no far context in rows of {seq_len} "

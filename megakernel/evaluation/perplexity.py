@@ -1,12 +1,13 @@
 """Cross entropy by position."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from data_pipeline.loader import ValidationBatches
+from data_pipeline.batch import Batch
 from megakernel.model import IGNORED, LanguageModel
 
 from .result import PositionBucket
@@ -16,10 +17,20 @@ STARTS = 2 ** torch.arange(4, 32)
 """First positions of all buckets but the first, which begins at 0: 16, 32, 64, ..."""
 
 
+class Batches(Protocol):
+    """Rows in forward passes."""
+
+    def __len__(self) -> int:
+        """Forward passes."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The rows."""
+
+
 @torch.no_grad()
 def measure(
     model: LanguageModel,
-    batches: ValidationBatches,
+    batches: Batches,
     device: torch.device,
     progress: Callable[[int, int], None],
     draws: int | None = None,

@@ -22,11 +22,11 @@ class Predictions(NamedTuple):
 @torch.no_grad()
 def predict(
     model: LanguageModel,
+    vocab_size: int,
     tokens: Tensor,
     positions: Tensor,
     labels: Tensor,
     chosen: Tensor,
-    vocab_size: int,
 ) -> Predictions:
     """The predictions of `labels` at the places `chosen`; all (B, N), logits of some places at a time.
 

@@ -1,10 +1,10 @@
 """RUN/evaluation/step_N/TASK.json: what was measured, and the same in TensorBoard.
 
-TensorBoard keeps every event it finds: a scalar written twice at one step is two points, and only a writer that says
-from which step on it starts anew hides older ones, those of all tags. So the events of evaluations are a folder of
-their own, RUN/tensorboard/evaluation, which always holds one file, made anew of all results at each evaluation, steps in
-order: nothing is in it twice. In the folder of the training's events, TensorBoard without its data server would go over
-to the newer file and read no more of the older one, to which a training run may still write.
+TensorBoard keeps every event it finds: a scalar written twice at one step is two points, and only a writer that
+says from which step on it starts anew hides older ones, those of all tags. So the events of evaluations are a folder
+of their own, RUN/tensorboard/evaluation, which always holds one file, made anew of all results at each evaluation,
+steps in order: nothing is in it twice. In the folder of the training's events, TensorBoard without its data server
+would go over to the newer file and read no more of the older one, to which a training run may still write.
 """
 
 import json
@@ -40,7 +40,9 @@ def record(folder: Path, step: int, spec: str, result: Result, tensorboard: bool
         file.with_suffix(".png").write_bytes(picture)
     file.with_suffix(".md").write_text(result.table().markdown() + "\n", encoding="utf-8")
     # Last: it is what is looked for.
-    write_whole(file, json.dumps({"task": spec, **result.as_dict(), "scalars": result.scalars()}, indent=1) + "\n")
+    write_whole(
+        file, json.dumps({"task": spec, **result.as_dict(), "scalars": result.scalars()}, indent=1) + "\n"
+    )
     if tensorboard:
         _write_events(folder)
     return file

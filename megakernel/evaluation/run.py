@@ -38,8 +38,8 @@ def evaluate_tasks(
         progress: called after each forward pass with the task's spec, the passes done and all passes of the task.
 
     Raises:
-        UserError: before anything is measured, for a run, a checkpoint, a task or an option that does not exist, and for
-            tasks and runs that do not fit each other.
+        UserError: before anything is measured, for a run, a checkpoint, a task or an option that does not exist, and
+            for tasks and runs that do not fit each other.
     """
     tasks = parse(specs, samples, seq_len, draws)
     return _measure(folder, tasks, step, progress)

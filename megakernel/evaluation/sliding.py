@@ -36,7 +36,9 @@ def windows(tokens: int, seq_len: int, stride: int) -> Iterator[Window]:
 class SlidingBatches:
     """The windows of the corpora's validation documents, each document by itself; these in an order drawn once."""
 
-    def __init__(self, corpora: list[PreparedCorpus], seq_len: int, stride: int, most: int, rows: int, eod: int):
+    def __init__(
+        self, corpora: list[PreparedCorpus], seq_len: int, stride: int, most: int, rows: int, eod: int
+    ):
         """most: windows, of all corpora together. rows: windows in a batch."""
         self._files = [IndexedDataset(str(corpus.prefix("validation"))) for corpus in corpora]
         self._seq_len = seq_len
@@ -76,4 +78,4 @@ class SlidingBatches:
             rows[row, : length + 1] = torch.from_numpy(read.astype(np.int64))
             counted[row, scored - start : length] = True
         tokens, labels = rows[:, :-1], rows[:, 1:]
-        return Batch(tokens, labels, counted, torch.arange(self._seq_len).expand_as(tokens))
+        return Batch(tokens, labels, counted, torch.arange(self._seq_len).repeat(len(rows), 1))

@@ -31,7 +31,9 @@ def parse(
     tasks = [_parse(spec, samples, seq_len, draws) for spec in dict.fromkeys(specs)]
     if not any(isinstance(task, LanguageModelling) for task in tasks):
         if seq_len is not None:
-            raise UserError(f"--seq-len {seq_len} is of lm alone; write {OPTION} {specs[0].split(':')[0]}:length={seq_len}")
+            raise UserError(
+                f"--seq-len {seq_len} is of lm alone; write {OPTION} {specs[0].split(':')[0]}:length={seq_len}"
+            )
         if draws is not None:
             raise UserError(f"--draws {draws} is of lm alone; leave it out, or add {OPTION} lm")
     return tasks

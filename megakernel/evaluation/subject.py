@@ -76,8 +76,9 @@ class Result(Protocol):
 class Task(Protocol):
     """Something that is measured of a model."""
 
-    spec: str
-    """As `--task` names it."""
+    @property
+    def spec(self) -> str:
+        """As `--task` names it."""
 
     @property
     def reads_text(self) -> bool:
@@ -121,9 +122,7 @@ def check_positions(config: Config, seq_len: int, key: str) -> None:
     """UserError for rows longer than learned positions; key: what set the length."""
     rows = config.model.max_positions or config.training.seq_len
     if config.model.position == "learned" and seq_len > rows:
-        raise UserError(
-            f"{key}={seq_len} exceeds the model's {rows} learned positions; give at most {rows}"
-        )
+        raise UserError(f"{key}={seq_len} exceeds the model's {rows} learned positions; give at most {rows}")
 
 
 def rows_per_pass(config: Config, seq_len: int) -> int:

@@ -1,5 +1,6 @@
 """What an evaluation shows: one table for the terminal and for TensorBoard."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -8,7 +9,7 @@ class Table(NamedTuple):
 
     title: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
     total: tuple[str, ...] | None = None
     """A last row over all others."""

@@ -215,8 +215,16 @@ EVALUATE = ("evaluate",)
         ("run", (*EVALUATE, "--samples", "0"), "give --samples 1 or more"),
         ("run", (*EVALUATE, "--seq-len", "0"), "give --seq-len 1 or more"),
         ("run", (*EVALUATE, "--seq-len", "100000000"), "validation tokens; give at most"),
-        ("run", (*EVALUATE, "--task", "lm:stride=200"), "stride=200 would leave tokens out between windows of 128"),
-        ("run", (*EVALUATE, "--task", "lm:far=shuffled,near=64"), "near=64 leaves no far context in rows of 128"),
+        (
+            "run",
+            (*EVALUATE, "--task", "lm:stride=200"),
+            "stride=200 would leave tokens out between windows of 128",
+        ),
+        (
+            "run",
+            (*EVALUATE, "--task", "lm:far=shuffled,near=64"),
+            "near=64 leaves no far context in rows of 128",
+        ),
         ("run", (*EVALUATE, "--task", "lm:near=64"), "near=64 has no effect alone; add far=shuffled"),
         ("run", (*EVALUATE, "--task", "mqar", "--baseline", "bigbird"), "leave out --task or --baseline"),
         ("learned", (*EVALUATE, "--task", "mqar:length=256"), f"model's {SEQ_LEN} learned positions"),

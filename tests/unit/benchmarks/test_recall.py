@@ -23,4 +23,6 @@ def test_the_page_says_what_was_trained_and_names_the_best_first():
     text = page(PLAN, outcomes, "python -m benchmarks.recall --pairs 8")
     assert "`mqar:pairs=8,length=128`" in text
     assert "3 steps of 32 examples" in text
-    assert text.index("| `softmax` | 3.300 | 0.100 | 0.100 | **100.0%** | 0.250 |") < text.index("| `linear` |")
+    assert text.index("| `softmax` | 3.300 | 0.100 | 0.100 | **100.0%** | 0.250 |") < text.index(
+        "| `linear` |"
+    )

@@ -92,7 +92,9 @@ def test_text_beside_tasks_counts_as_a_whole(recall: Path, corpus: Path, configu
 
 def test_answers_that_no_corpus_knows_of_are_refused(corpus: Path, configure: Configure):
     config = configure(corpus, **ANSWERS)
-    with pytest.raises(ValueError, match="data.scored=answers: data.train=.* knows of no answers; prepare it"):
+    with pytest.raises(
+        ValueError, match=r"data\.scored=answers: data\.train=.* knows of no answers; prepare it"
+    ):
         TrainingBatches(config, Corpora(config.data), Share())
 
 
@@ -100,7 +102,7 @@ def test_an_encoder_has_no_answers_to_count(corpus: Path, configure: Configure):
     config = configure(corpus, **ANSWERS)
     tree = config.model_dump()
     tree["model"]["kind"] = "masked_lm"
-    with pytest.raises(ValueError, match="data.scored=answers has no effect on model.kind: masked_lm"):
+    with pytest.raises(ValueError, match=r"data\.scored=answers has no effect on model\.kind: masked_lm"):
         Config(**tree)
 
 
@@ -118,7 +120,10 @@ def test_a_missing_file_of_answers_is_named(recall: Path, configure: Configure, 
     [
         ({"source": [f"task:{SPEC}"]}, "has no end; say how many with --max-documents N"),
         ({"source": ["task:recal"], "max_documents": 2}, "--source task: recal is no task; choose "),
-        ({"source": ["task:passkey:filler=validation"], "max_documents": 2}, "give filler=sentences or a text"),
+        (
+            {"source": ["task:passkey:filler=validation"], "max_documents": 2},
+            "give filler=sentences or a text",
+        ),
         ({"source": [f"task:{SPEC}"], "labels": "x", "max_documents": 2}, "--labels x is a column of tables"),
     ],
 )

@@ -48,7 +48,12 @@ def subject(model, **training):
     )
     run = SimpleNamespace(checkpoint=SimpleNamespace(step=5))
     return SimpleNamespace(
-        folder="runs/x", run=run, tokenizer=ByteTokenizer(), config=config, model=model, device=torch.device("cpu")
+        folder="runs/x",
+        run=run,
+        tokenizer=ByteTokenizer(),
+        config=config,
+        model=model,
+        device=torch.device("cpu"),
     )
 
 
@@ -93,9 +98,11 @@ def test_each_depth_has_as_many_examples():
 def test_the_likeliest_id_is_one_of_the_tokenizer():
     hidden = torch.zeros(1, 1, PADDED)
     hidden[..., 300], hidden[..., 65] = 9.0, 5.0
-    model = SimpleNamespace(hidden=lambda *_: hidden, logits=lambda h: h.transpose(0, 1), settings=Knowing.settings)
+    model = SimpleNamespace(
+        hidden=lambda *_: hidden, logits=lambda h: h.transpose(0, 1), settings=Knowing.settings
+    )
     one = torch.ones(1, 1, dtype=torch.int64)
-    found = predict(model, one, one, 65 * one, one.bool(), 257)
+    found = predict(model, 257, one, one, 65 * one, one.bool())
     assert found.right.tolist() == [True]
     assert found.losses.item() > 4
 
