@@ -155,8 +155,9 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
             f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, {training.steps} steps of "
             f"{training.global_batch_size} examples, {training.dtype}, learning rate {config.optimizer.lr:g}, one "
             f"seed. FLuRKA has blocks of {plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, "
-            "counts answers alone; one of 26 values at random costs 3.26 nats and is right in 3.8 % of the cases. Losses by "
-            f"step are of held-out examples, the last ones and the share of right answers of {EXAMPLES} others.",
+            "counts answers alone; one of 26 values at random costs 3.26 nats and is right in 3.8 % of the cases. "
+            f"Losses by step are of held-out examples, the last ones and the share of right answers of {EXAMPLES} "
+            "others.",
             "",
             f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
             *(found.row() for found in outcomes),

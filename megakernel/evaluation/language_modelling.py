@@ -32,7 +32,7 @@ class Options(Section):
     """shuffled: the loss also with tokens of other documents in place of the far context."""
 
     near: int | None = Field(default=None, ge=1)
-    """far: true tokens before each bucket of positions; null takes a quarter of seq_len."""
+    """far: true tokens before each bucket of positions; null takes an eighth of seq_len."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class LanguageModelling:
             check_length(config, source.text)
 
     def _near(self, seq_len: int) -> int:
-        return self.options.near if self.options.near is not None else max(1, seq_len // 4)
+        return self.options.near if self.options.near is not None else max(1, seq_len // 8)
 
     def measure(self, subject: Subject, progress: Progress) -> Result:
         """An `Evaluation`, or with far a `FarContext`."""
