@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.run_progress import saved_step
 from megakernel.config.cluster import Cluster
 from megakernel.training import events
 from megakernel.training.whole_file import write_whole
@@ -103,10 +104,7 @@ class JobFolder:
 
     def saved_step(self) -> int:
         """Optimizer steps behind the newest checkpoint; 0 where there is none."""
-        try:
-            return int((self.path / "checkpoints" / "latest").read_text().removeprefix("step_"))
-        except (FileNotFoundError, ValueError):
-            return 0
+        return saved_step(self.path)
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
