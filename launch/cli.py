@@ -14,6 +14,7 @@ from types import ModuleType
 
 import megakernel
 from launch import (
+    analyze,
     bench,
     cancel,
     config,
@@ -53,6 +54,7 @@ COMMANDS: dict[str, ModuleType] = {
     "resume": resume,
     "import": import_dense,
     "evaluate": evaluate,
+    "analyze": analyze,
     "generate": generate,
     "reshape": reshape,
     "export": export,

@@ -40,7 +40,7 @@ def evaluate_run(
         UserError: no run, no such checkpoint, no corpus, or values that do not fit them.
     """
     run = TrainedRun.find(folder, step)
-    config = _evaluated_config(run.config, samples, seq_len)
+    config = evaluated_config(run.config, samples, seq_len)
     if draws is not None:
         _check_draws(draws, config, folder)
     corpora = Corpora(config.data)
@@ -49,7 +49,7 @@ def evaluate_run(
             f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "
             f"prepare the corpus with --tokenizer {tokenizer_folder(folder)}"
         )
-    _check_length(config, corpora)
+    check_length(config, corpora)
     # Megatron-core and DeepSpeed look for a device, and say so, when they are imported.
     device = prepare_device("cpu" if config.training.device == "cpu" else "auto", local_rank=0)
     from data_pipeline.loader import ValidationBatches
@@ -106,10 +106,10 @@ def evaluate_baseline(
     """
     from .baselines import build_baseline, check_baseline, measure_baseline
 
-    config = _evaluated_config(TrainedRun.find(folder).config, samples, seq_len)
+    config = evaluated_config(TrainedRun.find(folder).config, samples, seq_len)
     check_baseline(name, config)
     corpora = Corpora(config.data)
-    _check_length(config, corpora)
+    check_length(config, corpora)
     device = prepare_device("cpu" if config.training.device == "cpu" else "auto", local_rank=0)
     from data_pipeline.loader import ValidationBatches
     from data_pipeline.order import Share
@@ -130,7 +130,7 @@ def evaluate_baseline(
     )
 
 
-def _evaluated_config(config: Config, samples: int | None, seq_len: int | None) -> Config:
+def evaluated_config(config: Config, samples: int | None, seq_len: int | None) -> Config:
     """The configuration of a run with another evaluation."""
     training = config.training
     samples = training.eval_samples if samples is None else samples
@@ -166,7 +166,8 @@ def _check_draws(draws: int, config: Config, folder: Path) -> None:
         )
 
 
-def _check_length(config: Config, corpora: Corpora) -> None:
+def check_length(config: Config, corpora: Corpora) -> None:
+    """UserError for samples longer than a validation split."""
     if config.model.classifier is not None:  # its documents are cut or padded to any length
         return
     for corpus in corpora.validation:

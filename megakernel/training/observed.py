@@ -66,9 +66,11 @@ class Observed:
                 entry.texts["samples"] = self._samples.markdown(model)
 
     def _pictures(self, batches: Sequence[Batch]) -> "dict[str, Figure]":
+        # Imported here because a run without pictures needs no matplotlib.
         from megakernel.analysis.pictures.live import attention_figures
 
         model = self._engine.engine.module
+        assert isinstance(model, LanguageModel)
         # The layers of all ranks work together; one of them draws.
         stream = streams(batches[:1], self._mesh)[0]
         return attention_figures(model, stream, draw=self._mesh.rank == 0)

@@ -28,6 +28,7 @@ OPTIONS = (
 )
 WATCHED = (
     "logging.histograms_every=1",
+    "logging.analysis_every=2",
     "logging.sample_prompt='def '",
     "logging.sample_tokens=20",
 )
@@ -109,6 +110,7 @@ def tensorboard(root):
 def test_every_documented_tag_is_there_and_no_other(tensorboard):
     runs = ("first/tensorboard", "pieces/tensorboard")
     rows = documented()
+    assert {page for _, page in rows} == set(PLUGINS)
     for page in PLUGINS:
         patterns = [tag for tag, its in rows if its == page]
         tags = {run: tensorboard.tags(run, page) for run in runs}
