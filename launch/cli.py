@@ -14,6 +14,7 @@ from types import ModuleType
 
 import megakernel
 from launch import (
+    analyze,
     bench,
     cancel,
     config,
@@ -24,6 +25,7 @@ from launch import (
     import_dense,
     logs,
     mechanisms,
+    monitor,
     plan,
     prepare,
     pretrain,
@@ -46,11 +48,13 @@ COMMANDS: dict[str, ModuleType] = {
     "submit": submit,
     "sweep": sweep,
     "status": status,
+    "monitor": monitor,
     "logs": logs,
     "cancel": cancel,
     "resume": resume,
     "import": import_dense,
     "evaluate": evaluate,
+    "analyze": analyze,
     "generate": generate,
     "reshape": reshape,
     "export": export,

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.run_progress import saved_step
 from megakernel.config.cluster import Cluster
 from megakernel.training import events
 from megakernel.training.whole_file import write_whole
@@ -122,14 +123,6 @@ class JobFolder:
     def saved_steps(self) -> int:
         """Optimizer steps behind the newest checkpoints of the run and its stages together."""
         return sum(saved_step(path) for path in (self.path, *self.stages()))
-
-
-def saved_step(run: Path) -> int:
-    """Optimizer steps behind the newest checkpoint of a run or a stage; 0 where there is none."""
-    try:
-        return int((run / "checkpoints" / "latest").read_text().removeprefix("step_"))
-    except (FileNotFoundError, ValueError):
-        return 0
 
 
 def write_settings(folder: Path, settings: Settings) -> None:

@@ -142,7 +142,7 @@ class FlurkaAttention(AttentionLayer):
             blocks=self.near.blocks,
             priors=priors,
             shift=shift,
-            gate=self._gate(q),
+            gate=self.gate(q),
             far_mass=getattr(self, "far_mass", None),
             far_weight=getattr(self, "far_weight", None),
             rotary=rotary,
@@ -156,8 +156,8 @@ class FlurkaAttention(AttentionLayer):
         logits = logits if self.per_head else self.heads.shared(logits)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
 
-    def _gate(self, q: Tensor) -> Tensor | None:
-        """Logits (B, H, N) or (H, 1) of the near part's share."""
+    def gate(self, q: Tensor) -> Tensor | None:
+        """Logits (B, H, N) or (H, 1) of the near part's share, of queries (B, H, N, d); None without a gate."""
         if not self.is_gated:
             return None
         gate = self.gate_bias[:, None]

@@ -111,7 +111,7 @@ class LandmarkAttention(AttentionLayer):
             priors=priors,
             shift=shift,
             far_weight=getattr(self, "far_weight", None),
-            gate=self._gate(q),
+            gate=self.gate(q),
             positions=positions,
         )
         return out, LandmarkState(tail.after(flat, v), landmarks.moved(length))
@@ -133,8 +133,8 @@ class LandmarkAttention(AttentionLayer):
             keys = flat.unflatten(2, (-1, self.rank))
         return Landmarks(keys, values, found.ends)
 
-    def _gate(self, q: Tensor) -> Tensor | None:
-        """Logits (B, H, N) or (H, 1) of the near part's share."""
+    def gate(self, q: Tensor) -> Tensor | None:
+        """Logits (B, H, N) or (H, 1) of the near part's share, of queries (B, H, N, d); None without a gate."""
         if self.near.join == "shared":
             return None
         bias = self.gate_bias[:, None]

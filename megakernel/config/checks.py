@@ -18,6 +18,7 @@ from .objective import Objective
 from .parallel import Parallel
 from .training import Optimizer, Training
 from .uptrain import Uptrain
+from .watching import processes_hold_what_is_watched
 
 Rule = Callable[..., Iterator[Problem]]
 
@@ -318,4 +319,5 @@ _RULES: list[Rule] = [
     _frozen_weights_are_whole,
     _stages_lead_to_the_model,
     _deepspeed_keeps_to_its_own,
+    processes_hold_what_is_watched,
 ]

@@ -1,6 +1,6 @@
 """Evaluation that votes over draws of a learned kernel's noise (*Learning the Transformer Kernel*, section 4.1)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -20,29 +20,43 @@ def log_vote(model: nn.Module, predict: Callable[[], Tensor], draws: int | None)
 
 @torch.no_grad()
 def mean_over_draws(model: nn.Module, predict: Callable[[], Tensor], draws: int) -> Tensor:
-    """The mean of `predict()` over draws of all noise that training redraws; the model ends as it began.
+    """The mean of `predict()` over the draws of `each_draw`.
 
-    predict: runs `model` and gives what is to be averaged, such as probabilities. A map whose numbers never change is
-    trained with them and keeps them. The draws are numbered apart from those of training, and are the same in every
-    call; a model without noise is asked once.
+    predict: runs `model` and gives what is to be averaged, such as probabilities.
+    """
+    return torch.stack(list(each_draw(model, predict, draws))).mean(0)
+
+
+def each_draw(model: nn.Module, predict: Callable[[], Tensor], draws: int) -> Iterator[Tensor]:
+    """`predict()` with one draw after the other of all noise that training redraws; the model ends as it began.
+
+    A map whose numbers never change is trained with them and keeps them. The draws are numbered apart from those of
+    training, and are the same in every call; a model without noise is asked once.
 
     Raises ValueError for draws below 1.
     """
     if draws < 1:
         raise ValueError(f"draws={draws}; expected at least 1")
-    noises = [module for module in model.modules() if isinstance(module, Noise) and module.interval]
+    noises = _noises(model)
     if not noises:
-        return predict()
+        yield predict()
+        return
     held = [(noise, noise.held, noise.values.clone()) for noise in noises]
     try:
-        return torch.stack([_predict_with(noises, number, predict) for number in range(1, draws + 1)]).mean(0)
+        for number in range(1, draws + 1):
+            for noise in noises:
+                noise.hold(-number)
+            yield predict()
     finally:
         for noise, number, values in held:
             noise.held = number
             noise.values.copy_(values)
 
 
-def _predict_with(noises: list[Noise], number: int, predict: Callable[[], Tensor]) -> Tensor:
-    for noise in noises:
-        noise.hold(-number)
-    return predict()
+def has_noise(model: nn.Module) -> bool:
+    """Whether there is anything to draw again."""
+    return bool(_noises(model))
+
+
+def _noises(model: nn.Module) -> list[Noise]:
+    return [module for module in model.modules() if isinstance(module, Noise) and module.interval]

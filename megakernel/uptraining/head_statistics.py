@@ -32,7 +32,7 @@ def head_statistics(
     """
     seen = rows.visible[:, None].expand_as(student)
     real = rows.real[:, None].expand(student.shape[:3])
-    student_shares, teacher_shares = _shares(student), _shares(teacher)
+    student_shares, teacher_shares = shares(student), shares(teacher)
     correlation = _rank_correlation(student, scores, seen)
     found = {
         "entropy": _mean(_entropy(student_shares), real),
@@ -40,7 +40,7 @@ def head_statistics(
         "rank_correlation": _mean(correlation, ~correlation.isnan()),
     }
     if window is not None:
-        far = (_far(rows, window) & rows.visible)[:, None]
+        far = (far_keys(rows, window) & rows.visible)[:, None]
         looks_far = far.any(-1).expand(student.shape[:3])
         found["far_mass"] = _mean((student_shares * far).sum(-1), looks_far)
         found["teacher_far_mass"] = _mean((teacher_shares * far).sum(-1), looks_far)
@@ -52,7 +52,8 @@ def _mean(values: Tensor, defined: Tensor) -> tuple[Tensor, Tensor]:
     return values.masked_fill(~defined, 0.0).sum((0, 2)), defined.sum((0, 2))
 
 
-def _shares(weights: Tensor) -> Tensor:
+def shares(weights: Tensor) -> Tensor:
+    """Weights as shares of their sum over the last dimension, those below 0 as 0."""
     positive = weights.clamp(min=0)
     return positive / positive.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
 
@@ -61,7 +62,7 @@ def _entropy(shares: Tensor) -> Tensor:
     return -torch.special.xlogy(shares, shares).sum(-1)
 
 
-def _far(rows: QueryRows, window: Window) -> Tensor:
+def far_keys(rows: QueryRows, window: Window) -> Tensor:
     """(B, R, N) bool: the key stands before the near window of the query."""
     size, blocks = window
     asked = rows.key_places[:, rows.queries, None]

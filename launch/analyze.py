@@ -1,0 +1,91 @@
+"""`megakernel analyze`: what a trained model does, in the papers' tables and figures."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.run_arguments import add_run_arguments
+from megakernel.analysis.pictures.catalogue import ALL, ANALYSES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megakernel.analysis.pictures.run import Result
+
+HELP = "tables and pictures of what a checkpoint's attention does: spectra, ranks, spans, gates, noise"
+EXAMPLE = "megakernel analyze runs/demo --what attention span gates\n\nanalyses:\n" + "\n".join(
+    f"  {name:<17} {analysis.shows}{f' ({analysis.source})' if analysis.source else ''}"
+    for name, analysis in ANALYSES.items()
+)
+
+MOST_GROUPS = 24
+"""Lines of a printed summary."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_run_arguments(parser)
+    parser.add_argument(
+        "--what",
+        nargs="+",
+        required=True,
+        metavar="NAME",
+        help=f"analyses, or {ALL}: those that say something about the run's attention",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=8, metavar="N", help="validation samples (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seq-len", type=int, metavar="L", help="tokens per sample (default: those of the run, 512 at most)"
+    )
+    parser.add_argument(
+        "--draws", type=int, default=100, metavar="D", help="draws of noise (default %(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the results (default: RUN/analysis/step_N, with the pictures in TensorBoard, too)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the analyses one after the other, and print a summary of each."""
+    from rich.console import Console
+
+    from megakernel.analysis.pictures.run import analyze_run
+
+    console = Console(highlight=False)
+    stderr = Console(stderr=True)
+    with stderr.status("loading") as status:
+        results = analyze_run(
+            args.run_folder,
+            args.what,
+            step=args.step,
+            samples=args.samples,
+            seq_len=args.seq_len,
+            draws=args.draws,
+            out=args.out,
+            begin=lambda analysis: status.update(analysis.name),
+        )
+        for result in results:
+            _print(result, console)
+    return 0
+
+
+def _print(result: "Result", console: "Console") -> None:
+    from rich.table import Table
+
+    from megakernel.analysis.pictures.table import summaries
+
+    analysis = result.analysis
+    groups = summaries(result.rows, analysis.value, analysis.by)
+    by = analysis.by
+    if len(groups) > MOST_GROUPS:
+        by = by[:1]
+        groups = summaries(result.rows, analysis.value, by)
+    table = Table(*by, "min", "mean", "max", title=f"{analysis.name}: {analysis.value}", title_justify="left")
+    for group in groups[:MOST_GROUPS]:
+        table.add_row(*map(str, group.group), *(f"{x:.4g}" for x in group[1:]))
+    console.print(table)
+    console.print(f"{result.table}, {len(result.pictures)} picture{'s' * (len(result.pictures) != 1)}")

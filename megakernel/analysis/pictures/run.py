@@ -1,0 +1,147 @@
+"""From a run folder to tables and pictures: what is cheap to check comes before the libraries are loaded."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_pipeline import tokenizers
+from data_pipeline.corpus import Corpora
+from megakernel.config import Config, UserError
+from megakernel.evaluation.language_modelling import check_length, evaluated_config
+from megakernel.parallel.device import prepare_device
+from megakernel.training.run_folder import tokenizer_folder
+from megakernel.training.trained_run import TrainedRun
+from megakernel.training.whole_file import write_whole
+
+from .catalogue import ALL, Analysis, chosen
+from .table import Row, to_csv
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROW = 512
+"""Tokens of a row, where nothing else is asked for and training has no shorter ones: matrices have as many rows."""
+
+LONGEST = 4096
+"""Tokens of a row at most: a matrix of so many takes 134 MB."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one analysis found, and where it is."""
+
+    analysis: Analysis
+    rows: Sequence[Row]
+    table: Path
+    pictures: Sequence[Path]
+
+
+def analyze_run(
+    folder: Path,
+    names: Sequence[str],
+    *,
+    step: int | None = None,
+    samples: int = 8,
+    seq_len: int | None = None,
+    draws: int = 100,
+    out: Path | None = None,
+    begin: Callable[[Analysis], None] = lambda analysis: None,
+) -> Iterator[Result]:
+    """Analyze a checkpoint on its run's validation data, in this process and in float32.
+
+    Args:
+        folder: folder of the run, an up-training's stage included.
+        names: of `catalogue.ANALYSES`, or `all`, which passes over what shows nothing.
+        step: which checkpoint; None takes the newest good one.
+        samples: validation samples.
+        seq_len: tokens of each; None takes those of training, ROW at most.
+        draws: of noise, for the analyses of what it does.
+        out: where tables and pictures go; None takes RUN/analysis/step_N, and puts the pictures into the run's
+            TensorBoard, too (RUN/tensorboard/analysis), under `analysis/NAME/PICTURE` at the checkpoint's step.
+        begin: called before each analysis.
+
+    Yields each result once its files are written; what an earlier analysis of the checkpoint left is replaced.
+
+    Raises:
+        UserError: no run, no such checkpoint, no corpus, or values and names that do not fit them.
+    """
+    run = TrainedRun.find(folder, step)
+    analyses = chosen(names, run.config, str(folder))
+    if draws < 2:
+        raise UserError(f"draws={draws} have no deviation; give --draws 2 or more")
+    length = min(ROW, run.config.training.evaluation_len) if seq_len is None else seq_len
+    if length > LONGEST:
+        raise UserError(f"seq_len={length} makes matrices of {length} rows; give --seq-len {LONGEST} or less")
+    config = _one_row_per_pass(evaluated_config(run.config, samples, length))
+    corpora = _corpora(config, folder)
+    device = prepare_device("cpu" if config.training.device == "cpu" else "auto", local_rank=0)
+    import torch
+
+    from data_pipeline.loader import ValidationBatches
+    from data_pipeline.order import Share
+    from megakernel.model import cast
+    from megakernel.training.one_process import one_process_model
+
+    from .subject import Subject
+
+    at = run.checkpoint.step
+    target = folder / "analysis" / f"step_{at}" if out is None else out
+    shows = out is None and run.config.logging.tensorboard
+    _make_folder(target)
+    batches = list(ValidationBatches(config, corpora, Share()))
+    with one_process_model(run, corpora.vocab_size, device) as model:
+        subject = Subject(run.config, cast(model, torch.float32), batches, device, length, draws)
+        for analysis in analyses:
+            begin(analysis)
+            rows = analysis.measure(subject)
+            if not rows and ALL in names:
+                continue
+            if not rows:
+                raise UserError(
+                    f"--what {analysis.name}: rows of {length} tokens show nothing of it; give a larger --seq-len"
+                )
+            table = target / f"{analysis.name}.csv"
+            write_whole(table, to_csv(rows))
+            figures = analysis.draw(rows)
+            pictures = [_save(figure, target, f"{analysis.name}_{name}") for name, figure in figures.items()]
+            if shows:
+                from .events import show
+
+                tagged = {f"analysis/{analysis.name}/{name}": figure for name, figure in figures.items()}
+                show(folder / "tensorboard" / "analysis", tagged, at, analysis.name)
+            yield Result(analysis, rows, table, pictures)
+
+
+def _one_row_per_pass(config: Config) -> Config:
+    training = config.training.model_copy(update={"micro_batch_size": 1})
+    return config.model_copy(update={"training": training})
+
+
+def _corpora(config: Config, folder: Path) -> Corpora:
+    corpora = Corpora(config.data)
+    if tokenizers.load(tokenizer_folder(folder)).hash != corpora.tokenizer_hash:
+        raise UserError(
+            f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "
+            f"prepare the corpus with --tokenizer {tokenizer_folder(folder)}"
+        )
+    check_length(config, corpora)
+    return corpora
+
+
+def _make_folder(target: Path) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{target} cannot hold the results ({error}); choose another folder with --out"
+        ) from None
+
+
+def _save(figure: "Figure", folder: Path, name: str) -> Path:
+    path = folder / f"{name}.png"
+    staged = path.with_name(f"{name}.partial.png")
+    figure.savefig(staged, dpi=120)
+    os.replace(staged, path)
+    return path

@@ -1,0 +1,135 @@
+"""`megakernel analyze` of a real run with several mechanisms: tables, pictures and TensorBoard."""
+
+import shutil
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from launch.cli import main
+from launch.exit_status import ExitStatus
+from megakernel.analysis.pictures.table import from_csv
+from megakernel.training.checkpoint_files import CheckpointTensors
+from megakernel.training.trained_run import TrainedRun
+from megakernel.training.universal import WEIGHT
+from tests.distributed.training_run import train, write_config
+
+LENGTH = 64
+APPLYING = {
+    "attention",
+    "claims",
+    "covariances",
+    "gates",
+    "gradients",
+    "instability",
+    "kernel_deviation",
+    "mixing",
+    "mixture_costs",
+    "query_likelihood",
+    "ranks",
+    "singular_values",
+    "span",
+    "spectral_error",
+    "voting",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, corpus):
+    config = write_config(tmp_path_factory.mktemp("runs"), corpus)
+    layers = "[gmm_prf, {preset: flurka, compression: {block_size: 16, rank: 4}}, mgk]"
+    sizes = ("model.num_layers=3", "model.hidden_size=32", f"training.seq_len={LENGTH}")
+    train(config, 1, "training.steps=2", "checkpoint.every=1", *sizes, f"model.attention_pattern={layers}")
+    return config.parent / "run"
+
+
+def analyze(run, *options):
+    return main(["analyze", str(run), "--samples", "2", "--draws", "4", "--what", *options])
+
+
+def rows(folder, name):
+    return from_csv((folder / f"{name}.csv").read_text())
+
+
+@pytest.fixture(scope="module")
+def analyzed(run):
+    assert analyze(run, "all") == 0
+    return run / "analysis" / "step_2"
+
+
+def test_everything_that_applies_has_a_table_and_pictures(analyzed):
+    assert {path.stem for path in analyzed.glob("*.csv")} == APPLYING
+    for name in APPLYING:
+        assert rows(analyzed, name)
+        pictures = list(analyzed.glob(f"{name}_*.png"))
+        assert pictures
+        assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    assert not list(analyzed.glob("*partial*"))
+
+
+def test_tables_are_of_the_checkpoint(run, analyzed):
+    """Eigenvalues are the variances in its files; rows of causal attention add up to 1 and never look ahead."""
+    tensors = CheckpointTensors(TrainedRun.find(run).checkpoint)
+    name = next(name for name in tensors.names if name.endswith("core.projection.log_variance"))
+    variances = tensors.read(name, [WEIGHT])[WEIGHT].double().exp()
+    found = [row["eigenvalue"] for row in rows(analyzed, "covariances")]
+    torch.testing.assert_close(
+        torch.tensor(found, dtype=torch.float64),
+        variances.sort(-1, descending=True).values.flatten(),
+        rtol=1e-5,
+        atol=0,
+    )
+    queries = {}
+    for row in rows(analyzed, "attention"):
+        assert row["key"] <= row["query"] < LENGTH
+        place = (row["layer"], row["head"], row["query"])
+        queries[place] = queries.get(place, 0.0) + row["weight"]
+    assert len(queries) == 3 * 4 * LENGTH
+    assert list(queries.values()) == pytest.approx([1.0] * len(queries), rel=1e-3)
+    assert [row["draws"] for row in rows(analyzed, "voting")] == [1, 2, 4]
+    # Gates start at 0.95; two steps move them little.
+    assert all(0.9 < row["mean"] < 0.99 for row in rows(analyzed, "gates"))
+    assert {row["layer"] for row in rows(analyzed, "query_likelihood")} == {2}
+
+
+def test_tensorboard_has_each_picture_once_at_its_step(run, analyzed):
+    assert analyze(run, "span", "ranks") == 0
+    assert analyze(run, "span", "--step", "1") == 0
+    reader = EventAccumulator(str(run / "tensorboard" / "analysis"), size_guidance={"images": 0})
+    reader.Reload()
+    tags = reader.Tags()["images"]
+    assert {tag.split("/")[1] for tag in tags} == APPLYING
+    assert all(tag.startswith("analysis/") for tag in tags)
+    assert sorted(image.step for image in reader.Images("analysis/span/span")) == [1, 2]
+    assert [image.step for image in reader.Images("analysis/ranks/rank")] == [2]
+
+
+def test_results_may_lie_elsewhere_and_leave_the_run_alone(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("analysis"))
+    before = sorted(path for path in copy.rglob("*"))
+    assert analyze(copy, "span", "--out", str(tmp_path / "out"), "--seq-len", "32") == 0
+    assert sorted(path for path in copy.rglob("*")) == before
+    printed = capsys.readouterr().out
+    assert "span.csv" in printed
+    assert all(row["span"] < 32 for row in rows(tmp_path / "out", "span"))
+
+
+@pytest.mark.parametrize(
+    ("options", "explanation"),
+    [
+        (("spectra",), "--what spectra is no analysis; choose all, attention"),
+        (("span", "--step", "7"), "choose one of 1, 2"),
+        (("span", "--seq-len", "5000"), "give --seq-len 4096 or less"),
+        (("span", "--samples", "0"), "give --samples 1 or more"),
+        (("voting", "--draws", "1"), "give --draws 2 or more"),
+        (
+            ("gates", "--seq-len", "8"),
+            "--what gates: rows of 8 tokens show nothing of it; give a larger --seq-len",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line_with_the_remedy(run, options, explanation, tmp_path, capsys):
+    assert analyze(run, *options, "--out", str(tmp_path)) == ExitStatus.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megakernel: error: ")
+    assert explanation in line
