@@ -155,3 +155,11 @@ def test_an_encoder_continues_no_text(spec, explanation):
     (task,) = parse([spec])
     with pytest.raises(ValueError, match=explanation):
         task.check(subject(None, kind="masked_lm"))
+
+
+def test_a_filler_that_cannot_be_read_is_found_out_before_the_model_is():
+    (task,) = parse(["passkey:filler=nowhere.txt"])
+    with pytest.raises(
+        ValueError, match=r"filler=nowhere\.txt cannot be read .* give a UTF-8 file, or sentences"
+    ):
+        task.check(subject(None))
