@@ -71,6 +71,8 @@ def overrides(path: Path, root: Path, corpora: dict[str, Path]) -> list[str]:
         "training.device": "cpu",
         "logging.tensorboard": "false",
     }
+    if path.parent.name == "flurka":
+        keys["model.attention.compression.rank"] = 4
     return [f"{key}={value}" for key, value in keys.items()]
 
 
