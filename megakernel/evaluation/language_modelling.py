@@ -63,7 +63,8 @@ class LanguageModelling:
             value = getattr(options, key)
             if value is not None and options.split != "validation":
                 raise UserError(
-                    f"--task {self.spec}: {key}={value} is of the validation split; leave it out, or split={options.split}"
+                    f"--task {self.spec}: {key}={value} is of the validation split; leave it out, or "
+                    f"split={options.split}"
                 )
             if value is not None and not config.model.is_causal:
                 raise UserError(
