@@ -63,8 +63,7 @@ class LanguageModelling:
             value = getattr(options, key)
             if value is not None and options.split != "validation":
                 raise UserError(
-                    f"--task {self.spec}: {key}={value} is of the validation split; leave it out, or "
-                    f"split={options.split}"
+                    f"--task {self.spec}: {key}={value} reads the validation split; leave it or split= out"
                 )
             if value is not None and not config.model.is_causal:
                 raise UserError(
