@@ -27,7 +27,7 @@ class Analysis:
     """The paper and its figure or table; empty for what is ours."""
 
     value: str
-    """The column whose smallest, mean and largest number are printed."""
+    """The column whose smallest, mean and largest number are printed; empty where these say nothing."""
 
     by: tuple[str, ...]
     """Columns that divide the rows for that."""
@@ -88,8 +88,8 @@ _ALL = (
         "attention",
         "attention matrices of one sample, as images",
         "Transformer-MGK, figures 2, 6, 9",
-        "weight",
-        _HEADS,
+        "",
+        (),
     ),
     Analysis(
         "singular_values",
@@ -112,8 +112,8 @@ _ALL = (
         "gates",
         "how gates divide queries between near and far",
         "",
-        "mean",
-        _HEADS,
+        "gate",
+        ("layer",),
         "gate between a near window and landmarks (near: {join: gated})",
         _has_gate,
     ),

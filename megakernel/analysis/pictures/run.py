@@ -104,14 +104,16 @@ def analyze_run(
                 )
             table = target / f"{analysis.name}.csv"
             write_whole(table, to_csv(rows))
-            figures = analysis.draw(rows)
-            pictures = [_save(figure, target, f"{analysis.name}_{name}") for name, figure in figures.items()]
+            pictures = {
+                name: _save(figure, target / f"{analysis.name}_{name}.png")
+                for name, figure in analysis.draw(rows).items()
+            }
             if shows:
                 from .events import show
 
-                tagged = {f"analysis/{analysis.name}/{name}": figure for name, figure in figures.items()}
+                tagged = {f"analysis/{analysis.name}/{name}": path for name, path in pictures.items()}
                 show(folder / "tensorboard" / "analysis", tagged, at, analysis.name)
-            yield Result(analysis, rows, table, pictures)
+            yield Result(analysis, rows, table, list(pictures.values()))
 
 
 def _one_row_per_pass(config: Config) -> Config:
@@ -139,9 +141,8 @@ def _make_folder(target: Path) -> None:
         ) from None
 
 
-def _save(figure: "Figure", folder: Path, name: str) -> Path:
-    path = folder / f"{name}.png"
-    staged = path.with_name(f"{name}.partial.png")
-    figure.savefig(staged, dpi=120)
+def _save(figure: "Figure", path: Path) -> Path:
+    staged = path.with_suffix(".partial")
+    figure.savefig(staged, dpi=100, format="png")
     os.replace(staged, path)
     return path
