@@ -219,13 +219,13 @@ def chosen(names: Sequence[str], config: Config, run: str) -> list[Analysis]:
     Raises UserError for a name that is none, or that says nothing about the run.
     """
     applying = [analysis for analysis in _ALL if analysis.applies(config)]
-    if ALL in names:
-        return applying
     choice = ", ".join(analysis.name for analysis in applying)
     for name in names:
+        if name == ALL:
+            continue
         if name not in ANALYSES:
             raise UserError(f"--what {name} is no analysis; choose {ALL}, {choice}")
         analysis = ANALYSES[name]
         if analysis not in applying:
             raise UserError(f"--what {name}: no layer of {run} has a {analysis.needs}; choose {choice}")
-    return [analysis for analysis in applying if analysis.name in names]
+    return applying if ALL in names else [analysis for analysis in applying if analysis.name in names]
