@@ -1,20 +1,14 @@
 """Where a run stands: what Slurm says of its jobs, what befell it, and what it last measured."""
 
-import json
-import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from megakernel.config import from_yaml
-from megakernel.training import heartbeat
+from launch.run_progress import RunProgress
 
 from .job_folder import JobFolder
 from .live import states_of
 from .states import JobState
-
-_TAIL = 1 << 16
 
 _WHAT_HAPPENED = {
     "TIMEOUT": "reached its time limit before it could save",
@@ -58,6 +52,9 @@ class RunStatus:
     saved: int
     """Steps behind the newest checkpoint."""
 
+    stage: str | None
+    """Of an up-training: which one trains, or was the last. Steps and speed are its own."""
+
     loss: float | None
     tokens_per_sec: float | None
 
@@ -66,6 +63,9 @@ class RunStatus:
 
     place: str | None
     """Where that was."""
+
+    health: str
+    """The slowest rank, waiting for data, steps without update; empty where nothing is amiss."""
 
     nodes: str
     jobs: dict[str, str]
@@ -90,11 +90,13 @@ class RunStatus:
             "why": self.why,
             "ETA": self.eta,
             "restarts": str(self.restarts),
+            "stage": self.stage or "",
             "step": self.progress,
             "saved": f"step {self.saved}" if self.saved else "",
             "loss": "" if self.loss is None else f"{self.loss:.4f}",
             "tokens/s": "" if self.tokens_per_sec is None else f"{self.tokens_per_sec:,.0f}",
             "heartbeat": beat or "",
+            "health": self.health,
             "nodes": self.nodes,
             "jobs": ", ".join(f"{job} {state}" for job, state in self.jobs.items())
             if len(self.jobs) > 1
@@ -109,24 +111,25 @@ def status_of(run: JobFolder) -> RunStatus:
     job = _current(states)
     events = run.events(job.job)
     started = [event for event in events if event["event"] == "started"]
-    logged = _last_logged(run.path / "metrics.jsonl")
-    steps, tokens = _whole(run)
-    speed = logged.get("throughput/tokens_per_sec")
-    beat = _heartbeat(run.path) if job.is_live and not job.is_pending else {}
+    training = run.training
+    known = RunProgress.read(training)
+    runs = job.is_live and not job.is_pending
     return RunStatus(
         run=str(run.path),
         job=job.job,
         state=job.state,
         why=_why(job, events),
-        eta=_eta(job, tokens, logged.get("train/tokens"), speed),
+        eta=_eta(job, known.seconds_left),
         restarts=started[-1].get("restart", 0) if started else 0,
-        step=logged.get("step"),
-        steps=steps,
-        saved=run.saved_step(),
-        loss=logged.get("train/loss"),
-        tokens_per_sec=speed,
-        heartbeat=max(0.0, time.time() - beat["time"]) if beat else None,
-        place=beat.get("place"),
+        step=known.step,
+        steps=known.steps,
+        saved=known.saved,
+        stage=None if training == run.path else training.name,
+        loss=known.loss,
+        tokens_per_sec=known.tokens_per_sec,
+        heartbeat=known.heartbeat if runs else None,
+        place=known.place if runs else None,
+        health=known.health,
         nodes=job.nodes or (started[-1].get("nodes", "") if started else ""),
         jobs={id: state.state for id, state in states.items()},
     )
@@ -154,43 +157,9 @@ def _last_end(events: list[dict[str, Any]]) -> str:
     return ends[-1] if ends else ""
 
 
-def _eta(job: JobState, tokens: int | None, done: float | None, speed: float | None) -> str:
+def _eta(job: JobState, seconds_left: float | None) -> str:
     if job.is_pending:
         return f"starts {job.start}" if job.start else ""
-    if not job.is_live or tokens is None or done is None or not speed:
+    if not job.is_live or seconds_left is None:
         return ""
-    return str(timedelta(seconds=round((tokens - done) / speed)))
-
-
-def _whole(run: JobFolder) -> tuple[int | None, int | None]:
-    """Steps and tokens of the whole run."""
-    file = run.path / "config.yaml"
-    if not file.exists():
-        return None, None
-    config = from_yaml(file.read_text(encoding="utf-8"), str(file))
-    steps = config.training.steps
-    return steps, config.training.consumed(steps)[1] * config.model.rows_per_sample
-
-
-def _last_logged(metrics: Path) -> dict[str, Any]:
-    """The newest value of every tag among the last lines, and the newest step."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - _TAIL))
-            lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return {}
-    values: dict[str, Any] = {}
-    for line in lines:
-        try:
-            values |= json.loads(line)
-        except ValueError:
-            continue  # the first one is cut, the last one may be
-    return values
-
-
-def _heartbeat(run: Path) -> dict[str, Any]:
-    try:
-        return json.loads((run / heartbeat.FILE).read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
+    return str(timedelta(seconds=round(seconds_left)))

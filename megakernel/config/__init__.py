@@ -12,7 +12,7 @@ from .objective import Objective
 from .parallel import Parallel
 from .resume import Difference, check_same_run, differences
 from .rope import RopeScaling
-from .training import Checkpoint, Logging, Optimizer, Schedule, Training
+from .training import Checkpoint, Logging, Optimizer, Profile, Schedule, Training
 from .tree import Config, Run
 from .uptrain import KeptLayers, LengthStage, TransferStage, Uptrain
 from .validation import validate_section
@@ -47,6 +47,7 @@ __all__ = [
     "Phase",
     "PoolCompression",
     "Problem",
+    "Profile",
     "RopeScaling",
     "Run",
     "RunFailed",

@@ -18,6 +18,7 @@ from .objective import Objective
 from .parallel import Parallel
 from .training import Optimizer, Training
 from .uptrain import Uptrain
+from .watching import processes_hold_what_is_watched
 
 Rule = Callable[..., Iterator[Problem]]
 
@@ -171,6 +172,12 @@ def _masking_has_an_effect(model: Model, data: Data) -> Iterator[Problem]:
         yield Problem("data.masking", "{...}", reason, "remove it or take model.kind: masked_lm")
 
 
+def _answers_are_next_tokens(model: Model, data: Data) -> Iterator[Problem]:
+    if data.scored == "answers" and not model.is_causal:
+        reason = f"has no effect on model.kind: {model.kind}"
+        yield Problem("data.scored", "answers", reason, "set all or take model.kind: causal_lm")
+
+
 def _teachers_stand_beside_whole_models(
     objective: Objective, model: Model, parallel: Parallel
 ) -> Iterator[Problem]:
@@ -307,8 +314,10 @@ _RULES: list[Rule] = [
     _rows_are_documents_where_landmarks_mix_them,
     _padded_documents_stay_whole,
     _masking_has_an_effect,
+    _answers_are_next_tokens,
     _teachers_stand_beside_whole_models,
     _frozen_weights_are_whole,
     _stages_lead_to_the_model,
     _deepspeed_keeps_to_its_own,
+    processes_hold_what_is_watched,
 ]

@@ -40,6 +40,7 @@ _FREE = (
     # Passing over samples that made the loss diverge is done on resume; the order of the others stays.
     "training.skip_samples",
     "training.max_skipped_steps",
+    "training.profile",
 )
 
 _OF_LENGTH = (

@@ -91,6 +91,16 @@ class NearDropout(Section):
     """Step from which on no window is shut."""
 
 
+class Profile(Section):
+    """Steps that PyTorch's profiler records, operation by operation."""
+
+    start: int = Field(default=10, gt=0)
+    """First step that is recorded, counted from 1; the first steps of a start compile and connect."""
+
+    steps: int = Field(default=3, gt=0)
+    """Steps that are recorded."""
+
+
 class Training(Section):
     """The training loop."""
 
@@ -147,6 +157,9 @@ class Training(Section):
 
     max_skipped_steps: int = Field(default=10, gt=0)
     """Steps in a row with a non-finite loss or gradient after which training stops."""
+
+    profile: Profile | None = None
+    """Record steps of every process into RUN/profile: a trace, and on CUDA what memory holds; null records none."""
 
     @property
     def phases(self) -> list[Phase]:
@@ -241,3 +254,24 @@ class Logging(Section):
 
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak TFLOP/s of one device, for throughput/mfu; None takes it from a table of known GPUs."""
+
+    histograms_every: int | None = Field(default=None, gt=0)
+    """Steps between two histograms of every weight, gradient and gate; null writes none."""
+
+    analysis_every: int | None = Field(default=None, gt=0)
+    """Steps between two pictures of what attention layers do; null draws none."""
+
+    sample_prompt: str | None = None
+    """Text that the model continues at each evaluation, '' for a new document; null writes no samples."""
+
+    sample_tokens: int = Field(default=200, gt=0)
+    """Most tokens of a sample."""
+
+    def problems(self) -> Iterator[Problem]:
+        """What is to be written where nothing is written."""
+        if self.tensorboard:
+            return
+        for key in ("histograms_every", "analysis_every", "sample_prompt"):
+            if (value := getattr(self, key)) is not None:
+                reason = "goes to TensorBoard alone, and logging.tensorboard is false"
+                yield Problem(key, value, reason, "remove it or set tensorboard: true")

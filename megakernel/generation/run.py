@@ -17,7 +17,7 @@ from .sampling import Sampling
 from .text_stream import TextStream
 
 if TYPE_CHECKING:
-    from .decoder import Decoder
+    from megakernel.model import LanguageModel
 
 
 def generate_text(
@@ -54,7 +54,7 @@ def generate_text(
         )
     tokenizer = tokenizers.load(tokenizer_folder(folder))
     tokens = tokenizer.encode(prompt) or [tokenizer.eod]
-    _check_positions(run.config, len(tokens), max_new_tokens)
+    check_positions(run.config, len(tokens), max_new_tokens, "max_new_tokens")
     return _generate(run, tokenizer, tokens, max_new_tokens, sampling, seed)
 
 
@@ -70,25 +70,36 @@ def _generate(
     device = prepare_device("cpu" if run.config.training.device == "cpu" else "auto", local_rank=0)
     from megakernel.training.one_process import one_process_model
 
+    with one_process_model(run, tokenizer.vocab_size, device) as model:
+        yield from continued(
+            model,
+            tokenizer,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            isolate_documents=run.config.data.isolate_documents,
+        )
+
+
+def continued(
+    model: "LanguageModel",
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    isolate_documents: bool,
+) -> Iterator[str]:
+    """The text behind `prompt`, one token or more, of a model in evaluation mode that this process holds as a whole.
+
+    It ends where the model ends the document, or after max_new_tokens tokens.
+    """
     from .decoder import Decoder
 
     text = TextStream(tokenizer, prompt)
-    with one_process_model(run, tokenizer.vocab_size, device) as model:
-        decoder = Decoder(model, tokenizer.eod, run.config.data.isolate_documents)
-        for token in _continuation(decoder, tokenizer, prompt, sampling, seed, max_new_tokens):
-            yield text.add(token)
-    yield text.end()
-
-
-def _continuation(
-    decoder: "Decoder",
-    tokenizer: Tokenizer,
-    prompt: list[int],
-    sampling: Sampling,
-    seed: int,
-    max_new_tokens: int,
-) -> Iterator[int]:
-    """Tokens behind the prompt, up to and without the end of the document."""
+    decoder = Decoder(model, tokenizer.eod, isolate_documents)
     draws = torch.Generator().manual_seed(seed)
     unread = prompt
     for _ in range(max_new_tokens):
@@ -96,15 +107,17 @@ def _continuation(
         # The embedding is padded: rows beyond the vocabulary stand for nothing.
         token = sampling.draw(logits[: tokenizer.vocab_size], draws)
         if token == tokenizer.eod:
-            return
-        yield token
+            break
+        yield text.add(token)
         unread = [token]
+    yield text.end()
 
 
-def _check_positions(config: Config, prompt: int, new: int) -> None:
+def check_positions(config: Config, prompt: int, new: int, key: str) -> None:
+    """UserError, naming `key`, where `new` tokens behind a prompt are more than the model has positions for."""
     rows = config.model.max_positions or config.training.seq_len
     if config.model.position == "learned" and prompt + new > rows + 1:
         raise UserError(
-            f"max_new_tokens={new} after a prompt of {prompt} tokens exceeds the model's {rows} learned positions; "
+            f"{key}={new} after a prompt of {prompt} tokens exceeds the model's {rows} learned positions; "
             f"give at most {max(rows + 1 - prompt, 0)}, or a shorter prompt"
         )

@@ -1,5 +1,6 @@
 """The mesh: world = tp x cp x dp x pp, the one object on which Megatron-core and DeepSpeed agree."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -137,6 +138,13 @@ class Mesh:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """As many numbers of each process, in the order of ranks."""
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(rows, own)
+        return [row.tolist() for row in rows]
 
     def barrier(self) -> None:
         """Wait until every process is here."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from data_pipeline.batch import Batch
 from megakernel import attention
@@ -151,9 +152,26 @@ class Engine:
         return self.mesh.sum(total, self.mesh.gradient).item()
 
     @contextmanager
+    def before_update(self, look: Callable[[], None]) -> Iterator[None]:
+        """Within, `look` is called in each step when the gradients of the whole batch are there and not yet clipped."""
+        optimizer = self.engine.optimizer
+        update = optimizer.step
+
+        def look_and_update(*args, **options):
+            look()
+            return update(*args, **options)
+
+        # DeepSpeed's optimizers have no hooks of their own; the engine, with or without stages, calls this one.
+        optimizer.step = look_and_update
+        try:
+            yield
+        finally:
+            del optimizer.step
+
+    @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         self.mesh.progress.reach(name)
-        with self.memory.phase(name):
+        with self.memory.phase(name), record_function(name):
             yield
 
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:

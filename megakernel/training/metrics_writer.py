@@ -1,23 +1,40 @@
-"""The numbers of a run on disk: metrics.jsonl and TensorBoard, one curve over all restarts."""
+"""What a run measures, on disk: metrics.jsonl and TensorBoard, one curve over all restarts."""
 
 import json
 import math
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
-from megakernel.config import Config, to_yaml
+from megakernel.config import Config
+
+from .event_files import PATTERN, drop_later_steps
+from .histograms import Histogram
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass
+class Entry:
+    """What there is to write of one step, by TensorBoard tag."""
+
+    scalars: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    figures: "dict[str, Figure]" = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    """Markdown."""
 
 
 class MetricsWriter:
-    """Writes scalars of steps, counted from 1, under their TensorBoard tags. For rank 0 alone.
+    """Writes what is known of steps, counted from 1, under their TensorBoard tags. For rank 0 alone.
 
-    metrics_file: one JSON object per written step; non-finite numbers are null there.
+    metrics_file: one JSON object per step with scalars; non-finite numbers are null there.
     tensorboard: folder of event files, or None.
     done_steps: the step of the checkpoint that the run continues from. What an earlier process wrote about
-    later steps is removed from metrics.jsonl and hidden from readers of TensorBoard; with 0, all it wrote.
+    later steps, of any kind, is removed from both; with 0, all it wrote.
     """
 
     def __init__(self, metrics_file: Path, tensorboard: Path | None, done_steps: int):
@@ -25,12 +42,14 @@ class MetricsWriter:
         _keep_steps(metrics_file, last_kept)
         self._lines = metrics_file.open("a", encoding="utf-8")
         self._events = None
-        # Readers hide abandoned scalars only: a description that is there stays, and must not be doubled.
-        self._described = tensorboard is not None and any(tensorboard.glob("events.out.*"))
+        self._described = False
         if tensorboard is not None:
             # Imported here because it takes seconds that the other ranks need not wait.
             from torch.utils.tensorboard import SummaryWriter
 
+            drop_later_steps(tensorboard, last_kept)
+            self._described = any(tensorboard.glob(PATTERN))
+            # A TensorBoard that was open all the while has read what is gone now: the mark of a restart tells it.
             self._events = SummaryWriter(str(tensorboard), purge_step=last_kept + 1)
 
     def __enter__(self) -> "MetricsWriter":
@@ -44,33 +63,62 @@ class MetricsWriter:
             self._events.close()
 
     def describe(self, config: Config, packing: str = "") -> None:
-        """Put the configuration into TensorBoard, as hparams and as text, once in the life of the run.
+        """Tell TensorBoard of the configuration and of pages to open with, once in the life of the run.
 
         packing: what is to be said of it, in Markdown.
         """
         if self._events is None or self._described:
             return
-        from torch.utils.tensorboard.summary import hparams
+        from .run_description import describe
 
-        values = dict(_flat(config.model_dump(mode="json")))
-        # SummaryWriter.add_hparams would open a run of its own in a subfolder.
-        for summary in hparams(values, {"eval/loss": None, "train/loss": None}):
-            self._events.file_writer.add_summary(summary)
-        # Markdown shows an indented text as it is.
-        self._events.add_text("config", textwrap.indent(to_yaml(config), "    "), 0)
-        if packing:
-            self._events.add_text("packing", packing, 0)
+        describe(self._events, config, packing)
         self._events.flush()
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the scalars of one step, all in one call; once it returns, a kill loses nothing."""
-        finite = {tag: value if math.isfinite(value) else None for tag, value in scalars.items()}
-        self._lines.write(json.dumps({"step": step, **finite}) + "\n")
-        self._lines.flush()
+    def finish(self, config: Config) -> None:
+        """Tell TensorBoard that the run has come to its last step."""
         if self._events is not None:
-            for tag, value in scalars.items():
-                self._events.add_scalar(tag, value, step)
-            self._events.flush()
+            from .run_description import finish
+
+            finish(self._events, config, config.training.steps)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """`write_entry` of scalars alone."""
+        self.write_entry(step, Entry(scalars=dict(scalars)))
+
+    def write_entry(self, step: int, entry: Entry) -> None:
+        """Write what is known of one step, all in one call; once it returns, a kill loses nothing."""
+        if entry.scalars:
+            finite = {tag: value if math.isfinite(value) else None for tag, value in entry.scalars.items()}
+            self._lines.write(json.dumps({"step": step, **finite}) + "\n")
+            self._lines.flush()
+        if self._events is None:
+            return
+        for tag, value in entry.scalars.items():
+            self._events.add_scalar(tag, value, step)
+        for tag, histogram in entry.histograms.items():
+            self._add_histogram(tag, histogram, step)
+        for tag, figure in entry.figures.items():
+            self._events.add_figure(tag, figure, step)
+        for tag, text in entry.texts.items():
+            self._events.add_text(tag, text, step)
+        self._events.flush()
+
+    def _add_histogram(self, tag: str, histogram: Histogram, step: int) -> None:
+        if not histogram.counts:
+            return
+        limits, counts = histogram.limits_and_counts()
+        assert self._events is not None
+        self._events.add_histogram_raw(
+            tag,
+            histogram.low,
+            histogram.high,
+            histogram.count,
+            histogram.total,
+            histogram.squares,
+            limits,
+            counts,
+            step,
+        )
 
 
 def _keep_steps(metrics_file: Path, last_kept: int) -> None:
@@ -87,12 +135,3 @@ def _step(line: str) -> float:
     if not line.endswith("\n"):
         return math.inf
     return json.loads(line)["step"]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
-    """Dotted key -> leaf; what is no scalar is written as text."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value if isinstance(value, (str, int, float)) else json.dumps(value)

@@ -11,8 +11,8 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
 
 from .dtypes import DTYPES
+from .model_settings import model_settings
 from .trained_run import TrainedRun
-from .trainer import model_settings
 from .weights import load_whole_weights
 
 

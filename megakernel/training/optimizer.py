@@ -100,14 +100,16 @@ class ClippedAdamW(torch.optim.AdamW):
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and self._counts_here(parameter):
+                if parameter.grad is not None and counts_here(parameter, self.mesh):
                     squares += parameter.grad.norm(dtype=torch.float32).double() ** 2
         return self.mesh.sum(squares, self.mesh.model).sqrt()
 
-    def _counts_here(self, parameter: nn.Parameter) -> bool:
-        if getattr(parameter, "ds_pipe_replicated", False):  # a tied embedding's second copy
-            return False
-        return self.mesh.tp.rank == 0 or getattr(parameter, "tensor_model_parallel", False)
+
+def counts_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
+    """Whether this rank's piece of a weight counts where all ranks of `mesh.model` add up and copies count once."""
+    if getattr(parameter, "ds_pipe_replicated", False):  # a tied embedding's second copy
+        return False
+    return mesh.tp.rank == 0 or getattr(parameter, "tensor_model_parallel", False)
 
 
 def build_optimizer(

@@ -53,6 +53,11 @@ class Throughput:
         self._tokens += tokens
         self._flops += tokens * flops_per_token
 
+    @property
+    def steps(self) -> int:
+        """Of the window so far."""
+        return self._steps
+
     def scalars(self) -> dict[str, float]:
         """Means over the steps of the window, at least one, under their TensorBoard tags.
 

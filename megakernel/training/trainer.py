@@ -10,9 +10,8 @@ from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.order import Share
 from data_pipeline.packing import packing_table
 from megakernel.analysis.flops import training_flops_per_token
-from megakernel.config import Config, Masking, RunFailed, UserError
-from megakernel.model import ModelSettings, padded_vocab_size
-from megakernel.parallel import Mesh, OneProcess
+from megakernel.config import Config, Masking, RunFailed
+from megakernel.parallel import Mesh
 from megakernel.uptraining.objectives import model_maker
 
 from . import events
@@ -24,7 +23,11 @@ from .device_peak import peak_tflops
 from .engine import Engine, StepResult
 from .environment import package_versions
 from .heartbeat import Heartbeat
-from .metrics_writer import MetricsWriter
+from .local_work import LocalWork
+from .metrics_writer import Entry, MetricsWriter
+from .model_settings import model_settings
+from .observed import Observed
+from .profiler import Profiler, kept_when_memory_runs_out
 from .ranks import Ranks
 from .resume import resume, start_from_weights
 from .run_folder import RunFolder
@@ -59,6 +62,7 @@ class Trainer:
         self.validation = ValidationBatches(config, self.corpora, share, **places) if evaluates else None
         settings = model_settings(config, mesh, self.corpora.vocab_size)
         self.engine = Engine(config, settings, model_maker(config, self.ranks))
+        self.work = LocalWork(self.engine.engine.module, mesh)
         self.checkpoints = CheckpointFolder(
             self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_every, self.ranks
         )
@@ -70,7 +74,7 @@ class Trainer:
             "zero_stage": config.parallel.zero_stage,
         }
         self.skipped_in_a_row = 0
-        self.scalars: dict[str, float] = {}
+        self.entry = Entry()
 
     def run(self) -> Stop:
         """Train to the last step, or to a request to stop; the state is saved in both cases."""
@@ -86,6 +90,7 @@ class Trainer:
             requests = stack.enter_context(StopRequests(stop_file))
             self.writer = self._open_writer(stack, done)
             self.throughput = self._throughput()
+            self.observed = self._observed(stack)
             self._enter(done)
             if done == 0:
                 self._evaluate(0)
@@ -95,7 +100,9 @@ class Trainer:
             limits = parallel.timeout_minutes, parallel.stall_minutes
             watchdog = stack.enter_context(Watchdog(self.mesh, *limits))
             if self.mesh.rank == 0:
-                stack.enter_context(Heartbeat(self.folder.path, self.mesh.progress))
+                stack.enter_context(
+                    Heartbeat(self.folder.path, self.mesh.progress, lambda: self.work.slowest)
+                )
             for step in range(done, steps):
                 if step == self.phase.end_step:
                     self._enter(step)
@@ -142,8 +149,10 @@ class Trainer:
         with self.throughput.loading():
             micro_batches = next(batches)
         self.engine.redraw(step)
-        result = self.engine.train_step(micro_batches, rate)
+        with self.observed.step(step + 1, self.entry):
+            result = self.engine.train_step(micro_batches, rate)
         self.throughput.step(self.tokens_per_step, self.flops_per_token)
+        self.observed.after_step(step + 1, micro_batches, self.entry)
         self._guard(step + 1, result)
         if (step + 1) % training.log_every == 0 or step + 1 == training.steps:
             self._log(step + 1, result, rate)
@@ -161,7 +170,10 @@ class Trainer:
             )
 
     def _log(self, step: int, result: StepResult, rate: float) -> None:
-        scalars = self.throughput.scalars() | self.engine.memory.scalars() | self.engine.traffic.scalars()
+        steps, speed = self.throughput.steps, self.throughput.scalars()
+        times = speed["throughput/data_time"], speed["throughput/step_time"]
+        scalars = speed | self.work.scalars(steps, *times)
+        scalars |= self.engine.memory.scalars() | self.engine.traffic.scalars()
         scalars |= {
             "train/loss": result.loss,
             "train/lr": rate,
@@ -172,7 +184,7 @@ class Trainer:
         }
         scalars |= self.engine.model_scalars()
         scalars |= self._bits("train", result.loss, "train")
-        self.scalars |= scalars
+        self.entry.scalars |= scalars
         if self.mesh.rank == 0:
             self.console.step(step, scalars, self.engine.skipped_steps)
 
@@ -184,6 +196,8 @@ class Trainer:
         self._write(step)
         if last or stop or step % every == 0:
             self._save(step)
+        if last and self.writer is not None:
+            self.writer.finish(self.config)
 
     def _evaluate(self, step: int) -> None:
         if self.validation is None:
@@ -192,13 +206,14 @@ class Trainer:
             measured = self.engine.evaluate(list(self.validation))
         scalars = {f"eval/{name}": value for name, value in measured.items()}
         scalars |= self._bits("eval", measured["loss"], "validation")
-        self.scalars |= scalars
+        self.entry.scalars |= scalars
+        self.observed.evaluated(self.entry)
         if self.mesh.rank == 0:
             self.console.evaluation(step, scalars)
 
     def _bits(self, tag: str, loss: float, split: str) -> dict[str, float]:
-        """Only a causal model's loss is a code length of the text."""
-        if not self.config.model.is_causal:
+        """Only a causal model's loss of all tokens is a code length of the text."""
+        if not self.config.model.is_causal or self.config.data.scored != "all":
             return {}
         return {f"{tag}/bits_per_byte": bits_per_byte(loss, self.corpora, split)}
 
@@ -231,6 +246,13 @@ class Trainer:
         writer.describe(self.config, packing_table(packing) if packing else "")
         return writer
 
+    def _observed(self, stack: ExitStack) -> Observed:
+        run, rank, device = self.folder.path, self.mesh.rank, self.mesh.device
+        stack.enter_context(kept_when_memory_runs_out(run, rank))
+        wanted, aside = self.config.training.profile, self.throughput.aside
+        profiler = stack.enter_context(Profiler(wanted, run, rank, device, self._note, aside))
+        return Observed(self.config, self.engine, self.corpora, profiler, aside)
+
     def _throughput(self) -> Throughput:
         # The table holds bfloat16 peaks.
         is_half = self.config.training.dtype == "bfloat16"
@@ -245,9 +267,9 @@ class Trainer:
 
     def _write(self, step: int) -> None:
         """What logging and evaluating found out about a step, as one entry."""
-        if self.writer is not None and self.scalars:
-            self.writer.write(step, self.scalars)
-        self.scalars = {}
+        if self.writer is not None:
+            self.writer.write_entry(step, self.entry)
+        self.entry = Entry()
 
     def _record(self, event: str, **facts: Any) -> None:
         if self.mesh.rank == 0:
@@ -257,41 +279,6 @@ class Trainer:
     def _note(self, text: str) -> None:
         if self.mesh.rank == 0:
             self.console.note(text)
-
-
-def model_settings(config: Config, mesh: Mesh | OneProcess, vocab_size: int) -> ModelSettings:
-    """How this process builds its part of the configured model.
-
-    Raises UserError where model.vocab_size is smaller than the tokenizer's vocabulary.
-    """
-    needed = vocab_size + config.model.special_ids
-    wanted = config.model.vocab_size or needed
-    if wanted < needed:
-        beside = (
-            f", and {config.model.special_ids} of a {config.model.kind}" if config.model.special_ids else ""
-        )
-        source = config.init.source
-        remedy = "remove the key or raise it"
-        if source is not None:
-            remedy = f"prepare the data with the tokenizer of init.from={source}"
-        raise UserError(
-            f"model.vocab_size={wanted} is smaller than the corpus's tokenizer ({vocab_size} ids{beside}); {remedy}"
-        )
-    model = config.model
-    if model.max_positions is None:
-        model = model.model_copy(update={"max_positions": config.training.seq_len})
-    return ModelSettings(
-        model=model,
-        vocab_size=padded_vocab_size(wanted, model.vocab_multiple),
-        mesh=mesh,
-        seed=config.run.seed,
-        isolate_documents=config.data.isolate_documents and model.classifier is None,
-        recompute=config.training.activation_checkpointing,
-        offload=config.training.checkpoint_offload,
-        mlp_chunk_size=config.training.mlp_chunk_size,
-        loss_chunk_size=config.training.loss_chunk_size,
-        lora=config.optimizer.updates,
-    )
 
 
 def _device_name(device: torch.device) -> str:

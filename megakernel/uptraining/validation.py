@@ -10,8 +10,8 @@ from megakernel.model import LanguageModel
 from megakernel.model.stream import Stream
 from megakernel.parallel import Mesh
 from megakernel.training.dtypes import DTYPES
+from megakernel.training.model_settings import model_settings
 from megakernel.training.streams import means, streams
-from megakernel.training.trainer import model_settings
 from megakernel.training.weight_source import WeightSource
 
 from .frozen import frozen_model

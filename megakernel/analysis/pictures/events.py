@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import struct
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
+
+from megakernel.training.event_files import PATTERN, add_png
 
 
 def show(tensorboard: Path, pictures: Mapping[str, Path], step: int, name: str) -> None:
@@ -22,17 +22,11 @@ def show(tensorboard: Path, pictures: Mapping[str, Path], step: int, name: str) 
     with tempfile.TemporaryDirectory() as staged:
         with SummaryWriter(staged, filename_suffix=ending) as writer:
             for tag, path in pictures.items():
-                value = Summary.Value(tag=tag, image=_image(path.read_bytes()))
-                writer.file_writer.add_summary(Summary(value=[value]), step)
+                add_png(writer, tag, path.read_bytes(), step)
         (file,) = Path(staged).iterdir()
-        before = list(tensorboard.glob(f"events.out.*{ending}"))
+        before = list(tensorboard.glob(f"{PATTERN}{ending}"))
         # Under a name that TensorBoard does not take for events, until it is whole.
         partial = shutil.copyfile(file, tensorboard / f"{name}.partial")
         os.replace(partial, tensorboard / file.name)
     for path in before:
         path.unlink()
-
-
-def _image(png: bytes) -> Summary.Image:
-    width, height = struct.unpack(">II", png[16:24])  # of a PNG's first chunk
-    return Summary.Image(encoded_image_string=png, width=width, height=height, colorspace=4)

@@ -12,7 +12,7 @@ from megakernel.config import Config
 from megakernel.model import LanguageModel
 from megakernel.parallel import Mesh
 from megakernel.training.engine import Engine
-from megakernel.training.trainer import model_settings
+from megakernel.training.model_settings import model_settings
 
 from .counters import LiveBytes, WireCounter
 

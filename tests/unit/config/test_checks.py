@@ -21,6 +21,12 @@ from .trees import config, problems
          "set zero_stage to 1 or training.dtype to float32"),
         ({"parallel": {"softmax_exchange": "ring"}}, "parallel.softmax_exchange",
          "remove it or set context above 1"),
+        ({"logging": {"sample_prompt": "x"}, "parallel": {"zero_stage": 3}}, "logging.sample_prompt",
+         "remove it; `megakernel generate RUN` takes checkpoints of every layout"),
+        ({"logging": {"analysis_every": 5}, "parallel": {"pipeline": 2}}, "logging.analysis_every",
+         "remove it; `megakernel analyze RUN` takes checkpoints of every layout"),
+        ({"logging": {"histograms_every": 5, "tensorboard": False}}, "logging.histograms_every",
+         "remove it or set tensorboard: true"),
     ],
 )  # fmt: skip
 def test_sections_that_contradict_each_other_are_refused_with_the_nearest_right_value(sections, key, remedy):

@@ -15,6 +15,7 @@ FOLDER = Path("runs/small")
         {"training": {"steps": 200, "micro_batch_size": 2, "log_every": 1, "skip_samples": [[0, 8]]}},
         {"parallel": {"tensor": 2, "zero_stage": 1}},
         {"checkpoint": {"every": 5}, "logging": {"tensorboard": False}},
+        {"training": {"profile": {"start": 3}}, "logging": {"histograms_every": 7}},
         {"run": {"name": "moved", "root": "elsewhere"}},
         {"data": {"num_workers": 0, "validation": "data/y"}},
         {"deepspeed": {"zero_optimization": {"overlap_comm": False}}},

@@ -6,10 +6,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from megakernel.config import Config
-from megakernel.training.metrics_writer import MetricsWriter
+from megakernel.training.histograms import SIGNED, Histogram
+from megakernel.training.metrics_writer import Entry, MetricsWriter
 
 
 class Folder:
@@ -31,6 +34,12 @@ class Folder:
     def events(self) -> EventAccumulator:
         reader = EventAccumulator(str(self.tensorboard), size_guidance={"scalars": 0})
         return reader.Reload()
+
+    def on_disk(self) -> list[tuple[int, str]]:
+        """Step and tag of all that is in the files, whatever a reader would hide."""
+        files = sorted(self.tensorboard.iterdir())
+        events = [event for file in files for event in EventFileLoader(str(file)).Load()]
+        return [(event.step, value.tag) for event in events for value in event.summary.value]
 
     def curve(self, tag: str = "train/loss") -> list[tuple[int, float]]:
         return [(event.step, event.value) for event in self.events().Scalars(tag)]
@@ -109,6 +118,45 @@ def test_half_written_ends_of_a_crash_are_passed_over(folder):
     assert [step for step, _ in folder.curve("train/lr")] == [1, 2, 4, 5]
 
 
+def entry(step: int) -> Entry:
+    histogram = Histogram()
+    histogram.add(torch.full((3,), float(step)), SIGNED)
+    return Entry({"train/loss": float(step)}, {"weights/w": histogram}, {}, {"samples": f"sample {step}"})
+
+
+TAGS = ("train/loss", "weights/w", "samples/text_summary")
+
+
+def test_a_restart_takes_what_is_abandoned_out_of_the_files_whatever_its_kind(folder):
+    for done_steps, until in ((0, 5), (2, 4), (3, 4)):
+        with folder.continued_from(done_steps) as writer:
+            for step in range(done_steps + 1, until + 1):
+                writer.write_entry(step, entry(step))
+    assert sorted(folder.on_disk()) == sorted((step, tag) for step in (1, 2, 3, 4) for tag in TAGS)
+    assert len(list(folder.tensorboard.iterdir())) == 3
+
+
+def test_files_of_which_nothing_is_left_go_and_others_stay_untouched(folder):
+    folder.train(0, 2)
+    [kept] = folder.tensorboard.iterdir()
+    before = kept.read_bytes(), kept.stat().st_ino
+    folder.train(2, 3)
+    folder.train(2, 3)
+    assert (kept.read_bytes(), kept.stat().st_ino) == before
+    assert len(list(folder.tensorboard.iterdir())) == 2
+    folder.train(0, 1)
+    assert len(list(folder.tensorboard.iterdir())) == 1
+
+
+def test_a_histogram_is_read_as_it_was_counted(folder):
+    with folder.continued_from(0) as writer:
+        writer.write_entry(7, entry(7))
+    [event] = folder.events().Histograms("weights/w")
+    found = event.histogram_value
+    assert (event.step, found.num, found.min, found.max, found.sum) == (7, 3, 7, 7, 21)
+    assert list(found.bucket) == [3]
+
+
 def test_non_finite_numbers_leave_valid_json(folder):
     with folder.continued_from(0) as writer:
         writer.write(1, {"train/loss": float("nan"), "train/grad_norm": float("inf")})
@@ -139,6 +187,8 @@ def test_the_configuration_is_described_once_in_the_folder_of_the_curves(folder)
     assert b"    run:\n      name: r\n" in text.tensor_proto.string_val[0]
     [packing] = events.Tensors("packing/text_summary")
     assert packing.tensor_proto.string_val == [b"| corpus |"]
+    tags = [tag for _, tag in folder.on_disk()]
+    assert tags.count("custom_scalars__config__") == tags.count("_hparams_/experiment") == 1
     assert "hparams" in events.summary_metadata["_hparams_/experiment"].plugin_data.plugin_name
     assert b"optimizer.lr" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert not [path for path in folder.tensorboard.iterdir() if path.is_dir()], "no run of its own beside it"

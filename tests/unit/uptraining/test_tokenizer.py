@@ -8,7 +8,7 @@ from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.config import UserError
 from megakernel.parallel import OneProcess
-from megakernel.training.trainer import model_settings
+from megakernel.training.model_settings import model_settings
 from megakernel.uptraining.dense.tokenizer import check_tokenizer, save_tokenizer
 from tests.unit.config import trees
 

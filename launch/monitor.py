@@ -1,0 +1,172 @@
+"""`megakernel monitor`: TensorBoard, and all runs in one table."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from launch.run_progress import RunProgress
+from launch.slurm import job_folder
+from launch.slurm.errors import NotFound, SlurmRefused
+from launch.slurm.job_folder import JobFolder
+from launch.slurm.status import status_of
+from megakernel.config import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HELP = "start TensorBoard on runs, and show how far they are"
+EXAMPLE = "megakernel monitor first sharded --every 10"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="folders of runs, or names under --root (default: all runs there, also those to come)",
+    )
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=Path("runs"),
+        metavar="DIR",
+        help="folder of all runs (default %(default)s)",
+    )
+    parser.add_argument("--once", action="store_true", help="print the table once, without TensorBoard")
+    parser.add_argument("--no-tensorboard", action="store_true", help="show the table alone")
+    parser.add_argument("--host", default="localhost", help="address to serve on (default %(default)s)")
+    parser.add_argument(
+        "--port", type=int, metavar="P", help="to serve on; 0: any (default: 6006 or the next)"
+    )
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds between two looks (default %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show runs until Ctrl-C, or once."""
+    from rich.console import Console
+    from rich.live import Live
+
+    if args.every <= 0:
+        raise UserError(f"--every {args.every} is no time between two looks; give seconds, such as 5")
+    if args.port is not None and not 0 <= args.port < 1 << 16:
+        raise UserError(f"--port {args.port} is none; give 0 to 65535, or leave it out")
+    named = [folder for text in args.runs for folder in _named(text, args.root)]
+    if not named and not args.root.is_dir():
+        raise NotFound(f"{args.root} does not exist; give --root, or train a run first")
+    console = Console(highlight=False)
+    if args.once:
+        console.print(_table(_lines(named, args.root)))
+        return 0
+    if not args.no_tensorboard:
+        from launch.tensorboard_server import start_tensorboard
+
+        print(f"TensorBoard: {start_tensorboard(args.root, named, args.host, args.port)}", flush=True)
+    try:
+        if not sys.stdout.isatty():
+            console.print(_table(_lines(named, args.root)))
+            while True:
+                time.sleep(args.every)
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(_table(_lines(named, args.root)), refresh=True)
+                time.sleep(args.every)
+    except KeyboardInterrupt:
+        return 0
+
+
+@dataclass(frozen=True)
+class _Line:
+    name: str
+    state: str
+    known: RunProgress
+    why: str
+
+
+def _lines(named: Sequence[Path], root: Path) -> Iterator[_Line]:
+    for folder in named or sorted(_runs_in(root)):
+        known = RunProgress.read(folder)
+        state, why = known.state, known.ended
+        if (folder / job_folder.FILE).exists():
+            try:
+                status = status_of(JobFolder(folder))
+                state, why = status.state, status.why
+            except SlurmRefused as error:
+                why = f"Slurm does not say: {error}"
+        name = str(folder.relative_to(root)) if folder.is_relative_to(root) else str(folder)
+        yield _Line(name, state, known, ", ".join(filter(None, (known.health, why))))
+
+
+def _table(lines: Iterator[_Line]) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title, justify in _COLUMNS.items():
+        table.add_column(title, justify=justify, no_wrap=title != "remarks")
+    for line in lines:
+        known = line.known
+        runs = line.state == "RUNNING" and known.seconds_left is not None
+        table.add_row(
+            line.name,
+            line.state,
+            known.of_all,
+            "" if known.loss is None else f"{known.loss:.4f}",
+            "" if known.tokens_per_sec is None else f"{known.tokens_per_sec:,.0f}",
+            "" if known.mfu is None else f"{known.mfu:.1%}",
+            str(timedelta(seconds=round(known.seconds_left or 0.0))) if runs else "",
+            line.why,
+        )
+    return table
+
+
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "run": "left",
+    "state": "left",
+    "step": "right",
+    "loss": "right",
+    "tokens/s": "right",
+    "MFU": "right",
+    "ETA": "right",
+    "remarks": "left",
+}
+
+
+def _named(text: str, root: Path) -> list[Path]:
+    """The run that a folder or a name means; of an up-training, its stages."""
+    for folder in (Path(text), root / text):
+        if _is_run(folder):
+            return [folder]
+        if found := sorted(_stages(folder)):
+            return found
+    known = ", ".join(str(run.relative_to(root)) for run in sorted(_runs_in(root))) or f"none yet in {root}"
+    raise NotFound(f"{text} is no run; runs: {known}")
+
+
+def _runs_in(root: Path) -> Iterator[Path]:
+    for folder in root.glob("*"):
+        if _is_run(folder):
+            yield folder
+        else:
+            yield from _stages(folder)
+
+
+def _stages(folder: Path) -> Iterator[Path]:
+    return (stage for stage in folder.glob("*") if _is_run(stage))
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether something was trained there, or is to be; an up-training itself has no checkpoints, its stages have."""
+    return (folder / job_folder.FILE).exists() or (
+        (folder / "config.yaml").exists() and (folder / "checkpoints").is_dir()
+    )

@@ -1,0 +1,171 @@
+"""How far a run is, by what it has written into its folder."""
+
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megakernel.config import from_yaml
+from megakernel.training import events, heartbeat
+
+_TAIL = 1 << 16
+"""Last bytes of metrics.jsonl that are read."""
+
+_SILENT_SECONDS = 6 * heartbeat.BEAT_SECONDS
+"""A process that has not told where it is for so long is gone, or its disk is."""
+
+_WORTH_SAYING = 1.1
+"""Times the median from which on the slowest rank is news."""
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """What the last lines of a run say."""
+
+    step: int | None
+    """The last one that was logged."""
+
+    steps: int | None
+    """Of the whole run."""
+
+    saved: int
+    """Steps behind the newest checkpoint."""
+
+    loss: float | None
+    tokens_per_sec: float | None
+    mfu: float | None
+
+    seconds_left: float | None
+    """At the speed of the last window."""
+
+    heartbeat: float | None
+    """Seconds since the first process last said where it is."""
+
+    place: str | None
+    """Where that was."""
+
+    health: str
+    """The slowest rank, waiting for data, steps without update; empty where nothing is amiss."""
+
+    alive: bool
+    """Whether the first process still tells where it is."""
+
+    ended: str
+    """What the run wrote down last of its end; empty where nothing."""
+
+    @classmethod
+    def read(cls, run: Path) -> "RunProgress":
+        """That of the run in a folder, which may be empty yet."""
+        logged = _last_logged(run / "metrics.jsonl")
+        steps, tokens = _whole(run / "config.yaml")
+        beat = _heartbeat(run)
+        speed, done = logged.get("throughput/tokens_per_sec"), logged.get("train/tokens")
+        return cls(
+            step=logged.get("step"),
+            steps=steps,
+            saved=saved_step(run),
+            loss=logged.get("train/loss"),
+            tokens_per_sec=speed,
+            mfu=logged.get("throughput/mfu"),
+            seconds_left=(tokens - done) / speed if tokens and done is not None and speed else None,
+            heartbeat=max(0.0, time.time() - beat["time"]) if beat else None,
+            place=beat.get("place"),
+            health=_health(logged, beat.get("slowest", {})),
+            alive=_is_alive(beat),
+            ended=_ended(run),
+        )
+
+    @property
+    def of_all(self) -> str:
+        """Steps done of all."""
+        return "" if self.steps is None else f"{self.step or 0}/{self.steps}"
+
+    @property
+    def state(self) -> str:
+        """RUNNING, DONE, FAILED, STOPPED or EMPTY (no step logged yet), where no scheduler is asked."""
+        if self.alive:
+            return "RUNNING"
+        if self.steps is not None and self.saved >= self.steps:
+            return "DONE"
+        if self.ended:
+            return "FAILED"
+        return "EMPTY" if self.step is None else "STOPPED"
+
+
+def saved_step(run: Path) -> int:
+    """Optimizer steps behind the newest checkpoint; 0 where there is none."""
+    try:
+        return int((run / "checkpoints" / "latest").read_text().removeprefix("step_"))
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def _health(logged: dict[str, Any], slowest: dict[str, Any]) -> str:
+    said = []
+    straggle = logged.get("health/straggle")
+    if straggle is not None and straggle >= _WORTH_SAYING:
+        rank = int(logged["health/slowest_rank"])
+        host = f" on {slowest['host']}" if slowest.get("rank") == rank else ""
+        said.append(f"rank {rank}{host} takes {straggle:.2f} x the median")
+    share = logged.get("health/data_share")
+    if share is not None and share >= _WORTH_SAYING - 1:
+        said.append(f"{share:.0%} of a step waits for data")
+    if skipped := int(logged.get("train/skipped_steps") or 0):
+        said.append(f"{skipped} steps skipped")
+    return ", ".join(said)
+
+
+def _is_alive(beat: dict[str, Any]) -> bool:
+    if not beat or time.time() - beat["time"] > _SILENT_SECONDS:
+        return False
+    if beat["host"] != socket.gethostname():
+        return True
+    try:
+        os.kill(beat["process"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _ended(run: Path) -> str:
+    """Why it failed, where that was the last thing that befell it."""
+    last = next(reversed(events.read(run)), None)
+    return last["why"] if last is not None and last["event"] == "failed" else ""
+
+
+def _whole(file: Path) -> tuple[int | None, int | None]:
+    """Steps and tokens of the whole run."""
+    if not file.exists():
+        return None, None
+    config = from_yaml(file.read_text(encoding="utf-8"), str(file))
+    steps = config.training.steps
+    return steps, config.training.consumed(steps)[1] * config.model.rows_per_sample
+
+
+def _last_logged(metrics: Path) -> dict[str, Any]:
+    """The newest value of every tag among the last lines, and the newest step."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - _TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    values: dict[str, Any] = {}
+    for line in lines:
+        try:
+            values |= json.loads(line)
+        except ValueError:
+            continue  # the first one is cut, the last one may be
+    return values
+
+
+def _heartbeat(run: Path) -> dict[str, Any]:
+    try:
+        return json.loads((run / heartbeat.FILE).read_text())
+    except (FileNotFoundError, ValueError):
+        return {}

@@ -1,0 +1,76 @@
+"""What a run shows beside numbers, and in which steps: histograms, pictures, samples, profiles."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+from data_pipeline.batch import Batch
+from data_pipeline.corpus import Corpora
+from megakernel.config import Config
+from megakernel.model import LanguageModel
+
+from .engine import Engine
+from .metrics_writer import Entry
+from .model_histograms import ModelHistograms
+from .profiler import Profiler
+from .samples import Samples
+from .streams import streams
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Observed:
+    """Called on all ranks; what there is to write comes into entries, on rank 0.
+
+    aside: put around time that is no part of a step.
+    Raises UserError for samples that the model has no positions for.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        corpora: Corpora,
+        profiler: Profiler,
+        aside: Callable[[], AbstractContextManager[None]],
+    ):
+        logging = config.logging
+        self._engine = engine
+        self._mesh = engine.mesh
+        self._aside = aside
+        self._profiler = profiler
+        self._histograms = ModelHistograms(engine, logging.histograms_every, aside)
+        self._pictures_every = logging.analysis_every
+        self._samples = None if logging.sample_prompt is None else Samples(config, corpora.tokenizer)
+
+    @contextmanager
+    def step(self, step: int, entry: Entry) -> Iterator[None]:
+        """Around training step `step`, counted from 1."""
+        with self._histograms.step(step, entry.histograms), self._profiler.step(step):
+            yield
+
+    def after_step(self, step: int, batches: Sequence[Batch], entry: Entry) -> None:
+        """Draw what attention layers make of the first row of `batches`, in the steps that want it."""
+        if self._pictures_every is None or step % self._pictures_every:
+            return
+        with self._aside():
+            entry.figures |= self._pictures(batches)
+
+    def evaluated(self, entry: Entry) -> None:
+        """Let the model write, after an evaluation."""
+        if self._samples is not None and self._mesh.rank == 0:
+            model = self._engine.engine.module
+            assert isinstance(model, LanguageModel)
+            with self._aside():
+                entry.texts["samples"] = self._samples.markdown(model)
+
+    def _pictures(self, batches: Sequence[Batch]) -> "dict[str, Figure]":
+        # Imported here because a run without pictures needs no matplotlib.
+        from megakernel.analysis.pictures.live import attention_figures
+
+        model = self._engine.engine.module
+        assert isinstance(model, LanguageModel)
+        # The layers of all ranks work together; one of them draws.
+        stream = streams(batches[:1], self._mesh)[0]
+        return attention_figures(model, stream, draw=self._mesh.rank == 0)

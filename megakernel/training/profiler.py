@@ -1,0 +1,110 @@
+"""What the steps of a process consist of, and what its device's memory holds, as files to look at."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megakernel.config import Profile
+
+_MOST_ALLOCATIONS = 100_000
+"""Allocations of which a snapshot tells where they were made."""
+
+
+class Profiler:
+    """Records the configured steps; for the length of a `with` block, so that a run that ends early keeps its trace.
+
+    RUN/profile/step_S/rank_R.json: a Chrome trace from step S on, for https://ui.perfetto.dev or chrome://tracing.
+    rank_R.memory.pickle beside it: on CUDA, allocations and who made them, for https://pytorch.org/memory_viz.
+    A run that has passed these steps records nothing, nor one that continues in the midst of them.
+    """
+
+    def __init__(
+        self,
+        wanted: Profile | None,
+        run: Path,
+        rank: int,
+        device: torch.device,
+        note: Callable[[str], None],
+        aside: Callable[[], AbstractContextManager[None]],
+    ):
+        """aside: put around time that is no part of a step."""
+        self._wanted = wanted
+        self._device = device
+        self._note = note
+        self._aside = aside
+        self._profile: profile | None = None
+        if wanted is not None:
+            self._folder = run / "profile" / f"step_{wanted.start}"
+            self._trace = self._folder / f"rank_{rank}.json"
+            self._memory = self._folder / f"rank_{rank}.memory.pickle"
+
+    def __enter__(self) -> "Profiler":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profile is not None:
+            self._write()
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around step `step`, counted from 1."""
+        if self._wanted is None:
+            yield
+            return
+        if step == self._wanted.start:
+            self._begin()
+        with record_function(f"step {step}"):
+            yield
+        if self._profile is not None and step == self._wanted.start + self._wanted.steps - 1:
+            with self._aside():
+                self._write()
+
+    def _begin(self) -> None:
+        on_cuda = self._device.type == "cuda"
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
+        if on_cuda:
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+        self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profile.start()
+
+    def _write(self) -> None:
+        assert self._profile is not None
+        recorded, self._profile = self._profile, None
+        recorded.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        staged = self._trace.with_name(self._trace.name + ".partial")
+        recorded.export_chrome_trace(str(staged))
+        staged.replace(self._trace)
+        if self._device.type == "cuda":
+            write_memory_snapshot(self._memory)
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._note(f"profile of {self._folder.name} in {self._folder}")
+
+
+@contextmanager
+def kept_when_memory_runs_out(run: Path, rank: int) -> Iterator[None]:
+    """Within, a CUDA device out of memory leaves RUN/profile/out_of_memory/rank_R.memory.pickle behind.
+
+    The error goes on its way. On CPU there is nothing to write: the system ends a process that asks for too much.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        file = run / "profile" / "out_of_memory" / f"rank_{rank}.memory.pickle"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_memory_snapshot(file)
+        hint = f"{file} says what filled the device; open it on https://pytorch.org/memory_viz"
+        print(f"out of memory: {hint}", file=sys.stderr, flush=True)
+        raise
+
+
+def write_memory_snapshot(file: Path) -> None:
+    """Write what the CUDA allocator holds."""
+    torch.cuda.memory._dump_snapshot(str(file))

@@ -1,0 +1,139 @@
+"""What is shown of a run beside numbers is the same on every layout: histograms, traces, the slowest rank."""
+
+import json
+import time
+from functools import cache
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from megakernel.training.local_work import LocalWork, slowest
+from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.training_run import train, write_config
+
+ATTENTION = "{preset: flurka, near: {kind: softmax, join: gated, gate: token}, compression: {block_size: 16, rank: 4}}"
+OPTIONS = (
+    "training.steps=1",
+    "training.eval_samples=0",
+    "model.num_layers=2",
+    f"model.attention_pattern=[{ATTENTION}]",
+    "logging.histograms_every=1",
+)
+
+
+def histograms(run):
+    reader = EventAccumulator(str(run / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+    return {tag: reader.Histograms(tag)[0].histogram_value for tag in reader.Tags()["histograms"]}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, corpus):
+    return write_config(tmp_path_factory.mktemp("runs"), corpus)
+
+
+LAYOUTS = {
+    "one": [],
+    "tp2": ["parallel.tensor=2"],
+    "cp2_zero3": ["parallel.context=2", "parallel.zero_stage=3"],
+    "pp2_zero1": ["parallel.pipeline=2", "parallel.zero_stage=1"],
+    "dp2_zero2": ["parallel.zero_stage=2", "training.profile={start: 1, steps: 1}"],
+}
+
+
+@pytest.fixture(scope="module")
+def trained(config):
+    """name of a layout -> folder of a run of one step, trained when it is first asked for."""
+
+    @cache
+    def folder(name):
+        train(config, 1 if name == "one" else 2, *OPTIONS, f"run.name={name}", *LAYOUTS[name])
+        return config.parent / name
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(trained):
+    return histograms(trained("one"))
+
+
+def test_weights_gradients_and_gates_have_histograms(one):
+    kinds = {kind: [tag for tag in one if tag.startswith(kind)] for kind in ("weights", "gradients", "gates")}
+    assert len(kinds["gates"]) == 2
+    assert len(kinds["weights"]) == len(kinds["gradients"]) > 10
+    gate = one[kinds["gates"][0]]
+    # 4 heads, 128 tokens, 2 rows of the last micro-batch; weights of zero leave every gate at its bias.
+    assert (gate.num, gate.min, gate.max) == (4 * 128 * 2, gate.max, gate.min)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_two_processes_count_what_one_counts(trained, one, layout):
+    found = histograms(trained(layout))
+    assert found.keys() == one.keys()
+    for tag, mine in one.items():
+        his = found[tag]
+        if tag.startswith("gradients/"):
+            # Sums in another order move some gradients over an edge, and change the number of none.
+            assert his.num == mine.num
+            assert his.sum_squares == pytest.approx(mine.sum_squares, rel=1e-4)
+            assert his.max == pytest.approx(mine.max, rel=1e-3, abs=1e-7)
+        elif tag.startswith("weights/"):
+            assert list(his.bucket) == list(mine.bucket), tag
+            assert (his.num, his.min, his.max) == (mine.num, mine.min, mine.max)
+
+
+def test_every_process_leaves_a_trace_that_names_what_it_did(trained):
+    folder = trained("dp2_zero2") / "profile" / "step_1"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank_0.json", "rank_1.json"]
+    for trace in folder.iterdir():
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert {"step 1", "forward", "backward", "optimizer"} <= names
+
+
+class Slow(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return x
+
+
+def _measured():
+    with cpu_mesh() as mesh:
+        model = Slow(0.02 if mesh.rank == 1 else 0.001)
+        work = LocalWork(model, mesh)
+        for _ in range(3):
+            model(torch.zeros(1))
+        with torch.no_grad():
+            model.eval()(torch.zeros(1))
+        return work.scalars(3, data_seconds=0.001, step_seconds=0.01 / (mesh.rank + 1)), work.slowest
+
+
+def test_the_rank_that_works_longest_is_named_on_all():
+    (first, named), (second, _) = run_ranks(_measured, 2)
+    assert first == second
+    assert first["health/slowest_rank"] == named["rank"] == 1
+    # 21 ms over 2 ms; a busy machine lengthens both sleeps, and the shorter one more.
+    assert first["health/straggle"] > 1.5
+    assert first["health/data_share"] == pytest.approx(0.2)
+
+
+def test_the_slowest_rank_is_compared_with_the_median():
+    assert slowest([1.0, 1.1, 3.3, 1.0, 1.1]) == (2, pytest.approx(3.0))
+
+
+def test_of_two_ranks_the_faster_one_is_the_measure():
+    assert slowest([1.5, 1.0]) == (0, 1.5)
+
+
+def test_stages_are_compared_with_their_like():
+    """The second stage has twice the work; what is amiss is rank 1."""
+    assert slowest([1.0, 1.4, 2.0, 2.1], stages=2) == (1, pytest.approx(1.4))
+
+
+def test_a_rank_without_its_like_is_as_fast_as_itself():
+    assert slowest([1.0, 5.0], stages=2) == (0, 1.0)

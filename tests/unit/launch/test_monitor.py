@@ -1,0 +1,122 @@
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from launch.run_progress import RunProgress
+from megakernel.config import to_yaml
+from megakernel.training import events
+from tests.unit.config.trees import config
+
+LOGGED = {
+    "step": 40,
+    "train/loss": 2.5,
+    "train/tokens": 40 * 8 * 64.0,
+    "train/skipped_steps": 2.0,
+    "throughput/tokens_per_sec": 64.0 * 8,
+    "throughput/mfu": 0.31,
+    "health/slowest_rank": 3.0,
+    "health/straggle": 1.5,
+    "health/data_share": 0.25,
+}
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    folder = tmp_path / "first"
+    (folder / "checkpoints").mkdir(parents=True)
+    return folder
+
+
+def write(run, steps=100, saved=0, **logged):
+    settings = {"steps": steps, "seq_len": 64, "global_batch_size": 8}
+    (run / "config.yaml").write_text(to_yaml(config(training=settings)))
+    if logged:
+        (run / "metrics.jsonl").write_text('{"step": 10, "eval/loss": 3.0}\n' + json.dumps(logged) + "\n")
+    if saved:
+        (run / "checkpoints/latest").write_text(f"step_{saved}")
+
+
+def beat(run, seconds_ago=0.0, process=None, **more):
+    here = {
+        "time": time.time() - seconds_ago,
+        "host": socket.gethostname(),
+        "process": process or os.getpid(),
+    }
+    (run / "heartbeat.json").write_text(json.dumps(here | {"place": "forward", "step": 40} | more))
+
+
+def test_a_run_says_how_far_it_is(run):
+    write(run, **LOGGED)
+    beat(run, slowest={"rank": 3, "host": "n2", "straggle": 1.5})
+    known = RunProgress.read(run)
+    assert (known.state, known.step, known.of_all, known.loss, known.mfu) == (
+        "RUNNING",
+        40,
+        "40/100",
+        2.5,
+        0.31,
+    )
+    assert known.seconds_left == pytest.approx(60)
+    assert known.health == (
+        "rank 3 on n2 takes 1.50 x the median, 25% of a step waits for data, 2 steps skipped"
+    )
+
+
+def test_nothing_is_said_of_ranks_that_keep_step(run):
+    even = {"health/straggle": 1.02, "health/data_share": 0.01, "train/skipped_steps": 0.0}
+    write(run, **LOGGED | even)
+    assert RunProgress.read(run).health == ""
+
+
+def test_states_without_a_scheduler(run):
+    write(run)
+    assert RunProgress.read(run).state == "EMPTY"
+    write(run, **LOGGED)
+    assert RunProgress.read(run).state == "STOPPED"
+    beat(run, seconds_ago=120)
+    assert RunProgress.read(run).state == "STOPPED"
+    beat(run, process=2**22 + 1)  # beyond what Linux gives: killed a moment ago
+    assert RunProgress.read(run).state == "STOPPED"
+    events.record(run, "failed", why="no space left")
+    assert RunProgress.read(run).state == "FAILED"
+    write(run, saved=100, **LOGGED)
+    assert RunProgress.read(run).state == "DONE"
+
+
+def test_one_table_shows_all_runs_and_the_stages_of_an_up_training(run, capsys):
+    write(run, **LOGGED)
+    stage = run.parent / "up" / "1-transfer"
+    (stage / "checkpoints").mkdir(parents=True)
+    (run.parent / "up" / "config.yaml").write_text("")
+    write(stage, saved=100, **LOGGED)
+    (run.parent / "no_run").mkdir()
+    assert main(["monitor", "--root", str(run.parent), "--once"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "state", "step", "loss", "tokens/s", "MFU", "ETA", "remarks"]
+    assert [line.split()[:3] for line in lines if line[0] != " "] == [
+        ["first", "STOPPED", "40/100"],
+        ["up/1-transfer", "DONE", "40/100"],
+    ]
+    assert main(["monitor", "up", "--root", str(run.parent), "--once"]) == 0
+    assert "first" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "status", "said"),
+    [
+        (["nosuch"], 3, "nosuch is no run; runs: first"),
+        (["--every", "0"], 2, "--every 0.0 is no time"),
+        (["--port", "99999"], 2, "--port 99999 is none"),
+        (["--root", "nowhere"], 3, "nowhere does not exist"),
+    ],
+)
+def test_what_cannot_be_is_one_line(run, capsys, typed, status, said):
+    write(run)
+    assert main(["monitor", "--root", str(run.parent), *typed]) == status
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line
