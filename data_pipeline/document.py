@@ -13,6 +13,9 @@ class Document(NamedTuple):
     texts: tuple[str, ...]
     label: Label | None = None
 
+    answers: tuple[tuple[int, int], ...] | None = None
+    """Of a task's example: first character and end of each answer in its one text."""
+
 
 @dataclass(frozen=True)
 class Columns:

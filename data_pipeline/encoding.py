@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline import tokenizers
+from data_pipeline.answers import encode_answered
 from data_pipeline.document import Document, Label
 from data_pipeline.tokenizers import Tokenizer
 
@@ -29,6 +30,9 @@ class Encoded:
 
     labels: list[Label] = field(default_factory=list)
     """One per example, if they are labelled."""
+
+    scored: list[np.ndarray] = field(default_factory=list)
+    """One array per text, as `AnsweredTokens.scored`, if answers are known."""
 
     bytes: int = 0
     """UTF-8 bytes of their texts."""
@@ -53,12 +57,19 @@ class Encoder:
     def encode(self, documents: list[Document]) -> dict[str, Encoded]:
         """The documents' tokens by split, in order."""
         splits = {"train": Encoded(), "validation": Encoded()}
-        ids = iter(self._tokenizer.encode_batch([text for document in documents for text in document.texts]))
+        plain = [text for document in documents if document.answers is None for text in document.texts]
+        ids = iter(self._tokenizer.encode_batch(plain))
         for document in documents:
             content = "".join(document.texts).encode()
             split = splits[split_of(content, self._seed, self._validation_fraction)]
-            for _ in document.texts:
-                split.tokens.append(np.array([*next(ids), self._tokenizer.eod], dtype=self._dtype))
+            for text in document.texts:
+                if document.answers is None:
+                    tokens = next(ids)
+                else:
+                    answered = encode_answered(self._tokenizer, text, document.answers)
+                    tokens = answered.tokens
+                    split.scored.append(answered.scored())
+                split.tokens.append(np.array([*tokens, self._tokenizer.eod], dtype=self._dtype))
             if document.label is not None:
                 split.labels.append(document.label)
             split.bytes += len(content)

@@ -33,6 +33,16 @@ class FileRecord(_Record):
         return FileRecord(size=file.stat().st_size, sha256=digest.hexdigest())
 
 
+class ScoredRecord(_Record):
+    """SPLIT.scored.bin and .idx: a byte for each token, 1 where it belongs to an answer."""
+
+    tokens: int
+    """Those that do."""
+
+    bin: FileRecord
+    idx: FileRecord
+
+
 class SplitRecord(_Record):
     """One split: what is in it, and its two files."""
 
@@ -46,6 +56,9 @@ class SplitRecord(_Record):
 
     bin: FileRecord
     idx: FileRecord
+
+    scored: ScoredRecord | None = None
+    """Which tokens belong to answers; None where the source knows of none."""
 
 
 class TokenizerRecord(_Record):
@@ -97,6 +110,8 @@ class Manifest(_Record):
         """Name -> record of every file of a split."""
         record = self.splits[split]
         files = {f"{split}.bin": record.bin, f"{split}.idx": record.idx}
+        if record.scored is not None:
+            files |= {f"{split}.scored.bin": record.scored.bin, f"{split}.scored.idx": record.scored.idx}
         if self.labels is not None:
             files[f"{split}.labels.npy"] = self.labels.files[split]
         return files

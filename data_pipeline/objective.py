@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from data_pipeline.batch import Batch
-from data_pipeline.corpus import Corpora
+from data_pipeline.corpus import Corpora, PreparedCorpus
 from data_pipeline.labelled import LabelledDocuments, check_labels
 from data_pipeline.masking import MaskedTokens, Vocabulary
 from data_pipeline.order import Share
@@ -12,6 +12,7 @@ from data_pipeline.packed_text import NextTokens
 from data_pipeline.packing import Packing
 from data_pipeline.samples import BlendedSamples
 from megakernel.config.data import Masking
+from megakernel.config.errors import UserError
 from megakernel.config.tree import Config
 
 
@@ -54,8 +55,21 @@ def open_objective(
         first = [vocabulary.document] if model.classifier.pooling == "cls" else []
         return LabelledDocuments(parts, split, seq_len, seed, model.classifier.documents, first)
     cache = data.index_cache or data.train[0].path / ".index_cache"
-    samples = BlendedSamples(parts, split, seq_len, seed, cache, keys=(key, seq_len_key))
+    answers = data.scored == "answers"
+    if answers:
+        check_answers(parts, split, key)
+    samples = BlendedSamples(parts, split, seq_len, seed, cache, keys=(key, seq_len_key), answers=answers)
     if model.kind == "masked_lm":
         masking = data.masking or Masking()
         return MaskedTokens(samples, masking, vocabulary, seed, data.isolate_documents)
     return NextTokens(samples, corpora.eod, data.isolate_documents)
+
+
+def check_answers(corpora: Sequence[PreparedCorpus], split: str, key: str) -> None:
+    """UserError unless one of the corpora, which `key` names, knows which tokens are answers."""
+    if all(corpus.record(split).scored is None for corpus in corpora):
+        folders = ", ".join(str(corpus.folder) for corpus in corpora)
+        raise UserError(
+            f"data.scored=answers: {key}={folders} knows of no answers; "
+            "prepare it with --source task:NAME, or set data.scored=all"
+        )

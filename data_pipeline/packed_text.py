@@ -1,6 +1,7 @@
 """Rows cut from packed documents, and the next token of each of their tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -54,9 +55,17 @@ class NextTokens:
         start, end = share.piece_of(self._samples.seq_len)
         pieces = [self._samples.read(index, start, end + 1) for index in indices]
         rows = torch.stack([piece.tokens for piece in pieces])
-        return next_tokens(
-            rows, self._eod, self._isolate_documents, first_places(pieces, start, self._isolate_documents)
-        )
+        first = first_places(pieces, start, self._isolate_documents)
+        batch = next_tokens(rows, self._eod, self._isolate_documents, first)
+        if all(piece.scored is None for piece in pieces):
+            return batch
+        scored = torch.stack([_scored_labels(piece) for piece in pieces])
+        return replace(batch, loss_mask=batch.loss_mask & scored)
+
+
+def _scored_labels(piece: Piece) -> Tensor:
+    """Which of a piece's labels (N - 1,) count by themselves: those of answers, or all where no answers are known."""
+    return torch.ones_like(piece.tokens[1:], dtype=torch.bool) if piece.scored is None else piece.scored[1:]
 
 
 def first_places(pieces: Sequence[Piece], start: int, isolate_documents: bool) -> Tensor:

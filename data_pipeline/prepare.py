@@ -74,7 +74,7 @@ class Request:
 
     def arguments(self) -> dict[str, Any]:
         """As JSON, with paths made absolute so that the folder they were typed in does not matter."""
-        named = self.source == ["stdlib"] or self.source[0].startswith("hf:")
+        named = self.source == ["stdlib"] or self.source[0].startswith(("hf:", "task:"))
         source = self.source if named else [str(Path(path).resolve()) for path in self.source]
         return {**asdict(self), "source": source, "include": list(self.include)}
 
@@ -101,11 +101,16 @@ def prepare(
     source = open_source(
         request.source, columns=request.columns, split=request.split, include=list(request.include)
     )
+    if source.endless and request.max_documents is None:
+        raise UserError(
+            f"--source {' '.join(request.source)} has no end; say how many with --max-documents N"
+        )
     with _appearing_whole(out) as folder:
         with console.status("tokenizer"):
             texts = (text for document in _documents(source, request) for text in document.texts)
             tokenizer = tokenizers.make(request.tokenizer, texts)
             tokenizer.save(folder / "tokenizer")
+        source.encoded_by(tokenizer)
         splits, labels = _write_splits(source, request, tokenizer, workers, folder, console)
         manifest = Manifest(
             source=source.describe(),

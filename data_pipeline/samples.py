@@ -26,6 +26,7 @@ from torch import Tensor
 from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.packing import Packing, packing
+from data_pipeline.token_files import scored_prefix
 from megakernel.config.errors import UserError
 
 _OPEN_EPOCHS = 2
@@ -52,12 +53,17 @@ class Piece(NamedTuple):
     position: int
     """Place of the first in its document, or in the sample where that begins within the document."""
 
+    scored: Tensor | None = None
+    """(N,) bool: which of them belong to answers; None where that is not asked, or not known."""
+
 
 class CorpusSamples:
     """The samples of one corpus' split, epoch after epoch, each packed and shuffled anew."""
 
-    def __init__(self, corpus: PreparedCorpus, split: str, seq_len: int, seed: int, cache: Path):
-        """cache: folder of the indices that `build` makes.
+    def __init__(
+        self, corpus: PreparedCorpus, split: str, seq_len: int, seed: int, cache: Path, answers: bool = False
+    ):
+        """cache: folder of the indices that `build` makes. answers: read which tokens belong to answers, too.
 
         The split holds at least one sample of seq_len + 1 tokens.
         """
@@ -67,6 +73,9 @@ class CorpusSamples:
         self._seed = seed
         self._cache = cache
         self._tokens = IndexedDataset(str(corpus.prefix(split)))
+        self._scored: IndexedDataset | None = None
+        if answers and corpus.record(split).scored is not None:
+            self._scored = IndexedDataset(str(scored_prefix(corpus.prefix(split))))
         self._epochs: OrderedDict[int, GPTDataset] = OrderedDict()
         self.per_epoch = (corpus.record(split).tokens - 1) // seq_len
 
@@ -105,14 +114,41 @@ class CorpusSamples:
         ends = self._tokens.sequence_lengths[documents].cumsum(dtype=np.int64)
         begins = np.concatenate([[0], ends[:-1]])
         start, end = start + int(offset), end + int(offset)
-        parts = []
         begun, ended = np.searchsorted(ends, [start, end - 1], side="right")
+        parts = []
         for at in range(begun, ended + 1):
             since, until = max(start, begins[at]), min(end, ends[at])
-            part = self._tokens.get(documents[at], offset=int(since - begins[at]), length=int(until - since))
-            parts.append(part)
-        tokens = torch.from_numpy(np.concatenate(parts, dtype=np.int64))
-        return Piece(tokens, start - max(int(begins[begun]), int(offset)))
+            parts.append((documents[at], int(since - begins[at]), int(until - since)))
+        tokens = torch.from_numpy(_joined(self._tokens, parts, np.int64))
+        scored = None if self._scored is None else torch.from_numpy(_joined(self._scored, parts, np.bool_))
+        return Piece(tokens, start - max(int(begins[begun]), int(offset)), scored)
+
+    def others(self, index: int, length: int, rng: np.random.Generator) -> Tensor:
+        """So many tokens (length,) of documents drawn among those that sample `index` has no part of, without ends.
+
+        Raises UserError where the sample has a part of each.
+        """
+        epoch, row = divmod(index, self.per_epoch)
+        plan = self._epoch(epoch)
+        place = plan.shuffle_index[row]
+        (first, _), (last, _) = plan.sample_index[place], plan.sample_index[place + 1]
+        own = set(plan.document_index[first : last + 1].tolist())
+        # A document may be its end alone.
+        if not (np.delete(self._tokens.sequence_lengths, list(own)) > 1).any():
+            raise UserError(
+                f"{self._corpus.folder} has no document in its {self._split} split beside those of a row of "
+                f"{self._seq_len} tokens; prepare more documents, or give shorter rows"
+            )
+        parts: list[np.ndarray] = []
+        missing = length
+        while missing > 0:
+            document = int(rng.integers(len(self._tokens)))
+            size = min(int(self._tokens.sequence_lengths[document]) - 1, missing)
+            if document in own or size == 0:
+                continue
+            parts.append(self._tokens.get(document, offset=0, length=size))
+            missing -= size
+        return torch.from_numpy(np.concatenate(parts, dtype=np.int64))
 
     def packing(self) -> Packing:
         """How the documents lie in the rows of the first epoch, whose index is built; others differ by their order."""
@@ -150,6 +186,12 @@ class CorpusSamples:
         return self._cache / f"{self._split}-{content}-length{self._seq_len}-seed{self._seed}-epoch{epoch}"
 
 
+def _joined(files: IndexedDataset, parts: list[tuple[int, int, int]], dtype: type[np.generic]) -> np.ndarray:
+    """Stretches of documents, each (document, offset, length), one after the other."""
+    found = [files.get(document, offset=offset, length=length) for document, offset, length in parts]
+    return np.concatenate(found, dtype=dtype, casting="unsafe")
+
+
 class BlendedSamples(Blend[Tensor]):
     """The stream of several corpora's tokens; a sample is (seq_len + 1,) int64."""
 
@@ -161,15 +203,18 @@ class BlendedSamples(Blend[Tensor]):
         seed: int,
         cache: Path,
         keys: tuple[str, str] = ("data.train", "training.seq_len"),
+        answers: bool = False,
     ):
         """keys: the configuration keys that named the corpora and the length, for errors.
+
+        answers: read which tokens belong to answers, of the corpora that know it.
 
         Raises UserError where a corpus has too few tokens for one sample.
         """
         for corpus in corpora:
             _check_holds_a_sample(corpus, split, seq_len, keys)
         self.seq_len = seq_len
-        self.corpora = [CorpusSamples(corpus, split, seq_len, seed, cache) for corpus in corpora]
+        self.corpora = [CorpusSamples(corpus, split, seq_len, seed, cache, answers) for corpus in corpora]
         super().__init__(self.corpora, [corpus.weight for corpus in corpora])
 
     def packing(self) -> list[Packing]:

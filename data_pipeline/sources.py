@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from data_pipeline import standard_library
 from data_pipeline.document import Columns, Document
+from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.errors import UserError
 
 TABLES = {
@@ -31,11 +32,15 @@ LONGEST_DOCUMENT = 64 * 2**20
 class Source(ABC):
     """Documents in a fixed order."""
 
+    endless = False
+    """Whether there is always another one."""
+
     def __init__(self, total: int | None = None):
         """total: number of documents, where it is known before reading."""
         self.total = total
         self.skipped: Counter[str] = Counter()
         """Documents of the latest reading that were passed over, by reason."""
+        self._tokenizer: Tokenizer | None = None
 
     def __iter__(self) -> Iterator[Document]:
         """The documents that have text; the others are counted in `skipped`."""
@@ -45,6 +50,10 @@ class Source(ABC):
                 yield document
             else:
                 self.skipped["empty"] += 1
+
+    def encoded_by(self, tokenizer: Tokenizer) -> None:
+        """Be told what the documents that are read from now on are encoded by."""
+        self._tokenizer = tokenizer
 
     @abstractmethod
     def _read(self) -> Iterator[Document]:
@@ -122,7 +131,9 @@ class LibraryFunctions(Source):
 
 
 def open_source(spec: list[str], *, columns: Columns, split: str, include: list[str]) -> Source:
-    """The source that `--source SPEC...` names: `stdlib`, `hf:NAME[:CONFIG]`, or files and directories.
+    """The source that `--source SPEC...` names.
+
+    `stdlib`, `hf:NAME[:CONFIG]`, `task:NAME[:key=value,...]`, or files and directories.
 
     `stdlib` with labels is its functions by package. include: name patterns that files inside directories
     must match, any if empty. Raises UserError for a path that is not there, for a directory without a matching
@@ -136,8 +147,21 @@ def open_source(spec: list[str], *, columns: Columns, split: str, include: list[
     if len(spec) == 1 and spec[0].startswith("hf:"):
         name, _, config = spec[0].removeprefix("hf:").partition(":")
         return Hub(name, config or None, split, columns)
+    if len(spec) == 1 and spec[0].startswith("task:"):
+        return _task(spec[0].removeprefix("task:"), columns)
     files = [file for path in spec for file in _expand(Path(path), include)]
     return _files(files, columns, {"kind": "files", "paths": [str(Path(path).resolve()) for path in spec]})
+
+
+def _task(spec: str, columns: Columns) -> Source:
+    # It is a source itself, made of what stands above.
+    from data_pipeline.synthetic.source import TaskSource
+
+    if columns.label is not None:
+        raise UserError(
+            f"--labels {columns.label} is a column of tables, and task:{spec} is none; leave it out"
+        )
+    return TaskSource.named(spec)
 
 
 def table_kind(file: Path) -> str | None:

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from data_pipeline.document import Label
 from data_pipeline.encoding import Encoded
-from data_pipeline.manifest import FileRecord, SplitRecord
+from data_pipeline.manifest import FileRecord, ScoredRecord, SplitRecord
 
 
 def token_dtype(vocab_size: int) -> type[Any]:
@@ -15,8 +16,16 @@ def token_dtype(vocab_size: int) -> type[Any]:
     return DType.optimal_dtype(vocab_size)
 
 
+def scored_prefix(prefix: Path) -> Path:
+    """Path, without endings, of the files that say which tokens of `prefix` belong to answers."""
+    return prefix.with_name(f"{prefix.name}.scored")
+
+
 class TokenWriter:
-    """Writes one split; a split without documents gets no files, for empty ones cannot be memory-mapped."""
+    """Writes one split; a split without documents gets no files, for empty ones cannot be memory-mapped.
+
+    Where answers are known, `PREFIX.scored.bin` and `.idx` say of each token whether it belongs to one.
+    """
 
     def __init__(self, prefix: Path, dtype: type[Any]):
         """prefix: path of both files without their endings."""
@@ -24,29 +33,55 @@ class TokenWriter:
         self.labels: list[Label] = []
         self.tokens = 0
         self._bytes = 0
-        self._prefix = prefix
-        self._dtype = dtype
-        self._builder: IndexedDatasetBuilder | None = None
+        self._scored_tokens = 0
+        self._of_tokens = _Documents(prefix, dtype)
+        self._of_answers = _Documents(scored_prefix(prefix), np.uint8)
 
     def add(self, encoded: Encoded) -> None:
         """Append documents."""
         for tokens in encoded.tokens:
-            if self._builder is None:
-                self._builder = IndexedDatasetBuilder(f"{self._prefix}.bin", dtype=self._dtype)
-            self._builder.add_document(tokens, [tokens.size])
+            self._of_tokens.add(tokens)
             self.tokens += tokens.size
+        for flags in encoded.scored:
+            self._of_answers.add(flags)
+            self._scored_tokens += int(flags.sum())
         self.documents += len(encoded.tokens)
         self.labels += encoded.labels
         self._bytes += encoded.bytes
 
     def finish(self) -> SplitRecord:
         """Write the index; the split has a document."""
-        assert self._builder is not None
-        self._builder.finalize(f"{self._prefix}.idx")
+        scored = None
+        if self._of_answers.begun:
+            scored = ScoredRecord(tokens=self._scored_tokens, **self._of_answers.finish())
         return SplitRecord(
             documents=self.documents,
             tokens=self.tokens,
             bytes=self._bytes,
-            bin=FileRecord.of(Path(f"{self._prefix}.bin")),
-            idx=FileRecord.of(Path(f"{self._prefix}.idx")),
+            scored=scored,
+            **self._of_tokens.finish(),
         )
+
+
+class _Documents:
+    """A pair of files of Megatron's, made with the first document."""
+
+    def __init__(self, prefix: Path, dtype: type[Any]):
+        self._prefix = prefix
+        self._dtype = dtype
+        self._builder: IndexedDatasetBuilder | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._builder is not None
+
+    def add(self, document: np.ndarray) -> None:
+        if self._builder is None:
+            self._builder = IndexedDatasetBuilder(f"{self._prefix}.bin", dtype=self._dtype)
+        self._builder.add_document(document, [document.size])
+
+    def finish(self) -> dict[str, FileRecord]:
+        """Write the index; both files' records."""
+        assert self._builder is not None
+        self._builder.finalize(f"{self._prefix}.idx")
+        return {kind: FileRecord.of(Path(f"{self._prefix}.{kind}")) for kind in ("bin", "idx")}

@@ -1,24 +1,38 @@
-"""`megakernel evaluate`: how well a trained model predicts its validation text."""
+"""`megakernel evaluate`: how well a trained model predicts its validation text, and what it finds in a long context."""
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launch.run_arguments import add_run_arguments
 
 if TYPE_CHECKING:
-    from megakernel.evaluation import Evaluation
+    from rich.progress import Progress, TaskID
 
-HELP = "measure loss, perplexity and bits per byte of a run on its validation data, by position"
-EXAMPLE = "megakernel evaluate runs/demo --samples 256 --seq-len 2048"
+    from megakernel.evaluation import Result
+
+HELP = "measure a run: loss, perplexity and bits per byte on its validation data by position, and tasks of long context"
+EXAMPLE = "megakernel evaluate runs/demo --task lm --task passkey:length=1024+4096"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_arguments(parser)
     parser.add_argument(
-        "--samples", type=int, metavar="N", help="validation samples (default: those of the run)"
+        "--task",
+        action="append",
+        metavar="NAME[:key=value,...]",
+        help="lm (the default), passkey, needle, mqar, copy, induction, variables, common_words or frequent_words with "
+        "options (docs/evaluation.md); may be given several times",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="validation samples (default: those of the run), and examples of each length",
     )
     parser.add_argument(
         "--seq-len", type=int, metavar="L", help="tokens per sample (default: that of the run)"
@@ -37,57 +51,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline-weights", type=Path, metavar="DIR", help="its weights (default: drawn from run.seed)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of tables: an object, with --task a list"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate one checkpoint and print the result."""
-    from rich.console import Console
-    from rich.progress import Progress
-
+    """Evaluate one checkpoint, print what was measured, and keep it in the run's folder."""
     from megakernel.config import UserError
-    from megakernel.evaluation import evaluate_baseline, evaluate_run
 
-    if args.baseline is not None and args.draws is not None:
-        raise UserError(f"--draws {args.draws} votes over a run's own noise; leave out --draws or --baseline")
-
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        task = bar.add_task("evaluating", total=None)
-        how: dict[str, Any] = {
-            "samples": args.samples,
-            "seq_len": args.seq_len,
-            "progress": lambda done, total: bar.update(task, completed=done, total=total),
-        }
-        if args.baseline is None:
-            result = evaluate_run(args.run_folder, step=args.step, draws=args.draws, **how)
+    own = {"--draws": args.draws, "--task": args.task and args.task[0]}
+    for option, value in own.items():
+        if args.baseline is not None and value is not None:
+            raise UserError(f"{option} {value} is of a run's own model; leave out {option} or --baseline")
+    found = []
+    for result in _baseline(args) if args.baseline is not None else _tasks(args):
+        if args.json:
+            found.append(result.as_dict())
         else:
-            result = evaluate_baseline(args.run_folder, args.baseline, weights=args.baseline_weights, **how)
+            _print(result)
     if args.json:
-        print(json.dumps(result.as_dict(), indent=1))
-    else:
-        _print_table(result)
+        print(json.dumps(found if args.task else found[0], indent=1))
     return 0
 
 
-def _print_table(result: "Evaluation") -> None:
+def _tasks(args: argparse.Namespace) -> "Iterator[Result]":
+    """The results of a run's tasks, each written into its folder."""
+    from megakernel.evaluation import evaluate_tasks, record
+    from megakernel.training.trained_run import TrainedRun
+
+    # Chosen once, so that a run which saves meanwhile does not change it.
+    trained = TrainedRun.find(args.run_folder, args.step)
+    step = trained.checkpoint.step
+    with _bar() as (bar, line):
+
+        def show(spec: str, done: int, total: int) -> None:
+            bar.update(line, description=spec, completed=done, total=total)
+
+        how = {"samples": args.samples, "seq_len": args.seq_len, "draws": args.draws}
+        for spec, result in evaluate_tasks(
+            args.run_folder, args.task or ["lm"], step=step, progress=show, **how
+        ):
+            yield result
+            record(args.run_folder, step, spec, result, trained.config.logging.tensorboard)
+
+
+def _baseline(args: argparse.Namespace) -> "Iterator[Result]":
+    from megakernel.evaluation import evaluate_baseline
+
+    with _bar() as (bar, line):
+        yield evaluate_baseline(
+            args.run_folder,
+            args.baseline,
+            weights=args.baseline_weights,
+            samples=args.samples,
+            seq_len=args.seq_len,
+            progress=lambda done, total: bar.update(line, completed=done, total=total),
+        )
+
+
+@contextmanager
+def _bar() -> "Iterator[tuple[Progress, TaskID]]":
+    """A bar on stderr, on a terminal alone."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        yield bar, bar.add_task("evaluating", total=None)
+
+
+def _print(result: "Result") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("position", "predictions", "loss", "perplexity", caption_justify="left", caption_style="")
+    shown = result.table()
+    table = Table(*shown.columns, caption_justify="left", caption_style="")
     for column in table.columns:
         column.justify = "right"
-    for bucket in result.by_position:
-        span = f"{bucket.first}-{bucket.last}"
-        table.add_row(span, f"{bucket.tokens:,}", f"{bucket.loss:.4f}", f"{bucket.perplexity:.2f}")
-    table.add_section()
-    table.add_row("all", f"{result.tokens:,}", f"{result.loss:.4f}", f"{result.perplexity:.2f}", style="bold")
+    for row in shown.rows:
+        table.add_row(*row)
+    if shown.total is not None:
+        table.add_section()
+        table.add_row(*shown.total, style="bold")
     console = Console(highlight=False)
-    console.print(f"{result.run} at step {result.step}: {result.samples} samples of {result.seq_len} tokens")
-    if result.draws is not None:
-        console.print(f"probabilities are means over {result.draws} draws of the layers' noise")
+    console.print(shown.title, markup=False, soft_wrap=True)
     console.print(table)
-    if result.bits_per_byte is not None:
-        console.print(f"{result.bits_per_byte:.4f} bits/byte", style="bold")
-    if result.accuracy is not None:
-        console.print(f"accuracy {result.accuracy:.1%}", style="bold")
+    for line in shown.below:
+        console.print(line, style="bold", markup=False)

@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="directories and files (.jsonl, .ndjson and .parquet hold a document per row, any other UTF-8 "
         "file is one document), hf:NAME[:CONFIG] for a dataset of the hub, or stdlib (this Python's library; with "
-        "--labels package, functions of eight of its packages)",
+        "--labels package, functions of eight of its packages), or task:NAME[:key=value,...], examples that are "
+        "made here (docs/evaluation.md)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -123,6 +124,7 @@ def _summary(out: Path, manifest: Manifest) -> str:
     lines = [f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}"]
     lines += [
         f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes / 1e6:,.1f} MB"
+        + (f", {split.scored.tokens:,} tokens of answers" if split.scored else "")
         for name, split in manifest.splits.items()
     ]
     if manifest.labels is not None:

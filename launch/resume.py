@@ -69,6 +69,11 @@ def run(args: argparse.Namespace) -> int:
 def _going_back(run: JobFolder, step: int) -> Iterator[None]:
     """Set the checkpoints behind a step aside, and back again where the block fails."""
     root = run.path / "checkpoints"
+    if run.stages():
+        raise UserError(
+            f"--from-step {step}: each stage of {run.path} has steps of its own; leave it out, or remove the folders "
+            "of the stages to train again"
+        )
     if live_jobs(run):
         raise UserError(f"{run.path} has a live job; --from-step {step} has to wait until it has ended")
     if not (root / f"step_{step}").is_dir():

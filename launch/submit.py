@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from launch.slurm.options import add_cluster_options, cluster_of
 from launch.slurm.programs import require
+from launch.slurm.script import INDEX
 from megakernel.config import (
     Config,
-    ConfigError,
-    Problem,
     UserError,
     check_same_run,
     data_parallel_size,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from launch.slurm.job_folder import Job
     from launch.slurm.submission import Request
 
-HELP = "train a configuration as a job of a Slurm cluster, or run another command there"
+HELP = "train or up-train a configuration as a job of a Slurm cluster, or run another command there"
 EXAMPLE = "megakernel submit configs/demo.yaml training.steps=100 -N 2 -G 8 -t 12:00:00"
 
 COMMANDS = ("prepare", "evaluate", "generate", "reshape", "export", "import", "bench")
@@ -35,22 +34,20 @@ COMMANDS = ("prepare", "evaluate", "generate", "reshape", "export", "import", "b
 MOST_MEMBERS = 1000
 """Runs of one array: Slurm's own MaxArraySize where a cluster sets none."""
 
-INDEX = "%a"
-"""In values of an array's keys: the member's index."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument(
         "config",
         metavar="CONFIG",
-        help="YAML file to train, or behind `--` another command with its arguments: " + ", ".join(COMMANDS),
+        help="YAML file to train, in stages where it has an uptrain section, or behind `--` another command with its "
+        "arguments: " + ", ".join(COMMANDS),
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="section.key=value",
-        help=f"keys to change; in an array %{INDEX} stands for the member's index",
+        help=f"keys to change, or the other command's arguments; in an array %{INDEX} stands for the member's index",
     )
     parser.add_argument("--name", help="of the run, and of the job")
     add_cluster_options(parser)
@@ -137,11 +134,7 @@ def _training(args: argparse.Namespace) -> "Request":
     if args.array is None:
         runs = {None: load(args.config, overrides)}
         return training_request(runs, cluster_of(args), dependency=args.dependency, chain=args.chain)
-    members = indices(args.array)
-    if len(members) > MOST_MEMBERS:
-        raise UserError(
-            f"--array {args.array} asks for {len(members)} runs; give at most {MOST_MEMBERS} at once"
-        )
+    members = _members(args.array)
     runs = {
         index: load(args.config, [text.replace(INDEX, str(index)) for text in overrides]) for index in members
     }
@@ -170,9 +163,10 @@ def training_request(
             config = config.model_copy(update={"run": named})
         _check(config, cluster.world_size)
         members.append(Member(config.run.folder, to_yaml(config), index))
+    command = "pretrain" if first.uptrain is None else "uptrain"
     return Request(
-        "pretrain",
-        ["pretrain", "$submission/config.yaml"],
+        command,
+        [command, "$submission/config.yaml"],
         cluster,
         first.run.folder,
         members,
@@ -186,16 +180,18 @@ def _check(config: Config, world_size: int) -> None:
     """Refuse what would fail on the cluster: processes, the run that is there, and the data."""
     from data_pipeline.corpus import Corpora
 
-    if config.uptrain is not None:
-        # Restarts are counted by a run's checkpoints, and each stage has its own.
-        reason = "names stages, and what is submitted is one training run"
-        remedy = "start `srun megakernel uptrain CONFIG` in a batch script of your own, or submit a stage's config.yaml"
-        raise ConfigError([Problem("uptrain", "{...}", reason, remedy)])
     data_parallel_size(config, world_size)
     recorded = config.run.folder / "config.yaml"
     if recorded.exists():
         check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)
     Corpora(config.data, validation=config.training.eval_samples > 0)
+
+
+def _members(array: str) -> list[int]:
+    members = indices(array)
+    if len(members) > MOST_MEMBERS:
+        raise UserError(f"--array {array} asks for {len(members)} jobs; give at most {MOST_MEMBERS} at once")
+    return members
 
 
 def indices(array: str) -> list[int]:
@@ -214,16 +210,23 @@ def _other_command(args: argparse.Namespace) -> "Request":
     from launch.slurm.submission import Member, Request
 
     command = [args.config, *args.overrides]
-    parse(command)  # a command line that makes no sense is told now
+    numbers = _members(args.array) if args.array else []
+    # A command line that makes no sense is told now.
+    parse([word.replace(INDEX, str(numbers[0])) for word in command] if numbers else command)
     cluster = cluster_of(args)
     name = args.name or f"{args.config}-{Request.new_name()}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UserError(f"--name {name} is no name of a folder; write letters, digits, dots and dashes")
-    if args.chain != 1 or args.array:
+    if args.chain != 1:
+        raise UserError(f"--chain is for training; submit `{shlex.join(command)}` once for each job")
+    if args.array and not any(INDEX in word for word in command):
         raise UserError(
-            f"--chain and --array are for training; submit `{shlex.join(command)}` once for each job"
+            f"--array {args.array}: `{shlex.join(command)}` is the same for each index; write {INDEX} where they differ"
         )
     base = Path("runs") / name
     options = {"dependency": args.dependency} if args.dependency else {}
     single = cluster.model_copy(update={"nodes": 1, "sbatch": {**cluster.sbatch, "ntasks-per-node": 1}})
-    return Request("command", command, single, base, [Member(base)], options=options)
+    members = [Member(base.with_name(f"{name}-{number}"), index=number) for number in numbers] or [
+        Member(base)
+    ]
+    return Request("command", command, single, base, members, array=args.array, options=options)

@@ -51,6 +51,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         ),
     ),
     "mistral, wide heads": MistralConfig(**_GROUPED, head_dim=16, sliding_window=None),
+    "mistral, sliding": MistralConfig(**_GROUPED, sliding_window=8),
+    "qwen2, some layers slide": Qwen2Config(
+        **_GROUPED,
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
     "qwen2, yarn": Qwen2Config(
         **_GROUPED, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=16)
     ),

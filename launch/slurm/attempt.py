@@ -34,7 +34,8 @@ def unfit_nodes(submission: Path, preflight: Path, nodes: str) -> dict[str, str]
     run = JobFolder(submission.parents[1])
     names = ask("scontrol", "show", "hostnames", nodes).split()
     gpus = read_settings(submission).resources.gpus_per_node
-    bad = unfit(read_reports(preflight, names), gpus)
+    lines = preflight.read_text(encoding="utf-8").splitlines() if preflight.exists() else []
+    bad = unfit(read_reports(lines, names), gpus)
     for node, why in bad.items():
         events.record(run.path, "unfit", node=node, why=why)
         print(f"== node {node} is not fit: {why}", flush=True)
@@ -45,7 +46,7 @@ def end(submission: Path, status: int, why: str | None = None) -> Decision:
     """Say how the processes ended, and decide whether the job starts again. why: where that is known."""
     run = JobFolder(submission.parents[1])
     cluster = read_settings(submission).resources
-    step = run.saved_step()
+    step = run.saved_steps()
     earlier = [e["step"] for e in run.events(os.environ[events.JOB_VARIABLE]) if e["event"] == "ended"]
     allowed = cluster.max_restarts if cluster.requeue else 0
     ends = _ends(run, status)

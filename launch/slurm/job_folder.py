@@ -55,7 +55,7 @@ class Settings:
     @property
     def trains(self) -> bool:
         """Whether the job trains a run, so that it can be continued."""
-        return self.command[0] == "pretrain"
+        return self.command[0] in ("pretrain", "uptrain")
 
 
 class JobFolder:
@@ -98,13 +98,31 @@ class JobFolder:
         """What a job was made of."""
         return read_settings(self.submission(job.submission))
 
-    def events(self, job: str | None = None) -> list[dict[str, Any]]:
-        """What befell the run, or one job of it."""
-        return [event for event in events.read(self.path) if job is None or event.get("job") == job]
+    def stages(self) -> list[Path]:
+        """The folders of an up-training's stages that have begun, in order; none of another run."""
+        numbered = [
+            (int(number), file.parent)
+            for file in self.path.glob("*/config.yaml")
+            if (number := file.parent.name.partition("-")[0]).isdigit()
+        ]
+        return [path for _, path in sorted(numbered)]
 
-    def saved_step(self) -> int:
-        """Optimizer steps behind the newest checkpoint; 0 where there is none."""
-        return saved_step(self.path)
+    @property
+    def training(self) -> Path:
+        """The folder that the newest steps are in: that of the last stage, else the run's own."""
+        return [self.path, *self.stages()][-1]
+
+    def events(self, job: str | None = None) -> list[dict[str, Any]]:
+        """What befell the run and its stages, or one job of it."""
+        found = [event for path in (self.path, *self.stages()) for event in events.read(path)]
+        return sorted(
+            (event for event in found if job is None or event.get("job") == job),
+            key=lambda event: event["time"],
+        )
+
+    def saved_steps(self) -> int:
+        """Optimizer steps behind the newest checkpoints of the run and its stages together."""
+        return sum(saved_step(path) for path in (self.path, *self.stages()))
 
 
 def write_settings(folder: Path, settings: Settings) -> None:

@@ -1,8 +1,10 @@
 """Before a run's processes start: is every node fit for them? One process on each node says what it finds.
 
-`python -m launch.slurm.preflight SUBMISSION` prints one line of JSON and always ends well: the verdict compares nodes.
+`python -m launch.slurm.preflight FOLDER` prints one line of JSON and always ends well, for only nodes side by side can
+be judged; with `--judge GPUS` it reads such lines and names the nodes that are not fit.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -11,13 +13,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
 
+from launch.exit_status import ExitStatus
 from megakernel.training.environment import package_versions
+
+from .programs import ask
 
 LEAST_MEMORY = 2 << 30
 """Bytes of host memory that a process cannot start without."""
@@ -103,10 +108,10 @@ def _reasons(report: Report, gpus_per_node: int) -> list[str]:
     return reasons
 
 
-def read_reports(file: Path, nodes: list[str]) -> dict[str, Report | None]:
-    """The report of every node, None of those that are missing in the file."""
+def read_reports(lines: Iterable[str], nodes: Sequence[str]) -> dict[str, Report | None]:
+    """The report of every node, None of those that have none among the lines."""
     reports: dict[str, Report | None] = dict.fromkeys(nodes)
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    for line in lines:
         try:
             report = Report(**json.loads(line))
         except (ValueError, TypeError):
@@ -140,5 +145,23 @@ def _unwritable(submission: Path, node: str) -> str | None:
     return None
 
 
+def main() -> int:
+    """Exit status: 1 where nodes were judged and one is not fit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="that every node must see and may write to")
+    parser.add_argument(
+        "--judge", type=int, metavar="GPUS", help="of each node; reports come from standard input"
+    )
+    args = parser.parse_args()
+    if args.judge is None:
+        print(json.dumps(asdict(look(args.folder, os.environ["SLURMD_NODENAME"]))))
+        return ExitStatus.DONE
+    nodes = ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+    bad = unfit(read_reports(sys.stdin, nodes), args.judge)
+    for node in nodes:
+        print(f"{node} {f'is not fit: {bad[node]}' if node in bad else 'is fit'}")
+    return ExitStatus.FAILED if bad else ExitStatus.DONE
+
+
 if __name__ == "__main__":
-    print(json.dumps(asdict(look(Path(sys.argv[1]), os.environ["SLURMD_NODENAME"]))))
+    sys.exit(main())

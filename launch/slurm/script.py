@@ -14,6 +14,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 Value = str | int | float | bool
 
+INDEX = "%a"
+"""In the keys and arguments of an array: the member's index, as Slurm writes it in names of files."""
+
 
 @dataclass(frozen=True)
 class Script:
@@ -32,7 +35,7 @@ class Script:
     """Name of the submission's folder in it."""
 
     command: Sequence[str]
-    """Arguments of `megakernel`; `$submission` in them is the submission's folder."""
+    """Arguments of `megakernel`; `$submission` in them is the submission's folder, in arrays INDEX the index."""
 
     name: str
     """Of the job, in Slurm's lists."""
@@ -58,7 +61,7 @@ class Script:
             "setup": "".join(f"{line}\n" for line in cluster.setup),
             "srun": " ".join(_srun_options(cluster)),
             "inside": " ".join(_inside(cluster)),
-            "command": " ".join(map(_quoted, self.command)),
+            "command": " ".join(_quoted(word, self.array is not None) for word in self.command),
         }
         return re.sub(r"\{\{(\w+)\}\}", lambda match: blanks[match[1]], _template(self.template))
 
@@ -131,11 +134,8 @@ def _inside(cluster: Cluster) -> list[str]:
     return ["apptainer", "exec", "--nv", *binds, shlex.quote(container.image), "python"]
 
 
-def _quoted(word: str) -> str:
-    """A word of shell, in which `$submission` is the one thing that the shell fills in."""
-    before, variable, after = word.partition("$submission")
-    return (
-        f'"$submission"{shlex.quote(after) if after else ""}'
-        if variable and not before
-        else shlex.quote(word)
-    )
+def _quoted(word: str, is_array: bool) -> str:
+    """A word of shell, in which the shell fills in `$submission`, and in arrays the index, alone."""
+    filled = {"$submission": '"$submission"'} | ({INDEX: '"$SLURM_ARRAY_TASK_ID"'} if is_array else {})
+    parts = re.split("(" + "|".join(map(re.escape, filled)) + ")", word)
+    return "".join(filled.get(part) or shlex.quote(part) for part in parts if part) or "''"

@@ -52,6 +52,9 @@ class RunStatus:
     saved: int
     """Steps behind the newest checkpoint."""
 
+    stage: str | None
+    """Of an up-training: which one trains, or was the last. Steps and speed are its own."""
+
     loss: float | None
     tokens_per_sec: float | None
 
@@ -87,6 +90,7 @@ class RunStatus:
             "why": self.why,
             "ETA": self.eta,
             "restarts": str(self.restarts),
+            "stage": self.stage or "",
             "step": self.progress,
             "saved": f"step {self.saved}" if self.saved else "",
             "loss": "" if self.loss is None else f"{self.loss:.4f}",
@@ -107,7 +111,8 @@ def status_of(run: JobFolder) -> RunStatus:
     job = _current(states)
     events = run.events(job.job)
     started = [event for event in events if event["event"] == "started"]
-    known = RunProgress.read(run.path)
+    training = run.training
+    known = RunProgress.read(training)
     runs = job.is_live and not job.is_pending
     return RunStatus(
         run=str(run.path),
@@ -119,6 +124,7 @@ def status_of(run: JobFolder) -> RunStatus:
         step=known.step,
         steps=known.steps,
         saved=known.saved,
+        stage=None if training == run.path else training.name,
         loss=known.loss,
         tokens_per_sec=known.tokens_per_sec,
         heartbeat=known.heartbeat if runs else None,

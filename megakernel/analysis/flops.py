@@ -101,6 +101,8 @@ def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[st
     if phi is None:
         block = attention.block_size or seq_len
         keys = mean_local_keys(seq_len, block, near.blocks if near else 1) if model.is_causal else seq_len
+        if attention.window is not None:
+            keys = mean_last_keys(seq_len, attention.window)
         return {"near": heads * keys * pair}
 
     features, mapping = phi.width(size), _mapping_flops(phi, size)
@@ -180,6 +182,12 @@ def mean_local_keys(seq_len: int, block_size: int, blocks: int) -> float:
     own = whole * block_size * (block_size + 1) / 2 + rest * (rest + 1) / 2
     before = (blocks - 1) * max(seq_len - block_size, 0) * block_size
     return (own + before) / seq_len
+
+
+def mean_last_keys(seq_len: int, window: int) -> float:
+    """Keys that a token attends on average where it sees the last `window` tokens, its own included."""
+    seen = min(seq_len, window)
+    return (seen * (seen + 1) / 2 + (seq_len - seen) * seen) / seq_len
 
 
 def _mapping_flops(feature_map: FeatureMap, head_dim: int) -> float:

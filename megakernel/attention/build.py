@@ -63,8 +63,8 @@ def build(
     if form.mechanism == "nystromformer":
         nystrom = form.nystromformer or Nystromformer()
         return NystromformerAttention(nystrom, num_heads, kv_heads, head_dim, heads)
-    if form.near is not None and not causal:
-        raise ValueError("attention with a near window is causal; remove near or build with causal=True")
+    if form.looks_back_only and not causal:
+        raise ValueError(f"{form.looks_back_only}; remove it or build with causal=True")
     if form.mechanism == "eva" and form.compression is not None:
         return FlurkaEvaAttention(form, num_heads, kv_heads, head_dim, max_positions, seed, heads)
     if form.mechanism == "eva":
@@ -82,4 +82,4 @@ def build(
         return KernelAttention(form, num_heads, kv_heads, head_dim, causal, seed, heads)
     if form.similarity == "gaussian" or form.mixture is not None:
         return PairwiseAttention(form, num_heads, kv_heads, head_dim, causal, seed, heads)
-    return SoftmaxAttention(num_heads, kv_heads, head_dim, causal, softmax_exchange, heads)
+    return SoftmaxAttention(num_heads, kv_heads, head_dim, causal, form.window, softmax_exchange, heads)

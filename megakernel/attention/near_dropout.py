@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megakernel.attention.heads import HeadShard, Seed, generator
 
 SHUT = -1e4
-"""Logit of a gate that gives the near part nothing, exactly: e^-10000 is 0, and so is the gate's gradient."""
+"""Logit of a share that is 0 exactly, and so is its gradient: e^-10000. Its negative is that of the whole."""
 
 
 class NearDropout(nn.Module):

@@ -16,7 +16,7 @@ from megakernel.ops.softmax_attention.ring import ring_attention
 
 
 class SoftmaxAttention(AttentionLayer):
-    """softmax(q k^T / sqrt(d)) v.
+    """softmax(q k^T / sqrt(d)) v, over all tokens in sight: of the document, or the last `window` of them.
 
     Pieces of a sequence trade tokens for heads where they have as many heads each, so that each sees whole rows of its
     own, all with the same work. Otherwise, or where `exchange` says so, keys and values go round (`ring_attention`).
@@ -28,21 +28,24 @@ class SoftmaxAttention(AttentionLayer):
         num_kv_heads: int,
         head_dim: int,
         causal: bool,
+        window: int | None,
         exchange: SoftmaxExchange,
         heads: HeadShard,
     ):
         super().__init__(num_heads, num_kv_heads, head_dim, causal, heads)
+        self.window = window
         self.exchange = exchange
 
     @property
     def properties(self) -> Properties:
         """What this layer can do."""
         per_token = 2 * len(self.kv_heads) * self.head_dim
+        grows = self.window is None
         return Properties(
             self.causal,
-            recurrent=False,
-            state_size=0,
-            state_size_per_token=per_token,
+            recurrent=not grows,
+            state_size=0 if self.window is None else per_token * (self.window - 1),
+            state_size_per_token=per_token if grows else 0,
             exchanges=("heads or ring",),
         )
 
@@ -62,13 +65,14 @@ class SoftmaxAttention(AttentionLayer):
         q, k = rotate(rotary, q, k, positions)
         if self._goes_round(piece):
             real = None if self.causal else key_mask
-            out = ring_attention(q, k, v, ring=piece, causal=self.causal, positions=positions, key_mask=real)
-            return out, None
+            form: dict[str, Any] = {"causal": self.causal, "window": self.window, "positions": positions}
+            return ring_attention(q, k, v, ring=piece, key_mask=real, **form), None
         rows = WholeRows(piece, q.shape[1], k.shape[1])
         out, state = softmax_attention(
             rows.of_queries(q),
             *rows.of_keys(k, v),
             causal=self.causal,
+            window=self.window,
             positions=rows.of_positions(positions, q.shape[2]),
             key_mask=None if self.causal else key_mask,
             initial_state=state,

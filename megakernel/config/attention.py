@@ -74,6 +74,9 @@ class Attention(Section):
     near: Near | None = None
     """The exact window of a causal compressed mechanism; alone (no compression), windowed softmax."""
 
+    window: int | None = Field(default=None, ge=2)
+    """Last tokens that a query of plain softmax sees, its own included; None: all of its document's."""
+
     far_rope: Literal["none", "centroid"] = "none"
     """Rotation of landmarks: none, or pool unrotated keys and rotate the landmark at its block's centre."""
 
@@ -89,7 +92,7 @@ class Attention(Section):
 
     @property
     def is_full_softmax(self) -> bool:
-        """Whether every token attends every earlier one by softmax, at quadratic cost."""
+        """Whether softmax weighs keys as they are: those of every token that is in sight."""
         return self.mechanism == "algebra" and self.similarity == "softmax" and self.is_uncompressed
 
     @property
@@ -132,6 +135,8 @@ class Attention(Section):
     @property
     def looks_back_only(self) -> str | None:
         """Why a token cannot see later ones of its document; None where it can."""
+        if self.window is not None:
+            return "a window of the last tokens looks back only"
         return None if self.near is None else f"a near window of kind: {self.near.kind} looks back only"
 
     @property
@@ -207,6 +212,9 @@ class Attention(Section):
                 "rotates landmarks and there are none",
                 "remove it or add compression",
             )
+        if self.window is not None and not (self.is_full_softmax and self.mixture is None):
+            remedy = "remove it; near and compression have windows of blocks"
+            yield Problem("window", self.window, "is for plain softmax alone", remedy)
         if self.near is not None:
             yield from self._near_problems(self.near)
         if self.compression is not None:

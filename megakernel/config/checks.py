@@ -172,6 +172,12 @@ def _masking_has_an_effect(model: Model, data: Data) -> Iterator[Problem]:
         yield Problem("data.masking", "{...}", reason, "remove it or take model.kind: masked_lm")
 
 
+def _answers_are_next_tokens(model: Model, data: Data) -> Iterator[Problem]:
+    if data.scored == "answers" and not model.is_causal:
+        reason = f"has no effect on model.kind: {model.kind}"
+        yield Problem("data.scored", "answers", reason, "set all or take model.kind: causal_lm")
+
+
 def _teachers_stand_beside_whole_models(
     objective: Objective, model: Model, parallel: Parallel
 ) -> Iterator[Problem]:
@@ -308,6 +314,7 @@ _RULES: list[Rule] = [
     _rows_are_documents_where_landmarks_mix_them,
     _padded_documents_stay_whole,
     _masking_has_an_effect,
+    _answers_are_next_tokens,
     _teachers_stand_beside_whole_models,
     _frozen_weights_are_whole,
     _stages_lead_to_the_model,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -70,6 +70,9 @@ class Data(Section):
 
     masking: Masking | None = None
     """Which tokens a masked_lm predicts; None takes BERT's 15 %, of them 80 % masked and 10 % random."""
+
+    scored: Literal["all", "answers"] = "all"
+    """Tokens a causal_lm is trained on: all, or of corpora of tasks (`prepare --source task:`) the answers alone."""
 
     index_cache: Path | None = None
     """Folder of Megatron's sample indices; None takes `.index_cache` inside the first corpus."""

@@ -1,6 +1,16 @@
-"""How well a trained model predicts text."""
+"""How well a trained model predicts text, and what it finds in its context."""
 
+from .records import record
 from .result import Evaluation, PositionBucket
-from .run import evaluate_baseline, evaluate_run
+from .run import evaluate_baseline, evaluate_run, evaluate_tasks
+from .subject import Result
 
-__all__ = ["Evaluation", "PositionBucket", "evaluate_baseline", "evaluate_run"]
+__all__ = [
+    "Evaluation",
+    "PositionBucket",
+    "Result",
+    "evaluate_baseline",
+    "evaluate_run",
+    "evaluate_tasks",
+    "record",
+]

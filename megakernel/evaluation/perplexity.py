@@ -1,25 +1,36 @@
 """Cross entropy by position."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from data_pipeline.loader import ValidationBatches
+from data_pipeline.batch import Batch
 from megakernel.model import IGNORED, LanguageModel
 
 from .result import PositionBucket
 from .voting import log_vote
 
-_STARTS = 2 ** torch.arange(4, 32)
+STARTS = 2 ** torch.arange(4, 32)
 """First positions of all buckets but the first, which begins at 0: 16, 32, 64, ..."""
+
+
+class Batches(Protocol):
+    """Rows in forward passes."""
+
+    def __len__(self) -> int:
+        """Forward passes."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The rows."""
 
 
 @torch.no_grad()
 def measure(
     model: LanguageModel,
-    batches: ValidationBatches,
+    batches: Batches,
     device: torch.device,
     progress: Callable[[int, int], None],
     draws: int | None = None,
@@ -29,8 +40,8 @@ def measure(
     progress: called after each batch with the batches done and all batches.
     draws: of the noise that training redraws; a token's probability is the mean over them. None: what is held.
     """
-    sums = torch.zeros(len(_STARTS) + 1, dtype=torch.float64)
-    counts = torch.zeros(len(_STARTS) + 1, dtype=torch.int64)
+    sums = torch.zeros(len(STARTS) + 1, dtype=torch.float64)
+    counts = torch.zeros(len(STARTS) + 1, dtype=torch.int64)
     longest = 0
     for done, batch in enumerate(batches, start=1):
         labels = batch.labels.where(batch.loss_mask, IGNORED)
@@ -43,7 +54,7 @@ def measure(
         progress(done, len(batches))
     return [
         PositionBucket(first, min(max(2 * first, 16) - 1, longest), tokens, total / tokens)
-        for first, tokens, total in zip([0, *_STARTS.tolist()], counts.tolist(), sums.tolist())
+        for first, tokens, total in zip([0, *STARTS.tolist()], counts.tolist(), sums.tolist())
         if tokens
     ]
 
@@ -55,6 +66,6 @@ def _log_probabilities(model: LanguageModel, stream: tuple[Tensor, ...]) -> Tens
 
 def _add(sums: Tensor, counts: Tensor, losses: Tensor, positions: Tensor, counted: Tensor) -> None:
     """Add a batch's losses and predictions (B, N) to their buckets; float64 keeps millions of terms exact enough."""
-    bucket = torch.bucketize(positions[counted], _STARTS, right=True)
+    bucket = torch.bucketize(positions[counted], STARTS, right=True)
     sums += torch.bincount(bucket, weights=losses[counted].double(), minlength=len(sums))
     counts += torch.bincount(bucket, minlength=len(counts))

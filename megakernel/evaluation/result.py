@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .table import Table
+
 
 @dataclass(frozen=True)
 class PositionBucket:
@@ -65,10 +67,38 @@ class Evaluation:
     draws: int | None = None
     """Draws of the layers' noise over which probabilities were averaged; None: the noise that training held last."""
 
+    stride: int | None = None
+    """Tokens by which windows were moved, each token predicted once; None: samples that do not overlap."""
+
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
         return math.exp(self.loss)
+
+    def scalars(self) -> dict[str, float]:
+        """Means over all predictions."""
+        scalars = {"loss": self.loss, "perplexity": self.perplexity}
+        found = {"bits_per_byte": self.bits_per_byte, "accuracy": self.accuracy}
+        return scalars | {name: value for name, value in found.items() if value is not None}
+
+    def table(self) -> Table:
+        """A row for each bucket of positions."""
+        title = f"{self.run} at step {self.step}: {self.samples} samples of {self.seq_len} tokens"
+        if self.stride is not None:
+            title += f", each {self.stride} tokens behind the one before"
+        if self.draws is not None:
+            title += f"\nprobabilities are means over {self.draws} draws of the layers' noise"
+        rows = [
+            _row(f"{bucket.first}-{bucket.last}", bucket.tokens, bucket.loss, bucket.perplexity)
+            for bucket in self.by_position
+        ]
+        below = []
+        if self.bits_per_byte is not None:
+            below.append(f"{self.bits_per_byte:.4f} bits/byte")
+        if self.accuracy is not None:
+            below.append(f"accuracy {self.accuracy:.1%}")
+        columns = ("position", "predictions", "loss", "perplexity")
+        return Table(title, columns, rows, _row("all", self.tokens, self.loss, self.perplexity), tuple(below))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -77,3 +107,7 @@ class Evaluation:
         for bucket, source in zip(buckets, self.by_position):
             bucket["perplexity"] = source.perplexity
         return {**tree, "perplexity": self.perplexity, "by_position": buckets}
+
+
+def _row(positions: str, tokens: int, loss: float, perplexity: float) -> tuple[str, ...]:
+    return positions, f"{tokens:,}", f"{loss:.4f}", f"{perplexity:.2f}"

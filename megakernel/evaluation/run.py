@@ -1,16 +1,48 @@
-"""From a run folder to an evaluation: what is cheap to check comes before the libraries are loaded."""
+"""From a run folder to what its tasks measure: what is cheap to check comes before the libraries are loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from data_pipeline import tokenizers
 from data_pipeline.corpus import Corpora
-from megakernel.config import Config, UserError
 from megakernel.parallel.device import prepare_device
-from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
 
-from .result import Evaluation, PositionBucket
+from .language_modelling import LanguageModelling, Options, check_length, evaluated_config
+from .result import Evaluation
+from .specs import parse
+from .subject import Progress, Result, Task, find, opened
+
+
+def _silent(done: int, total: int) -> None:
+    """Says nothing."""
+
+
+def evaluate_tasks(
+    folder: Path,
+    specs: Sequence[str],
+    *,
+    step: int | None = None,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    draws: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda spec, done, total: None,
+) -> Iterator[tuple[str, Result]]:
+    """Measure tasks of one checkpoint one after the other, in this process; each with its spec as it is done.
+
+    Args:
+        folder: folder of the run.
+        specs: `NAME` or `NAME:key=value,...`, of `specs.KINDS`.
+        step: which checkpoint; None takes the newest good one.
+        samples: samples of lm and examples of each length of others, where a spec does not say.
+        seq_len, draws: as for `evaluate_run`, of lm.
+        progress: called after each forward pass with the task's spec, the passes done and all passes of the task.
+
+    Raises:
+        UserError: before anything is measured, for a run, a checkpoint, a task or an option that does not exist, and
+            for tasks and runs that do not fit each other.
+    """
+    tasks = parse(specs, samples, seq_len, draws)
+    return _measure(folder, tasks, step, progress)
 
 
 def evaluate_run(
@@ -20,7 +52,7 @@ def evaluate_run(
     samples: int | None = None,
     seq_len: int | None = None,
     draws: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = _silent,
 ) -> Evaluation:
     """Evaluate a checkpoint on its run's validation data, in this process.
 
@@ -39,49 +71,26 @@ def evaluate_run(
     Raises:
         UserError: no run, no such checkpoint, no corpus, or values that do not fit them.
     """
-    run = TrainedRun.find(folder, step)
-    config = evaluated_config(run.config, samples, seq_len)
-    if draws is not None:
-        _check_draws(draws, config, folder)
-    corpora = Corpora(config.data)
-    if tokenizers.load(tokenizer_folder(folder)).hash != corpora.tokenizer_hash:
-        raise UserError(
-            f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "
-            f"prepare the corpus with --tokenizer {tokenizer_folder(folder)}"
-        )
-    check_length(config, corpora)
-    # Megatron-core and DeepSpeed look for a device, and say so, when they are imported.
-    device = prepare_device("cpu" if config.training.device == "cpu" else "auto", local_rank=0)
-    from data_pipeline.loader import ValidationBatches
-    from data_pipeline.order import Share
-    from megakernel.training.bits import bits_per_byte
-    from megakernel.training.one_process import one_process_model
+    task = LanguageModelling("lm", Options(samples=samples, seq_len=seq_len, draws=draws))
+    [(_, result)] = _measure(folder, [task], step, lambda spec, done, total: progress(done, total))
+    assert isinstance(result, Evaluation)
+    return result
 
-    from .classification import measure_examples
-    from .perplexity import measure
 
-    batches = ValidationBatches(config, corpora, Share())
-    by_position: list[PositionBucket] = []
-    accuracy = None
-    with one_process_model(run, corpora.vocab_size, device) as model:
-        if config.model.classifier is not None:
-            tokens, loss, accuracy = measure_examples(model, batches, device, progress, draws)
-        else:
-            by_position = measure(model, batches, device, progress, draws)
-            tokens = sum(bucket.tokens for bucket in by_position)
-            loss = sum(bucket.loss * bucket.tokens for bucket in by_position) / tokens
-    return Evaluation(
-        run=str(folder),
-        step=run.checkpoint.step,
-        samples=batches.samples,
-        seq_len=config.training.seq_len,
-        tokens=tokens,
-        loss=loss,
-        bits_per_byte=bits_per_byte(loss, corpora, "validation") if config.model.is_causal else None,
-        accuracy=accuracy,
-        by_position=by_position,
-        draws=draws,
-    )
+def _measure(
+    folder: Path, tasks: Sequence[Task], step: int | None, progress: Callable[[str, int, int], None]
+) -> Iterator[tuple[str, Result]]:
+    source = find(folder, step, reads_text=any(task.reads_text for task in tasks))
+    for task in tasks:
+        task.check(source)
+    with opened(source) as subject:
+        for task in tasks:
+            spec = task.spec
+
+            def report(done: int, total: int, spec: str = spec) -> None:
+                progress(spec, done, total)
+
+            yield spec, task.measure(subject, report)
 
 
 def evaluate_baseline(
@@ -91,7 +100,7 @@ def evaluate_baseline(
     weights: Path | None = None,
     samples: int | None = None,
     seq_len: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = _silent,
 ) -> Evaluation:
     """Evaluate a model of `transformers` of the run's sizes on the run's validation data, in this process.
 
@@ -128,51 +137,3 @@ def evaluate_baseline(
         accuracy=accuracy,
         by_position=[],
     )
-
-
-def evaluated_config(config: Config, samples: int | None, seq_len: int | None) -> Config:
-    """The configuration of a run with another evaluation."""
-    training = config.training
-    samples = training.eval_samples if samples is None else samples
-    seq_len = training.evaluation_len if seq_len is None else seq_len
-    if samples < 1:
-        raise UserError(f"samples={samples} leaves nothing to evaluate; give --samples 1 or more")
-    if seq_len < 1:
-        raise UserError(f"seq_len={seq_len} leaves nothing to predict; give --seq-len 1 or more")
-    rows = config.model.max_positions or training.seq_len
-    if config.model.position == "learned" and seq_len > rows:
-        raise UserError(
-            f"seq_len={seq_len} exceeds the model's {rows} learned positions; give at most {rows}"
-        )
-    # As many tokens per forward pass as in training, so that longer samples need no more memory.
-    rows = max(1, training.micro_batch_size * training.seq_len // seq_len)
-    changes = {
-        "eval_samples": samples,
-        "seq_len": seq_len,
-        "eval_seq_len": seq_len,
-        "seq_len_schedule": [],
-        "micro_batch_size": rows,
-    }
-    return config.model_copy(update={"training": training.model_copy(update=changes)})
-
-
-def _check_draws(draws: int, config: Config, folder: Path) -> None:
-    if draws < 1:
-        raise UserError(f"draws={draws} leaves no vote; give --draws 1 or more")
-    if not any(config.model.layer_attention(layer).redraws for layer in range(config.model.num_layers)):
-        raise UserError(
-            f"draws={draws}: no layer of {folder} has noise that training redraws, so all votes would be the same; "
-            "leave out --draws"
-        )
-
-
-def check_length(config: Config, corpora: Corpora) -> None:
-    """UserError for samples longer than a validation split."""
-    if config.model.classifier is not None:  # its documents are cut or padded to any length
-        return
-    for corpus in corpora.validation:
-        tokens, seq_len = corpus.record("validation").tokens, config.training.seq_len
-        if tokens <= seq_len:
-            raise UserError(
-                f"seq_len={seq_len}: {corpus.folder} has only {tokens} validation tokens; give at most {tokens - 1}"
-            )

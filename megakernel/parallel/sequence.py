@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megakernel.ops.state import KernelState, PendingState
 from megakernel.parallel.axis import Axis
+from megakernel.parallel.exchange_way import Way, way
 from megakernel.parallel.progress import Progress
 from megakernel.parallel.rotation import PendingRotation, start_rotation
 from megakernel.parallel.state_exchange import (
@@ -20,8 +21,6 @@ from megakernel.parallel.state_exchange import (
     Passed,
     PendingPrefix,
     Place,
-    Way,
-    way,
 )
 from megakernel.parallel.tensor import total
 from megakernel.parallel.traffic import Traffic

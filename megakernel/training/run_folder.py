@@ -1,7 +1,8 @@
 """runs/NAME: what a run leaves on disk, and whether a start may go on in it."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from data_pipeline import tokenizers
@@ -15,6 +16,18 @@ from .whole_file import write_whole
 def tokenizer_folder(run: Path) -> Path:
     """Where a run keeps its tokenizer."""
     return run / "tokenizer"
+
+
+@contextmanager
+def naming_root(config: Config) -> Iterator[None]:
+    """Around the first files of a run: UserError, with run.root, for what the file system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run.root={config.run.root} cannot hold the run ({error}); "
+            "make it writable, free space or choose another run.root"
+        ) from None
 
 
 class RunFolder:
@@ -64,7 +77,7 @@ class RunFolder:
             )
 
     def _open(self, devices: Sequence[str]) -> list[Difference]:
-        try:
+        with naming_root(self._config):
             changes = self._changes()
             self.path.mkdir(parents=True, exist_ok=True)
             write_whole(self.config_file, to_yaml(self._config))
@@ -74,11 +87,6 @@ class RunFolder:
                 history.write(environment_text(devices, self._ranks.size))
                 for change in changes:
                     history.write(f"changed: {change.key} from {change.recorded!r} to {change.wanted!r}\n")
-        except OSError as error:
-            raise UserError(
-                f"run.root={self._config.run.root} cannot hold the run ({error}); "
-                "make it writable, free space or choose another run.root"
-            ) from None
         return changes
 
     def _changes(self) -> list[Difference]:

@@ -212,8 +212,8 @@ class Trainer:
             self.console.evaluation(step, scalars)
 
     def _bits(self, tag: str, loss: float, split: str) -> dict[str, float]:
-        """Only a causal model's loss is a code length of the text."""
-        if not self.config.model.is_causal:
+        """Only a causal model's loss of all tokens is a code length of the text."""
+        if not self.config.model.is_causal or self.config.data.scored != "all":
             return {}
         return {f"{tag}/bits_per_byte": bits_per_byte(loss, self.corpora, split)}
 

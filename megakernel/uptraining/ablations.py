@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from megakernel.attention import Rotary
 from megakernel.attention.flurka import FlurkaAttention
+from megakernel.attention.near_dropout import SHUT
 from megakernel.model import LanguageModel
 from megakernel.model.layer import TransformerLayer
-
-CLOSED = 1e4
-"""A logit that leaves the other side nothing, exactly."""
 
 SINKS = 4
 """First tokens of a document that every token of a sliding window also sees."""
@@ -24,11 +22,11 @@ def without_far(model: LanguageModel) -> bool:
     cores = _flurka(model)
     for core in cores:
         if core.is_gated:
-            _set_gate(core, CLOSED)
+            _set_gate(core, -SHUT)
         elif core.near.kind == "kernel":
-            core.far_mass.fill_(-CLOSED)
+            core.far_mass.fill_(SHUT)
         else:
-            core.far_weight.fill_(-CLOSED)
+            core.far_weight.fill_(SHUT)
     return bool(cores)
 
 
@@ -37,7 +35,7 @@ def without_near(model: LanguageModel) -> bool:
     """Let every gated FLuRKA layer see its landmarks alone where there are any, in place; whether there is one."""
     cores = [core for core in _flurka(model) if core.is_gated]
     for core in cores:
-        _set_gate(core, -CLOSED)
+        _set_gate(core, SHUT)
     return bool(cores)
 
 

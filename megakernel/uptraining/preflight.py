@@ -69,7 +69,8 @@ def preflight(validation: Validation, source: WeightSource) -> Preflight:
     swapped = validation.losses(validation.model(config.model, source), window)
     identity_loss = None
     if whole:
-        identity_loss = validation.loss(validation.model(_covered(config.model, length), source))
+        covered = _covered(config.model, source.model(), length)
+        identity_loss = validation.loss(validation.model(covered, source))
     found = Preflight(parity, identity_loss, dense, swapped, sliding)
     _check(found, config, source)
     return found
@@ -87,9 +88,12 @@ def _window(attention: Attention) -> int:
     return (attention.block_size or 0) * attention.near.blocks
 
 
-def _covered(model: Model, length: int) -> Model:
-    """The same with near windows of `length` tokens: nothing is left for what approximates."""
-    attentions = [_covering(model.layer_attention(layer), length) for layer in range(model.num_layers)]
+def _covered(model: Model, dense: Model, length: int) -> Model:
+    """The same with windows of what the dense layers see, `length` tokens: nothing is left for what approximates."""
+    pairs = (
+        (model.layer_attention(layer), dense.layer_attention(layer)) for layer in range(model.num_layers)
+    )
+    attentions = [_covering(mine, length) if whole.window is None else whole for mine, whole in pairs]
     pattern = [attention.model_dump(mode="json") for attention in attentions]
     return Model.model_validate(model.model_dump(mode="json") | {"attention_pattern": pattern})
 

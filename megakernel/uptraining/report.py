@@ -9,6 +9,8 @@ from typing import Any
 
 from megakernel.training.whole_file import write_whole
 
+from .head_tag import HeadTag
+
 REPORT = "uptrain_report"
 
 
@@ -121,14 +123,13 @@ class Report:
 
 
 def _head_table(heads: dict[str, float]) -> list[str]:
-    """`transfer/NAME/layer_L/head_H` as a row for each head and a column for each name."""
+    """Scalars under `HeadTag`s as a row for each head and a column for each name."""
     rows: dict[tuple[int, int], dict[str, float]] = {}
     names: dict[str, None] = {}
     for tag, value in heads.items():
-        _, name, layer, head = tag.split("/")
+        name, layer, head = HeadTag.parse(tag)
         names[name] = None
-        place = int(layer.removeprefix("layer_")), int(head.removeprefix("head_"))
-        rows.setdefault(place, {})[name] = value
+        rows.setdefault((layer, head), {})[name] = value
     table = [
         f"| layer | head | {' | '.join(name.replace('_', ' ') for name in names)} |",
         "| ---: | ---: |" + " ---: |" * len(names),

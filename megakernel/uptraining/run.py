@@ -9,6 +9,7 @@ from megakernel.config import Config, ConfigError, Problem, Uptrain, UserError, 
 from megakernel.parallel import Mesh
 from megakernel.training.checkpoint_folder import CheckpointFolder
 from megakernel.training.ranks import Ranks
+from megakernel.training.run_folder import naming_root
 from megakernel.training.stop_requests import hold_requests
 from megakernel.training.trainer import Trainer
 from megakernel.training.weight_source import WeightSource
@@ -24,6 +25,9 @@ BEFORE = "before.json"
 
 KEPT = "kept_layers.json"
 """The layers that stay softmax, where they were chosen by transfer error."""
+
+_REMAINS = ("metrics.jsonl", "checkpoints", "*/config.yaml", BEFORE)
+"""What training leaves in its folder; a job that waits has only its submission there."""
 
 
 class Uptraining:
@@ -84,19 +88,14 @@ class Uptraining:
                         for item in fixed
                     ]
                 )
-        elif self.folder.exists() and any(path.name != "logs" for path in self.folder.iterdir()):
+        elif any(list(self.folder.glob(remains)) for remains in _REMAINS):
             raise UserError(
-                f"run.name={self.config.run.name}: {self.folder} is not empty and holds no up-training; "
-                "choose another run.name"
+                f"run.name={self.config.run.name}: {self.folder} holds the output of a run but no config.yaml; "
+                "restore it, or choose another run.name"
             )
-        try:
+        with naming_root(self.config):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(file, to_yaml(self.config))
-        except OSError as error:
-            raise UserError(
-                f"run.root={self.config.run.root} cannot hold the run ({error}); "
-                "make it writable, free space or choose another run.root"
-            ) from None
 
     def _before(self, validation: Validation, source: WeightSource) -> Preflight:
         """What the dense model and the untrained student predict, measured once."""

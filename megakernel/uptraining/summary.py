@@ -9,6 +9,7 @@ from megakernel.model import LanguageModel
 from megakernel.training.weight_source import WeightSource
 
 from .ablations import SINKS, without_far, without_near
+from .head_tag import HeadTag
 from .preflight import Preflight, near_window
 from .report import Measured, Report
 from .stages import Stage
@@ -61,7 +62,7 @@ def summarize(config: Config, plan: Sequence[Stage], validation: Validation, bef
 
 
 def head_scalars(run: Path) -> dict[str, float]:
-    """The last `transfer/NAME/layer_L/head_H` scalars that a transfer run has logged."""
+    """The last scalars under `HeadTag`s that a transfer run has logged."""
     found: dict[str, float] = {}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -73,8 +74,8 @@ def worst_layers(heads: dict[str, float], count: int) -> list[int]:
     """The `count` layers of the largest mean error over heads, ascending: those that a hybrid keeps as softmax."""
     errors: dict[int, list[float]] = {}
     for tag, value in heads.items():
-        _, name, layer, _ = tag.split("/")
+        name, layer, _ = HeadTag.parse(tag)
         if name == "error":
-            errors.setdefault(int(layer.removeprefix("layer_")), []).append(value)
+            errors.setdefault(layer, []).append(value)
     ordered = sorted(errors, key=lambda layer: (-sum(errors[layer]) / len(errors[layer]), layer))
     return sorted(ordered[:count])

@@ -9,6 +9,7 @@ from megakernel.config import Config
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import Mesh
 
+from .head_tag import HeadTag
 from .layers import converted_cores
 from .teacher import Teacher
 from .transfer import AttentionTransfer
@@ -52,11 +53,11 @@ class TransferModel(LanguageModel):
         self.transfer.begin(step, self.rows_per_step)
 
     def scalars(self) -> dict[str, float]:
-        """`transfer/NAME/layer_L/head_H`: the normalized error of each head, and what sampled queries see."""
+        """Under `HeadTag`s: the normalized error of each head, and what sampled queries see."""
         means = self.transfer.sums.means(self.mesh.gather_objects)
         self.transfer.sums.clear()
         return {
-            f"transfer/{name}/layer_{layer}/head_{head}": value
+            str(HeadTag(name, layer, head)): value
             for name, layers in means.items()
             for layer, heads in layers.items()
             for head, value in enumerate(heads.tolist())

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
-from megakernel.parallel import state_exchange
+from megakernel.parallel import exchange_way, state_exchange
 from tests.distributed.ranks import cpu_mesh, run_ranks
 
 SIZES = [2, 4]
@@ -173,5 +173,5 @@ def test_a_sequence_that_nobody_shares_is_whole():
 
 def test_large_states_and_those_of_many_pieces_are_passed_on():
     state = 16 * 128 * 129 * 4  # one row, 16 key heads, F = D = 128
-    assert [state_exchange.way(8, size) for size in (100, state, 8 * state)] == ["gather", "gather", "ring"]
-    assert [state_exchange.way(pieces, state) for pieces in (2, 64, 1024)] == ["gather", "gather", "ring"]
+    assert [exchange_way.way(8, size) for size in (100, state, 8 * state)] == ["gather", "gather", "ring"]
+    assert [exchange_way.way(pieces, state) for pieces in (2, 64, 1024)] == ["gather", "gather", "ring"]

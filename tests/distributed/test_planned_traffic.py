@@ -83,6 +83,16 @@ def test_the_state_exchange_sends_f_times_d_plus_1_numbers_whatever_the_length(s
     assert first["cp", "allgather_base"] == expected
 
 
+def test_a_state_that_is_passed_on_travels_once_in_each_direction():
+    """What `test_traffic.py` counts on a rank in the middle, whatever the number of ranks."""
+    changes = case("linear", parallel={"context": 4, "state_exchange": "ring", "zero_stage": 1})
+    layers, micro_batches = 2, 2
+    numbers = 2 * 4 * 32 * 33 + 4
+    found = planned(changes, 4)
+    assert found["cp", "chain"] == layers * micro_batches * numbers * 4
+    assert found["cp", "all_gather"] == 0
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("attention", ["flurka", "hedgehog", "softmax", "local"])
 def test_context_parallel_traffic(attention, recompute):

@@ -79,6 +79,51 @@ def test_a_broken_newest_checkpoint_is_passed_over_and_named(run, tmp_path, capl
     assert "step_4 cannot be used" in caplog.text
 
 
+def test_tasks_are_measured_together_and_kept_in_the_run(run, tmp_path, capsys):
+    folder = shutil.copytree(run, tmp_path / "run")
+    specs = {
+        "lm:far=shuffled,near=16": "lm-far-shuffled-near-16",
+        "lm:stride=32": "lm-stride-32",
+        "passkey:length=192+256,depths=2,filler=validation": "passkey-length-192-256-depths-2-filler-validation",
+        "mqar:length=64": "mqar-length-64",
+    }
+    options = [item for spec in specs for item in ("--task", spec)]
+    assert main(["evaluate", str(folder), "--step", "2", "--samples", "4", "--json", *options]) == 0
+    far, sliding, passkey, mqar = printed = json.loads(capsys.readouterr().out)
+    assert [bucket["first"] for bucket in far["buckets"]] == [32, 64]
+    assert far["samples"] == sliding["samples"] == 4
+    assert sliding["tokens"] == SEQ_LEN + 3 * 32
+    assert [(cell["length"], cell["depth"], cell["answers"]) for cell in passkey["cells"]] == [
+        (length, depth, 2) for length in (192, 256) for depth in (0.0, 1.0)
+    ]
+    assert (mqar["examples"], mqar["answers"]) == (4, 32)
+    assert all(result["step"] == 2 for result in printed)
+    kept = folder / "evaluation" / "step_2"
+    assert {file.stem for file in kept.glob("*.json")} == set(specs.values())
+    assert json.loads((kept / "mqar-length-64.json").read_text())["accuracy"] == mqar["accuracy"]
+    assert main(["evaluate", str(folder), "--task", "mqar:length=64,samples=4"]) == 0
+    assert "of the answers are right" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def recall(config, tmp_path_factory):
+    """A run trained on answers alone, by two processes that hold half of each row."""
+    data = tmp_path_factory.mktemp("recall") / "mqar"
+    command = f"prepare --source task:mqar:length={SEQ_LEN} --max-documents 300 --tokenizer byte --out {data}"
+    assert main([*command.split(), "--validation-fraction", "0.2", "--workers", "1"]) == 0
+    layout = ("parallel.context=2", f"data.train={data}", "data.scored=answers")
+    train(config, 2, *OPTIONS, "run.name=recall", *layout)
+    return config.parent / "recall"
+
+
+def test_answers_alone_count_in_training_and_in_evaluation_on_any_layout(recall):
+    result = evaluate_run(recall)
+    assert result.tokens == 6 * 8, "a row is an example of eight answers"
+    assert result.loss == pytest.approx(eval_loss(recall, 4), rel=1e-6)
+    assert result.bits_per_byte is None
+    assert not any("bits_per_byte" in tag for line in metrics(recall) for tag in line)
+
+
 def text(run, prompt="import", seed=0, temperature=1.0, count=30):
     sampling = Sampling(temperature)
     return "".join(generate_text(run, prompt, max_new_tokens=count, sampling=sampling, seed=seed))
@@ -170,6 +215,19 @@ EVALUATE = ("evaluate",)
         ("run", (*EVALUATE, "--samples", "0"), "give --samples 1 or more"),
         ("run", (*EVALUATE, "--seq-len", "0"), "give --seq-len 1 or more"),
         ("run", (*EVALUATE, "--seq-len", "100000000"), "validation tokens; give at most"),
+        (
+            "run",
+            (*EVALUATE, "--task", "lm:stride=200"),
+            "stride=200 would leave tokens out between windows of 128",
+        ),
+        (
+            "run",
+            (*EVALUATE, "--task", "lm:far=shuffled,near=64"),
+            "near=64 leaves no far context in rows of 128",
+        ),
+        ("run", (*EVALUATE, "--task", "lm:near=64"), "near=64 has no effect alone; add far=shuffled"),
+        ("run", (*EVALUATE, "--task", "mqar", "--baseline", "bigbird"), "leave out --task or --baseline"),
+        ("learned", (*EVALUATE, "--task", "mqar:length=256"), f"model's {SEQ_LEN} learned positions"),
         ("run", (*GENERATE, "--max-new-tokens", "0"), "give 1 or more"),
         ("run", (*GENERATE, "--top-p", "2"), "top_p=2.0 is no share"),
         (

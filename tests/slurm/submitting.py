@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.cli import main
-from megakernel.training import events
+from launch.slurm.job_folder import JobFolder
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,12 @@ def losses(run: str) -> dict[int, float]:
 
 def story(run: str, job: str | None = None) -> list[str]:
     """The names of a run's events, saves left out."""
-    found = [event for event in events.read(Path("runs", run)) if job in (None, event.get("job"))]
-    return [event["event"] for event in found if event["event"] != "saved"]
+    return [name for event in JobFolder(Path("runs", run)).events(job) if (name := event["event"]) != "saved"]
 
 
 def last(run: str, event: str) -> dict:
     """The newest event of a name."""
-    return [one for one in events.read(Path("runs", run)) if one["event"] == event][-1]
+    return [one for one in JobFolder(Path("runs", run)).events() if one["event"] == event][-1]
 
 
 def scontrol(*words: str) -> None:

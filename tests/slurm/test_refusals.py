@@ -34,11 +34,7 @@ REFUSALS = {
     "submit run.yaml data.train=nosuch": (USAGE, "data.train", "prepare"),
     "submit run.yaml training.stepps=3": (USAGE, "training.stepps=3 ", "did you mean steps?"),
     "submit run.yaml run.root=run.yaml": (USAGE, "cannot hold the run", "choose another run.root"),
-    "submit run.yaml uptrain={} init.from=dense": (
-        USAGE,
-        "uptrain={...} names stages",
-        "a stage's config.yaml",
-    ),
+    "submit --array 0-3 -- evaluate runs/demo": (USAGE, "--array 0-3", "write %a where they differ"),
     "submit run.yaml --chain 0": (USAGE, "--chain 0 ", "give 1 or more"),
     "status nosuch": (NOT_FOUND, "nosuch is no submitted run", ""),
     "logs 12345": (NOT_FOUND, "12345 is no submitted run", ""),

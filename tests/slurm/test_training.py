@@ -142,3 +142,48 @@ def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
     assert losses("grid-1") == {}
     done = until_state("grid-0", "FAILED", "COMPLETED")
     assert (done["state"], done["restarts"], list(losses("grid-0"))) == ("COMPLETED", 1, list(range(1, 61)))
+
+
+@pytest.mark.timeout(600)
+def test_an_up_training_goes_on_in_the_stage_that_was_interrupted(place):
+    train(place / "run.yaml", 1, "run.name=dense", "model.attention=softmax", "training.steps=2")
+    Path("up.yaml").write_text(
+        "extends: run.yaml\ninit: {from: runs/dense}\nuptrain: {transfer: {steps: 4}, alpha: 0}\n"
+    )
+    (job,) = submit("up.yaml --name up -N 2 training.steps=60 training.eval_samples=4")
+    until_step("up/2-main", 3)
+    now = status("up")
+    assert (now["stage"], now["steps"], now["saved"]) == ("2-main", 60, 0)
+    subprocess.run(["scancel", "--signal=USR2", job], check=True)
+    until(lambda: story("up", job)[-1] == "requeued")
+    step = last("up", "signalled")["step"]
+    assert last("up", "ended")["step"] == 4 + step, "of both stages"
+
+    done = until_state("up", "COMPLETED", "FAILED")
+    assert (done["state"], done["stage"], done["step"]) == ("COMPLETED", "2-main", 60)
+    assert story("up", job) == ["submitted", "started", "signalled", "ended", "requeued", "started", "ended"]
+    assert list(losses("up/2-main")) == list(range(1, 61)), "no step was lost, none was made twice"
+    assert Path("runs/up/uptrain_report.md").exists()
+    said = megakernel("resume up --from-step 4")
+    assert (said.status, len(said.err.splitlines())) == (2, 1)
+    assert "each stage of runs/up has steps of its own" in said.err
+
+
+def test_an_array_prepares_a_corpus_for_each_part_of_the_text(place):
+    for number in (0, 1):
+        lines = [json.dumps({"text": f"part {number} " * 40}) for _ in range(10)]
+        Path(f"part-{number}.jsonl").write_text("\n".join(lines))
+    said = megakernel(
+        "submit --array 0-1 --name parts --wait --json --",
+        "prepare --source part-%a.jsonl --tokenizer byte --out parts/%a --validation-fraction 0.2",
+    )
+    assert said.status == 0, said.err
+    assert json.loads(said.out)["runs"] == ["runs/parts-0", "runs/parts-1"]
+    for number in (0, 1):
+        assert f"part-{number}.jsonl" in Path(f"parts/{number}/manifest.json").read_text()
+
+
+def test_nodes_are_looked_at_without_training(place):
+    script = Path(__file__).parents[2] / "slurm" / "preflight.sbatch"
+    subprocess.run(["sbatch", "--wait", "-N", "2", "-o", "preflight.log", str(script)], check=True)
+    assert Path("preflight.log").read_text().splitlines() == ["n1 is fit", "n2 is fit"]

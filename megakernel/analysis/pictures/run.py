@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from data_pipeline import tokenizers
 from data_pipeline.corpus import Corpora
 from megakernel.config import Config, UserError
-from megakernel.evaluation.run import check_length, evaluated_config
+from megakernel.evaluation.language_modelling import check_length, evaluated_config
 from megakernel.parallel.device import prepare_device
 from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from megakernel.config import Attention, Config, Model
+from megakernel.parallel.exchange_way import parts, way
 
 from .stages import stage_layers, stage_parameters
 
@@ -94,6 +95,12 @@ class Job:
         wanted = self.config.parallel.softmax_exchange
         divides = self.heads % self.layout.context == 0
         return attention.is_full_softmax and (wanted == "ring" or (wanted == "auto" and not divides))
+
+    def state_parts(self, state_bytes: float) -> int | None:
+        """Parts in which a kernel state of so many bytes is passed on over the context ranks; None: it is gathered."""
+        wanted, ranks = self.config.parallel.state_exchange, self.layout.context
+        chosen = way(ranks, round(state_bytes)) if wanted == "auto" else wanted
+        return parts(ranks, round(state_bytes)) if chosen == "ring" else None
 
     @property
     def rows(self) -> int:

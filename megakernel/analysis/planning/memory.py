@@ -155,8 +155,10 @@ def exchange_buffer(job: Job, attention: Attention) -> float:
             # The pair that is read and the one that arrives, and as much for their gradients.
             return 4 * 2 * job.tokens * job.kv_heads * width
         return 2 * job.tokens * max(job.heads, job.kv_heads) * width
-    gathered = ranks * activations.state(job, attention)
-    return gathered + 2 * activations.tail(job, attention)
+    state = activations.state(job, attention)
+    # Of all pieces, or what enters this one and what leaves it.
+    at_once = ranks if job.state_parts(state) is None else 2
+    return at_once * state + 2 * activations.tail(job, attention)
 
 
 def _workspace(job: Job, attention: Attention) -> float:

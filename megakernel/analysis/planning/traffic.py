@@ -18,7 +18,9 @@ from .stages import holds_second_embedding
 FLOAT32 = 4
 INT64 = 8
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "chain"]
+"""As torch.distributed names them; `chain`: from each rank to the next one, which waits for it."""
+
 Group = Literal["tp", "cp", "gradient", "pp"]
 
 
@@ -46,6 +48,9 @@ class Transfer:
     backward: bool = False
     """Whether it happens in backward."""
 
+    parts: int = 1
+    """In which a message of a chain follows itself."""
+
     @property
     def sent(self) -> float:
         """Bytes that leave the device: of a ring's steps, of an all-to-all what is for others."""
@@ -56,6 +61,7 @@ class Transfer:
             "reduce_scatter": others / self.ranks,
             "all_to_all": others / self.ranks,
             "send": 1,
+            "chain": 1,
         }
         return self.bytes * factors[self.operation]
 
@@ -145,18 +151,25 @@ def over_context(job: Job, attention: Attention) -> Iterator[Transfer]:
         if both:
             yield Transfer("cp", "all_to_all", tail, 2, ranks, backward=True)
     if attention.feature_map is not None:
-        directions = 1 if model.is_causal else 2
-        state = activations.state(job, attention)
-        scales = job.rows * job.kv_heads * FLOAT32
-        carries = job.rows * FLOAT32
-        forward = Transfer("cp", "all_gather", state + carries, 1, ranks, "attention")
-        yield forward.times(directions * forwards)
-        yield Transfer("cp", "all_gather", state - scales, 1, ranks, "attention", backward=True).times(
-            directions
-        )
+        yield from (one.times(1 if model.is_causal else 2) for one in _states(job, attention, forwards))
     elif attention.compression is not None:
         # Landmarks of all pieces, gathered or summed.
         yield from _landmarks(job, attention, forwards)
+
+
+def _states(job: Job, attention: Attention, forwards: int) -> Iterator[Transfer]:
+    """Kernel states, in one direction: to all pieces at once, or summed from piece to piece."""
+    ranks, state = job.layout.context, activations.state(job, attention)
+    scales, carries = job.rows * job.kv_heads * FLOAT32, job.rows * FLOAT32
+    parts = job.state_parts(state - scales)
+    forward, backward = state + carries, state - scales
+    if parts is None:
+        yield Transfer("cp", "all_gather", forward, 1, ranks, "attention").times(forwards)
+        yield Transfer("cp", "all_gather", backward, 1, ranks, "attention", backward=True)
+        return
+    # Each piece knows by itself whether it carries.
+    yield Transfer("cp", "chain", state, 1, ranks, "attention", parts=parts).times(forwards)
+    yield Transfer("cp", "chain", backward, 1, ranks, "attention", backward=True, parts=parts)
 
 
 def _landmarks(job: Job, attention: Attention, forwards: int) -> Iterator[Transfer]:

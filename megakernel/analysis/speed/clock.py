@@ -1,6 +1,8 @@
 """Times of a computation on its device, without what the caches held before and the start of the first run."""
 
+import ctypes
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,22 @@ FLUSHED = 2**28
 """Bytes written before each run on a GPU, more than its L2 holds: inputs come from memory, as they do in a model."""
 
 Run = Callable[[], Any]
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+"""Of glibc's mallopt."""
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep what it frees, as a GPU's allocator does; whether its libc can.
+
+    Otherwise a run pays for new pages of the system where its tensors are large, and not where they are small: what
+    a doubling of the length costs would then say more about malloc than about the computation.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    wanted = {_TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 2**28, _MMAP_MAX: 0}
+    return hasattr(libc, "mallopt") and all(libc.mallopt(option, value) for option, value in wanted.items())
 
 
 def median(run: Run, device: torch.device, repeats: int, patience: float) -> float:

@@ -12,7 +12,7 @@ from megakernel.config import RunFailed
 from . import memory
 from .cases import Case
 from .check import Verdict, check
-from .clock import median
+from .clock import keep_freed_memory, median
 from .contenders import CONTENDERS, Contender
 from .cost import needed
 from .machine import Machine, measured
@@ -71,6 +71,8 @@ def survey(
     Raises RunFailed where one of ours is wrong.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cpu":
+        keep_freed_memory()
     progress("the device's limits")
     result = Survey(suite, measured(device, dtype), dtype, repeats)
     for case in suite.cases:

@@ -57,8 +57,9 @@ def measured_page(survey: Survey, device: torch.device, command: str) -> str:
 _TIMED = {
     "cuda": "The GPU's caches are flushed before each. Peak memory is what torch had given out at most, with inputs, "
     "weights, output and gradients.",
-    "cpu": "With one thread they are processor time, without other processes' turns. Peak memory is by how much the "
-    "resident memory of a fresh process grew at most (VmHWM), with inputs, weights, output and gradients.",
+    "cpu": "With one thread they are processor time, without other processes' turns; freed memory stays with the "
+    "process, so that large tensors do not cost new pages of the system. Peak memory is by how much the resident "
+    "memory of a fresh process grew at most (VmHWM), with inputs, weights, output and gradients.",
 }
 """How times and memory were taken on a type of device."""
 

@@ -31,6 +31,7 @@ def softmax_attention(
     v: Tensor,
     *,
     causal: bool = True,
+    window: int | None = None,
     positions: Positions = 0,
     key_mask: Tensor | None = None,
     mass: Tensor | None = None,
@@ -45,6 +46,7 @@ def softmax_attention(
         v: (B, H_kv, N, D). Where nothing is causal or packed, keys and values may be another number of tokens than
             the queries.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
+        window: of causal attention, token i sees tokens j > i - window alone; None: all.
         positions: (B, N) positions within documents, or the position of the first token of rows that hold one
             document each.
         key_mask: (B, N) bool, False removes a key; not together with a state.
@@ -54,12 +56,15 @@ def softmax_attention(
         backend: reference or chunked.
 
     Returns:
-        (B, H, N, D), and the cache with these tokens. A token that sees nothing gets 0.
+        (B, H, N, D), and the cache with these tokens: with a window those that the next token sees. A token that sees
+        nothing gets 0.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, naming the argument.
     """
     check_heads(q, k, v, cross=not causal and isinstance(positions, int))
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window={window} with causal={causal}; expected at least 1, and causal=True")
     cached = 0
     spans = None
     if isinstance(positions, Tensor):
@@ -69,9 +74,11 @@ def softmax_attention(
         k, v = torch.cat([initial_state.keys, k], 2), torch.cat([initial_state.values, v], 2)
     # One new token after its own cache, or uncut rows, need no mask: the fused kernels are fastest without
     # one.
-    if isinstance(positions, Tensor) or (cached and q.shape[2] > 1):
-        spans = document_spans(position_rows(positions, q.shape[2], q.device), cached, causal)
+    is_cut = window is not None and k.shape[2] > window
+    if isinstance(positions, Tensor) or (cached and q.shape[2] > 1) or is_cut:
+        spans = document_spans(position_rows(positions, q.shape[2], q.device), cached, causal, window)
     out = choose(IMPLEMENTATIONS, backend)(
         q, k, v, spans=spans, causal=causal and cached == 0, key_mask=key_mask, mass=mass
     )
-    return out, SoftmaxState(k, v)
+    forgotten = 0 if window is None else max(0, k.shape[2] - window + 1)
+    return out, SoftmaxState(k[:, :, forgotten:], v[:, :, forgotten:])

@@ -68,6 +68,7 @@ def ring_attention(
     *,
     ring: Ring,
     causal: bool = True,
+    window: int | None = None,
     positions: Positions = 0,
     key_mask: Tensor | None = None,
 ) -> Tensor:
@@ -81,6 +82,7 @@ def ring_attention(
         v: (B, H_kv, N, D).
         ring: which piece this is, and its neighbours.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
+        window: of causal attention, token i sees tokens j > i - window alone; None: all. Pieces out of sight pass by.
         positions: (B, N) positions within documents, or any number for rows that hold one document each.
         key_mask: (B, N) bool, False removes a key.
 
@@ -93,11 +95,11 @@ def ring_attention(
     check_heads(q, k, v)
     rows = q.unflatten(1, (k.shape[1], -1))
     if not isinstance(positions, Tensor):
-        return _RingAttention.apply(rows, k, v, None, key_mask, causal, ring).flatten(1, 2)
+        return _RingAttention.apply(rows, k, v, None, key_mask, causal, window, ring).flatten(1, 2)
     check_positions(positions, q)
     # Where a token's document starts in the whole row: alike for its tokens in all pieces, and increasing.
     places = torch.arange(q.shape[2], device=q.device) + ring.rank * q.shape[2]
-    return _RingAttention.apply(rows, k, v, places - positions, key_mask, causal, ring).flatten(1, 2)
+    return _RingAttention.apply(rows, k, v, places - positions, key_mask, causal, window, ring).flatten(1, 2)
 
 
 class _Keys(NamedTuple):
@@ -119,7 +121,7 @@ class _Keys(NamedTuple):
         return _Keys(tensors[0], tensors[1], documents, None if self.mask is None else rest.pop(0))
 
 
-def _arrivals(ring: Ring, mine: _Keys, causal: bool) -> Iterator[tuple[int, Seen | None]]:
+def _arrivals(ring: Ring, mine: _Keys, causal: bool, window: int | None) -> Iterator[tuple[int, Seen | None]]:
     """Every piece's number, mine first, and what my queries see of its keys; None: nothing.
 
     The next piece is under way while the caller has one.
@@ -128,31 +130,32 @@ def _arrivals(ring: Ring, mine: _Keys, causal: bool) -> Iterator[tuple[int, Seen
     for hop in range(ring.size):
         source = (ring.rank - hop) % ring.size
         coming = here.start(ring) if hop < ring.size - 1 else None
-        yield source, None if causal and source > ring.rank else _seen(ring, source, mine, here, causal)
+        out_of_sight = causal and source > ring.rank
+        yield source, None if out_of_sight else _seen(ring, source, mine, here, causal, window)
         if coming is not None:
             here = here.replaced(coming.wait())
 
 
-def _seen(ring: Ring, source: int, mine: _Keys, theirs: _Keys, causal: bool) -> Seen:
+def _seen(ring: Ring, source: int, mine: _Keys, theirs: _Keys, causal: bool, window: int | None) -> Seen:
     length = mine.keys.shape[2]
     if mine.documents is None or theirs.documents is None:
         documents = others = torch.zeros(1, length, dtype=torch.int64, device=mine.keys.device)
     else:
         documents, others = mine.documents, theirs.documents
-    spans = spans_among(documents, others, (ring.rank - source) * length if causal else None)
-    own = causal and source == ring.rank and mine.documents is None
+    spans = spans_among(documents, others, (ring.rank - source) * length if causal else None, window)
+    own = causal and window is None and source == ring.rank and mine.documents is None
     return Seen(theirs.keys, theirs.values, spans, theirs.mask, own)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, documents, key_mask, causal, ring):
+    def forward(ctx, q, k, v, documents, key_mask, causal, window, ring):
         total = no_sums(q, v.shape[-1])
-        for _, seen in _arrivals(ring, _Keys(k, v, documents, key_mask), causal):
+        for _, seen in _arrivals(ring, _Keys(k, v, documents, key_mask), causal, window):
             if seen is not None:
                 add_sums(total, q, seen)
         out = normalized(total)
-        ctx.causal, ctx.ring = causal, ring
+        ctx.causal, ctx.window, ctx.ring = causal, window, ring
         ctx.save_for_backward(q, k, v, documents, key_mask, out, log_normalizer(total))
         return out.to(v.dtype)
 
@@ -164,7 +167,7 @@ class _RingAttention(torch.autograd.Function):
         pull = Pull(grad, out, normalizer, mean=(grad.to(dtype) * out).sum(-1))
         of_queries = torch.zeros_like(q, dtype=dtype)
         travelling = None
-        for source, seen in _arrivals(ring, _Keys(k, v, documents, key_mask), ctx.causal):
+        for source, seen in _arrivals(ring, _Keys(k, v, documents, key_mask), ctx.causal, ctx.window):
             of_keys, of_values = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
             if seen is not None:
                 add_gradients((of_queries, of_keys, of_values), q, seen, pull)
@@ -174,7 +177,16 @@ class _RingAttention(torch.autograd.Function):
             # What the pieces between found for these keys comes one hop behind the keys themselves.
             travelling = ring.start_rotation(_joined((of_keys, of_values), travelling))
         of_keys, of_values = _joined(mine, travelling)
-        return of_queries.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), None, None, None, None
+        return (
+            of_queries.to(q.dtype),
+            of_keys.to(k.dtype),
+            of_values.to(v.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _joined(found: tuple[Tensor, ...], coming: PendingTensors | None) -> tuple[Tensor, ...]:

@@ -75,24 +75,29 @@ def _cut(start: int, end: int, size: int) -> Iterator[slice]:
         yield slice(low, min(low + size, end))
 
 
-def document_spans(positions: Tensor, cached: int, causal: bool) -> Spans:
-    """Spans of queries at `positions` (B, N) behind `cached` keys of the same rows."""
+def document_spans(positions: Tensor, cached: int, causal: bool, window: int | None = None) -> Spans:
+    """Spans of queries at `positions` (B, N) behind `cached` keys of the same rows; causal ones may have a window."""
     places = torch.arange(cached, cached + positions.shape[1], device=positions.device)
     first = (places - positions).clamp(min=0)
+    if window is not None:
+        first = first.maximum(places - window + 1)
     if causal:
         return Spans(first, places.expand_as(first))
     return Spans(first, places + reversed_positions(positions).flip(1))
 
 
-def spans_among(documents: Tensor, keys: Tensor, ahead: int | None) -> Spans:
+def spans_among(documents: Tensor, keys: Tensor, ahead: int | None, window: int | None = None) -> Spans:
     """Spans of queries among keys of another piece of their rows; empty, first > last, where it has none for them.
 
     documents: (B, N) and keys: (B, M) say of each token which document it belongs to, increasing along the row and
     beyond the edges of pieces. ahead: how many tokens of the row lie between the first key and the first query, for
-    queries that see no later key; None where they do.
+    queries that see no later key, and no more than `window` of them with their own; None where they do.
     """
     first = torch.searchsorted(keys, documents)
     last = torch.searchsorted(keys, documents, right=True) - 1
     if ahead is not None:
-        last = last.clamp(max=torch.arange(ahead, ahead + documents.shape[1], device=last.device))
+        places = torch.arange(ahead, ahead + documents.shape[1], device=last.device)
+        last = last.minimum(places)
+        if window is not None:
+            first = first.maximum(places - window + 1)
     return Spans(first, last)

@@ -12,7 +12,7 @@ def plain_config(model: Model, rows: int, positions: int) -> dict[str, Any] | No
     rows: of the embedding, padding included, which our softmax counts too. positions: the longest row of training.
     """
     layers = {model.layer_attention(layer) for layer in range(model.num_layers)}
-    if layers != {Attention(similarity="softmax")}:
+    if {layer.model_copy(update={"window": None}) for layer in layers} != {Attention(similarity="softmax")}:
         return None
     for fits, config in _KINDS:
         if fits(model):
@@ -29,20 +29,47 @@ def _common(model: Model, rows: int) -> dict[str, Any]:
     }
 
 
+def _windows(model: Model) -> list[int | None]:
+    """Of each layer."""
+    return [model.layer_attention(layer).window for layer in range(model.num_layers)]
+
+
 def _is_llama(model: Model) -> bool:
     parts = (model.norm, model.activation, model.position, model.rotary_share, model.parallel_residual)
     biases = (model.qkv_bias, model.bias)
     # Their biased queries and keys under a norm have biased outputs and an MLP without biases.
     known = biases == (False, False) or (not model.qk_norm and model.qkv_bias)
-    return parts == ("rmsnorm", "swiglu", "rope", 1.0, False) and known
+    windows = set(_windows(model))
+    # Of these families Mistral's layers all have the same window, and Qwen's have one or none each.
+    slides = len(windows - {None}) < 2 and (_llama_kind(model) != "llama" or windows == {None})
+    return parts == ("rmsnorm", "swiglu", "rope", 1.0, False) and known and slides
+
+
+def _llama_kind(model: Model) -> str:
+    if model.qk_norm:
+        return "qwen3"
+    if model.qkv_bias:
+        return "llama" if model.bias else "qwen2"
+    return "llama" if model.bias or None in _windows(model) else "mistral"
 
 
 def _llama(model: Model, positions: int) -> dict[str, Any]:
-    kind = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias and not model.bias else "llama"
-    biases = {} if kind == "qwen2" else {"attention_bias": model.qkv_bias}
+    kind, windows = _llama_kind(model), _windows(model)
+    biases = {"attention_bias": model.qkv_bias} if kind in ("llama", "qwen3") else {}
     if kind == "llama":
         biases["mlp_bias"] = model.bias
-    names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    sliding: dict[str, Any] = {}
+    if any(windows):
+        sliding["sliding_window"] = max(window for window in windows if window is not None)
+    if any(windows) and kind != "mistral":
+        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+        sliding |= {"use_sliding_window": True, "layer_types": kinds}
+    names = {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
     return {
         "architectures": [names[kind]],
         "model_type": kind,
@@ -57,12 +84,13 @@ def _llama(model: Model, positions: int) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "rope_parameters": _rope(model),
         **biases,
+        **sliding,
     }
 
 
 def _is_gpt2(model: Model) -> bool:
     parts = (model.norm, model.position, model.parallel_residual, model.qk_norm, model.bias, model.qkv_bias)
-    plain = parts == ("layernorm", "learned", False, False, True, True)
+    plain = parts == ("layernorm", "learned", False, False, True, True) and not any(_windows(model))
     return plain and model.activation != "swiglu" and model.kv_heads == model.num_heads
 
 
@@ -82,7 +110,7 @@ def _gpt2(model: Model, positions: int) -> dict[str, Any]:
 
 def _is_neox(model: Model) -> bool:
     parts = (model.norm, model.position, model.qk_norm, model.bias, model.qkv_bias)
-    plain = parts == ("layernorm", "rope", False, True, True)
+    plain = parts == ("layernorm", "rope", False, True, True) and not any(_windows(model))
     return plain and model.activation != "swiglu" and model.kv_heads == model.num_heads
 
 

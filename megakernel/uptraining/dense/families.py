@@ -93,20 +93,30 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**section, "rope_scaling": {"kind": kind, **keys}}
 
 
-def _attends_to_all(config: Mapping[str, Any]) -> None:
+def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers see all tokens, and which the last `sliding_window`."""
     window = config.get("sliding_window")
-    slides = "sliding_attention" in (config.get("layer_types") or ["sliding_attention"])
-    used = config.get("use_sliding_window", window is not None) and slides
-    if used and window is not None and window < config["max_position_embeddings"]:
+    if window is None or not config.get("use_sliding_window", True):
+        return {}
+    if window >= config["max_position_embeddings"]:
+        return {}
+    kinds = config.get("layer_types") or ["sliding_attention"]
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown:
         raise _Unlike(
-            f"sliding_window={window} is shorter than max_position_embeddings={config['max_position_embeddings']}; "
-            "set it to null in config.json to attend to all tokens, which is another model beyond the window"
+            f"layer_types has {unknown.pop()!r}; only full_attention and sliding_attention are read"
         )
+    if "sliding_attention" not in kinds:
+        return {}
+    sliding = {"attention": {"preset": "softmax", "window": window}}
+    if "full_attention" not in kinds:
+        return sliding
+    pattern = ["main" if kind == "sliding_attention" else "softmax" for kind in kinds]
+    return {**sliding, "attention_pattern": pattern}
 
 
 def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
     _expect(config, "hidden_act", "silu")
-    _attends_to_all(config)
     biased = bool(config.get("attention_bias", config["model_type"] == "qwen2"))
     if config["model_type"] != "qwen2" and biased != bool(config.get("mlp_bias", False)):
         raise _Unlike(
@@ -127,6 +137,7 @@ def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
         "qkv_bias": biased,
         "bias": biased and config["model_type"] != "qwen2",
         "qk_norm": config["model_type"] == "qwen3",
+        **_attention(config),
         **_rope(config),
     }
 

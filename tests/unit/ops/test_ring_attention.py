@@ -69,6 +69,16 @@ def test_keys_that_go_round_give_the_numbers_of_whole_rows(size, heads, causal, 
     assert_equal(rotated(size, tensors, **options), expected(tensors, **options))
 
 
+@pytest.mark.parametrize("window", [1, 5, 12, 13])
+@pytest.mark.parametrize(
+    ("positions", "values"), [(0, WIDTH), (0, VALUES), (PACKED, WIDTH)], ids=["fused", "whole_rows", "packed"]
+)
+def test_a_window_reaches_over_the_edges_of_pieces(window, positions, values):
+    tensors = inputs(values=values)
+    options = {"window": window, "positions": positions}
+    assert_equal(rotated(4, tensors, **options), expected(tensors, **options))
+
+
 @pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
 def test_keys_that_are_masked_are_not_there_on_any_piece(positions):
     tensors = inputs()

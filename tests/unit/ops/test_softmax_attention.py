@@ -34,6 +34,37 @@ def test_softmax_equals_the_reference(causal, masked, positions):
     assert_same(run, [q, k, v])
 
 
+@pytest.mark.parametrize("window", [1, 5, N])
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
+def test_last_tokens_alone_are_seen(window, positions):
+    q, k, v = inputs()
+
+    def run(backend):
+        options = {"window": window, "positions": positions, "backend": backend}
+        return softmax_attention(q, k, v, **options)[:1]
+
+    assert_same(run, [q, k, v])
+    # By itself: the softmax of each query over its last tokens.
+    out = run("reference")[0]
+    documents = torch.arange(N) if isinstance(positions, int) else positions[1]
+    for i in range(N):
+        seen = slice(i - min(window - 1, int(documents[i])), i + 1)
+        weights = (q[1, 3, i] @ k[1, 1, seen].T / WIDTH**0.5).softmax(0)
+        torch.testing.assert_close(out[1, 3, i], weights @ v[1, 1, seen])
+
+
+@pytest.mark.parametrize("steps", [[N], [1] * N, [4, 1, 9, 9]], ids=str)
+def test_a_cache_keeps_what_a_window_sees(steps):
+    q, k, v = inputs()
+    outs, state, done = [], None, 0
+    for parts in zip(*(x.split(steps, 2) for x in (q, k, v))):
+        out, state = softmax_attention(*parts, window=6, positions=done, initial_state=state)
+        outs.append(out)
+        done += out.shape[2]
+        assert state.keys.shape[2] <= 5
+    torch.testing.assert_close(torch.cat(outs, 2), softmax_attention(q, k, v, window=6)[0])
+
+
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("positions", [0, 3, PACKED], ids=["whole_rows", "inside_a_block", "packed"])
 def test_window_equals_the_reference(blocks, positions):

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from megakernel.training.stop import Stop
-from megakernel.training.stop_requests import SAME_KEYPRESS_SECONDS, StopRequests, hold_requests
+from megakernel.training.stop_requests import SAME_KEYPRESS_SECONDS, StopRequests
 
 
 def send(number: int) -> None:
@@ -110,7 +110,14 @@ def test_a_stop_file_written_during_a_preemption_save_waits_for_the_requeued_job
 
 
 def test_a_request_to_make_room_waits_until_the_loop_listens():
-    hold_requests()
-    os.kill(os.getpid(), signal.SIGUSR2)  # would end the process
-    with StopRequests() as requests:
-        assert requests.pending() is Stop.SIGUSR2
+    # A process of its own: other threads of this one have not inherited the mask, and the signal would end them all.
+    script = """
+        import os, signal
+        from megakernel.training.stop_requests import StopRequests, hold_requests
+        hold_requests()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        with StopRequests() as requests:
+            print(requests.pending().name)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "SIGUSR2\n")

@@ -145,9 +145,9 @@ FAULTS = {
         lambda f: edit_config(f, hidden_act="relu"),
         "hidden_act='relu' has no counterpart here; only 'silu' is read",
     ),
-    "a sliding window": (
-        lambda f: edit_config(f, model_type="mistral", sliding_window=8),
-        "sliding_window=8 is shorter than max_position_embeddings=64",
+    "a layer that is neither full nor sliding": (
+        lambda f: edit_config(f, sliding_window=8, layer_types=["full_attention", "chunked_attention"]),
+        "layer_types has 'chunked_attention'; only full_attention and sliding_attention are read",
     ),
     "frequencies that are not ours": (
         lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
@@ -185,7 +185,5 @@ def test_a_window_that_no_layer_has_is_no_window(tmp_path):
     edit_config(tmp_path, **window, layer_types=["full_attention", "full_attention"])
     assert DenseCheckpoint(tmp_path).model.attention.is_full_softmax
     edit_config(tmp_path, **window, layer_types=["full_attention", "sliding_attention"])
-    with pytest.raises(
-        UserError, match="sliding_window=8 is shorter than max_position_embeddings=64; set it to"
-    ):
-        DenseCheckpoint(tmp_path)
+    model = DenseCheckpoint(tmp_path).model
+    assert [model.layer_attention(layer).window for layer in range(2)] == [None, 8]

@@ -1,0 +1,198 @@
+"""Which mechanisms find a value again: multi-query associative recall, trained on answers alone.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.recall --out benchmarks/results/recall_cpu.md
+
+Each mechanism is trained by `megakernel pretrain configs/tasks/mqar.yaml` on examples that `megakernel prepare
+--source task:mqar` makes, each seen once, and measured by `megakernel evaluate --task mqar` on others. What is
+`section.key=value` on the command line is laid over the configuration of all of them. Runs lie in runs/recall,
+examples in data/recall; what is done is read, not repeated.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.machine import description
+from megakernel.config import PRESETS, Attention, Config, expand_preset, load
+from megakernel.evaluation.records import file_name
+
+CONFIG = Path(__file__).parents[1] / "configs" / "tasks" / "mqar.yaml"
+MECHANISMS = ("softmax", "linear", "performer", "generative_prf", "flurka_kernel", "flurka", "local")
+"""What is trained unless other presets are named; `local` is the near window of `flurka` by itself."""
+
+HELD_OUT = 0.02
+"""Share of the examples for the losses during training."""
+
+EXAMPLES = 512
+"""That accuracy is measured on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all mechanisms are trained on."""
+
+    pairs: int
+    block_size: int
+    rank: int
+    overrides: list[str]
+
+    def config(self, *more: str) -> Config:
+        """The configuration of a run."""
+        return load(CONFIG, [f"data.train={self.data}", "run.root=runs/recall", *self.overrides, *more])
+
+    @property
+    def task(self) -> str:
+        """What `--task` and `--source task:` are given."""
+        return f"mqar:pairs={self.pairs},length={load(CONFIG, self.overrides).training.seq_len}"
+
+    @property
+    def data(self) -> Path:
+        """Folder of the examples."""
+        return Path("data/recall") / file_name(self.task)
+
+    def attention(self, preset: str) -> dict[str, Any]:
+        """The preset with blocks that a short row has several of."""
+        form = Attention.model_validate(expand_preset(preset))
+        changes: dict[str, Any] = {}
+        if form.compression is not None:
+            changes["compression"] = {"block_size": self.block_size, "rank": self.rank}
+        elif form.near is not None:
+            changes["near"] = {"block_size": self.block_size}
+        return {"preset": preset, **changes}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out for one mechanism."""
+
+    mechanism: str
+    losses: dict[int, float]
+    """Step -> loss of held-out answers."""
+
+    accuracy: float
+    loss: float
+    step_time: float
+
+    def row(self) -> str:
+        """Its line of the table."""
+        losses = " | ".join(f"{loss:.3f}" for loss in self.losses.values())
+        return f"| `{self.mechanism}` | {losses} | {self.loss:.3f} | **{self.accuracy:.1%}** | {self.step_time:.3f} |"
+
+
+def prepare(plan: Plan) -> None:
+    """The examples that one run reads, each once."""
+    training = plan.config().training
+    samples, _ = training.consumed(training.steps)
+    documents = int((samples + 1) / (1 - HELD_OUT) * 1.02) + 100
+    options = ["--tokenizer", "byte", "--validation-fraction", str(HELD_OUT), "--out", str(plan.data)]
+    _megakernel(["prepare", "--source", f"task:{plan.task}", "--max-documents", str(documents), *options])
+
+
+def train(plan: Plan, preset: str) -> Outcome:
+    """Train and measure one mechanism, or read what is there."""
+    overrides = [
+        f"run.name={file_name(plan.task)}-{preset}",
+        f"model.attention={json.dumps(plan.attention(preset))}",
+    ]
+    config = plan.config(*overrides)
+    folder = config.run.folder
+    laid_over = [f"data.train={plan.data}", "run.root=runs/recall", *plan.overrides, *overrides]
+    _megakernel(["pretrain", str(CONFIG), *laid_over])
+    file = folder / "evaluation" / f"step_{config.training.steps}" / f"{file_name(plan.task)}.json"
+    if not file.exists():
+        _megakernel(["evaluate", str(folder), "--task", plan.task, "--samples", str(EXAMPLES)])
+    measured = json.loads(file.read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Outcome(
+        preset,
+        {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line},
+        measured["accuracy"],
+        measured["loss"],
+        median(line["throughput/step_time"] for line in lines if "throughput/step_time" in line),
+    )
+
+
+def _megakernel(arguments: Sequence[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(
+            f"megakernel {' '.join(arguments)} ended with status {done.returncode}\n{done.stdout}"
+        )
+
+
+def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
+    """The table with what it was measured by, the most accurate first."""
+    outcomes = sorted(outcomes, key=lambda found: -found.accuracy)
+    config = plan.config()
+    training, model = config.training, config.model
+    steps = list(outcomes[0].losses)
+    columns = [
+        "preset",
+        *(f"loss, step {step}" for step in steps),
+        "loss of answers",
+        "answers right",
+        "s/step",
+    ]
+    return "\n".join(
+        [
+            "# Multi-query associative recall by mechanism",
+            "",
+            f"`{command}`, {date.today().isoformat()}, {description()}.",
+            "",
+            f"`{plan.task}`: {plan.pairs} pairs of a key and a value, then each key asks for its value. "
+            f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, {training.steps} steps of "
+            f"{training.global_batch_size} examples, {training.dtype}, learning rate {config.optimizer.lr:g}, one "
+            f"seed. FLuRKA has blocks of {plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, "
+            "counts answers alone; one of 26 values at random costs 3.26 nats and is right in 3.8 % of the cases. "
+            f"Losses by step are of held-out examples, the last ones and the share of right answers of {EXAMPLES} "
+            "others.",
+            "",
+            f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
+            *(found.row() for found in outcomes),
+            "",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 once every mechanism is measured and the page is written."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="over configs/tasks/mqar.yaml"
+    )
+    parser.add_argument("--only", nargs="+", choices=PRESETS, default=MECHANISMS, metavar="PRESET")
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    given = sys.argv[1:] if argv is None else list(argv)
+    arguments = parser.parse_args(given)
+    plan = Plan(arguments.pairs, arguments.block_size, arguments.rank, arguments.overrides)
+    prepare(plan)
+    outcomes = []
+    for preset in arguments.only:
+        outcomes.append(found := train(plan, preset))
+        print(found.row(), flush=True)
+    text = page(plan, outcomes, " ".join(["OMP_NUM_THREADS=1 python -m benchmarks.recall", *given]))
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""Tasks whose examples are made here, at any length, and which show what a model finds in its context."""
+
+from .counting import CommonWords, FrequentWords
+from .example import Example
+from .haystack import Needle, Passkey, Variables
+from .recall import Copy, Induction, Mqar
+from .task import EVALUATION, TRAINING, Task
+
+KINDS: tuple[type[Task], ...] = (
+    Passkey,
+    Needle,
+    Mqar,
+    Copy,
+    Induction,
+    Variables,
+    CommonWords,
+    FrequentWords,
+)
+
+TASKS = {kind.NAME: kind for kind in KINDS}
+"""Name -> class, whose fields are the task's options."""
+
+__all__ = ["EVALUATION", "TASKS", "TRAINING", "Example", "Task"]

@@ -1,0 +1,73 @@
+"""Text in which something is hidden."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megakernel.config.errors import UserError
+
+SENTENCES = (
+    "The ferry leaves the harbour at seven and comes back before dark.",
+    "Nobody had swept the stairs since the painters went home.",
+    "A thin layer of snow covered the roofs on the north side of the street.",
+    "She kept the letters in a tin box under the window.",
+    "The bakery opens early, and by nine the bread is gone.",
+    "Two boys were throwing stones into the canal.",
+    "In spring the river rises over the lower meadow.",
+    "The clock in the hall has been slow for as long as anyone can remember.",
+    "He bought a map of the mountains and hung it beside the door.",
+    "Most of the apples had fallen during the storm.",
+    "The train was late again, so they waited in the small cafe.",
+    "Her brother repairs violins in a workshop behind the church.",
+    "It rained for three days, and the garden turned to mud.",
+    "The dog sleeps in the sun until somebody opens the gate.",
+    "On market days the square smells of fish and oranges.",
+    "They painted the boat green and gave it a new name.",
+)
+"""What stands around what is hidden where no other text is given."""
+
+_MEAN = sum(map(len, SENTENCES)) / len(SENTENCES) + 1
+
+
+class Filler(Protocol):
+    """Text of any length that says nothing about the question."""
+
+    def __call__(self, rng: np.random.Generator, characters: int) -> str:
+        """So many characters of ASCII, a function of the generator's state."""
+
+
+def sentences(rng: np.random.Generator, characters: int) -> str:
+    """SENTENCES in any order, as often as it takes."""
+    text = ""
+    while len(text) < characters:
+        count = int((characters - len(text)) / _MEAN) + 1
+        text += "".join(SENTENCES[at] + " " for at in rng.integers(len(SENTENCES), size=count))
+    return text[:characters]
+
+
+class Passages:
+    """Passages of a given text; what is not ASCII is left out."""
+
+    def __init__(self, texts: Iterable[str], name: str):
+        """name: what the texts are called in an error."""
+        self._text = "\n".join(texts).encode("ascii", errors="ignore").decode()
+        if not self._text.strip():
+            raise UserError(f"filler={name} holds no ASCII text to hide anything in; give filler=sentences")
+
+    def __call__(self, rng: np.random.Generator, characters: int) -> str:
+        """From a random place on, and again from the start where the text ends."""
+        start = int(rng.integers(len(self._text)))
+        times = (start + characters) // len(self._text) + 1
+        return (self._text * times)[start : start + characters]
+
+    @classmethod
+    def of_file(cls, path: Path) -> "Passages":
+        """A UTF-8 file's text; UserError where it cannot be read."""
+        try:
+            return cls([path.read_text(encoding="utf-8")], str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"filler={path} cannot be read ({error}); give a UTF-8 file, or sentences"
+            ) from None

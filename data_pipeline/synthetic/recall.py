@@ -1,0 +1,151 @@
+"""Symbols that have to be found again: associative recall, copying, induction."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from megakernel.config.errors import Problem
+
+from . import symbols
+from .example import Example, Writing
+from .filler import Filler
+from .haystack import depth_of
+from .task import Task
+
+
+class Mqar(Task):
+    """Multi-query associative recall (Zoology, section 4): keys with values, then keys that ask for their values.
+
+    Keys are small letters, values large ones, and digits fill what is left between the queries, whose gaps are
+    drawn evenly (the paper draws them by a power law).
+    """
+
+    NAME: ClassVar[str] = "mqar"
+
+    length: int = Field(default=128, ge=2)
+    """Tokens of an example, the end of its document among them."""
+
+    pairs: int = Field(default=8, ge=1)
+    """Keys with their values."""
+
+    queries: int | None = Field(default=None, ge=1)
+    """Keys that are asked for, each once; null asks for all."""
+
+    key_length: int = Field(default=1, ge=1, le=8)
+    """Letters of a key; 26 ** key_length keys exist."""
+
+    value_length: int = Field(default=1, ge=1)
+    """Letters of a value."""
+
+    spaced: bool = False
+    """A space before each symbol, for tokenizers of words."""
+
+    @property
+    def asked(self) -> int:
+        """Queries of an example."""
+        return self.pairs if self.queries is None else self.queries
+
+    @property
+    def _pair(self) -> int:
+        return self.key_length + self.value_length + 2 * self.spaced
+
+    @property
+    def shortest(self) -> int:
+        """Without anything between the queries."""
+        return (self.pairs + self.asked) * self._pair
+
+    def problems(self) -> Iterator[Problem]:
+        """More keys than there are, and more queries than keys."""
+        yield from super().problems()
+        if self.pairs > len(symbols.LOWER) ** self.key_length:
+            reason = (
+                f"exceeds the {len(symbols.LOWER) ** self.key_length} keys of key_length={self.key_length}"
+            )
+            yield Problem("pairs", self.pairs, reason, f"set key_length={self.key_length + 1}")
+        if self.asked > self.pairs:
+            yield Problem("queries", self.queries, f"exceeds pairs={self.pairs}", f"set at most {self.pairs}")
+
+    def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
+        """See `Task`."""
+        space = " " * self.spaced
+        keys = symbols.distinct(rng, symbols.LOWER, self.key_length, self.pairs)
+        values = [symbols.text(rng, symbols.UPPER, self.value_length) for _ in keys]
+        writing = Writing()
+        for key, value in zip(keys, values):
+            writing.write(f"{space}{key}{space}{value}")
+        spare = characters - self.shortest
+        noise = symbols.text(rng, symbols.DIGITS, spare)
+        cuts = np.sort(rng.integers(spare + 1, size=self.asked)).tolist()
+        for at, begun, end in zip(rng.permutation(self.pairs), [0, *cuts], cuts):
+            writing.write(f"{noise[begun:end]}{space}{keys[at]}")
+            writing.answer(f"{space}{values[at]}")
+        writing.write(noise[cuts[-1] :])
+        return writing.example()
+
+
+class Copy(Task):
+    """Random letters, a bar, and the same letters again."""
+
+    NAME: ClassVar[str] = "copy"
+
+    length: int = Field(default=128, ge=2)
+    """Tokens of an example, the end of its document among them."""
+
+    alphabet: int = Field(default=26, ge=2, le=26)
+    """Different letters."""
+
+    answer_length: int = Field(default=8, ge=1)
+    """Letters that are counted right or wrong together."""
+
+    @property
+    def shortest(self) -> int:
+        """One letter, copied."""
+        return 3
+
+    def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
+        """See `Task`."""
+        count = (characters - 1) // 2
+        letters = symbols.text(rng, symbols.LOWER[: self.alphabet], count)
+        writing = Writing()
+        # An even number of characters has one more bar, in front.
+        writing.write("|" * (characters - 1 - 2 * count) + letters + "|")
+        for start in range(0, count, self.answer_length):
+            writing.answer(letters[start : start + self.answer_length])
+        return writing.example()
+
+
+class Induction(Task):
+    """Random letters and, once, a star: what followed it has to follow it again (induction heads, as in H3)."""
+
+    NAME: ClassVar[str] = "induction"
+
+    length: int = Field(default=128, ge=2)
+    """Tokens of an example, the end of its document among them."""
+
+    alphabet: int = Field(default=26, ge=2, le=26)
+    """Different letters."""
+
+    answer_length: int = Field(default=1, ge=1)
+    """Letters that follow the star."""
+
+    depths: int = Field(default=11, ge=1)
+    """Depths, evenly spaced from start to end, at which successive examples have the star."""
+
+    @property
+    def shortest(self) -> int:
+        """Two stars with what follows them."""
+        return 2 * (1 + self.answer_length)
+
+    def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
+        """See `Task`."""
+        letters = symbols.LOWER[: self.alphabet]
+        noise = symbols.text(rng, letters, characters - self.shortest)
+        answer = symbols.text(rng, letters, self.answer_length)
+        depth = depth_of(index, self.depths)
+        at = round(depth * len(noise))
+        writing = Writing()
+        writing.write(f"{noise[:at]}*{answer}{noise[at:]}*")
+        writing.answer(answer)
+        return writing.example(depth)

@@ -1,0 +1,70 @@
+"""A task's examples as documents that `prepare` writes."""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.answers import encode_answered
+from data_pipeline.document import Document
+from data_pipeline.sources import Source
+from data_pipeline.tokenizers import Tokenizer
+from megakernel.config.errors import UserError
+
+from . import TASKS
+from .example import Example
+from .filler import Filler, Passages, sentences
+from .haystack import Haystack
+from .spec import kind_of, make, split
+from .task import TRAINING, Task
+
+
+class TaskSource(Source):
+    """The examples of a task one after the other, without end.
+
+    Until `encoded_by` has said what their length is counted in, a character is a token.
+    """
+
+    endless = True
+
+    def __init__(self, task: Task):
+        """Make nothing yet; UserError for a filler that cannot be read."""
+        super().__init__()
+        self._task = task
+        self._filler = open_filler(task)
+
+    @classmethod
+    def named(cls, spec: str) -> "TaskSource":
+        """The source of `--source task:SPEC`; UserError for a task or an option that does not exist."""
+        option = "--source task:"
+        name, texts = split(spec, option)
+        return cls(make(kind_of(name, TASKS, option), name, texts, option))
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, name and options."""
+        return {"kind": "task", "name": self._task.NAME, **self._task.model_dump(mode="json")}
+
+    def _read(self) -> Iterator[Document]:
+        for index in count():
+            example = self._task.example(TRAINING, index, self._filler, self._tokens)
+            yield Document((example.text,), answers=example.answers)
+
+    def _tokens(self, example: Example) -> int:
+        return count_tokens(self._tokenizer, example) if self._tokenizer else len(example.text)
+
+
+def count_tokens(tokenizer: Tokenizer, example: Example) -> int:
+    """Tokens of an example without the document's end."""
+    return len(encode_answered(tokenizer, example.text, example.answers).tokens)
+
+
+def open_filler(task: Task) -> Filler:
+    """What a task hides things in, but for the documents of a run; UserError where it cannot be read."""
+    if not isinstance(task, Haystack) or task.filler == "sentences":
+        return sentences
+    if task.filler == "validation":
+        raise UserError(
+            "filler=validation are the validation documents of a run, for `megakernel evaluate`; "
+            "give filler=sentences or a text file"
+        )
+    return Passages.of_file(Path(task.filler))

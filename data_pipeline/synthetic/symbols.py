@@ -1,0 +1,37 @@
+"""Numbers, letters and words that mean nothing."""
+
+import numpy as np
+
+LOWER = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype="S1")
+UPPER = np.char.upper(LOWER)
+DIGITS = np.frombuffer(b"0123456789", dtype="S1")
+
+_SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+WORD = 6
+"""Letters of a word."""
+
+_WORDS = len(_SYLLABLES) ** (WORD // 2)
+
+
+def text(rng: np.random.Generator, alphabet: np.ndarray, characters: int) -> str:
+    """So many characters of an alphabet."""
+    return rng.choice(alphabet, characters).tobytes().decode()
+
+
+def distinct(rng: np.random.Generator, alphabet: np.ndarray, length: int, count: int) -> list[str]:
+    """Different texts of `length` characters; there are len(alphabet) ** length of them."""
+    numbers = rng.choice(len(alphabet) ** length, count, replace=False)
+    places = numbers[:, None] // len(alphabet) ** np.arange(length) % len(alphabet)
+    return [row.tobytes().decode() for row in alphabet[places]]
+
+
+def number(rng: np.random.Generator, digits: int) -> str:
+    """A number of so many digits, the first of which is not 0."""
+    return str(rng.integers(10 ** (digits - 1), 10**digits))
+
+
+def words(rng: np.random.Generator, count: int) -> list[str]:
+    """Different words of WORD letters that can be pronounced; there are 343,000."""
+    base = len(_SYLLABLES)
+    numbers = rng.choice(_WORDS, count, replace=False).tolist()
+    return [_SYLLABLES[n % base] + _SYLLABLES[n // base % base] + _SYLLABLES[n // base**2] for n in numbers]

@@ -1,0 +1,146 @@
+"""What a task with answers measured."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from .table import Table, number
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Examples of one length and one depth."""
+
+    length: int
+    """Tokens of an example, at most."""
+
+    depth: float | None
+    """Of what is asked for, 0 at the start of the text; None: in no one place."""
+
+    examples: int = 0
+    answers: int = 0
+
+    right: int = 0
+    """Answers all of whose tokens are the likeliest, each with everything before it given."""
+
+    tokens: int = 0
+    """Of answers."""
+
+    right_tokens: int = 0
+
+    loss_sum: float = 0.0
+    """Cross entropy of all these tokens in nats."""
+
+    def plus(self, starts: np.ndarray, losses: Tensor, right: Tensor) -> "Cell":
+        """With one more example: where its answers begin among their tokens, and what was found of these."""
+        return replace(
+            self,
+            examples=self.examples + 1,
+            answers=self.answers + len(starts),
+            right=self.right + int(np.logical_and.reduceat(right.numpy(), starts).sum()),
+            tokens=self.tokens + len(right),
+            right_tokens=self.right_tokens + int(right.sum()),
+            loss_sum=self.loss_sum + float(losses.double().sum()),
+        )
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the answers that are right."""
+        return self.right / self.answers
+
+    @property
+    def loss(self) -> float:
+        """Mean cross entropy in nats of an answer's token."""
+        return self.loss_sum / self.tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        tree = asdict(self)
+        del tree["loss_sum"]
+        return {**tree, "accuracy": self.accuracy, "loss": self.loss}
+
+
+def together(cells: Iterable[Cell]) -> Cell:
+    """All of them as one, of the longest length."""
+    cells = list(cells)
+    sums = {
+        key: sum(getattr(cell, key) for cell in cells)
+        for key in ("examples", "answers", "right", "tokens", "right_tokens", "loss_sum")
+    }
+    return Cell(max(cell.length for cell in cells), None, **sums)
+
+
+@dataclass(frozen=True)
+class AnswerCounts:
+    """A checkpoint's answers to one task."""
+
+    task: str
+    """As `--task` named it."""
+
+    run: str
+    """Folder of the run."""
+
+    step: int
+    """Optimizer steps behind the checkpoint."""
+
+    cells: list[Cell]
+    """By length, then depth."""
+
+    @property
+    def total(self) -> Cell:
+        """All lengths and depths together."""
+        return together(self.cells)
+
+    @property
+    def lengths(self) -> list[int]:
+        """In the order in which they were measured."""
+        return list(dict.fromkeys(cell.length for cell in self.cells))
+
+    @property
+    def depths(self) -> list[float]:
+        """From the start of the text to its end; empty where a task has none."""
+        return sorted({cell.depth for cell in self.cells if cell.depth is not None})
+
+    def at(self, length: int) -> Cell:
+        """All depths of one length."""
+        return together(cell for cell in self.cells if cell.length == length)
+
+    def scalars(self) -> dict[str, float]:
+        """Of all examples, and the accuracy of each length where there are several."""
+        total = self.total
+        scalars = {
+            "accuracy": total.accuracy,
+            "loss": total.loss,
+            "token_accuracy": total.right_tokens / total.tokens,
+        }
+        if len(self.lengths) > 1:
+            scalars |= {f"accuracy_at_{length}": self.at(length).accuracy for length in self.lengths}
+        return scalars
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {
+            "run": self.run,
+            "step": self.step,
+            **{key: value for key, value in self.total.as_dict().items() if key not in ("length", "depth")},
+            "cells": [cell.as_dict() for cell in self.cells],
+        }
+
+    def table(self) -> Table:
+        """A row for each length, with a column for each depth where there are depths."""
+        rows = []
+        for length in self.lengths:
+            row = {cell.depth: cell for cell in self.cells if cell.length == length}
+            found = self.at(length)
+            by_depth = (f"{row[depth].accuracy:.0%}" if depth in row else "" for depth in self.depths)
+            rows.append(
+                (f"{length:,}", *by_depth, f"{found.answers:,}", f"{found.accuracy:.1%}", number(found.loss))
+            )
+        title = f"{self.task}: answers of {self.run} at step {self.step}"
+        if self.depths:
+            title += ", right by length and by depth of what is asked for"
+        columns = ("length", *(f"{depth:.0%}" for depth in self.depths), "answers", "right", "loss")
+        return Table(title, columns, rows, below=(f"{self.total.accuracy:.1%} of the answers are right",))

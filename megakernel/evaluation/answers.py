@@ -1,0 +1,145 @@
+"""How many answers of a task are right, all tokens before them given."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_pipeline.answers import AnsweredTokens, encode_answered
+from data_pipeline.corpus import Corpora
+from data_pipeline.synthetic import EVALUATION, Example
+from data_pipeline.synthetic import Task as Examples
+from data_pipeline.synthetic.filler import Filler, Passages
+from data_pipeline.synthetic.haystack import Haystack
+from data_pipeline.synthetic.source import count_tokens, open_filler
+from data_pipeline.tokenizers import Tokenizer
+from megakernel.config import UserError
+
+from .answer_counts import AnswerCounts, Cell
+from .subject import Progress, Source, Subject, check_positions, rows_per_pass
+
+VALIDATION = "validation"
+"""The filler that is the run's validation documents."""
+
+
+@dataclass(frozen=True)
+class AnswersTask:
+    """A task of `data_pipeline.synthetic` at one length or several."""
+
+    spec: str
+    at_lengths: tuple[Examples, ...]
+    """The task with each of its lengths."""
+
+    samples: int
+    """Examples of each length; as many more as give each depth the same number."""
+
+    @property
+    def reads_text(self) -> bool:
+        """Where validation documents hide what is asked for."""
+        return any(isinstance(task, Haystack) and task.filler == VALIDATION for task in self.at_lengths)
+
+    def check(self, source: Source) -> None:
+        """UserError for an encoder, for no samples, and for rows that learned positions do not reach."""
+        kind = source.config.model.kind
+        if not source.config.model.is_causal:
+            raise UserError(
+                f"--task {self.spec}: model.kind={kind} of {source.folder} continues no text; "
+                "give a run of a causal_lm, or --task lm"
+            )
+        if self.samples < 1:
+            raise UserError(
+                f"--task {self.spec}: samples={self.samples} leaves nothing to evaluate; give 1 or more"
+            )
+        for task in self.at_lengths:
+            check_positions(source.config, task.length, f"--task {self.spec}: length")
+
+    def measure(self, subject: Subject, progress: Progress) -> "AnswerCounts":
+        """Accuracy and loss by length and depth."""
+        sizes = [self._examples(task) for task in self.at_lengths]
+        passes = [
+            -(-size // rows_per_pass(subject.config, task.length))
+            for task, size in zip(self.at_lengths, sizes)
+        ]
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            progress(done, sum(passes))
+
+        cells = [
+            cell
+            for task, size in zip(self.at_lengths, sizes)
+            for cell in _measure(subject, task, _filler(task, subject), size, step)
+        ]
+        return AnswerCounts(self.spec, str(subject.folder), subject.run.checkpoint.step, cells)
+
+    def _examples(self, task: Examples) -> int:
+        depths = getattr(task, "depths", 1)
+        return -(-self.samples // depths) * depths
+
+
+def _filler(task: Examples, subject: Subject) -> Filler:
+    if isinstance(task, Haystack) and task.filler == VALIDATION:
+        return Passages(_texts(subject.text, subject.tokenizer, 4 * task.length), VALIDATION)
+    return open_filler(task)
+
+
+def _texts(corpora: Corpora, tokenizer: Tokenizer, tokens: int) -> Iterator[str]:
+    """The first validation documents, so many tokens or all."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    for corpus in corpora.validation:
+        for document in IndexedDataset(str(corpus.prefix("validation"))):
+            if tokens <= 0:
+                return
+            yield tokenizer.decode(document[:tokens].tolist())
+            tokens -= len(document)
+
+
+def _measure(
+    subject: Subject, task: Examples, filler: Filler, size: int, step: Callable[[], None]
+) -> list[Cell]:
+    cells: dict[float | None, Cell] = {}
+    rows = rows_per_pass(subject.config, task.length)
+    for start in range(0, size, rows):
+        examples = [
+            task.example(EVALUATION, index, filler, lambda example: count_tokens(subject.tokenizer, example))
+            for index in range(start, min(start + rows, size))
+        ]
+        for example, found in zip(examples, _scored(subject, examples)):
+            key = None if example.depth is None else round(example.depth, 4)
+            cell = cells.get(key, Cell(task.length, key))
+            cells[key] = cell.plus(*found)
+        step()
+    return [cells[key] for key in sorted(cells, key=lambda depth: -1.0 if depth is None else depth)]
+
+
+def _scored(subject: Subject, examples: Sequence[Example]) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
+    """Of each example: where its answers begin among their tokens, those tokens' losses, and which are right."""
+    from .predictions import predict
+
+    rows = [encode_answered(subject.tokenizer, example.text, example.answers) for example in examples]
+    tokens, scored = _padded(rows, subject.tokenizer.eod)
+    positions = torch.arange(tokens.shape[1]).repeat(len(rows), 1)
+    # The place before a token predicts it; an example begins with no answer.
+    labels, chosen = tokens.roll(-1, dims=1), scored.roll(-1, dims=1)
+    inputs = (part.to(subject.device) for part in (tokens, positions, labels, chosen))
+    found = predict(subject.model, subject.tokenizer.vocab_size, *inputs)
+    counts = chosen.sum(1).tolist()
+    for row, losses, right in zip(rows, found.losses.split(counts), found.right.split(counts)):
+        sizes = [end - start for start, end in row.answers]
+        yield np.cumsum([0, *sizes[:-1]]), losses, right
+
+
+def _padded(rows: Sequence[AnsweredTokens], eod: int) -> tuple[Tensor, Tensor]:
+    """Tokens (B, N) with their end, as training reads them, filled up with ends; which belong to answers (B, N)."""
+    longest = 1 + max(len(row.tokens) for row in rows)
+    tokens = torch.full((len(rows), longest), eod)
+    scored = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for at, row in enumerate(rows):
+        tokens[at, : len(row.tokens)] = torch.tensor(row.tokens)
+        scored[at, : len(row.tokens) + 1] = torch.from_numpy(row.scored()).bool()
+    return tokens, scored

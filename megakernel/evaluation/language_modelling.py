@@ -1,0 +1,208 @@
+"""`--task lm`: how well text is predicted, by position, in windows that slide, or with a foreign far context."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from data_pipeline.corpus import Corpora
+from megakernel.config import Config, UserError
+from megakernel.config.section import Section
+
+from .result import Evaluation, PositionBucket
+from .subject import Progress, Result, Source, Subject, check_positions, rows_per_pass
+
+
+class Options(Section):
+    """What may be written behind `lm:`."""
+
+    samples: int | None = None
+    """Validation samples, or windows; null takes --samples, else training.eval_samples. One pass at most."""
+
+    seq_len: int | None = None
+    """Tokens per sample; null takes --seq-len, else training.eval_seq_len, else training.seq_len."""
+
+    draws: int | None = None
+    """Draws of the layers' noise over which probabilities are averaged; null takes --draws, else what is held."""
+
+    stride: int | None = Field(default=None, ge=1)
+    """Windows that overlap: each ends so many tokens behind the one before, and predicts what that did not."""
+
+    far: Literal["shuffled"] | None = None
+    """shuffled: the loss also with tokens of other documents in place of the far context."""
+
+    near: int | None = Field(default=None, ge=1)
+    """far: true tokens before each bucket of positions; null takes an eighth of seq_len."""
+
+
+@dataclass(frozen=True)
+class LanguageModelling:
+    """The task with its options."""
+
+    spec: str
+    options: Options
+
+    @property
+    def reads_text(self) -> bool:
+        """Always: it is what is predicted."""
+        return True
+
+    def check(self, source: Source) -> None:
+        """UserError for options that do not fit the run or each other."""
+        config, options = (
+            evaluated_config(source.config, self.options.samples, self.options.seq_len),
+            self.options,
+        )
+        seq_len = config.training.seq_len
+        if options.draws is not None:
+            _check_draws(options.draws, source)
+        for key in ("stride", "far"):
+            value = getattr(options, key)
+            if value is not None and not config.model.is_causal:
+                raise UserError(
+                    f"--task {self.spec}: {key}={value} is of a causal_lm, {source.folder} is a "
+                    f"{config.model.kind}; leave it out"
+                )
+        if options.near is not None and options.far is None:
+            raise UserError(f"--task {self.spec}: near={options.near} has no effect alone; add far=shuffled")
+        if options.far is not None:
+            for key in ("stride", "draws"):
+                if (value := getattr(options, key)) is not None:
+                    raise UserError(
+                        f"--task {self.spec}: far=shuffled goes without {key}={value}; leave out one of them"
+                    )
+            if self._near(seq_len) >= seq_len // 2:
+                raise UserError(
+                    f"--task {self.spec}: near={self._near(seq_len)} leaves no far context in rows of {seq_len} "
+                    f"tokens; give at most {max(seq_len // 2 - 1, 1)}, or a larger seq_len"
+                )
+        if options.stride is not None and options.stride > seq_len:
+            raise UserError(
+                f"--task {self.spec}: stride={options.stride} would leave tokens out between windows of {seq_len}; "
+                f"give at most {seq_len}"
+            )
+        if options.stride is None:
+            check_length(config, source.text)
+
+    def _near(self, seq_len: int) -> int:
+        return self.options.near if self.options.near is not None else max(1, seq_len // 8)
+
+    def measure(self, subject: Subject, progress: Progress) -> Result:
+        """An `Evaluation`, or with far a `FarContext`."""
+        config = evaluated_config(subject.config, self.options.samples, self.options.seq_len)
+        if self.options.far is not None:
+            return self._measure_far(subject, config, progress)
+        from data_pipeline.loader import ValidationBatches
+        from data_pipeline.order import Share
+        from megakernel.training.bits import bits_per_byte
+
+        from .classification import measure_examples
+        from .perplexity import measure
+        from .sliding import SlidingBatches
+
+        corpora, training, stride = subject.text, config.training, self.options.stride
+        batches: ValidationBatches | SlidingBatches
+        if stride is None:
+            batches = ValidationBatches(config, corpora, Share())
+        else:
+            counts = (training.seq_len, stride, training.eval_samples, training.micro_batch_size)
+            batches = SlidingBatches(corpora.validation, *counts, corpora.eod)
+        by_position: list[PositionBucket] = []
+        accuracy = None
+        if config.model.classifier is not None:
+            assert isinstance(batches, ValidationBatches)
+            tokens, loss, accuracy = measure_examples(
+                subject.model, batches, subject.device, progress, self.options.draws
+            )
+        else:
+            by_position = measure(subject.model, batches, subject.device, progress, self.options.draws)
+            tokens = sum(bucket.tokens for bucket in by_position)
+            loss = sum(bucket.loss * bucket.tokens for bucket in by_position) / tokens
+        # The answers alone are no text.
+        is_text = config.model.is_causal and (stride is not None or config.data.scored == "all")
+        return Evaluation(
+            run=str(subject.folder),
+            step=subject.run.checkpoint.step,
+            samples=batches.samples,
+            seq_len=training.seq_len,
+            tokens=tokens,
+            loss=loss,
+            bits_per_byte=bits_per_byte(loss, corpora, "validation") if is_text else None,
+            accuracy=accuracy,
+            by_position=by_position,
+            draws=self.options.draws,
+            stride=stride,
+        )
+
+    def _measure_far(self, subject: Subject, config: Config, progress: Progress) -> Result:
+        from data_pipeline.samples import BlendedSamples
+
+        from .far_context import FarContext, measure_far
+
+        corpora, data, training = subject.text, config.data, config.training
+        cache = data.index_cache or data.train[0].path / ".index_cache"
+        keys = ("data.validation" if data.validation else "data.train", "seq_len")
+        samples = BlendedSamples(corpora.validation, "validation", training.seq_len, 0, cache, keys)
+        count = min(training.eval_samples, samples.one_pass)
+        samples.build(count)
+        near = self._near(training.seq_len)
+        buckets = measure_far(
+            subject.model,
+            samples,
+            count,
+            training.micro_batch_size,
+            near,
+            corpora.eod,
+            data.isolate_documents,
+            corpora.vocab_size,
+            subject.device,
+            progress,
+        )
+        place = (str(subject.folder), subject.run.checkpoint.step)
+        return FarContext(self.spec, *place, count, training.seq_len, near, buckets)
+
+
+def evaluated_config(config: Config, samples: int | None, seq_len: int | None) -> Config:
+    """The configuration of a run with another evaluation.
+
+    Raises UserError for no samples, no tokens, and rows that learned positions do not reach.
+    """
+    training = config.training
+    samples = training.eval_samples if samples is None else samples
+    seq_len = training.evaluation_len if seq_len is None else seq_len
+    if samples < 1:
+        raise UserError(f"samples={samples} leaves nothing to evaluate; give --samples 1 or more")
+    if seq_len < 1:
+        raise UserError(f"seq_len={seq_len} leaves nothing to predict; give --seq-len 1 or more")
+    check_positions(config, seq_len, "seq_len")
+    changes = {
+        "eval_samples": samples,
+        "seq_len": seq_len,
+        "eval_seq_len": seq_len,
+        "seq_len_schedule": [],
+        "micro_batch_size": rows_per_pass(config, seq_len),
+    }
+    return config.model_copy(update={"training": training.model_copy(update=changes)})
+
+
+def check_length(config: Config, corpora: Corpora) -> None:
+    """UserError for samples longer than a validation split."""
+    if config.model.classifier is not None:  # its documents are cut or padded to any length
+        return
+    for corpus in corpora.validation:
+        tokens, seq_len = corpus.record("validation").tokens, config.training.seq_len
+        if tokens <= seq_len:
+            raise UserError(
+                f"seq_len={seq_len}: {corpus.folder} has only {tokens} validation tokens; give at most {tokens - 1}"
+            )
+
+
+def _check_draws(draws: int, source: Source) -> None:
+    model = source.config.model
+    if draws < 1:
+        raise UserError(f"draws={draws} leaves no vote; give --draws 1 or more")
+    if not any(model.layer_attention(layer).redraws for layer in range(model.num_layers)):
+        raise UserError(
+            f"draws={draws}: no layer of {source.folder} has noise that training redraws, so all votes would be the "
+            "same; leave out --draws"
+        )

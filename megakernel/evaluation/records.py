@@ -1,0 +1,85 @@
+"""RUN/evaluation/step_N/TASK.json: what was measured, and the same in TensorBoard.
+
+TensorBoard keeps every event it finds: a scalar written twice at one step is two points, and only a writer that
+says from which step on it starts anew hides older ones, those of all tags. So the events of evaluations are a folder
+of their own, RUN/tensorboard/evaluation, which always holds one file, made anew of all results at each evaluation,
+steps in order: nothing is in it twice. In the folder of the training's events, TensorBoard without its data server
+would go over to the newer file and read no more of the older one, to which a training run may still write.
+"""
+
+import json
+import re
+import shutil
+import struct
+from pathlib import Path
+
+from megakernel.training.whole_file import write_whole
+
+from .answer_counts import AnswerCounts
+from .heat_map import heat_map
+from .subject import Result
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+def file_name(spec: str) -> str:
+    """A spec as a file's name and a part of a tag."""
+    return re.sub(r"[^\w.]+", "-", spec).strip("-")
+
+
+def record(folder: Path, step: int, spec: str, result: Result, tensorboard: bool = True) -> Path:
+    """Write what a task measured at a step of the run in `folder`; the JSON file's path.
+
+    Beside it TASK.md holds the table, and TASK.png the heat map where there is one. What an earlier evaluation of
+    the same task and step wrote is replaced, in TensorBoard too.
+    """
+    place = folder / "evaluation" / f"step_{step}"
+    place.mkdir(parents=True, exist_ok=True)
+    file = place / f"{file_name(spec)}.json"
+    if isinstance(result, AnswerCounts) and (picture := heat_map(result)) is not None:
+        file.with_suffix(".png").write_bytes(picture)
+    file.with_suffix(".md").write_text(result.table().markdown() + "\n", encoding="utf-8")
+    # Last: it is what is looked for.
+    write_whole(
+        file, json.dumps({"task": spec, **result.as_dict(), "scalars": result.scalars()}, indent=1) + "\n"
+    )
+    if tensorboard:
+        _write_events(folder)
+    return file
+
+
+def _write_events(folder: Path) -> None:
+    """Make RUN/tensorboard/evaluation of everything in RUN/evaluation."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from torch.utils.tensorboard import SummaryWriter
+
+    staged, events = folder / "evaluation" / ".events", folder / "tensorboard" / "evaluation"
+    shutil.rmtree(staged, ignore_errors=True)
+    with SummaryWriter(str(staged)) as writer:
+        for step, file in _results(folder):
+            found = json.loads(file.read_text(encoding="utf-8"))
+            tag = f"evaluation/{file.stem}"
+            for name, value in found["scalars"].items():
+                writer.add_scalar(f"{tag}/{name}", value, step)
+            writer.add_text(tag, file.with_suffix(".md").read_text(encoding="utf-8"), step)
+            if file.with_suffix(".png").exists():
+                picture = file.with_suffix(".png").read_bytes()
+                width, height = struct.unpack(">II", picture[16:24])  # of a PNG's first chunk
+                image = Summary.Image(encoded_image_string=picture, width=width, height=height, colorspace=4)
+                writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+    events.mkdir(parents=True, exist_ok=True)
+    older = list(events.iterdir())
+    for new in staged.iterdir():
+        new.replace(events / new.name)
+    for file in older:
+        file.unlink(missing_ok=True)
+    staged.rmdir()
+
+
+def _results(folder: Path) -> list[tuple[int, Path]]:
+    """Every JSON file with its step, in order of steps."""
+    found = []
+    for place in (folder / "evaluation").glob("step_*"):
+        if match := _STEP.fullmatch(place.name):
+            found += [(int(match[1]), file) for file in place.glob("*.json")]
+    return sorted(found)

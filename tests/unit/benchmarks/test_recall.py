@@ -1,0 +1,28 @@
+"""The recall benchmark trains what it says it trains."""
+
+import pytest
+
+from benchmarks.recall import MECHANISMS, Outcome, Plan, page
+
+PLAN = Plan(8, 16, 4, ["training.steps=3"])
+
+
+@pytest.mark.parametrize("preset", MECHANISMS)
+def test_every_mechanism_can_be_trained_on_answers(preset):
+    config = PLAN.config(f"model.attention={PLAN.attention(preset)}")
+    assert config.data.scored == "answers"
+    assert config.model.is_causal
+    assert config.training.seq_len // (config.model.attention.block_size or 1) in (128, 8)
+
+
+def test_the_page_says_what_was_trained_and_names_the_best_first():
+    outcomes = [
+        Outcome("linear", {0: 3.3, 3: 3.0}, 0.1, 3.0, 0.5),
+        Outcome("softmax", {0: 3.3, 3: 0.1}, 1.0, 0.1, 0.25),
+    ]
+    text = page(PLAN, outcomes, "python -m benchmarks.recall --pairs 8")
+    assert "`mqar:pairs=8,length=128`" in text
+    assert "3 steps of 32 examples" in text
+    assert text.index("| `softmax` | 3.300 | 0.100 | 0.100 | **100.0%** | 0.250 |") < text.index(
+        "| `linear` |"
+    )

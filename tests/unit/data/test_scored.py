@@ -1,0 +1,133 @@
+"""Corpora that know which tokens are answers, and training that counts no others."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.corpus import Corpora
+from data_pipeline.loader import TrainingBatches, ValidationBatches
+from data_pipeline.order import Share
+from data_pipeline.synthetic.source import TaskSource
+from megakernel.config.tree import Config
+from tests.unit.data.conftest import prepared
+
+Configure = Callable[..., Config]
+LENGTH = 48
+SPEC = f"mqar:pairs=5,length={LENGTH}"
+ANSWERS = {"data": {"scored": "answers"}}
+
+
+@pytest.fixture(scope="module")
+def recall(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """90 examples of associative recall as bytes."""
+    folder = tmp_path_factory.mktemp("recall") / "prepared"
+    prepared(folder, [f"task:{SPEC}"], max_documents=90)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, tuple[tuple[int, int], ...]]:
+    """Text -> its answers."""
+    documents = (document for document, _ in zip(TaskSource.named(SPEC), range(90)))
+    return {document.texts[0]: document.answers or () for document in documents}
+
+
+def counted(batch) -> torch.Tensor:
+    """The same as loss_mask, one place later: which tokens are labels that count (B, N + 1)."""
+    return torch.nn.functional.pad(batch.loss_mask, (1, 0))
+
+
+def test_the_labels_that_count_are_the_answers(recall: Path, configure: Configure, answers):
+    config = configure(recall, seq_len=LENGTH, **ANSWERS)
+    batches = TrainingBatches(config, Corpora(config.data), Share())
+    rows = 0
+    for batch in [*batches.batches_for(0), *batches.batches_for(3)]:
+        for tokens, counts in zip(batch.tokens, counted(batch)[:, :-1]):
+            assert tokens[-1] == 256, "a row is a document"
+            wanted = torch.zeros(LENGTH, dtype=torch.bool)
+            for start, end in answers[bytes(tokens[:-1].tolist()).decode()]:
+                wanted[start:end] = True
+            assert torch.equal(counts, wanted)
+            assert wanted.sum() == 5
+            rows += 1
+    assert rows == 16
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_pieces_of_rows_count_the_same_labels(recall: Path, configure: Configure, size: int):
+    # Rows of another length than the documents, so that these are cut, by rows and by pieces.
+    config = configure(recall, seq_len=64, **ANSWERS)
+    corpora = Corpora(config.data)
+
+    def masks(share: Share) -> list[torch.Tensor]:
+        batches = [*TrainingBatches(config, corpora, share).batches_for(2)]
+        batches += ValidationBatches(config, corpora, share)
+        return [batch.loss_mask for batch in batches]
+
+    whole = masks(Share())
+    pieces = [masks(Share(piece_rank=rank, piece_size=size)) for rank in range(size)]
+    for at, mask in enumerate(whole):
+        assert torch.equal(torch.cat([piece[at] for piece in pieces], 1), mask)
+    shares = torch.cat([mask.flatten() for mask in whole]).float().mean()
+    assert shares == pytest.approx(5 / LENGTH, rel=0.2)
+
+
+def test_a_corpus_of_tasks_is_text_like_any_other_unless_answers_are_asked_for(
+    recall: Path, configure: Configure
+):
+    config = configure(recall, seq_len=LENGTH)
+    (batch, *_) = TrainingBatches(config, Corpora(config.data), Share()).batches_for(0)
+    assert torch.equal(batch.loss_mask, batch.tokens != 256)
+
+
+def test_text_beside_tasks_counts_as_a_whole(recall: Path, corpus: Path, configure: Configure):
+    config = configure([recall, corpus], seq_len=LENGTH, **ANSWERS)
+    batches = TrainingBatches(config, Corpora(config.data), Share()).batches_for(0)
+    shares = {round(float(mask.float().mean()), 1) for batch in batches for mask in batch.loss_mask}
+    assert min(shares) == 0.1
+    assert max(shares) > 0.9
+
+
+def test_answers_that_no_corpus_knows_of_are_refused(corpus: Path, configure: Configure):
+    config = configure(corpus, **ANSWERS)
+    with pytest.raises(
+        ValueError, match=r"data\.scored=answers: data\.train=.* knows of no answers; prepare it"
+    ):
+        TrainingBatches(config, Corpora(config.data), Share())
+
+
+def test_an_encoder_has_no_answers_to_count(corpus: Path, configure: Configure):
+    config = configure(corpus, **ANSWERS)
+    tree = config.model_dump()
+    tree["model"]["kind"] = "masked_lm"
+    with pytest.raises(ValueError, match=r"data\.scored=answers has no effect on model\.kind: masked_lm"):
+        Config(**tree)
+
+
+def test_a_missing_file_of_answers_is_named(recall: Path, configure: Configure, tmp_path: Path):
+    for file in recall.iterdir():
+        if file.is_file() and not file.name.startswith("train.scored"):
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "tokenizer").symlink_to(recall / "tokenizer")
+    with pytest.raises(ValueError, match=r"lacks train\.scored\.bin"):
+        Corpora(configure(tmp_path).data)
+
+
+@pytest.mark.parametrize(
+    ("request_", "explanation"),
+    [
+        ({"source": [f"task:{SPEC}"]}, "has no end; say how many with --max-documents N"),
+        ({"source": ["task:recal"], "max_documents": 2}, "--source task: recal is no task; choose "),
+        (
+            {"source": ["task:passkey:filler=validation"], "max_documents": 2},
+            "give filler=sentences or a text",
+        ),
+        ({"source": [f"task:{SPEC}"], "labels": "x", "max_documents": 2}, "--labels x is a column of tables"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(request_, explanation: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=explanation):
+        prepared(tmp_path / "out", **request_)
+    assert not (tmp_path / "out").exists()

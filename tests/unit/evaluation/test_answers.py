@@ -1,0 +1,157 @@
+"""Answers are scored where they stand, by models whose predictions are known."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data_pipeline.tokenizers import ByteTokenizer
+from megakernel.config import Config
+from megakernel.evaluation.answer_counts import AnswerCounts, Cell
+from megakernel.evaluation.heat_map import heat_map
+from megakernel.evaluation.predictions import predict
+from megakernel.evaluation.specs import parse
+
+PADDED = 320
+"""Rows of the embedding, more than the 257 ids."""
+
+
+class Knowing:
+    """A model that gives the next token of each row all probability."""
+
+    settings = SimpleNamespace(loss_chunk_size=7)
+
+    def __init__(self, forgets: int | None = None):
+        """forgets: a token that it never predicts."""
+        self.forgets = forgets
+
+    def hidden(self, tokens, positions):
+        following = tokens.roll(-1, dims=1)
+        logits = 100.0 * F.one_hot(following, PADDED).float()
+        if self.forgets is not None:
+            logits[following == self.forgets] = 0.0
+        return logits.transpose(0, 1)
+
+    def logits(self, hidden):
+        return hidden.transpose(0, 1)
+
+
+def subject(model, kind="causal_lm"):
+    config = Config(
+        run={"name": "test"},
+        model={"num_layers": 1, "hidden_size": 64, "num_heads": 2, "kind": kind, "attention": "softmax"},
+        data={"train": "nowhere"},
+        training={"steps": 1, "seq_len": 128, "global_batch_size": 4, "micro_batch_size": 4},
+    )
+    run = SimpleNamespace(checkpoint=SimpleNamespace(step=5))
+    return SimpleNamespace(
+        folder="runs/x",
+        run=run,
+        tokenizer=ByteTokenizer(),
+        config=config,
+        model=model,
+        device=torch.device("cpu"),
+    )
+
+
+def measured(spec: str, model, samples: int = 8) -> AnswerCounts:
+    (task,) = parse([spec], samples)
+    passes = []
+    found = task.measure(subject(model), lambda *step: passes.append(step))
+    assert passes[-1][0] == passes[-1][1] == len(passes)
+    return found
+
+
+def test_a_model_that_knows_what_follows_is_always_right():
+    found = measured("mqar:pairs=4,length=32+64", Knowing())
+    assert [(cell.length, cell.examples, cell.answers, cell.right) for cell in found.cells] == [
+        (32, 8, 32, 32),
+        (64, 8, 32, 32),
+    ]
+    assert found.scalars() == pytest.approx(
+        {"accuracy": 1, "loss": 0, "token_accuracy": 1, "accuracy_at_32": 1, "accuracy_at_64": 1}
+    )
+
+
+def test_an_answer_is_right_when_all_of_its_tokens_are():
+    # Of every answer, " " and five digits, the space alone is not known.
+    found = measured("passkey:length=256,depths=1", Knowing(forgets=ord(" ")))
+    total = found.total
+    assert (total.answers, total.right, total.tokens, total.right_tokens) == (8, 0, 48, 40)
+    # Nothing is likelier than anything else there, over all rows of the embedding.
+    assert total.loss == pytest.approx(math.log(PADDED) / 6)
+
+
+def test_each_depth_has_as_many_examples():
+    found = measured("passkey:length=256+512,depths=3", Knowing(), samples=7)
+    assert [(cell.length, cell.depth, cell.examples) for cell in found.cells] == [
+        (length, depth, 3) for length in (256, 512) for depth in (0.0, 0.5, 1.0)
+    ]
+    table = found.table()
+    assert table.columns[1:4] == ("0%", "50%", "100%")
+    assert [row[0] for row in table.rows] == ["256", "512"]
+
+
+def test_the_likeliest_id_is_one_of_the_tokenizer():
+    hidden = torch.zeros(1, 1, PADDED)
+    hidden[..., 300], hidden[..., 65] = 9.0, 5.0
+    model = SimpleNamespace(
+        hidden=lambda *_: hidden, logits=lambda h: h.transpose(0, 1), settings=Knowing.settings
+    )
+    one = torch.ones(1, 1, dtype=torch.int64)
+    found = predict(model, 257, one, one, 65 * one, one.bool())
+    assert found.right.tolist() == [True]
+    assert found.losses.item() > 4
+
+
+def test_counts_of_examples_add_up():
+    right = torch.tensor([True, True, False, True])
+    cell = Cell(16, None).plus(np.array([0, 2]), torch.tensor([0.0, 1.0, 2.0, 3.0]), right)
+    cell = cell.plus(np.array([0]), torch.tensor([2.0]), torch.tensor([True]))
+    assert (cell.examples, cell.answers, cell.right, cell.tokens, cell.right_tokens) == (2, 3, 2, 5, 4)
+    assert cell.loss == pytest.approx(8 / 5)
+
+
+def test_a_heat_map_is_a_picture_of_every_length_and_depth():
+    cells = [Cell(length, depth, 1, 1, 1, 1, 1) for length in (64, 128) for depth in (0.0, 1.0)]
+    picture = heat_map(AnswerCounts("passkey", "runs/x", 3, cells))
+    assert picture is not None
+    assert picture.startswith(b"\x89PNG")
+    assert heat_map(AnswerCounts("copy", "runs/x", 3, [Cell(64, None, 1, 1, 1, 1, 1)])) is None
+
+
+@pytest.mark.parametrize(
+    ("specs", "how", "explanation"),
+    [
+        (["pass"], {}, "--task pass is no task; choose passkey"),
+        (["lm:strid=3"], {}, "--task lm:strid=3: lm has no option strid; choose stride"),
+        (["lm:far=near"], {}, "--task lm.far=near is none of the choices; choose shuffled"),
+        (["mqar:samples=some"], {}, "--task mqar:samples=some is no whole number"),
+        (["mqar"], {"seq_len": 64}, "--seq-len 64 is of lm alone; write --task mqar:length=64"),
+        (["mqar"], {"draws": 2}, "--draws 2 is of lm alone"),
+        (["passkey:length=512+100"], {}, "--task passkey.length=100 has no room"),
+    ],
+)
+def test_what_is_no_task_is_refused(specs, how, explanation):
+    with pytest.raises(ValueError, match=explanation):
+        parse(specs, **how)
+
+
+@pytest.mark.parametrize(
+    ("spec", "explanation"),
+    [
+        ("mqar", "--task mqar: model.kind=masked_lm of runs/x continues no text; give a run of a causal_lm"),
+        (
+            "lm:stride=8",
+            "--task lm:stride=8: stride=8 is of a causal_lm, runs/x is a masked_lm; leave it out",
+        ),
+        ("lm:far=shuffled", "far=shuffled is of a causal_lm, runs/x is a masked_lm; leave it out"),
+    ],
+)
+def test_an_encoder_continues_no_text(spec, explanation):
+    (task,) = parse([spec])
+    with pytest.raises(ValueError, match=explanation):
+        task.check(subject(None, kind="masked_lm"))

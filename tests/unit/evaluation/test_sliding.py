@@ -1,0 +1,65 @@
+"""Windows that overlap predict each token once."""
+
+from collections import Counter
+
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from data_pipeline.corpus import PreparedCorpus
+from megakernel.evaluation.sliding import SlidingBatches, Window, windows
+from tests.unit.data.conftest import documents, prepared, write_jsonl
+
+SEQ_LEN, STRIDE, EOD = 32, 12, 256
+
+
+@pytest.fixture(scope="module")
+def part(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
+    """Documents of 10 to 200 bytes."""
+    folder = tmp_path_factory.mktemp("corpus")
+    source = write_jsonl(folder / "source.jsonl", documents(60, seed=1))
+    manifest = prepared(folder / "prepared", [str(source)])
+    return PreparedCorpus(folder / "prepared", 1.0, manifest)
+
+
+def test_windows_end_where_the_document_does():
+    assert list(windows(70, 32, 12)) == [
+        Window(0, 0, 32),
+        Window(12, 32, 44),
+        Window(24, 44, 56),
+        Window(36, 56, 68),
+        Window(37, 68, 69),
+    ]
+    assert list(windows(33, 32, 12)) == [Window(0, 0, 32)]
+    assert list(windows(10, 32, 12)) == [Window(0, 0, 9)]
+    assert list(windows(1, 32, 12)) == []
+
+
+def test_every_token_of_every_document_is_predicted_once(part: PreparedCorpus):
+    batches = SlidingBatches([part], SEQ_LEN, STRIDE, 10**6, 3, EOD)
+    read = list(batches)
+    assert len(read) == len(batches)
+    assert sum(len(batch.tokens) for batch in read) == batches.samples
+    predicted: Counter[int] = Counter()
+    for batch in read:
+        predicted.update(batch.labels[batch.loss_mask].tolist())
+        behind_the_first = batch.loss_mask & (batch.loss_mask.cumsum(1) == 1)
+        first = behind_the_first.int().argmax(1)
+        assert all(place == 0 or place >= SEQ_LEN - STRIDE for place in first.tolist())
+        assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+    wanted: Counter[int] = Counter()
+    for document in IndexedDataset(str(part.prefix("validation"))):
+        wanted.update(document[1:].tolist())
+    assert predicted == wanted
+
+
+def test_no_more_windows_are_read_than_asked_for(part: PreparedCorpus):
+    batches = SlidingBatches([part, part], SEQ_LEN, STRIDE, 7, 3, EOD)
+    assert batches.samples == 7
+    assert [len(batch.tokens) for batch in batches] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("seq_len", [16, 64])
+def test_positions_count_from_the_start_of_a_window(part: PreparedCorpus, seq_len: int):
+    for batch in SlidingBatches([part], seq_len, seq_len // 2, 4, 4, EOD):
+        assert torch.equal(batch.positions[0], torch.arange(seq_len))
