@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.machine import description
@@ -53,9 +52,21 @@ class Plan:
         return f"mqar:pairs={self.pairs},length={load(CONFIG, self.overrides).training.seq_len}"
 
     @property
+    def documents(self) -> int:
+        """Examples: those of all steps, each read once, those that are held out, and a few to spare."""
+        training = load(CONFIG, self.overrides).training
+        samples, _ = training.consumed(training.steps)
+        return int((samples + 1) / (1 - HELD_OUT) * 1.02) + 100
+
+    @property
+    def name(self) -> str:
+        """Of the examples, and the beginning of the runs' names: runs of other lengths read other examples."""
+        return f"{file_name(self.task)}-{self.documents}"
+
+    @property
     def data(self) -> Path:
         """Folder of the examples."""
-        return Path("data/recall") / file_name(self.task)
+        return Path("data/recall") / self.name
 
     def attention(self, preset: str) -> dict[str, Any]:
         """The preset with blocks that a short row has several of."""
@@ -78,27 +89,25 @@ class Outcome:
 
     accuracy: float
     loss: float
-    step_time: float
 
     def row(self) -> str:
         """Its line of the table."""
         losses = " | ".join(f"{loss:.3f}" for loss in self.losses.values())
-        return f"| `{self.mechanism}` | {losses} | {self.loss:.3f} | **{self.accuracy:.1%}** | {self.step_time:.3f} |"
+        return f"| `{self.mechanism}` | {losses} | {self.loss:.3f} | **{self.accuracy:.1%}** |"
 
 
 def prepare(plan: Plan) -> None:
     """The examples that one run reads, each once."""
-    training = plan.config().training
-    samples, _ = training.consumed(training.steps)
-    documents = int((samples + 1) / (1 - HELD_OUT) * 1.02) + 100
     options = ["--tokenizer", "byte", "--validation-fraction", str(HELD_OUT), "--out", str(plan.data)]
-    _megakernel(["prepare", "--source", f"task:{plan.task}", "--max-documents", str(documents), *options])
+    _megakernel(
+        ["prepare", "--source", f"task:{plan.task}", "--max-documents", str(plan.documents), *options]
+    )
 
 
 def train(plan: Plan, preset: str) -> Outcome:
     """Train and measure one mechanism, or read what is there."""
     overrides = [
-        f"run.name={file_name(plan.task)}-{preset}",
+        f"run.name={plan.name}-{preset}",
         f"model.attention={json.dumps(plan.attention(preset))}",
     ]
     config = plan.config(*overrides)
@@ -115,7 +124,6 @@ def train(plan: Plan, preset: str) -> Outcome:
         {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line},
         measured["accuracy"],
         measured["loss"],
-        median(line["throughput/step_time"] for line in lines if "throughput/step_time" in line),
     )
 
 
