@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from launch.run_progress import RunProgress
-from launch.slurm import job_folder
 from launch.slurm.errors import NotFound, SlurmRefused
 from launch.slurm.job_folder import JobFolder
+from launch.slurm.live import known_to_slurm
+from launch.slurm.states import JobState
 from launch.slurm.status import status_of
 from megakernel.config import UserError
 
@@ -95,15 +96,22 @@ class _Line:
 
 
 def _lines(named: Sequence[Path], root: Path) -> Iterator[_Line]:
-    for folder in named or sorted(_runs_in(root)):
-        known = RunProgress.read(folder)
+    folders = named or sorted(_runs_in(root))
+    submitted = {folder: run for folder in folders if (run := JobFolder(folder)).exists}
+    refusal = ""
+    by_slurm: dict[str, JobState] = {}
+    try:
+        by_slurm = known_to_slurm(submitted.values())
+    except SlurmRefused as error:
+        refusal = str(error)
+    for folder in folders:
+        known = RunProgress.read(JobFolder(folder).training)
         state, why = known.state, known.ended
-        if (folder / job_folder.FILE).exists():
-            try:
-                status = status_of(JobFolder(folder))
-                state, why = status.state, status.why
-            except SlurmRefused as error:
-                why = f"Slurm does not say: {error}"
+        if folder in submitted and refusal:
+            why = refusal
+        elif folder in submitted:
+            status = status_of(submitted[folder], by_slurm)
+            state, why = status.state, status.why
         name = str(folder.relative_to(root)) if folder.is_relative_to(root) else str(folder)
         yield _Line(name, state, known, ", ".join(filter(None, (known.health, why))))
 
@@ -167,6 +175,6 @@ def _stages(folder: Path) -> Iterator[Path]:
 
 def _is_run(folder: Path) -> bool:
     """Whether something was trained there, or is to be; an up-training itself has no checkpoints, its stages have."""
-    return (folder / job_folder.FILE).exists() or (
+    return JobFolder(folder).exists or (
         (folder / "config.yaml").exists() and (folder / "checkpoints").is_dir()
     )

@@ -114,7 +114,7 @@ def _health(logged: dict[str, Any], slowest: dict[str, Any]) -> str:
     if share is not None and share >= _WORTH_SAYING - 1:
         said.append(f"{share:.0%} of a step waits for data")
     if skipped := int(logged.get("train/skipped_steps") or 0):
-        said.append(f"{skipped} steps skipped")
+        said.append(f"{skipped} step{'s' * (skipped > 1)} skipped")
     return ", ".join(said)
 
 

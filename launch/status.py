@@ -9,6 +9,7 @@ from typing import Literal
 
 from launch.run_arguments import add_job_run_arguments
 from launch.slurm.job_folder import all_runs, find_run
+from launch.slurm.live import known_to_slurm
 from launch.slurm.status import RunStatus, status_of
 from megakernel.config import UserError
 
@@ -34,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--watch is for people and --json for programs; leave one out")
     while True:
         runs = all_runs(args.root) if args.run is None else [find_run(args.run, args.root)]
-        found = [status_of(run) for run in runs]
+        by_slurm = known_to_slurm(runs)
+        found = [status_of(run, by_slurm) for run in runs]
         if args.watch:
             print("\x1b[2J\x1b[H", end="")
         _show(found, args)

@@ -1,6 +1,6 @@
 """Which jobs of a run wait or run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from launch.exit_status import ExitStatus
@@ -9,11 +9,19 @@ from .job_folder import Job, JobFolder
 from .states import JobState, job_states
 
 
-def states_of(run: JobFolder) -> dict[str, JobState]:
-    """Every job of a run with its state, oldest first; where nobody knows it, what its events say."""
-    jobs = run.jobs()
-    known = job_states(job.id for job in jobs if job.executor == "slurm")
-    return {job.id: known.get(job.id) or _by_its_record(run, job) for job in jobs}
+def known_to_slurm(runs: Iterable[JobFolder]) -> dict[str, JobState]:
+    """The jobs of these runs that Slurm knows, asked once for all. Raises SlurmRefused where it cannot be reached."""
+    return job_states(job.id for run in runs for job in run.jobs() if job.executor == "slurm")
+
+
+def states_of(run: JobFolder, known: Mapping[str, JobState] | None = None) -> dict[str, JobState]:
+    """Every job of a run with its state, oldest first; where nobody knows it, what its events say.
+
+    known: what Slurm has said of jobs; None asks it.
+    """
+    if known is None:
+        known = known_to_slurm([run])
+    return {job.id: known.get(job.id) or _by_its_record(run, job) for job in run.jobs()}
 
 
 def live_jobs(run: JobFolder) -> dict[str, str]:

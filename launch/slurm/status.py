@@ -1,5 +1,6 @@
 """Where a run stands: what Slurm says of its jobs, what befell it, and what it last measured."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -105,9 +106,9 @@ class RunStatus:
         return [(name, value) for name, value in named.items() if value]
 
 
-def status_of(run: JobFolder) -> RunStatus:
-    """Ask Slurm and read the run's folder. Raises SlurmRefused where Slurm cannot be reached."""
-    states = states_of(run)
+def status_of(run: JobFolder, by_slurm: Mapping[str, JobState]) -> RunStatus:
+    """By what Slurm has said of the run's jobs (`known_to_slurm`), and by the run's folder."""
+    states = states_of(run, by_slurm)
     job = _current(states)
     events = run.events(job.job)
     started = [event for event in events if event["event"] == "started"]

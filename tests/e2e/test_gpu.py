@@ -1,6 +1,7 @@
 """Training and attention on one CUDA device (`pytest -m gpu`)."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from launch.cli import main
 from megakernel import attention
 from megakernel.model.recompute import recomputed
+from megakernel.training.profiler import kept_when_memory_runs_out
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +70,16 @@ def test_offloaded_layer_inputs_leave_the_device_until_backward():
     # Of four layers the inputs of three are neither the first nor the output.
     assert kept[False] - kept[True] == 3 * size
     assert all(torch.equal(a, b) for a, b in zip(*gradients.values()))
+
+
+def test_running_out_of_memory_leaves_a_picture_of_it(tmp_path, capsys):
+    held = torch.empty(1 << 20, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError), kept_when_memory_runs_out(tmp_path, rank=3):
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    file = tmp_path / "profile/out_of_memory/rank_3.memory.pickle"
+    segments = pickle.loads(file.read_bytes())["segments"]
+    assert sum(segment["allocated_size"] for segment in segments) >= held.nbytes
+    assert str(file) in capsys.readouterr().err
 
 
 def _run(module, q, k, v, positions):

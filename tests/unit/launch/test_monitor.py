@@ -2,12 +2,14 @@ import json
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main
 from launch.run_progress import RunProgress
+from launch.slurm.job_folder import Job, JobFolder
 from megakernel.config import to_yaml
 from megakernel.training import events
 from tests.unit.config.trees import config
@@ -104,6 +106,26 @@ def test_one_table_shows_all_runs_and_the_stages_of_an_up_training(run, capsys):
     ]
     assert main(["monitor", "up", "--root", str(run.parent), "--once"]) == 0
     assert "first" not in capsys.readouterr().out
+
+
+def test_of_submitted_runs_slurm_has_the_word_and_without_it_the_folder(run, capsys, monkeypatch):
+    write(run, **LOGGED)
+    job = Job(id="7", executor="slurm", submission="s", submitted="")
+    JobFolder(run).add([job])
+    command = ["monitor", "--root", str(run.parent), "--once"]
+    monkeypatch.setenv("SLURM_CONF", "/nosuch")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(command) == 0
+    _, line = capsys.readouterr().out.splitlines()
+    assert "STOPPED" in line
+    assert "SLURM_CONF=/nosuch is not there" in line
+    (run / "run.json").unlink()
+    JobFolder(run).add([replace(job, id="1", executor="local")])
+    events.record(run, "ended", {"MEGAKERNEL_JOB": "1"}, status=143, why="ended by TERM")
+    assert main(command) == 0
+    _, line = capsys.readouterr().out.splitlines()
+    assert "CANCELLED" in line
+    assert "ended by TERM" in line
 
 
 @pytest.mark.parametrize(
