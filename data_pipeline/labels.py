@@ -23,13 +23,15 @@ def write_labels(
         raise UserError("--labels holds numbers and words; write all of them in one way")
     if len(values) < 2:
         raise UserError(f"--labels holds {len(values)} class; give examples of at least two")
-    is_regression = isinstance(next(iter(values)), float)
-    classes: list[Label] = [] if is_regression else sorted(values)
-    number = {label: at for at, label in enumerate(classes)}
+    classes: list[Label] = sorted(value for value in values if not isinstance(value, float))
+    number: dict[Label | float, int] = {label: at for at, label in enumerate(classes)}
     records = {}
     for split, of_split in labels.items():
-        of_split = np.array(of_split if is_regression else [number[label] for label in of_split])
-        np.save(_file(folder, split), of_split.astype(np.float32 if is_regression else np.int64))
+        if classes:
+            array = np.array([number[label] for label in of_split], dtype=np.int64)
+        else:
+            array = np.array([float(label) for label in of_split], dtype=np.float32)
+        np.save(_file(folder, split), array)
         records[split] = FileRecord.of(_file(folder, split))
     return classes, records
 

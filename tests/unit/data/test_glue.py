@@ -69,6 +69,11 @@ def test_lines_that_annotators_did_not_agree_on_are_left_out(tmp_path: Path):
 @pytest.mark.parametrize(("task", "label"), [("mnli", 2), ("stsb", 3.5)])
 def test_the_hub_has_its_own_names(task: str, label: float, tmp_path: Path):
     form = TASKS[task]
+    names = [form.hub_splits.get(split, split) for split in form.splits.values()]
+    lines = "\n".join(f"  - {{split: {name}, path: {name}.jsonl}}" for name in names)
+    (tmp_path / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files:\n{lines}\n---\n"
+    )
     for split in form.splits.values():
         row = {text: f"{split} {text}" for text in form.hub_texts} | {"label": label}
         (tmp_path / f"{form.hub_splits.get(split, split)}.jsonl").write_text(json.dumps(row) + "\n")
