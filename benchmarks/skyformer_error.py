@@ -1,8 +1,8 @@
 """Skyformer's figure 1 on a trained run: how far approximations are from softmax attention, by their features.
 
-    megakernel prepare --source stdlib --tokenizer byte --out data/stdlib
-    megakernel pretrain configs/demo.yaml run.name=softmax model.attention=softmax --nproc 2
-    python -m benchmarks.skyformer_error runs/softmax --out benchmarks/results/skyformer_error_cpu.md
+    megakernel prepare --source stdlib --tokenizer bpe:8192 --out data/stdlib-8k
+    megakernel pretrain benchmarks/uptraining.yaml --nproc 2
+    python -m benchmarks.skyformer_error runs/uptraining/dense --out benchmarks/results/skyformer_error_cpu.md
 
 The paper takes queries, keys and values of BERT before and after training on WikiText-2; here they are the run's own,
 before and after it, on its validation text. `megakernel analyze --what spectral_error` does the same and draws it.
@@ -80,7 +80,7 @@ def page(run: Path, samples: int) -> str:
         "",
         f"Queries, keys and values of a {model.kind} of {model.num_layers} layers x {model.hidden_size} with "
         f"{model.num_heads} heads of width {model.head_size}, before training (*random*) and after "
-        f"{found.checkpoint.step} steps (*trained*), on {samples} rows of its validation text. "
+        f"{found.checkpoint.step} steps (*trained*); samples of its validation text: {samples}. "
         "|O' - O|_2 / |O|_2 in spectral norms of a head's outputs, O of softmax attention that sees both ways; means "
         "over samples, heads and layers. *skyformer* approximates the softmax scores and their sums, as in the paper's "
         "figure; *uniform* is the mean of all values.",
@@ -94,8 +94,8 @@ def page(run: Path, samples: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="folder of a run, such as runs/softmax")
-    parser.add_argument("--samples", type=int, default=8, help="validation samples (default %(default)s)")
+    parser.add_argument("run", type=Path, help="folder of a run, such as runs/uptraining/dense")
+    parser.add_argument("--samples", type=int, default=1, help="validation samples (default %(default)s)")
     parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
     arguments = parser.parse_args()
     text = page(arguments.run, arguments.samples)

@@ -89,7 +89,7 @@ Options = TypeVar("Options", bound=Task)
 
 def task_of(kind: type[Options], text: str) -> Options:
     """The task with options `key=value,...` in place of its defaults; UserError for those that it has not."""
-    types: dict[str, Any] = {field.name: type(field.default) for field in fields(kind)}
+    types: dict[str, type[Any]] = {field.name: type(field.default) for field in fields(kind)}
     values: dict[str, Any] = {}
     for option in filter(None, text.split(",")):
         key, equals, value = option.partition("=")

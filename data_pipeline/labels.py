@@ -23,15 +23,15 @@ def write_labels(
         raise UserError("--labels holds numbers and words; write all of them in one way")
     if len(values) < 2:
         raise UserError(f"--labels holds {len(values)} class; give examples of at least two")
+    # All of one type: numbers of a regression, which are no classes, or classes.
     classes: list[Label] = sorted(value for value in values if not isinstance(value, float))
     number: dict[Label | float, int] = {label: at for at, label in enumerate(classes)}
     records = {}
     for split, of_split in labels.items():
         if classes:
-            array = np.array([number[label] for label in of_split], dtype=np.int64)
+            np.save(_file(folder, split), np.array([number[label] for label in of_split], dtype=np.int64))
         else:
-            array = np.array([float(label) for label in of_split], dtype=np.float32)
-        np.save(_file(folder, split), array)
+            np.save(_file(folder, split), np.array(of_split, dtype=np.float32))
         records[split] = FileRecord.of(_file(folder, split))
     return classes, records
 

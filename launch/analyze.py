@@ -9,6 +9,7 @@ from megakernel.analysis.pictures.catalogue import ALL, ANALYSES
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from megakernel.analysis.pictures.run import Result
 
@@ -19,7 +20,7 @@ EXAMPLE = "megakernel analyze runs/demo --what attention span gates\n\nanalyses:
 )
 
 MOST_GROUPS = 24
-"""Lines of a printed summary."""
+"""Lines of a printed summary; of more groups, only the first column divides them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,18 +75,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(result: "Result", console: "Console") -> None:
+    if result.analysis.value:
+        console.print(_summary(result))
+    pictures = len(result.pictures)
+    console.print(f"{result.table}, {pictures} picture{'s' * (pictures != 1)}", soft_wrap=True)
+
+
+def _summary(result: "Result") -> "Table":
     from rich.table import Table
 
     from megakernel.analysis.pictures.table import summaries
 
-    analysis = result.analysis
-    groups = summaries(result.rows, analysis.value, analysis.by)
-    by = analysis.by
+    value, by = result.analysis.value, result.analysis.by
+    groups = summaries(result.rows, value, by)
     if len(groups) > MOST_GROUPS:
         by = by[:1]
-        groups = summaries(result.rows, analysis.value, by)
-    table = Table(*by, "min", "mean", "max", title=f"{analysis.name}: {analysis.value}", title_justify="left")
-    for group in groups[:MOST_GROUPS]:
+        groups = summaries(result.rows, value, by)
+    table = Table(*by, f"{value}, min", "mean", "max")
+    for group in groups:
         table.add_row(*map(str, group.group), *(f"{x:.4g}" for x in group[1:]))
-    console.print(table)
-    console.print(f"{result.table}, {len(result.pictures)} picture{'s' * (len(result.pictures) != 1)}")
+    return table

@@ -10,9 +10,9 @@ would go over to the newer file and read no more of the older one, to which a tr
 import json
 import re
 import shutil
-import struct
 from pathlib import Path
 
+from megakernel.training.event_files import add_png
 from megakernel.training.whole_file import write_whole
 
 from .answer_counts import AnswerCounts
@@ -50,7 +50,6 @@ def record(folder: Path, step: int, spec: str, result: Result, tensorboard: bool
 
 def _write_events(folder: Path) -> None:
     """Make RUN/tensorboard/evaluation of everything in RUN/evaluation."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
     staged, events = folder / "evaluation" / ".events", folder / "tensorboard" / "evaluation"
@@ -63,10 +62,7 @@ def _write_events(folder: Path) -> None:
                 writer.add_scalar(f"{tag}/{name}", value, step)
             writer.add_text(tag, file.with_suffix(".md").read_text(encoding="utf-8"), step)
             if file.with_suffix(".png").exists():
-                picture = file.with_suffix(".png").read_bytes()
-                width, height = struct.unpack(">II", picture[16:24])  # of a PNG's first chunk
-                image = Summary.Image(encoded_image_string=picture, width=width, height=height, colorspace=4)
-                writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+                add_png(writer, tag, file.with_suffix(".png").read_bytes(), step)
     events.mkdir(parents=True, exist_ok=True)
     older = list(events.iterdir())
     for new in staged.iterdir():

@@ -1,9 +1,12 @@
-"""TensorBoard's event files, rewritten without what a run has gone back behind."""
+"""TensorBoard's event files: pictures for them, and rewritten without what a run has gone back behind."""
 
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 PATTERN = "events.out.tfevents.*"
 
@@ -34,6 +37,15 @@ def drop_later_steps(folder: Path, last_kept: int) -> None:
                 if step is None or step <= last_kept:
                     new.write(frame)
         kept.replace(file)
+
+
+def add_png(writer: "SummaryWriter", tag: str, png: bytes, step: int) -> None:
+    """Add a picture that is a PNG file already."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    width, height = struct.unpack(">II", png[16:24])  # of the file's first chunk
+    image = Summary.Image(encoded_image_string=png, width=width, height=height, colorspace=4)
+    writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
 
 def _records(stream: BinaryIO) -> Iterator[tuple[bytes, bytes]]:

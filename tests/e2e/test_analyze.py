@@ -88,7 +88,7 @@ def test_tables_are_of_the_checkpoint(run, analyzed):
     assert list(queries.values()) == pytest.approx([1.0] * len(queries), rel=1e-3)
     assert [row["draws"] for row in rows(analyzed, "voting")] == [1, 2, 4]
     # Gates start at 0.95; two steps move them little.
-    assert all(0.9 < row["mean"] < 0.99 for row in rows(analyzed, "gates"))
+    assert all(0.9 < row["gate"] < 0.99 for row in rows(analyzed, "gates"))
     assert {row["layer"] for row in rows(analyzed, "query_likelihood")} == {2}
 
 

@@ -27,7 +27,13 @@ def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
     layers = dict.fromkeys(row["layer"] for row in rows)
     return {
         f"layer_{layer}": cells(
-            [row for row in rows if row["layer"] == layer], "key", "query", "weight", "head", downwards=True
+            [row for row in rows if row["layer"] == layer],
+            "key",
+            "query",
+            "weight",
+            "head",
+            downwards=True,
+            decades=4,
         )
         for layer in layers
     }

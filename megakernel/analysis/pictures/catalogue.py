@@ -27,7 +27,7 @@ class Analysis:
     """The paper and its figure or table; empty for what is ours."""
 
     value: str
-    """The column whose smallest, mean and largest number are printed."""
+    """The column whose smallest, mean and largest number are printed; empty where these say nothing."""
 
     by: tuple[str, ...]
     """Columns that divide the rows for that."""
@@ -88,8 +88,8 @@ _ALL = (
         "attention",
         "attention matrices of one sample, as images",
         "Transformer-MGK, figures 2, 6, 9",
-        "weight",
-        _HEADS,
+        "",
+        (),
     ),
     Analysis(
         "singular_values",
@@ -112,8 +112,8 @@ _ALL = (
         "gates",
         "how gates divide queries between near and far",
         "",
-        "mean",
-        _HEADS,
+        "gate",
+        ("layer",),
         "gate between a near window and landmarks (near: {join: gated})",
         _has_gate,
     ),
@@ -219,13 +219,13 @@ def chosen(names: Sequence[str], config: Config, run: str) -> list[Analysis]:
     Raises UserError for a name that is none, or that says nothing about the run.
     """
     applying = [analysis for analysis in _ALL if analysis.applies(config)]
-    if ALL in names:
-        return applying
     choice = ", ".join(analysis.name for analysis in applying)
     for name in names:
+        if name == ALL:
+            continue
         if name not in ANALYSES:
             raise UserError(f"--what {name} is no analysis; choose {ALL}, {choice}")
         analysis = ANALYSES[name]
         if analysis not in applying:
             raise UserError(f"--what {name}: no layer of {run} has a {analysis.needs}; choose {choice}")
-    return [analysis for analysis in applying if analysis.name in names]
+    return applying if ALL in names else [analysis for analysis in applying if analysis.name in names]

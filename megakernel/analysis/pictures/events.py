@@ -6,12 +6,13 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
+from megakernel.training.event_files import PATTERN, add_png
 
-def show(tensorboard: Path, figures: Mapping[str, Figure], step: int, name: str) -> None:
-    """Put figures into a folder of event files at a step, by tag, in place of what `name` has shown there before.
+
+def show(tensorboard: Path, pictures: Mapping[str, Path], step: int, name: str) -> None:
+    """Put PNG files into a folder of event files at a step, by tag, in place of what `name` has shown there before.
 
     A folder of its own: in that of the training, TensorBoard without its data server would go over to the newer file
     and read no more of one that a run still writes to. Files appear whole.
@@ -20,10 +21,10 @@ def show(tensorboard: Path, figures: Mapping[str, Figure], step: int, name: str)
     ending = f".analysis.{name}.step_{step}"
     with tempfile.TemporaryDirectory() as staged:
         with SummaryWriter(staged, filename_suffix=ending) as writer:
-            for tag, figure in figures.items():
-                writer.add_figure(tag, figure, step, close=False)
+            for tag, path in pictures.items():
+                add_png(writer, tag, path.read_bytes(), step)
         (file,) = Path(staged).iterdir()
-        before = list(tensorboard.glob(f"events.out.*{ending}"))
+        before = list(tensorboard.glob(f"{PATTERN}{ending}"))
         # Under a name that TensorBoard does not take for events, until it is whole.
         partial = shutil.copyfile(file, tensorboard / f"{name}.partial")
         os.replace(partial, tensorboard / file.name)

@@ -21,7 +21,7 @@ BINS = 20
 
 
 def measure(subject: Subject) -> list[Row]:
-    """layer, head, near (where a bin begins), share (of the queries), mean (of the head's gates, in all its rows)."""
+    """layer, head, near (where a bin begins), share (of the queries), gate (the head's mean, in all its rows)."""
     found: dict[int, list[Tensor]] = {}
     for calls in subject.calls():
         for layer, heard in calls.items():
@@ -65,7 +65,7 @@ def histogram(layer: int, gates: Tensor) -> list[Row]:
                 "head": head,
                 "near": index / BINS,
                 "share": count / len(of_head),
-                "mean": of_head.mean().item(),
+                "gate": of_head.mean().item(),
             }
             for index, count in enumerate(counts.tolist())
         ]

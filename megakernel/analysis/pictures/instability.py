@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megakernel.attention import finish_step, redraw
 from megakernel.config import Attention, Model, Optimizer, expand_preset
-from megakernel.model import LanguageModel
+from megakernel.model import IGNORED, LanguageModel
 from megakernel.model.stream import Stream
 
 from .plots import lines
@@ -75,16 +75,17 @@ def instability(model: LanguageModel, streams: Sequence[Stream], optimizer: Opti
     )
     scores = []
     for step in range(STEPS):
-        stream = streams[step % len(streams)]
+        *stream, labels, _ = streams[step % len(streams)]
+        batch = (*stream, labels, (labels != IGNORED).sum().clamp(min=1).reshape(1))
         redraw(model, step)
         model.train()
-        model(*stream).backward()
+        model(*batch).backward()
         torch.nn.utils.clip_grad_norm_(weights, optimizer.clip_grad_norm)
         model.eval()
-        before, old = states(model, stream), [weight.detach().clone() for weight in weights]
+        before, old = states(model, batch), [weight.detach().clone() for weight in weights]
         update.step()
         moved = sum((new.detach() - was).double().square().sum() for new, was in zip(weights, old))
-        shift = (states(model, stream) - before).square().sum()
+        shift = (states(model, batch) - before).square().sum()
         scores.append((shift / moved).item())
         update.zero_grad()
         with torch.no_grad():

@@ -9,6 +9,7 @@ from statistics import fmean
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -65,15 +66,26 @@ def lines(
 
 
 def cells(
-    rows: Sequence[Row], x: str, y: str, value: str, panel: str | None = None, *, downwards: bool = False
+    rows: Sequence[Row],
+    x: str,
+    y: str,
+    value: str,
+    panel: str | None = None,
+    *,
+    downwards: bool = False,
+    decades: int | None = None,
 ) -> Figure:
     """A map of `value` over the places x and y, whole numbers or sizes in ascending order; no row: an empty cell.
 
-    downwards: y grows to the bottom, as rows of a matrix do.
+    downwards: y grows to the bottom, as rows of a matrix do. decades: colours follow the logarithm, over so many powers
+    of ten below the largest value; cells of 0 and less are empty.
     """
     across, up = _values(rows, x), _values(rows, y)
     numbers = [float(row[value]) for row in rows if row[value] != ""]
     low, high = (min(numbers), max(numbers)) if numbers else (0.0, 1.0)
+    colours = Normalize(low, high)
+    if decades is not None:
+        colours = LogNorm(max(high, 1e-30) * 10**-decades, max(high, 1e-30), clip=True)
 
     def draw(axes: Axes, of_panel: Sequence[Row]) -> None:
         grid = np.full((len(up), len(across)), np.nan)
@@ -85,8 +97,7 @@ def cells(
             origin="upper" if downwards else "lower",
             aspect="auto",
             interpolation="none",
-            vmin=low,
-            vmax=high,
+            norm=colours,
         )
         for axis, names in ((axes.xaxis, across), (axes.yaxis, up)):
             axis.set_major_locator(MaxNLocator(6, integer=True))

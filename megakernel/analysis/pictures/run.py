@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline import tokenizers
-from data_pipeline.corpus import Corpora
 from megakernel.config import Config, UserError
 from megakernel.evaluation.language_modelling import check_length, evaluated_config
-from megakernel.parallel.device import prepare_device
-from megakernel.training.run_folder import tokenizer_folder
-from megakernel.training.trained_run import TrainedRun
+from megakernel.evaluation.subject import find, opened
 from megakernel.training.whole_file import write_whole
 
 from .catalogue import ALL, Analysis, chosen
@@ -67,32 +63,31 @@ def analyze_run(
     Raises:
         UserError: no run, no such checkpoint, no corpus, or values and names that do not fit them.
     """
-    run = TrainedRun.find(folder, step)
-    analyses = chosen(names, run.config, str(folder))
+    source = find(folder, step, reads_text=True)
+    config, at = source.config, source.run.checkpoint.step
+    analyses = chosen(names, config, str(folder))
     if draws < 2:
         raise UserError(f"draws={draws} have no deviation; give --draws 2 or more")
-    length = min(ROW, run.config.training.evaluation_len) if seq_len is None else seq_len
+    length = min(ROW, config.training.evaluation_len) if seq_len is None else seq_len
     if length > LONGEST:
         raise UserError(f"seq_len={length} makes matrices of {length} rows; give --seq-len {LONGEST} or less")
-    config = _one_row_per_pass(evaluated_config(run.config, samples, length))
-    corpora = _corpora(config, folder)
-    device = prepare_device("cpu" if config.training.device == "cpu" else "auto", local_rank=0)
-    import torch
-
-    from data_pipeline.loader import ValidationBatches
-    from data_pipeline.order import Share
-    from megakernel.model import cast
-    from megakernel.training.one_process import one_process_model
-
-    from .subject import Subject
-
-    at = run.checkpoint.step
+    read = _one_row_per_pass(evaluated_config(config, samples, length))
+    check_length(read, source.text)
     target = folder / "analysis" / f"step_{at}" if out is None else out
-    shows = out is None and run.config.logging.tensorboard
+    shows = out is None and config.logging.tensorboard
     _make_folder(target)
-    batches = list(ValidationBatches(config, corpora, Share()))
-    with one_process_model(run, corpora.vocab_size, device) as model:
-        subject = Subject(run.config, cast(model, torch.float32), batches, device, length, draws)
+    with opened(source) as found:
+        import torch
+
+        from data_pipeline.loader import ValidationBatches
+        from data_pipeline.order import Share
+        from megakernel.model import cast
+
+        from .subject import Subject
+
+        batches = list(ValidationBatches(read, source.text, Share()))
+        model = cast(found.model, torch.float32)
+        subject = Subject(config, model, batches, found.device, length, draws)
         for analysis in analyses:
             begin(analysis)
             rows = analysis.measure(subject)
@@ -104,30 +99,21 @@ def analyze_run(
                 )
             table = target / f"{analysis.name}.csv"
             write_whole(table, to_csv(rows))
-            figures = analysis.draw(rows)
-            pictures = [_save(figure, target, f"{analysis.name}_{name}") for name, figure in figures.items()]
+            pictures = {
+                name: _save(figure, target / f"{analysis.name}_{name}.png")
+                for name, figure in analysis.draw(rows).items()
+            }
             if shows:
                 from .events import show
 
-                tagged = {f"analysis/{analysis.name}/{name}": figure for name, figure in figures.items()}
+                tagged = {f"analysis/{analysis.name}/{name}": path for name, path in pictures.items()}
                 show(folder / "tensorboard" / "analysis", tagged, at, analysis.name)
-            yield Result(analysis, rows, table, pictures)
+            yield Result(analysis, rows, table, list(pictures.values()))
 
 
 def _one_row_per_pass(config: Config) -> Config:
     training = config.training.model_copy(update={"micro_batch_size": 1})
     return config.model_copy(update={"training": training})
-
-
-def _corpora(config: Config, folder: Path) -> Corpora:
-    corpora = Corpora(config.data)
-    if tokenizers.load(tokenizer_folder(folder)).hash != corpora.tokenizer_hash:
-        raise UserError(
-            f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "
-            f"prepare the corpus with --tokenizer {tokenizer_folder(folder)}"
-        )
-    check_length(config, corpora)
-    return corpora
 
 
 def _make_folder(target: Path) -> None:
@@ -139,9 +125,8 @@ def _make_folder(target: Path) -> None:
         ) from None
 
 
-def _save(figure: "Figure", folder: Path, name: str) -> Path:
-    path = folder / f"{name}.png"
-    staged = path.with_name(f"{name}.partial.png")
-    figure.savefig(staged, dpi=120)
+def _save(figure: "Figure", path: Path) -> Path:
+    staged = path.with_suffix(".partial")
+    figure.savefig(staged, dpi=100, format="png")
     os.replace(staged, path)
     return path

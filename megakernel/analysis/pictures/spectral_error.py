@@ -5,7 +5,7 @@ random projections, means. Their number of features is what the figure's d count
 `uniform` is what costs nothing, the mean of all values.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from megakernel.attention import AttentionLayer, build
+from megakernel.attention.heads import generator
 from megakernel.attention.layer import rotate
 from megakernel.model import LanguageModel
+from megakernel.ops.pseudo_inverse import exact_inverse, regularized_inverse
 
 from .calls import Heard, attention_calls, first_row
 from .plots import lines
@@ -125,20 +127,33 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, features: int) -> Iterator[tuple[st
     for preset, changes in forms.items():
         if preset != "nystromformer" or features <= q.shape[2]:
             yield preset, _built({"preset": preset, **changes}, q)(q, k, v)
-    for name, inverse in (("skyformer", "iterative"), ("skyformer, exact inverse", "exact")):
-        settings = {"features": features, "inverse": inverse}
-        yield name, softmax_nystrom(_built({"preset": "skyformer", "skyformer": settings}, q), q, k, v)
+    landmarks = draw_landmarks(q, features)
+    for name, invert in (("skyformer", regularized_inverse), ("skyformer, exact inverse", exact_inverse)):
+        yield name, softmax_nystrom(q, k, v, landmarks, invert)
 
 
-def softmax_nystrom(skyformer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Skyformer's approximation of softmax attention: of A = exp(q.k / sqrt(d)) first, then of its sums (figure 1).
+def draw_landmarks(q: Tensor, features: int) -> Tensor:
+    """Rows (H, features) of the 2 N queries and keys of each head, with replacement; the same in every call."""
+    heads, length = q.shape[1:3]
+    streams = [generator(0, head, "landmarks") for head in range(heads)]
+    draws = [torch.randint(2 * length, (features,), generator=stream, device="cpu") for stream in streams]
+    return torch.stack(draws).to(q.device)
 
-    A is the Gaussian kernel times exp(|q|^2 / 2 sqrt(d)), which a normalizer divides out, and exp(|k|^2 / 2 sqrt(d)),
-    a mass of the keys.
+
+def softmax_nystrom(
+    q: Tensor, k: Tensor, v: Tensor, landmarks: Tensor, invert: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Skyformer's approximation of softmax attention (1, H, N, D), as in its figure 1.
+
+    Eq. 5 with the kernel A = exp(q.k / sqrt(d)) in place of the Gaussian, for A first and then for its sums.
+    landmarks: (H, F) rows of [Q; K].
     """
-    logs = k.square().sum(-1, keepdim=True) / (2 * k.shape[-1] ** 0.5)
-    mass = (logs - logs.amax(2, keepdim=True)).exp()
-    sums = skyformer(q, k, torch.cat([mass * v, mass], -1))
+    rows = torch.cat([q, k], 2).gather(2, landmarks[None, ..., None].expand(-1, -1, -1, q.shape[-1]))
+    to_landmarks, between, from_keys = (
+        (x @ y.transpose(-1, -2) * x.shape[-1] ** -0.5).exp() for x, y in ((q, rows), (rows, rows), (rows, k))
+    )
+    ones = torch.ones_like(v[..., :1])
+    sums = to_landmarks @ (invert(between) @ (from_keys @ torch.cat([v, ones], -1)))
     return sums[..., :-1] / sums[..., -1:]
 
 

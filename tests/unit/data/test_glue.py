@@ -69,14 +69,14 @@ def test_lines_that_annotators_did_not_agree_on_are_left_out(tmp_path: Path):
 @pytest.mark.parametrize(("task", "label"), [("mnli", 2), ("stsb", 3.5)])
 def test_the_hub_has_its_own_names(task: str, label: float, tmp_path: Path):
     form = TASKS[task]
-    names = [form.hub_splits.get(split, split) for split in form.splits.values()]
-    lines = "\n".join(f"  - {{split: {name}, path: {name}.jsonl}}" for name in names)
-    (tmp_path / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: default\n  data_files:\n{lines}\n---\n"
-    )
+    card = ["---", "configs:", "- config_name: default", "  data_files:"]
     for split in form.splits.values():
         row = {text: f"{split} {text}" for text in form.hub_texts} | {"label": label}
-        (tmp_path / f"{form.hub_splits.get(split, split)}.jsonl").write_text(json.dumps(row) + "\n")
+        name = form.hub_splits.get(split, split)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        card += [f"  - split: {name}", f"    path: {name}.jsonl"]
+    # By files' names alone, `datasets` would take both validation splits of MNLI for one.
+    (tmp_path / "README.md").write_text("\n".join([*card, "---", ""]))
     documents = list(opened(f"glue:{task}:hf:{tmp_path}"))
     assert documents == [
         Document(tuple(f"{split} {text}" for text in form.hub_texts), label, split, True)

@@ -109,7 +109,7 @@ def test_a_gate_without_weights_gives_what_its_bias_says():
     assert shares.flatten().tolist() == pytest.approx([expected] * shares.numel())
     rows = gates.histogram(0, shares)
     assert [row["near"] for row in rows if row["head"] == 2 and row["share"]] == [0.95]
-    assert all(row["mean"] == pytest.approx(expected) for row in rows)
+    assert all(row["gate"] == pytest.approx(expected) for row in rows)
 
 
 def test_far_mass_of_a_gated_layer_is_what_the_gate_leaves():

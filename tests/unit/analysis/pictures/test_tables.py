@@ -103,12 +103,28 @@ def test_every_analysis_has_its_module():
 
 
 def test_pictures_shown_again_are_there_once(tmp_path):
-    figures = {"analysis/span/span": plots.cells(ROWS, "head", "layer", "value")}
+    picture = tmp_path / "span.png"
+    plots.cells(ROWS, "head", "layer", "value").savefig(picture, dpi=50)
+    events = tmp_path / "analysis"
     for step in (5, 5, 7):
-        show(tmp_path / "analysis", figures, step, "span")
-    show(tmp_path / "analysis", {"analysis/ranks/rank": plots.distributions(ROWS, "value")}, 5, "ranks")
-    reader = EventAccumulator(str(tmp_path / "analysis"), size_guidance={"images": 0})
+        show(events, {"analysis/span/span": picture}, step, "span")
+    show(events, {"analysis/ranks/rank": picture, "analysis/ranks/stable_rank": picture}, 5, "ranks")
+    reader = EventAccumulator(str(events), size_guidance={"images": 0})
     reader.Reload()
-    assert reader.Tags()["images"] == ["analysis/span/span", "analysis/ranks/rank"]
-    assert [image.step for image in reader.Images("analysis/span/span")] == [5, 7]
-    assert len(list((tmp_path / "analysis").iterdir())) == 3
+    assert sorted(reader.Tags()["images"]) == [
+        "analysis/ranks/rank",
+        "analysis/ranks/stable_rank",
+        "analysis/span/span",
+    ]
+    images = reader.Images("analysis/span/span")
+    assert [image.step for image in images] == [5, 7]
+    assert images[0].encoded_image_string == picture.read_bytes()
+    assert (images[0].width, images[0].height) == (4.5 * 50, plots.HEIGHT * 50)
+    assert len(list(events.iterdir())) == 3
+
+
+def test_colours_may_follow_the_logarithm():
+    rows = [{"x": x, "y": 0, "value": value} for x, value in enumerate((1.0, 1e-9, -1.0))]
+    image = plots.cells(rows, "x", "y", "value", decades=2).axes[0].get_images()[0]
+    assert (image.norm.vmin, image.norm.vmax) == (0.01, 1.0)
+    assert image.norm(image.get_array()).filled(-1.0).tolist()[0][:2] == [1.0, 0.0]
