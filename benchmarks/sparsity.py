@@ -107,7 +107,7 @@ def page(command: str, found: Sequence[Learned]) -> str:
             "",
             f"`{command}`, {date.today().isoformat()}, {description()}.",
             "",
-            "Rows of 200 pairs, of which a share p counts; nine classes of equal size. Validation accuracy, every "
+            "Rows of pairs, of which a share p counts; nine classes of equal size. Validation accuracy, every "
             "`training.eval_every` steps; one seed.",
             "",
             f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
