@@ -2,7 +2,7 @@
 
 python -m benchmarks.tensorboard_screenshot --root runs --out docs/images/tensorboard.png
 
-Takes Chromium (`apt-get install chromium`, or --browser) and its DevTools protocol alone: no driver.
+Takes Chromium alone (`apt-get install chromium`, or --browser), and no driver of it.
 """
 
 import argparse

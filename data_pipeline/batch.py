@@ -17,7 +17,7 @@ class Batch:
     """(B, N) int64."""
 
     labels: Tensor
-    """int64: what is to be predicted, for each token (B, N) or for each example (E,).
+    """int64 (float32 for a regression): what is to be predicted, for each token (B, N) or for each example (E,).
 
     A causal model's is the next token, of which the last lies beyond this piece's edge.
     """

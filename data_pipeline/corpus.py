@@ -45,13 +45,12 @@ class Corpora:
     tokenizers.
     """
 
-    def __init__(self, data: Data, *, validation: bool = True):
-        """validation: whether the validation split will be read (training.eval_samples > 0)."""
+    def __init__(self, data: Data, *, validation: bool = True, split: str = "validation"):
+        """validation: whether a split beside train will be read (training.eval_samples > 0). split: which one."""
         self.train = [_open("data.train", corpus, "train") for corpus in data.train]
         validation_key = "data.validation" if data.validation else "data.train"
         self.validation = [
-            _open(validation_key, corpus, "validation")
-            for corpus in (data.validation_corpora if validation else [])
+            _open(validation_key, corpus, split) for corpus in (data.validation_corpora if validation else [])
         ]
         _check_one_tokenizer(self.train, "data.train", self.train[0])
         _check_one_tokenizer(self.validation, validation_key, self.train[0])

@@ -1,13 +1,9 @@
 """Documents to tokens in worker processes; every worker imports it, so it stays light."""
 
 import os
-import signal
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +11,7 @@ import numpy as np
 from data_pipeline import tokenizers
 from data_pipeline.answers import encode_answered
 from data_pipeline.document import Document, Label
+from data_pipeline.processes import in_processes
 from data_pipeline.tokenizers import Tokenizer
 
 # Large enough that pickling costs little beside encoding, small enough that a worker's share fits in memory.
@@ -26,9 +23,9 @@ class Encoded:
     """Consecutive documents of one split."""
 
     tokens: list[np.ndarray] = field(default_factory=list)
-    """One array per text, its end-of-document token last."""
+    """One array per row: a text, or several that are joined, an end-of-document token behind each."""
 
-    labels: list[Label] = field(default_factory=list)
+    labels: list[Label | float] = field(default_factory=list)
     """One per example, if they are labelled."""
 
     scored: list[np.ndarray] = field(default_factory=list)
@@ -61,7 +58,9 @@ class Encoder:
         ids = iter(self._tokenizer.encode_batch(plain))
         for document in documents:
             content = "".join(document.texts).encode()
-            split = splits[split_of(content, self._seed, self._validation_fraction)]
+            name = document.split or split_of(content, self._seed, self._validation_fraction)
+            split = splits.setdefault(name, Encoded())
+            rows = []
             for text in document.texts:
                 if document.answers is None:
                     tokens = next(ids)
@@ -69,7 +68,8 @@ class Encoder:
                     answered = encode_answered(self._tokenizer, text, document.answers)
                     tokens = answered.tokens
                     split.scored.append(answered.scored())
-                split.tokens.append(np.array([*tokens, self._tokenizer.eod], dtype=self._dtype))
+                rows.append(np.array([*tokens, self._tokenizer.eod], dtype=self._dtype))
+            split.tokens += [np.concatenate(rows)] if document.joined else rows
             if document.label is not None:
                 split.labels.append(document.label)
             split.bytes += len(content)
@@ -102,23 +102,9 @@ def encode_in_processes(
 
     tokenizer: folder that each worker loads its own from.
     """
-    pool = ProcessPoolExecutor(
-        workers,
-        # A forked child could inherit a lock that a reader thread of pyarrow or tokenizers holds.
-        mp_context=get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer, dtype, seed, validation_fraction),
+    return in_processes(
+        _encode, batches, workers, _start_worker, (tokenizer, dtype, seed, validation_fraction)
     )
-    pending: deque[Future[dict[str, Encoded]]] = deque()
-    try:
-        for batch in batches:
-            pending.append(pool.submit(_encode, batch))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 _encoder: Encoder
@@ -126,8 +112,6 @@ _encoder: Encoder
 
 def _start_worker(tokenizer: Path, dtype: str, seed: int, validation_fraction: float) -> None:
     global _encoder
-    # Ctrl-C reaches the whole process group; the parent ends the pool.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The processes are the parallelism; threads of the tokenizer's own in each would fight over the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = Encoder(tokenizers.load(tokenizer), dtype, seed, validation_fraction)

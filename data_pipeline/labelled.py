@@ -1,4 +1,4 @@
-"""Documents with a class each: the objective of a classifier."""
+"""Documents with a class or a number each: the objective of a classifier."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -26,8 +26,8 @@ class Example(NamedTuple):
     documents: list[np.ndarray]
     """Tokens of one or two documents, each with its end."""
 
-    label: int
-    """Number of the class."""
+    label: int | float
+    """Number of the class, or the number to predict."""
 
 
 class CorpusExamples:
@@ -51,7 +51,7 @@ class CorpusExamples:
         row = int(self._order(epoch)[place])
         first = row * self._documents
         documents = [self._tokens[at] for at in range(first, first + self._documents)]
-        return Example(documents, int(self._labels[row]))
+        return Example(documents, self._labels[row].item())
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self._seed, epoch)).permutation(self.per_epoch)
@@ -82,7 +82,7 @@ class LabelledDocuments:
         return []
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
-        """See `Objective`: tokens and positions (examples x documents, seq_len), labels (examples,)."""
+        """See `Objective`: tokens, positions (examples x documents, seq_len); labels (examples,) int64 or float32."""
         assert share.piece_size == 1, "config.checks keeps labelled documents whole"
         examples = [self._examples[index] for index in indices]
         rows = [self._row(document) for example in examples for document in example.documents]
@@ -108,7 +108,7 @@ def check_labels(corpora: Iterable[tuple[str, PreparedCorpus]], form: Classifier
                 f"{key}={corpus.folder} has no labels to classify by; prepare it with --labels KEY, "
                 "or choose another model.kind"
             )
-        wanted = {"documents": labels.documents, "num_classes": len(labels.classes)}
+        wanted = {"documents": labels.documents, "num_classes": len(labels.classes) or 1}
         for name, count in wanted.items():
             if getattr(form, name) != count:
                 raise UserError(

@@ -1,4 +1,4 @@
-"""SPLIT.labels.npy: the class of every example of a split."""
+"""SPLIT.labels.npy: the class of every example of a split, or the number that a regression predicts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,28 +11,33 @@ from megakernel.config.errors import UserError
 
 
 def write_labels(
-    folder: Path, labels: Mapping[str, Sequence[Label]]
+    folder: Path, labels: Mapping[str, Sequence[Label | float]], known: Sequence[Label] = ()
 ) -> tuple[list[Label], dict[str, FileRecord]]:
     """Write each split's labels as numbers of classes; returns the classes in order, and the files' records.
 
-    Raises UserError for fewer than two classes, and for labels of numbers and words side by side.
+    known: classes that are there whether or not they occur. Labels of type float are written as they are, and there are
+    no classes. Raises UserError for fewer than two classes, and for labels of several types side by side.
     """
-    values = {label for split in labels.values() for label in split}
+    values = {label for split in labels.values() for label in split}.union(known)
     if len({type(value) for value in values}) > 1:
         raise UserError("--labels holds numbers and words; write all of them in one way")
     if len(values) < 2:
         raise UserError(f"--labels holds {len(values)} class; give examples of at least two")
-    classes: list[Label] = sorted(values)
-    number = {label: at for at, label in enumerate(classes)}
+    # All of one type: numbers of a regression, which are no classes, or classes.
+    classes: list[Label] = sorted(value for value in values if not isinstance(value, float))
+    number: dict[Label | float, int] = {label: at for at, label in enumerate(classes)}
     records = {}
     for split, of_split in labels.items():
-        np.save(_file(folder, split), np.array([number[label] for label in of_split], dtype=np.int64))
+        if classes:
+            np.save(_file(folder, split), np.array([number[label] for label in of_split], dtype=np.int64))
+        else:
+            np.save(_file(folder, split), np.array(of_split, dtype=np.float32))
         records[split] = FileRecord.of(_file(folder, split))
     return classes, records
 
 
 def read_labels(folder: Path, split: str) -> np.ndarray:
-    """(examples,) int64."""
+    """(examples,) int64 numbers of classes, or float32."""
     return np.load(_file(folder, split), mmap_mode="r")
 
 

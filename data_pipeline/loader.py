@@ -121,13 +121,14 @@ class ValidationBatches:
         config: Config,
         corpora: Corpora,
         share: Share,
+        split: str = "validation",
         *,
         builds_index: bool = True,
         barrier: Callable[[], None] = _alone,
     ):
-        """Open the validation corpora's sample index; arguments and errors as for `TrainingBatches`."""
+        """Open the sample index of the validation corpora's split; arguments and errors as for `TrainingBatches`."""
         key = "training.seq_len" if config.training.eval_seq_len is None else "training.eval_seq_len"
-        objective = open_objective(config, corpora, "validation", config.training.evaluation_len, key)
+        objective = open_objective(config, corpora, split, config.training.evaluation_len, key)
         self.samples = min(config.training.eval_samples, objective.one_pass)
         """Samples of the set: training.eval_samples, or one pass over the corpora where they hold fewer."""
         if builds_index:

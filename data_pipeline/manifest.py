@@ -77,7 +77,7 @@ class LabelsRecord(_Record):
     """Documents per example, one after the other in the token files."""
 
     classes: list[Label]
-    """Class i as the source names it."""
+    """Class i as the source names it; none where labels are numbers to predict."""
 
     files: dict[str, FileRecord]
     """SPLIT.labels.npy by split."""
@@ -95,7 +95,7 @@ class Manifest(_Record):
 
     tokenizer: TokenizerRecord
     splits: dict[str, SplitRecord]
-    """`train` and `validation`; a split without documents is absent."""
+    """`train`, `validation`, and what else the source has; a split without documents is absent."""
 
     labels: LabelsRecord | None = None
     """None where documents have no labels."""

@@ -1,7 +1,7 @@
 """What a model of each kind learns from."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora, PreparedCorpus
@@ -32,13 +32,11 @@ class Objective(Protocol):
         """The share's piece of these samples of the stream."""
 
 
-def open_objective(
-    config: Config, corpora: Corpora, split: Literal["train", "validation"], seq_len: int, seq_len_key: str
-) -> Objective:
+def open_objective(config: Config, corpora: Corpora, split: str, seq_len: int, seq_len_key: str) -> Objective:
     """The split's samples of seq_len tokens for the configured kind of model.
 
     seq_len_key: the configuration key that the length comes from, for errors. Training follows the run's seed;
-    validation is the same for every seed. Raises UserError for corpora that hold too little, or not what this kind of
+    others are the same for every seed. Raises UserError for corpora that hold too little, or not what this kind of
     model reads.
     """
     validation_key = "data.validation" if config.data.validation else "data.train"

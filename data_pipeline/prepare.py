@@ -27,7 +27,7 @@ from data_pipeline.encoding import batched, encode_in_processes
 from data_pipeline.labels import write_labels
 from data_pipeline.manifest import FILE as MANIFEST
 from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
-from data_pipeline.sources import Source, open_source
+from data_pipeline.sources import BENCHMARKS, HUB, Source, open_source
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.errors import UserError
 
@@ -43,10 +43,10 @@ class Request:
     """As `tokenizers.make` takes it."""
 
     validation_fraction: float = 0.02
-    """Share of the documents, drawn by a hash of their content."""
+    """Share of the documents, drawn by a hash of their content; of no effect where the source has splits."""
 
     seed: int = 0
-    """Salt of that hash."""
+    """Salt of that hash, and what a task that is made depends on."""
 
     text_key: str = "text"
     """Column of tables that holds the text."""
@@ -74,7 +74,7 @@ class Request:
 
     def arguments(self) -> dict[str, Any]:
         """As JSON, with paths made absolute so that the folder they were typed in does not matter."""
-        named = self.source == ["stdlib"] or self.source[0].startswith(("hf:", "task:"))
+        named = self.source == ["stdlib"] or self.source[0].partition(":")[0] in (HUB, "task", *BENCHMARKS)
         source = self.source if named else [str(Path(path).resolve()) for path in self.source]
         return {**asdict(self), "source": source, "include": list(self.include)}
 
@@ -99,7 +99,12 @@ def prepare(
             _check_made_by(request, out)
             return None
     source = open_source(
-        request.source, columns=request.columns, split=request.split, include=list(request.include)
+        request.source,
+        columns=request.columns,
+        split=request.split,
+        include=list(request.include),
+        seed=request.seed,
+        workers=workers,
     )
     if source.endless and request.max_documents is None:
         raise UserError(
@@ -142,7 +147,7 @@ def _write_splits(
     from data_pipeline.token_files import TokenWriter, token_dtype
 
     dtype = token_dtype(tokenizer.vocab_size)
-    writers = {split: TokenWriter(folder / split, dtype) for split in ("train", "validation")}
+    writers: dict[str, TokenWriter] = {}
     with _progress(console) as progress:
         limits = [limit for limit in (source.total, request.max_documents) if limit is not None]
         task = progress.add_task("documents", total=min(limits, default=None), tokens=0)
@@ -155,22 +160,26 @@ def _write_splits(
             request.validation_fraction,
         ):
             for split, encoded in splits.items():
-                writers[split].add(encoded)
+                writer = writers.setdefault(split, TokenWriter(folder / split, dtype))
+                writer.add(encoded)
             read = sum(writer.documents for writer in writers.values()) + source.skipped.total()
             progress.update(task, completed=read, tokens=sum(writer.tokens for writer in writers.values()))
     records = {split: writer.finish() for split, writer in writers.items() if writer.documents}
-    _check_splits(records, request)
-    if request.labels is None:
+    _check_splits(records, request, source)
+    labels = {split: writers[split].labels for split in records}
+    if not any(labels.values()):
         return records, None
-    classes, files = write_labels(folder, {split: writers[split].labels for split in records})
-    return records, LabelsRecord(documents=len(request.columns.texts), classes=classes, files=files)
+    classes, files = write_labels(folder, labels, source.classes)
+    rows = records["train"].documents // len(labels["train"])
+    return records, LabelsRecord(documents=rows, classes=classes, files=files)
 
 
-def _check_splits(records: dict[str, SplitRecord], request: Request) -> None:
+def _check_splits(records: dict[str, SplitRecord], request: Request, source: Source) -> None:
     documents = sum(record.documents for record in records.values())
     if not documents:
         raise UserError(f"--source {' '.join(request.source)} holds no text; give files with text in them")
-    wanted = ["train"] + (["validation"] if request.validation_fraction else [])
+    drawn = request.validation_fraction and not source.has_splits
+    wanted = ["train", "validation"] if drawn else ["train"]
     for split in wanted:
         if split not in records:
             raise UserError(

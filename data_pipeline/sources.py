@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data_pipeline import standard_library
-from data_pipeline.document import Columns, Document
+from data_pipeline.document import Columns, Document, Label
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.errors import UserError
 
@@ -28,12 +28,22 @@ TABLES = {
 LONGEST_DOCUMENT = 64 * 2**20
 """Characters; a longer text file becomes several documents, cut at line ends."""
 
+HUB = "hf"
+BENCHMARKS = ("lra", "glue", "sparsity")
+"""What a source that is no path begins with, up to a colon."""
+
 
 class Source(ABC):
     """Documents in a fixed order."""
 
     endless = False
     """Whether there is always another one."""
+
+    has_splits = False
+    """Whether documents name the split that they belong to."""
+
+    classes: tuple[Label, ...] = ()
+    """Classes that labels come from, where they are known before reading; others are those that occur."""
 
     def __init__(self, total: int | None = None):
         """total: number of documents, where it is known before reading."""
@@ -130,21 +140,31 @@ class LibraryFunctions(Source):
         return _documents(standard_library.functions(), self._columns)
 
 
-def open_source(spec: list[str], *, columns: Columns, split: str, include: list[str]) -> Source:
+def open_source(
+    spec: list[str], *, columns: Columns, split: str, include: list[str], seed: int = 0, workers: int = 1
+) -> Source:
     """The source that `--source SPEC...` names.
 
-    `stdlib`, `hf:NAME[:CONFIG]`, `task:NAME[:key=value,...]`, or files and directories.
+    `stdlib`, `hf:NAME[:CONFIG]`, `task:NAME[:key=value,...]`, what `open_benchmark` knows, or files and directories.
 
     `stdlib` with labels is its functions by package. include: name patterns that files inside directories
-    must match, any if empty. Raises UserError for a path that is not there, for a directory without a matching
-    file, and for labels of what is no table.
+    must match, any if empty. seed, workers: of a task that is made. Raises UserError for a path that is not there, a
+    directory without a matching file, labels of what is no table, and as `open_benchmark` does.
     """
     if spec == ["stdlib"]:
         description = {"kind": "stdlib", "python": ".".join(map(str, sys.version_info[:3]))}
         if columns.label is not None:
             return LibraryFunctions(columns, description)
         return _files(standard_library.files(), columns, description)
-    if len(spec) == 1 and spec[0].startswith("hf:"):
+    if len(spec) == 1 and spec[0].partition(":")[0] in BENCHMARKS:
+        from data_pipeline.benchmark_tasks import open_benchmark  # its sources are made of what is here
+
+        if columns.label is not None:
+            raise UserError(
+                f"--labels {columns.label} is a column of tables, and {spec[0]} has its own; leave it out"
+            )
+        return open_benchmark(spec[0], seed, workers)
+    if len(spec) == 1 and spec[0].startswith(f"{HUB}:"):
         name, _, config = spec[0].removeprefix("hf:").partition(":")
         return Hub(name, config or None, split, columns)
     if len(spec) == 1 and spec[0].startswith("task:"):
@@ -162,6 +182,27 @@ def _task(spec: str, columns: Columns) -> Source:
             f"--labels {columns.label} is a column of tables, and task:{spec} is none; leave it out"
         )
     return TaskSource.named(spec)
+
+
+def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]:
+    """The rows of a split of hf:NAME[:CONFIG] as documents."""
+    return _rows(_hub(spec, split), columns, spec)
+
+
+def hub_rows(spec: str, split: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a split of hf:NAME[:CONFIG], with these columns as `datasets` decodes them."""
+    from datasets import load_dataset
+
+    try:
+        for row in load_dataset(**_hub(spec, split), streaming=True):
+            yield {key: row[key] for key in keys}
+    except Exception as error:
+        raise _unreadable(spec, error) from error
+
+
+def _hub(spec: str, split: str) -> dict[str, Any]:
+    name, _, config = spec.removeprefix("hf:").partition(":")
+    return {"path": name, "name": config or None, "split": split}
 
 
 def table_kind(file: Path) -> str | None:
@@ -209,8 +250,12 @@ def _rows(where: dict[str, Any], columns: Columns, name: str) -> Iterator[Docume
             yield from _documents(rows, columns)
     # datasets, pyarrow, fsspec and the hub client share no exception type for "this cannot be read".
     except Exception as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        raise UserError(f"--source {name} cannot be read: {first_line or type(error).__name__}") from error
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: Exception) -> UserError:
+    first_line = (str(error).splitlines() or [""])[0]
+    return UserError(f"--source {name} cannot be read: {first_line or type(error).__name__}")
 
 
 def _documents(rows: Mapping[str, Sequence[Any]], columns: Columns) -> Iterator[Document]:
@@ -224,7 +269,7 @@ def _documents(rows: Mapping[str, Sequence[Any]], columns: Columns) -> Iterator[
 
 def _document(values: tuple[Any, ...], columns: Columns) -> Document:
     for key, value in zip(columns.names, values):
-        allowed, wanted = (int | str, "a class") if key == columns.label else (str | None, "text")
+        allowed, wanted = columns.label_form if key == columns.label else (str | None, "text")
         if not isinstance(value, allowed):
             found = type(value).__name__
             raise UserError(f"column {key!r} holds {found}, not {wanted}; set --{_option(key, columns)}")

@@ -30,7 +30,7 @@ class TokenWriter:
     def __init__(self, prefix: Path, dtype: type[Any]):
         """prefix: path of both files without their endings."""
         self.documents = 0
-        self.labels: list[Label] = []
+        self.labels: list[Label | float] = []
         self.tokens = 0
         self._bytes = 0
         self._scored_tokens = 0

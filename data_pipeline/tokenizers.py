@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, a BPE trained on the spot, or any Hugging Face tokenizer."""
+"""Text to token ids and back: bytes, words, pixels, a BPE trained on the spot, or any Hugging Face tokenizer."""
 
 import hashlib
 import json
@@ -13,6 +13,8 @@ from megakernel.config.errors import UserError
 
 BPE_EOD = "<|endoftext|>"
 BYTE_FILE = "byte_tokenizer.json"
+PIXEL_FILE = "pixel_tokenizer.json"
+UNKNOWN_WORD = "<|unknown|>"
 # Digits, spaces, line ends, accents, wide scripts and an emoji: tokenizers that split, normalize or merge
 # differently give other ids, however their files are written.
 _PROBE = "def f(x):\n\treturn  x+1 # 3.14, don't\r\nÀ é ü ß Ω 漢字 한 👍🏽 \u00a0 <|endoftext|>"
@@ -24,6 +26,8 @@ class Tokenizer(ABC):
     kind: str
     vocab_size: int
     eod: int
+    probe = _PROBE
+    """A text whose ids tell tokenizers of this kind apart."""
 
     @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -48,7 +52,7 @@ class Tokenizer(ABC):
     @property
     def hash(self) -> str:
         """SHA-256 of what the tokenizer does (vocabulary, eod, ids of a probe text), not of its files."""
-        behaviour = [self.eod, self.encode(_PROBE), self._vocabulary()]
+        behaviour = [self.eod, self.encode(self.probe), self._vocabulary()]
         return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
 
 
@@ -71,6 +75,37 @@ class ByteTokenizer(Tokenizer):
         """Write the marker file that says `byte`."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / BYTE_FILE).write_text(json.dumps({"vocab_size": self.vocab_size, "eod": self.eod}) + "\n")
+
+    def _vocabulary(self) -> Any:
+        return self.kind
+
+
+class PixelTokenizer(Tokenizer):
+    """Gray values, written as the characters U+0000 to U+00FF, are ids 0-255; 256 ends an image."""
+
+    kind = "pixels"
+    vocab_size = 257
+    eod = 256
+    probe = "".join(map(chr, range(256)))
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """The number of each character; UserError for a text that is no image."""
+        try:
+            return [list(text.encode("latin-1")) for text in texts]
+        except UnicodeEncodeError as error:
+            character = error.object[error.start]
+            raise UserError(
+                f"--tokenizer pixels reads images, and a text holds {character!r}; take --tokenizer byte"
+            ) from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The image, a character for each pixel."""
+        return bytes(i for i in ids if i != self.eod).decode("latin-1")
+
+    def save(self, folder: Path) -> None:
+        """Write the marker file that says `pixels`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / PIXEL_FILE).write_text(json.dumps({"vocab_size": self.vocab_size, "eod": self.eod}) + "\n")
 
     def _vocabulary(self) -> Any:
         return self.kind
@@ -118,6 +153,8 @@ def load(folder: Path | str) -> Tokenizer:
     """
     if (Path(folder) / BYTE_FILE).is_file():
         return ByteTokenizer()
+    if (Path(folder) / PIXEL_FILE).is_file():
+        return PixelTokenizer()
     from transformers import AutoTokenizer, PreTrainedConfig
 
     try:
@@ -127,7 +164,7 @@ def load(folder: Path | str) -> Tokenizer:
     # transformers tells a missing file, an unreachable hub and a malformed file by many types.
     except Exception as error:
         raise UserError(
-            f"tokenizer {str(folder)!r} cannot be loaded ({_first_line(error)}); give byte, bpe:SIZE, "
+            f"tokenizer {str(folder)!r} cannot be loaded ({_first_line(error)}); give byte, bpe:SIZE, words, pixels, "
             "a directory with tokenizer.json, or a reachable hub name"
         ) from error
     if tokenizer.eos_token_id is None:
@@ -169,13 +206,32 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=model, eos_token=BPE_EOD))
 
 
-def make(spec: str, documents: Iterator[str], sample_characters: int = 100_000_000) -> Tokenizer:
-    """The tokenizer that `--tokenizer SPEC` names: `byte`, `bpe:SIZE`, or a directory or hub name.
+def train_words(texts: Iterable[str]) -> HuggingFaceTokenizer:
+    """The words between spaces, an id each, the most frequent first; others become one word, and spaces are lost."""
+    from tokenizers import Tokenizer as Model
+    from tokenizers import models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
-    documents: read by `bpe:SIZE` only, up to `sample_characters`.
+    model = Model(models.WordLevel(unk_token=UNKNOWN_WORD))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.WordLevelTrainer(special_tokens=[BPE_EOD, UNKNOWN_WORD], show_progress=False)
+    model.train_from_iterator(texts, trainer)
+    return HuggingFaceTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=model, eos_token=BPE_EOD, unk_token=UNKNOWN_WORD)
+    )
+
+
+def make(spec: str, documents: Iterator[str], sample_characters: int = 100_000_000) -> Tokenizer:
+    """The tokenizer that `--tokenizer SPEC` names: `byte`, `pixels`, `words`, `bpe:SIZE`, a directory or a hub name.
+
+    documents: read by `words` and `bpe:SIZE` only, up to `sample_characters`.
     """
     if spec == "byte":
         return ByteTokenizer()
+    if spec == "pixels":
+        return PixelTokenizer()
+    if spec == "words":
+        return train_words(_up_to(documents, sample_characters))
     name, _, size = spec.partition(":")
     if name != "bpe":
         return load(spec)

@@ -25,14 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="SOURCE",
         help="directories and files (.jsonl, .ndjson and .parquet hold a document per row, any other UTF-8 "
-        "file is one document), hf:NAME[:CONFIG] for a dataset of the hub, or stdlib (this Python's library; with "
-        "--labels package, functions of eight of its packages), or task:NAME[:key=value,...], examples that are "
-        "made here (docs/evaluation.md)",
+        "file is one document), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; with "
+        "--labels package, functions of eight of its packages), task:NAME[:key=value,...], examples that are made here "
+        "(docs/evaluation.md), or a labelled task (docs/benchmarks.md): lra:listops, lra:pathfinder, sparsity are made "
+        "(options: lra:listops:train=1000,max_length=200); lra:text, lra:retrieval, lra:image, glue:TASK are read from "
+        "their published files (glue:cola:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)",
     )
     parser.add_argument(
         "--tokenizer",
         required=True,
-        help="byte, bpe:SIZE (trained on the first 100 million characters), "
+        help="byte, bpe:SIZE (trained on the first 100 million characters), words (between spaces), pixels (images), "
         "or a Hugging Face directory or hub name",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the documents held out for validation (default %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=_at_least(0), default=Request.seed, help="which documents are held out"
+        "--seed", type=_at_least(0), default=Request.seed, help="which documents are held out, or made"
     )
     parser.add_argument("--text-key", default=Request.text_key, help="column that holds the text of a row")
     parser.add_argument(
@@ -128,7 +130,8 @@ def _summary(out: Path, manifest: Manifest) -> str:
         for name, split in manifest.splits.items()
     ]
     if manifest.labels is not None:
-        lines += [f"  classes: {', '.join(map(str, manifest.labels.classes))}"]
+        classes = ", ".join(map(str, manifest.labels.classes))
+        lines += [f"  classes: {classes}" if classes else "  labels are numbers"]
     lines += [
         f"  skipped {count:,} documents: {reason}" for reason, count in manifest.skipped.items() if count
     ]

@@ -51,6 +51,13 @@ def _every_stage_has_layers(model: Model, parallel: Parallel) -> Iterator[Proble
         yield Problem("parallel.pipeline", parallel.pipeline, reason, f"set at most {model.num_layers}")
 
 
+def _numbers_do_not_flow_through_stages(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if parallel.pipeline > 1 and model.classifier is not None and model.classifier.num_classes == 1:
+        reason = "sends labels from stage to stage, and DeepSpeed wants gradients of those that are numbers"
+        remedy = "set it to 1, or model.classifier.num_classes to 2 or more"
+        yield Problem("parallel.pipeline", parallel.pipeline, reason, remedy)
+
+
 def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training) -> Iterator[Problem]:
     sharded = parallel.tensor if parallel.sequence_parallel else 1
     blocks, windows = [1], [1]
@@ -304,6 +311,7 @@ def _named_attentions(model: Model) -> Iterator[tuple[str, Attention]]:
 _RULES: list[Rule] = [
     _tensor_ranks_share_evenly,
     _every_stage_has_layers,
+    _numbers_do_not_flow_through_stages,
     _sequence_is_cut_evenly,
     _phases_rotate_what_rotates,
     _pieces_of_a_row_have_heads_to_trade,

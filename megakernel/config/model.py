@@ -23,10 +23,10 @@ LayerAttention = Annotated[
 
 
 class Classifier(Section):
-    """The head of a model that assigns documents to classes."""
+    """The head of a model that assigns documents to classes, or a number to each."""
 
-    num_classes: int = Field(ge=2)
-    """Classes; as many as the prepared data has."""
+    num_classes: int = Field(ge=1)
+    """Classes, as many as the prepared data has; 1: labels are numbers, and training lowers the squared error."""
 
     pooling: Literal["mean", "cls"] = "mean"
     """What stands for a document: the mean over its tokens, or a special token put before them."""
@@ -142,6 +142,12 @@ class Model(Section):
     def rows_per_sample(self) -> int:
         """Rows of tokens that one sample of training fills."""
         return self.classifier.documents if self.classifier is not None else 1
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What the head measures outside training, as shares of means over the global batch."""
+        has_classes = self.classifier is not None and self.classifier.num_classes > 1
+        return ("loss", "accuracy") if has_classes else ("loss",)
 
     @property
     def kv_heads(self) -> int:

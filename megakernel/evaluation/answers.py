@@ -41,7 +41,7 @@ class AnswersTask:
         return any(isinstance(task, Haystack) and task.filler == VALIDATION for task in self.at_lengths)
 
     def check(self, source: Source) -> None:
-        """UserError for an encoder, for no samples, and for rows that learned positions do not reach."""
+        """UserError for an encoder, no samples, rows that learned positions do not reach, and an unreadable filler."""
         kind = source.config.model.kind
         if not source.config.model.is_causal:
             raise UserError(
@@ -54,6 +54,8 @@ class AnswersTask:
             )
         for task in self.at_lengths:
             check_positions(source.config, task.length, f"--task {self.spec}: length")
+        if not self.reads_text:
+            open_filler(self.at_lengths[0])
 
     def measure(self, subject: Subject, progress: Progress) -> "AnswerCounts":
         """Accuracy and loss by length and depth."""

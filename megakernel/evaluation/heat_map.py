@@ -13,15 +13,14 @@ def heat_map(found: AnswerCounts) -> bytes | None:
 
     cells = {(cell.length, cell.depth): cell.accuracy for cell in found.cells}
     shares = [[cells[length, depth] for length in found.lengths] for depth in found.depths]
-    figure = Figure(
-        figsize=(2.5 + 0.8 * len(found.lengths), 1.5 + 0.3 * len(found.depths)), layout="constrained"
-    )
+    size = (3 + 0.8 * len(found.lengths), 2 + 0.3 * len(found.depths))
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(found.lengths)), [f"{length:,}" for length in found.lengths], rotation=45)
     axes.set_yticks(range(len(found.depths)), [f"{depth:.0%}" for depth in found.depths])
     axes.set_xlabel("tokens")
-    axes.set_ylabel("depth of what is asked for")
+    axes.set_ylabel("depth")
     axes.set_title(f"{found.task}, step {found.step}", fontsize="small")
     for at, row in enumerate(shares):
         for place, share in enumerate(row):

@@ -31,6 +31,9 @@ class Options(Section):
     far: Literal["shuffled"] | None = None
     """shuffled: the loss also with tokens of other documents in place of the far context."""
 
+    split: str = "validation"
+    """Which split of the validation corpora, such as test."""
+
     near: int | None = Field(default=None, ge=1)
     """far: true tokens before each bucket of positions; null takes an eighth of seq_len."""
 
@@ -58,6 +61,10 @@ class LanguageModelling:
             _check_draws(options.draws, source)
         for key in ("stride", "far"):
             value = getattr(options, key)
+            if value is not None and options.split != "validation":
+                raise UserError(
+                    f"--task {self.spec}: {key}={value} reads the validation split; leave it or split= out"
+                )
             if value is not None and not config.model.is_causal:
                 raise UserError(
                     f"--task {self.spec}: {key}={value} is of a causal_lm, {source.folder} is a "
@@ -82,7 +89,11 @@ class LanguageModelling:
                 f"give at most {seq_len}"
             )
         if options.stride is None:
-            check_length(config, source.text)
+            check_length(config, self._text(source), options.split)
+
+    def _text(self, source: Source) -> Corpora:
+        split = self.options.split
+        return source.text if split == "validation" else Corpora(source.config.data, split=split)
 
     def _near(self, seq_len: int) -> int:
         return self.options.near if self.options.near is not None else max(1, seq_len // 8)
@@ -96,24 +107,24 @@ class LanguageModelling:
         from data_pipeline.order import Share
         from megakernel.training.bits import bits_per_byte
 
-        from .classification import measure_examples
+        from .classification import predict_examples
         from .perplexity import measure
         from .sliding import SlidingBatches
 
-        corpora, training, stride = subject.text, config.training, self.options.stride
+        corpora, training, stride = self._text(subject), config.training, self.options.stride
+        split = self.options.split
         batches: ValidationBatches | SlidingBatches
         if stride is None:
-            batches = ValidationBatches(config, corpora, Share())
+            batches = ValidationBatches(config, corpora, Share(), split)
         else:
             counts = (training.seq_len, stride, training.eval_samples, training.micro_batch_size)
             batches = SlidingBatches(corpora.validation, *counts, corpora.eod)
         by_position: list[PositionBucket] = []
-        accuracy = None
+        accuracy, scores = None, None
         if config.model.classifier is not None:
             assert isinstance(batches, ValidationBatches)
-            tokens, loss, accuracy = measure_examples(
-                subject.model, batches, subject.device, progress, self.options.draws
-            )
+            found = predict_examples(subject.model, batches, subject.device, progress, self.options.draws)
+            tokens, loss, accuracy, scores = len(found.labels), found.loss, found.accuracy, found.scores
         else:
             by_position = measure(subject.model, batches, subject.device, progress, self.options.draws)
             tokens = sum(bucket.tokens for bucket in by_position)
@@ -127,11 +138,13 @@ class LanguageModelling:
             seq_len=training.seq_len,
             tokens=tokens,
             loss=loss,
-            bits_per_byte=bits_per_byte(loss, corpora, "validation") if is_text else None,
+            bits_per_byte=bits_per_byte(loss, corpora, split) if is_text else None,
             accuracy=accuracy,
             by_position=by_position,
             draws=self.options.draws,
             stride=stride,
+            split=split,
+            scores=scores,
         )
 
     def _measure_far(self, subject: Subject, config: Config, progress: Progress) -> Result:
@@ -185,15 +198,15 @@ def evaluated_config(config: Config, samples: int | None, seq_len: int | None) -
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 
-def check_length(config: Config, corpora: Corpora) -> None:
-    """UserError for samples longer than a validation split."""
+def check_length(config: Config, corpora: Corpora, split: str = "validation") -> None:
+    """UserError for samples longer than a corpus's split."""
     if config.model.classifier is not None:  # its documents are cut or padded to any length
         return
     for corpus in corpora.validation:
-        tokens, seq_len = corpus.record("validation").tokens, config.training.seq_len
+        tokens, seq_len = corpus.record(split).tokens, config.training.seq_len
         if tokens <= seq_len:
             raise UserError(
-                f"seq_len={seq_len}: {corpus.folder} has only {tokens} validation tokens; give at most {tokens - 1}"
+                f"seq_len={seq_len}: {corpus.folder} has only {tokens} {split} tokens; give at most {tokens - 1}"
             )
 
 

@@ -31,7 +31,7 @@ class PositionBucket:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A checkpoint's predictions of its validation samples."""
+    """A checkpoint's predictions of its validation samples, or of another split's."""
 
     run: str
     """Folder of the run, or what a baseline is called."""
@@ -49,7 +49,7 @@ class Evaluation:
     """Predictions: labels that count, tokens or a classifier's examples."""
 
     loss: float
-    """Mean cross entropy in nats per prediction."""
+    """Mean cross entropy in nats per prediction; of a regression the mean squared error."""
 
     bits_per_byte: float | None
     """The loss in bits per UTF-8 byte of the split's text; None but for a causal model, whose loss is a code length."""
@@ -70,6 +70,17 @@ class Evaluation:
     stride: int | None = None
     """Tokens by which windows were moved, each token predicted once; None: samples that do not overlap."""
 
+    split: str = "validation"
+    """Which split of the corpora the samples are of."""
+
+    scores: dict[str, float] | None = None
+    """Of a classifier: Matthews' correlation and, of two classes, F1; of a regression Pearson's and Spearman's."""
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether numbers are predicted, whose loss has no perplexity."""
+        return self.scores is not None and self.accuracy is None
+
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
@@ -77,13 +88,17 @@ class Evaluation:
 
     def scalars(self) -> dict[str, float]:
         """Means over all predictions."""
-        scalars = {"loss": self.loss, "perplexity": self.perplexity}
-        found = {"bits_per_byte": self.bits_per_byte, "accuracy": self.accuracy}
+        scalars = {"loss": self.loss}
+        if not self.is_regression:
+            scalars["perplexity"] = self.perplexity
+        found = {"bits_per_byte": self.bits_per_byte, "accuracy": self.accuracy, **(self.scores or {})}
         return scalars | {name: value for name, value in found.items() if value is not None}
 
     def table(self) -> Table:
         """A row for each bucket of positions."""
         title = f"{self.run} at step {self.step}: {self.samples} samples of {self.seq_len} tokens"
+        if self.split != "validation":
+            title += f" of {self.split}"
         if self.stride is not None:
             title += f", each {self.stride} tokens behind the one before"
         if self.draws is not None:
@@ -97,8 +112,12 @@ class Evaluation:
             below.append(f"{self.bits_per_byte:.4f} bits/byte")
         if self.accuracy is not None:
             below.append(f"accuracy {self.accuracy:.1%}")
-        columns = ("position", "predictions", "loss", "perplexity")
-        return Table(title, columns, rows, _row("all", self.tokens, self.loss, self.perplexity), tuple(below))
+        below += [f"{name} {score:.4f}" for name, score in (self.scores or {}).items()]
+        columns: tuple[str, ...] = ("position", "predictions", "loss", "perplexity")
+        total = _row("all", self.tokens, self.loss, self.perplexity)
+        if self.is_regression:
+            columns, total = columns[:-1], total[:-1]
+        return Table(title, columns, rows, total, tuple(below))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""

@@ -52,6 +52,7 @@ def evaluate_run(
     samples: int | None = None,
     seq_len: int | None = None,
     draws: int | None = None,
+    split: str = "validation",
     progress: Progress = _silent,
 ) -> Evaluation:
     """Evaluate a checkpoint on its run's validation data, in this process.
@@ -64,6 +65,7 @@ def evaluate_run(
             training.seq_len.
         draws: average the predicted probabilities over this many draws of the noise that training redraws; None
             takes the draw that training held last.
+        split: which split of the validation corpora, such as test.
         progress: called after each batch with the batches done and all batches.
 
     With the defaults the loss is the eval/loss that training measured at that step.
@@ -71,7 +73,7 @@ def evaluate_run(
     Raises:
         UserError: no run, no such checkpoint, no corpus, or values that do not fit them.
     """
-    task = LanguageModelling("lm", Options(samples=samples, seq_len=seq_len, draws=draws))
+    task = LanguageModelling("lm", Options(samples=samples, seq_len=seq_len, draws=draws, split=split))
     [(_, result)] = _measure(folder, [task], step, lambda spec, done, total: progress(done, total))
     assert isinstance(result, Evaluation)
     return result

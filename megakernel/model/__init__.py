@@ -1,13 +1,12 @@
 """Transformer language models from Megatron-core parts around `megakernel.attention`."""
 
-from .language_model import MEASURES, LanguageModel, cast, layer_list, pipeline
+from .language_model import LanguageModel, cast, layer_list, pipeline
 from .self_attention import rotate_by
 from .settings import ModelSettings, padded_vocab_size
 from .stream import IGNORED
 
 __all__ = [
     "IGNORED",
-    "MEASURES",
     "LanguageModel",
     "ModelSettings",
     "cast",

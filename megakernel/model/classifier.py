@@ -1,4 +1,4 @@
-"""The head that assigns documents to classes."""
+"""The head that assigns documents to classes, or a number to each."""
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +33,13 @@ class ClassifierHead(nn.Module):
     def forward(self, stream: Stream) -> Tensor:
         """The loss: this rank's share of the mean cross entropy in nats of all examples of the global batch.
 
-        Outside training (2,): also its share of their accuracy.
+        Outside training (2,): also its share of their accuracy. Of a regression: the mean squared error alone.
         """
         hidden, positions, labels, num_targets = stream
         logits = self.logits(hidden, positions)
+        if self.form.num_classes == 1:
+            errors = (logits.squeeze(-1) - labels).masked_fill(labels == IGNORED, 0.0)
+            return errors.square().sum() / num_targets.squeeze()
         loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         if self.training:
             return loss / num_targets.squeeze()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops.dispatch import Implementation, Kernels, choose
+from megakernel.ops.layers import load_liger
 
 from .linear import column_linear
 from .norm import Norm
@@ -83,7 +84,7 @@ def _sum_of_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -
 SUMS: dict[str, Implementation] = {
     "chunked": _sum_of_chunks,
     "reference": _sum_of_chunks,
-    "liger": Kernels("megakernel.ops.layers.liger", "summed_cross_entropy"),
+    "liger": Kernels("summed_cross_entropy", load_liger, "summed_cross_entropy"),
 }
 """Backend -> the sum of the cross entropies of hidden states (T, C) through (V, C), logits of some tokens at a time."""
 

@@ -19,9 +19,6 @@ from .layer import TransformerLayer, layer_spec
 from .settings import ModelSettings
 from .stream import Stream
 
-MEASURES = {"causal_lm": ("loss",), "masked_lm": ("loss",), "classifier": ("loss", "accuracy")}
-"""What the head of each kind of model measures outside training, as shares of means over the global batch."""
-
 TIED = "embedding"
 """Name of the embedding that is also the head."""
 
@@ -33,7 +30,7 @@ POSITIONS: dict[str, type[nn.Module]] = {"learned": LearnedPositions, "sinusoida
 def layer_list(settings: ModelSettings) -> list[LayerSpec]:
     """Embedding, transformer layers, final norm, head; each maps a Stream to a Stream, the head to the loss.
 
-    Outside training the head may measure more than the loss: see MEASURES.
+    Outside training the head may measure more than the loss: see `Model.measures`.
     """
     model = settings.model
     spec = layer_spec(settings)
@@ -107,9 +104,13 @@ class LanguageModel(nn.Module):
 
     def log_probabilities(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Of the classes of each example, float32 (examples, classes); classifiers only."""
+        return F.log_softmax(self.outputs(tokens, positions), dim=-1)
+
+    def outputs(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What the head makes of each example, float32 (examples, classes): logits, or one number; classifiers only."""
         head = self.walk[-1]
         assert isinstance(head, ClassifierHead)
-        return F.log_softmax(head.logits(*self.body((tokens, positions))), dim=-1)
+        return head.logits(*self.body((tokens, positions)))
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """What the head reads, (N, B, C), of whole rows (B, N)."""

@@ -1,6 +1,5 @@
 """Which implementation of an op runs, and the dtype it sums in."""
 
-import importlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,22 +19,18 @@ LIBRARY = "liger"
 class Kernels:
     """The Triton implementation of an op: a function of a module that is imported when it first runs.
 
+    op: the op's name. load: imports the module, by a statement, which torch.compile traces, as it does no other way.
     The module's `unsupported`, given the same arguments, says why the kernels cannot take them, or None.
     """
 
-    def __init__(self, module: str, function: str = "attend") -> None:
-        self.name = module
+    def __init__(self, op: str, load: Callable[[], ModuleType], function: str = "attend") -> None:
+        self.op = op
+        self.load = load
         self.function = function
-        self.op = module.split(".")[-2] if function == "attend" else function
-
-    @property
-    def module(self) -> ModuleType:
-        """The imported module."""
-        return importlib.import_module(self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernels; ValueError with the reason where they cannot."""
-        reason = _no_device(args[0]) or self.module.unsupported(*args, **kwargs)
+        reason = _no_device(args[0]) or self.load().unsupported(*args, **kwargs)
         if reason is not None:
             backend = KERNELS if self.function == "attend" else LIBRARY
             raise ValueError(f"backend='{backend}': {reason}; take backend='{EVERYWHERE}'")
@@ -43,7 +38,7 @@ class Kernels:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernels on arguments that they take."""
-        return getattr(self.module, self.function)(*args, **kwargs)
+        return getattr(self.load(), self.function)(*args, **kwargs)
 
 
 Implementation = Callable[..., Any]
@@ -67,7 +62,7 @@ def choose(implementations: Mapping[str, Implementation], backend: str | None) -
 def _fastest(implementations: Mapping[str, Implementation], *args: Any, **kwargs: Any) -> Any:
     kernels = implementations.get(KERNELS) or implementations.get(LIBRARY)
     if isinstance(kernels, Kernels) and args[0].is_cuda:
-        reason = kernels.module.unsupported(*args, **kwargs)
+        reason = kernels.load().unsupported(*args, **kwargs)
         if reason is None:
             return kernels.run(*args, **kwargs)
         _warn_once(kernels.op, reason)

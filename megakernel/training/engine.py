@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from data_pipeline.batch import Batch
 from megakernel import attention
 from megakernel.config import Config, Phase
-from megakernel.model import MEASURES, LanguageModel, ModelSettings, pipeline, rotate_by
+from megakernel.model import LanguageModel, ModelSettings, pipeline, rotate_by
 from megakernel.model.stream import Stream
 from megakernel.parallel import Mesh
 from megakernel.uptraining.near_windows import LinearDecay, drop_near_windows
@@ -175,10 +175,10 @@ class Engine:
             yield
 
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """What MEASURES names, means over the targets of all ranks' batches; no gradients."""
+        """What `Model.measures` names, means over the targets of all ranks' batches; no gradients."""
         self.engine.eval()
         inputs = self._streams(batches)
-        names = MEASURES[self.config.model.kind]
+        names = self.config.model.measures
         found = self._evaluated_by_stages(inputs) if self.pipelined else means(self.engine, inputs, self.mesh)
         return dict(zip(names, found.expand(len(names)).tolist()))
 
@@ -189,7 +189,7 @@ class Engine:
         # others: a vector it can do neither with.
         self.engine.total_loss = None
         mean = self.engine.eval_batch(pairs, num_micro_batches=len(inputs), bcast_loss=False)
-        total = torch.zeros(len(MEASURES[self.config.model.kind]), device=self.mesh.device)
+        total = torch.zeros(len(self.config.model.measures), device=self.mesh.device)
         if self.mesh.is_last_stage:
             total += mean * len(inputs) / self.micro_batches
         return self.mesh.sum(total, self.mesh.pp)

@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megakernel.config import Profile
@@ -18,7 +19,8 @@ _MOST_ALLOCATIONS = 100_000
 class Profiler:
     """Records the configured steps; for the length of a `with` block, so that a run that ends early keeps its trace.
 
-    RUN/profile/step_S/rank_R.json: a Chrome trace from step S on, for https://ui.perfetto.dev or chrome://tracing.
+    RUN/profile/step_S/rank_R.json.gz: a Chrome trace from step S on, for https://ui.perfetto.dev, with
+    phases of a step, forward passes of layers and their attention by name, operations and kernels.
     rank_R.memory.pickle beside it: on CUDA, allocations and who made them, for https://pytorch.org/memory_viz.
     A run that has passed these steps records nothing, nor one that continues in the midst of them.
     """
@@ -26,6 +28,7 @@ class Profiler:
     def __init__(
         self,
         wanted: Profile | None,
+        model: nn.Module,
         run: Path,
         rank: int,
         device: torch.device,
@@ -34,13 +37,15 @@ class Profiler:
     ):
         """aside: put around time that is no part of a step."""
         self._wanted = wanted
+        self._model = model
+        self._layers = ExitStack()
         self._device = device
         self._note = note
         self._aside = aside
         self._profile: profile | None = None
         if wanted is not None:
             self._folder = run / "profile" / f"step_{wanted.start}"
-            self._trace = self._folder / f"rank_{rank}.json"
+            self._trace = self._folder / f"rank_{rank}.json.gz"
             self._memory = self._folder / f"rank_{rank}.memory.pickle"
 
     def __enter__(self) -> "Profiler":
@@ -71,6 +76,7 @@ class Profiler:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
         if on_cuda:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+        _name_layers(self._model, self._layers)
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profile.start()
 
@@ -78,14 +84,36 @@ class Profiler:
         assert self._profile is not None
         recorded, self._profile = self._profile, None
         recorded.stop()
+        self._layers.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        staged = self._trace.with_name(self._trace.name + ".partial")
+        staged = self._trace.with_name(f"partial.{self._trace.name}")  # packed for its ending
         recorded.export_chrome_trace(str(staged))
         staged.replace(self._trace)
         if self._device.type == "cuda":
             write_memory_snapshot(self._memory)
             torch.cuda.memory._record_memory_history(enabled=None)
         self._note(f"profile of {self._folder.name} in {self._folder}")
+
+
+def _name_layers(model: nn.Module, until: ExitStack) -> None:
+    """Let the forward passes of our own modules appear in traces by name, until `until` is closed."""
+
+    def name_it(name: str, module: nn.Module) -> None:
+        entered: list[record_function] = []
+
+        def enter(*_: object) -> None:
+            entered.append(record_function(name))
+            entered[-1].__enter__()
+
+        def leave(*_: object) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        until.callback(module.register_forward_pre_hook(enter).remove)
+        until.callback(module.register_forward_hook(leave).remove)
+
+    for name, module in model.named_modules():
+        if name and type(module).__module__.startswith("megakernel."):
+            name_it(f"{name} ({type(module).__name__})", module)
 
 
 @contextmanager

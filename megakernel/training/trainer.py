@@ -250,7 +250,8 @@ class Trainer:
         run, rank, device = self.folder.path, self.mesh.rank, self.mesh.device
         stack.enter_context(kept_when_memory_runs_out(run, rank))
         wanted, aside = self.config.training.profile, self.throughput.aside
-        profiler = stack.enter_context(Profiler(wanted, run, rank, device, self._note, aside))
+        model = self.engine.engine.module
+        profiler = stack.enter_context(Profiler(wanted, model, run, rank, device, self._note, aside))
         return Observed(self.config, self.engine, self.corpora, profiler, aside)
 
     def _throughput(self) -> Throughput:

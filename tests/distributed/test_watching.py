@@ -1,5 +1,6 @@
 """What is shown of a run beside numbers is the same on every layout: histograms, traces, the slowest rank."""
 
+import gzip
 import json
 import time
 from functools import cache
@@ -86,10 +87,14 @@ def test_two_processes_count_what_one_counts(trained, one, layout):
 
 def test_every_process_leaves_a_trace_that_names_what_it_did(trained):
     folder = trained("dp2_zero2") / "profile" / "step_1"
-    assert sorted(path.name for path in folder.iterdir()) == ["rank_0.json", "rank_1.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["rank_0.json.gz", "rank_1.json.gz"]
     for trace in folder.iterdir():
-        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        names = {
+            event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        }
         assert {"step 1", "forward", "backward", "optimizer"} <= names
+        assert {"1 (TransformerLayer)", "2.self_attention.core (FlurkaAttention)"} <= names
+        assert {"_RmsNorm", "_RmsNormBackward"} <= names
 
 
 class Slow(nn.Module):

@@ -18,7 +18,7 @@ Attend = Callable[..., Tensor]
 
 def compiled(attend: Attend) -> Attend:
     # Everything that torch.compile traces, without the C++ compiler that its last step would need.
-    return torch.compile(attend, backend="aot_eager")
+    return torch.compile(attend, backend="aot_eager", fullgraph=True)
 
 
 def recomputed_by_megatron(attend: Attend) -> Attend:

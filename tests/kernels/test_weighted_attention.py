@@ -236,7 +236,7 @@ def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
     plain = attend(*leaves.values())
     # Everything that torch.compile traces, without the C++ compiler that its last step would need.
     wrapped = (
-        torch.compile(attend, backend="aot_eager")
+        torch.compile(attend, backend="aot_eager", fullgraph=True)
         if wrap == "compile"
         else partial(checkpoint, attend, use_reentrant=False)
     )

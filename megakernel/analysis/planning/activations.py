@@ -68,17 +68,13 @@ def norm(job: Job) -> float:
     output = width * job.element
     if job.model.norm == "layernorm":
         return tokens * (output + 2 * FLOAT32)
-    if job.stack.on_gpu:
-        return tokens * (output + FLOAT32)
-    # Composed of torch's operations: the normalized input, and in bfloat16 the input too, in float32.
-    copies = 1 if job.element == FLOAT32 else 2
-    return tokens * (output + copies * width * FLOAT32 + FLOAT32)
+    # The one that torch runs (ops/layers/plain.py) finds the scale of a token again.
+    return tokens * (output + (FLOAT32 if job.stack.on_gpu else 0))
 
 
 def residuals(job: Job) -> float:
-    """The two sums, which are the inputs of norms. A norm that keeps float32 copies needs no others."""
-    copied = job.model.norm == "rmsnorm" and not job.stack.on_gpu and job.element != FLOAT32
-    return 0.0 if copied else 2 * job.sharded_tokens * job.model.hidden_size * job.element
+    """The two sums, which are the inputs of norms."""
+    return 2 * job.sharded_tokens * job.model.hidden_size * job.element
 
 
 def projections(job: Job, attention: Attention) -> float:
@@ -218,5 +214,9 @@ def _windows(job: Job, attention: Attention) -> Kept:
     if job.layout.context > 1 and attention.feature_map is not None:
         scans = 2
         kept += job.tokens * 2 * job.heads * (job.model.head_size + 2) * FLOAT32
+    if attention.compression is not None and attention.feature_map is None:
+        # Landmarks of the whole piece at once, as sums of tokens in float32.
+        vectors = (attention.keys_per_head + 1) * job.kv_heads
+        kept += job.tokens * vectors * job.model.head_size * FLOAT32
     at_bounds = state(job, attention) + tail(job, attention)
     return Kept(kept, (scans * _groups(job, block) + 1) * at_bounds)

@@ -1,5 +1,7 @@
 """Random features of tokens through FastFood: cos and sin or exp of S H G Pi H B x, without a matrix (KL eq. 6)."""
 
+from types import ModuleType
+
 from torch import Tensor
 
 from megakernel.ops.arguments import check_choice, check_feature_map, check_tokens
@@ -8,10 +10,17 @@ from megakernel.ops.fastfood_features import chunked, reference
 from megakernel.ops.feature_maps import SAMPLED, Features
 from megakernel.ops.projections import FastFood
 
+
+def _kernels() -> ModuleType:
+    from megakernel.ops.fastfood_features import triton
+
+    return triton
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "chunked": chunked.attend,
     "reference": reference.attend,
-    "triton": Kernels("megakernel.ops.fastfood_features.triton"),
+    "triton": Kernels("fastfood_features", _kernels),
 }
 """Backend -> implementation."""
 

@@ -1,5 +1,7 @@
 """Causal FLuRKA: landmarks of earlier blocks under a kernel, the own block exactly (MECHANISMS section 4)."""
 
+from types import ModuleType
+
 from torch import Tensor
 
 from megakernel.ops.arguments import (
@@ -21,10 +23,17 @@ from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, start_state
 from megakernel.ops.window import Rotary
 
+
+def _kernels() -> ModuleType:
+    from megakernel.ops.flurka_attention import triton
+
+    return triton
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "chunked": chunked.attend,
     "reference": reference.attend,
-    "triton": Kernels("megakernel.ops.flurka_attention.triton"),
+    "triton": Kernels("flurka_attention", _kernels),
 }
 """Backend -> implementation."""
 

@@ -1,5 +1,7 @@
 """Kernel attention: phi(q)^T sum_j phi(k_j) v_j^T, normalized by phi(q)^T sum_j phi(k_j)."""
 
+from types import ModuleType
+
 from torch import Tensor
 
 from megakernel.ops.arguments import (
@@ -18,10 +20,17 @@ from megakernel.ops.mixture import beside, first_key
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
 
+
+def _kernels() -> ModuleType:
+    from megakernel.ops.kernel_attention import triton
+
+    return triton
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "chunked": chunked.attend,
     "reference": reference.attend,
-    "triton": Kernels("megakernel.ops.kernel_attention.triton"),
+    "triton": Kernels("kernel_attention", _kernels),
 }
 """Backend -> implementation."""
 

@@ -4,6 +4,7 @@ Each is one pass over the tokens, made of several where torch runs it. On a GPU 
 place where the package is installed (extra `gpu`); nothing of it is written again here.
 """
 
+from types import ModuleType
 from typing import cast
 
 from torch import Tensor
@@ -12,10 +13,17 @@ from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.layers import plain
 
 
+def load_liger() -> ModuleType:
+    """Liger-Kernel's functions as implementations, imported when one is chosen."""
+    from megakernel.ops.layers import liger
+
+    return liger
+
+
 def _implementations(formula: Implementation) -> dict[str, Implementation]:
     """Backend -> implementation; the formulas of `plain` are short enough to be the reference as well."""
-    liger = Kernels("megakernel.ops.layers.liger", formula.__name__)
-    return {"chunked": formula, "reference": formula, "liger": liger}
+    name = formula.__name__
+    return {"chunked": formula, "reference": formula, "liger": Kernels(name, load_liger, name)}
 
 
 RMS_NORM = _implementations(plain.rms_norm)

@@ -1,6 +1,7 @@
 """Attention that weighs every pair by a softmax or gaussian similarity, with one or several keys at a position."""
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,17 @@ from megakernel.ops.softmax_attention.spans import Spans, document_spans
 from megakernel.ops.weighted_attention import reference, streamed
 from megakernel.ops.weighted_attention.form import Form, Join, Similarity
 
+
+def _kernels() -> ModuleType:
+    from megakernel.ops.weighted_attention import triton
+
+    return triton
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "chunked": streamed.attend,
     "reference": reference.attend,
-    "triton": Kernels("megakernel.ops.weighted_attention.triton"),
+    "triton": Kernels("weighted_attention", _kernels),
 }
 """Backend -> implementation."""
 

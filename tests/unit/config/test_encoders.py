@@ -36,7 +36,15 @@ def test_a_classifier_needs_its_head_and_others_have_none():
     refused = problems(model={**MASKED, "classifier": {"num_classes": 2}})["model.classifier"]
     assert refused.remedy == "remove it or take kind: classifier"
     assert "model.classifier.num_classes" in problems(model={**CLASSIFIER, "classifier": {}})
-    assert "model.classifier.num_classes" in problems(model={**CLASSIFIER, "classifier": {"num_classes": 1}})
+    assert "model.classifier.num_classes" in problems(model={**CLASSIFIER, "classifier": {"num_classes": 0}})
+
+
+def test_a_regression_has_no_stages():
+    number = {**CLASSIFIER, "classifier": {"num_classes": 1}}
+    assert not problems(model=number)
+    found = problems(model=number, parallel={"pipeline": 2})
+    assert found["parallel.pipeline"].remedy == "set it to 1, or model.classifier.num_classes to 2 or more"
+    assert not problems(model=CLASSIFIER, parallel={"pipeline": 2})
 
 
 def test_masking_belongs_to_masked_models():

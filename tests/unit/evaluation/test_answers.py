@@ -39,12 +39,12 @@ class Knowing:
         return hidden.transpose(0, 1)
 
 
-def subject(model, **training):
+def subject(model, kind="causal_lm"):
     config = Config(
         run={"name": "test"},
-        model={"num_layers": 1, "hidden_size": 64, "num_heads": 2},
+        model={"num_layers": 1, "hidden_size": 64, "num_heads": 2, "kind": kind, "attention": "softmax"},
         data={"train": "nowhere"},
-        training={"steps": 1, "seq_len": 128, "global_batch_size": 4, "micro_batch_size": 4, **training},
+        training={"steps": 1, "seq_len": 128, "global_batch_size": 4, "micro_batch_size": 4},
     )
     run = SimpleNamespace(checkpoint=SimpleNamespace(step=5))
     return SimpleNamespace(
@@ -138,3 +138,28 @@ def test_a_heat_map_is_a_picture_of_every_length_and_depth():
 def test_what_is_no_task_is_refused(specs, how, explanation):
     with pytest.raises(ValueError, match=explanation):
         parse(specs, **how)
+
+
+@pytest.mark.parametrize(
+    ("spec", "explanation"),
+    [
+        ("mqar", "--task mqar: model.kind=masked_lm of runs/x continues no text; give a run of a causal_lm"),
+        (
+            "lm:stride=8",
+            "--task lm:stride=8: stride=8 is of a causal_lm, runs/x is a masked_lm; leave it out",
+        ),
+        ("lm:far=shuffled", "far=shuffled is of a causal_lm, runs/x is a masked_lm; leave it out"),
+    ],
+)
+def test_an_encoder_continues_no_text(spec, explanation):
+    (task,) = parse([spec])
+    with pytest.raises(ValueError, match=explanation):
+        task.check(subject(None, kind="masked_lm"))
+
+
+def test_a_filler_that_cannot_be_read_is_found_out_before_the_model_is():
+    (task,) = parse(["passkey:filler=nowhere.txt"])
+    with pytest.raises(
+        ValueError, match=r"filler=nowhere\.txt cannot be read .* give a UTF-8 file, or sentences"
+    ):
+        task.check(subject(None))

@@ -8,7 +8,7 @@ from data_pipeline.batch import Batch
 from megakernel.attention import build, redraw
 from megakernel.attention.noise import Noise
 from megakernel.config import PRESETS, Attention, expand_preset
-from megakernel.evaluation.classification import measure_examples
+from megakernel.evaluation.classification import predict_examples
 from megakernel.evaluation.perplexity import measure
 from megakernel.evaluation.voting import mean_over_draws
 
@@ -99,12 +99,10 @@ def test_the_vote_of_a_language_model_is_the_mean_probability_of_each_token(draw
 @pytest.mark.parametrize(("draws", "probability"), [(None, 0.9), (1, 0.5), (3, (0.5 + 0.1 + 0.3) / 3)])
 def test_the_vote_of_a_classifier_is_the_mean_probability_of_each_class(draws, probability):
     batches = Batches(torch.zeros(3, dtype=torch.int64))
-    examples, loss, right = measure_examples(
-        Guess().eval(), batches, torch.device("cpu"), lambda *_: None, draws
-    )
-    assert examples == 2
-    assert loss == pytest.approx(-math.log(probability))
-    assert right == (probability >= 0.5)
+    found = predict_examples(Guess().eval(), batches, torch.device("cpu"), lambda *_: None, draws)
+    assert len(found.labels) == 2
+    assert found.loss == pytest.approx(-math.log(probability))
+    assert found.accuracy == (probability >= 0.5)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -1,0 +1,171 @@
+"""A row of a table of the Long Range Arena, or of GLUE: each mechanism trained with several seeds, and tested.
+
+    python -m benchmarks.lra configs/lra/kl/listops.yaml --attention softmax,fastfood_prf --seeds 3
+
+Every run is `megakernel pretrain CONFIG` with model.attention, run.seed and run.name laid over it, in runs/. What was
+stopped goes on where it was, what is done is read: start the same command again. Of the checkpoints that a run kept,
+the one with the best validation accuracy is measured, on the test split where the data has one and else on the
+validation split.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import description
+from benchmarks.trained import best_step, trained
+from data_pipeline.manifest import Manifest
+from megakernel.config import PRESETS, UserError, load
+from megakernel.evaluation import Evaluation, evaluate_run
+
+SAMPLES = {
+    "listops": {
+        "gmm_rks": 256,
+        "fastfood_rks": 64,
+        "generative_rks": 256,
+        "gmm_prf": 256,
+        "generative_prf": 128,
+    },
+    "text": {
+        "gmm_rks": 128,
+        "fastfood_rks": 64,
+        "generative_rks": 256,
+        "gmm_prf": 256,
+        "generative_prf": 128,
+    },
+    "retrieval": {
+        "gmm_rks": 64,
+        "fastfood_rks": 32,
+        "generative_rks": 128,
+        "gmm_prf": 128,
+        "generative_prf": 64,
+    },
+    "image": {"gmm_rks": 128, "fastfood_rks": 8, "generative_rks": 128, "gmm_prf": 128, "generative_prf": 8},
+}
+"""Random samples M by task (*Learning the Transformer Kernel*, table 7); fastfood_prf has what fastfood_rks has."""
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "skyformer": {"skyformer": {"features": 128}},
+    "nystromformer": {"nystromformer": {"landmarks": 128}},
+    "linformer": {"compression": {"rank": 128}},
+    "performer": {"feature_map": {"samples": 128}},
+}
+"""128 of what each mechanism counts (*Skyformer*, section 5)."""
+
+EVERYTHING = 10**9
+"""Samples; a split is read once at most."""
+
+
+def attention(preset: str, config: Path) -> dict[str, Any]:
+    """The preset as the paper of a configuration has it; as it is where the paper has nothing to say."""
+    setting, task = config.parent.name, config.stem
+    if setting == "skyformer":
+        return {"preset": preset, **FEATURES.get(preset, {})}
+    samples = SAMPLES.get(task, {}) if setting == "kl" else {}
+    number = samples.get("fastfood_rks" if preset == "fastfood_prf" else preset)
+    return {"preset": preset} if number is None else {"preset": preset, "feature_map": {"samples": number}}
+
+
+def overrides_of(config: Path, preset: str | None, seed: int, more: Sequence[str]) -> list[str]:
+    """What is laid over the configuration for one run; preset None leaves its attention."""
+    name = load(config, more).run.name
+    keys = [f"run.name={name}-{preset or 'own'}-{seed}", f"run.seed={seed}"]
+    if preset is not None:
+        keys.append(f"model.attention={json.dumps(attention(preset, config))}")
+    return [*more, *keys]
+
+
+def measure(config: Path, overrides: Sequence[str]) -> Evaluation:
+    """Train a run to its end, and measure its best checkpoint."""
+    folder = trained(config, overrides)
+    corpora = load(config, overrides).data.validation_corpora
+    has_test = all("test" in Manifest.read(corpus.path).splits for corpus in corpora)
+    split = "test" if has_test else "validation"
+    return evaluate_run(folder, step=best_step(folder), samples=EVERYTHING, split=split)
+
+
+def scores_of(found: Evaluation) -> dict[str, float]:
+    """Everything that a table may hold, in its order."""
+    accuracy = {} if found.accuracy is None else {"accuracy": found.accuracy}
+    return {**accuracy, **(found.scores or {}), "loss": found.loss}
+
+
+def row(name: str, found: Sequence[Evaluation]) -> str:
+    """The line of a mechanism: means over its runs with sample standard deviations."""
+    values = [scores_of(one) for one in found]
+    cells = [spread([one[key] for one in values]) for key in values[0]]
+    steps = ", ".join(f"{one.step:,}" for one in found)
+    return f"| `{name}` | {len(found)} | {' | '.join(cells)} | {steps} |"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and sample standard deviation; of one value, the value."""
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
+    return f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"
+
+
+def page(command: str, config: Path, rows: Iterable[str], first: Evaluation) -> str:
+    """The table with what it was measured by."""
+    columns = ["attention", "runs", *scores_of(first), "steps"]
+    return "\n".join(
+        [
+            f"# {config.parent.name}: {config.stem}",
+            "",
+            f"`{command}`, {date.today().isoformat()}, {description()}.",
+            "",
+            f"Means over seeds, with sample standard deviations, on the {first.samples:,} samples of the {first.split} "
+            "split; the checkpoint of each run that was best on the validation split.",
+            "",
+            f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 where every run was trained and measured; 2 with one line where something has to change."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over every run")
+    parser.add_argument("--attention", metavar="A,B", help="presets (default: the configuration's own)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
+    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    arguments = parser.parse_args(argv)
+    presets: list[str | None] = [*arguments.attention.split(",")] if arguments.attention else [None]
+    if unknown := [preset for preset in presets if preset is not None and preset not in PRESETS]:
+        parser.error(f"--attention {unknown[0]} is no preset; choose {', '.join(PRESETS)}")
+    if arguments.seeds < 1:
+        parser.error(f"--seeds {arguments.seeds} trains nothing; give 1 or more")
+    rows, first = [], None
+    try:
+        for preset in presets:
+            found = []
+            for seed in range(arguments.seeds):
+                keys = overrides_of(arguments.config, preset, seed, arguments.overrides)
+                found.append(measure(arguments.config, keys))
+            first = first or found[0]
+            rows.append(row(preset or "as configured", found))
+            print(rows[-1], file=sys.stderr, flush=True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    assert first is not None
+    command = f"python -m benchmarks.lra {' '.join(sys.argv[1:] if argv is None else argv)}"
+    text = page(command, arguments.config, rows, first)
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

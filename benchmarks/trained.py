@@ -1,0 +1,46 @@
+"""Runs that a benchmark is made of: trained when they are not yet, continued where they were stopped, else read."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megakernel.config import UserError, check_same_run, load
+from megakernel.training.checkpoint import step_of
+from megakernel.training.trained_run import find_checkpoint
+
+
+def trained(config: Path, overrides: Sequence[str]) -> Path:
+    """The folder of a run that has come to its last step.
+
+    Raises UserError where the folder is of another configuration, and where `megakernel pretrain` fails, which says
+    why.
+    """
+    wanted = load(config, overrides)
+    folder = wanted.run.folder
+    if (folder / "config.yaml").is_file():
+        check_same_run((folder / "config.yaml").read_text(encoding="utf-8"), wanted, folder)
+        if (folder / "checkpoints").is_dir() and find_checkpoint(folder).step >= wanted.training.steps:
+            return folder
+    command = [sys.executable, "-m", "launch.cli", "pretrain", str(config), *overrides]
+    status = subprocess.run(command, stdout=sys.stderr).returncode
+    if status:
+        raise UserError(
+            f"{folder}: megakernel pretrain ended with status {status}; start this again to go on"
+        )
+    return folder
+
+
+def curve(folder: Path, tag: str) -> dict[int, float]:
+    """Step -> value of a tag in a run's metrics.jsonl."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {line["step"]: line[tag] for line in lines if line.get(tag) is not None}
+
+
+def best_step(folder: Path) -> int:
+    """The checkpoint kept, of the best validation accuracy, or lowest loss where there is none; the later of equals."""
+    kept = [step for path in (folder / "checkpoints").glob("step_*") if (step := step_of(path)) is not None]
+    accuracy = curve(folder, "eval/accuracy")
+    measured = accuracy or {step: -loss for step, loss in curve(folder, "eval/loss").items()}
+    return max(kept, key=lambda step: (measured.get(step, float("-inf")), step))

@@ -1,0 +1,39 @@
+"""The labelled tasks that `--source` names: the Long Range Arena's, GLUE's, and the sparsity task."""
+
+from collections.abc import Callable
+
+from data_pipeline.generated import Generated, Task, task_of
+from data_pipeline.glue import Glue
+from data_pipeline.lra.image import Image
+from data_pipeline.lra.listops import ListOps
+from data_pipeline.lra.pathfinder import Pathfinder
+from data_pipeline.lra.retrieval import Retrieval
+from data_pipeline.lra.text import Text
+from data_pipeline.sources import Source
+from data_pipeline.sparsity import Sparsity
+from megakernel.config.errors import UserError, nearest_first
+
+GENERATED: dict[str, type[Task]] = {task.name: task for task in (ListOps, Pathfinder, Sparsity)}
+READ: dict[str, Callable[[str], Source]] = {"lra:text": Text, "lra:retrieval": Retrieval, "lra:image": Image}
+
+
+def open_benchmark(spec: str, seed: int, workers: int) -> Source:
+    """The source of `lra:TASK...`, `glue:TASK:WHERE` or `sparsity[:OPTIONS]`.
+
+    What is made takes options key=value,... and depends on seed; what is read takes a folder or hf:NAME. Raises
+    UserError for a task that is none of them, for wrong options, and for folders that do not hold it.
+    """
+    family, _, rest = spec.partition(":")
+    task, _, where = rest.partition(":")
+    if family == "glue":
+        return Glue(task, where)
+    name, rest = (family, rest) if family == "sparsity" else (f"{family}:{task}", where)
+    if name in GENERATED:
+        return Generated(task_of(GENERATED[name], rest), seed, workers)
+    if name not in READ:
+        raise UserError(f"--source {spec} is no task; choose {nearest_first(name, (*GENERATED, *READ))}")
+    if not rest:
+        raise UserError(
+            f"--source {spec} needs to know where the data is; write {name}:FOLDER or {name}:hf:NAME"
+        )
+    return READ[name](rest)

@@ -1,0 +1,126 @@
+"""GLUE (Wang et al. 2018): nine tasks of one or two sentences, from the published files or from the hub.
+
+A folder holds a task as the benchmark's own archive does: `train.tsv` and `dev.tsv` (of MNLI `dev_matched.tsv` and
+`dev_mismatched.tsv`), fields between tabs, unquoted, under a line of names; CoLA alone has none. `dev` becomes the
+validation split, MNLI's second one `validation_mismatched`. The published test sets have no labels, and are not read.
+
+Two sentences become one row of tokens, an end of document behind each, as BERT reads them with its separator.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.document import Columns, Document, Label
+from data_pipeline.sources import Source, hub_documents
+from megakernel.config.errors import UserError, nearest_first
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one task is published."""
+
+    texts: tuple[str, ...]
+    """Columns of the files that hold sentences."""
+
+    label: str
+    """Column of the files that holds the label."""
+
+    hub_texts: tuple[str, ...]
+    """Columns of the hub's dataset, whose labels are in `label`."""
+
+    names: tuple[str, ...] = ()
+    """Columns of files without a line of names."""
+
+    numbers: bool = False
+    """Labels are numbers, and the task is a regression."""
+
+    splits: dict[str, str] = field(default_factory=lambda: {"train": "train", "dev": "validation"})
+    """File without .tsv -> split as prepared, which is the hub's name for it but for `hub_splits`."""
+
+    hub_splits: dict[str, str] = field(default_factory=dict)
+    """Split as prepared -> the hub's name."""
+
+
+_PAIR = ("sentence1", "sentence2")
+
+TASKS = {
+    "cola": Form(("sentence",), "label", ("sentence",), names=("source", "label", "star", "sentence")),
+    "sst2": Form(("sentence",), "label", ("sentence",)),
+    "mrpc": Form(("#1 String", "#2 String"), "Quality", _PAIR),
+    "qqp": Form(("question1", "question2"), "is_duplicate", ("question1", "question2")),
+    "stsb": Form(_PAIR, "score", _PAIR, numbers=True),
+    "mnli": Form(
+        _PAIR,
+        "gold_label",
+        ("premise", "hypothesis"),
+        splits={"train": "train", "dev_matched": "validation", "dev_mismatched": "validation_mismatched"},
+        hub_splits={"validation": "validation_matched"},
+    ),
+    "qnli": Form(("question", "sentence"), "label", ("question", "sentence")),
+    "rte": Form(_PAIR, "label", _PAIR),
+    "wnli": Form(_PAIR, "label", _PAIR),
+}
+
+
+class Glue(Source):
+    """The labelled sentences of one task."""
+
+    has_splits = True
+
+    def __init__(self, task: str, where: str):
+        """where: folder, or hf:NAME[:CONFIG]. Raises UserError for another task, and where a file is missing."""
+        super().__init__()
+        if task not in TASKS:
+            raise UserError(f"--source glue:{task} is no task of GLUE; choose {nearest_first(task, TASKS)}")
+        if not where:
+            raise UserError(f"--source glue:{task} needs to know where the data is; write glue:{task}:FOLDER")
+        self._task, self._where, self._form = task, where, TASKS[task]
+        if where.startswith("hf:"):
+            return
+        for name in self._form.splits:
+            if not Path(where, f"{name}.tsv").is_file():
+                raise UserError(
+                    f"--source glue:{task}:{where} has no {name}.tsv; give the task's folder of GLUE"
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """Task and where from."""
+        return {"kind": f"glue:{self._task}", "from": self._where}
+
+    def _read(self) -> Iterator[Document]:
+        for name, split in self._form.splits.items():
+            if self._where.startswith("hf:"):
+                columns = Columns(self._form.hub_texts, "label", self._form.numbers)
+                rows = hub_documents(self._where, self._form.hub_splits.get(split, split), columns)
+            else:
+                rows = self._rows(Path(self._where, f"{name}.tsv"))
+            for row in rows:
+                yield row._replace(split=split, joined=True)
+
+    def _rows(self, file: Path) -> Iterator[Document]:
+        form = self._form
+        with file.open(encoding="utf-8", newline="\n") as lines:
+            names = form.names or tuple(next(lines, "").rstrip("\r\n").split("\t"))
+            if missing := [name for name in (*form.texts, form.label) if name not in names]:
+                raise UserError(
+                    f"{file} has no column {missing[0]!r} among {', '.join(names)}; give the file of GLUE"
+                )
+            for line in lines:
+                values = dict(zip(names, fields := line.rstrip("\r\n").split("\t")))
+                if len(fields) != len(names) or (label := self._label(values[form.label])) is None:
+                    self.skipped["no labelled sentences"] += 1
+                    continue
+                yield Document(tuple(values[name] for name in form.texts), label)
+
+    def _label(self, text: str) -> Label | float | None:
+        """A class, a number, or None for neither. MNLI writes - where its annotators did not agree."""
+        if self._form.numbers:
+            try:
+                return float(text)
+            except ValueError:
+                return None
+        if text.isdecimal():
+            return int(text)
+        return None if text in ("", "-") else text

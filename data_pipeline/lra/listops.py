@@ -1,0 +1,100 @@
+"""ListOps: nested list operations written out, whose value, a digit, is the class.
+
+The rules are those of the published generator (google-research/long-range-arena, `lra_benchmarks/data/listops.py`): a
+node is an operator with probability 0.25, else a digit; at the greatest depth it is a digit. Operator, number of
+arguments and digits are uniform. An expression is drawn again until its length lies between the bounds, both excluded.
+Its length counts each operator twice, for the bracket that closes it. Parentheses, which the published files write
+around every argument, are stripped there when they are read, and never written here.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from data_pipeline.document import Document
+from data_pipeline.generated import Task
+
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+"""Least, greatest, median (of an even number the mean of the middle two, rounded down), and sum modulo 10."""
+
+END = "]"
+OPERATOR_PROBABILITY = 0.25
+
+
+class _TooLongError(Exception):
+    """The expression has passed the bound."""
+
+
+@dataclass(frozen=True)
+class ListOps(Task):
+    """Expressions of `min_length` < tokens < `max_length`."""
+
+    name: ClassVar[str] = "lra:listops"
+    classes: ClassVar[tuple[int, ...]] = tuple(range(10))
+
+    train: int = 96_000
+    validation: int = 2_000
+    test: int = 2_000
+
+    min_length: int = 500
+    """Tokens that an expression has more than."""
+
+    max_length: int = 2_000
+    """Tokens that it has fewer than."""
+
+    max_depth: int = 10
+    """Depth, counted from 1 at the root, whose nodes are digits."""
+
+    max_args: int = 10
+    """Most arguments of an operator; the fewest are 2."""
+
+    def example(self, draw: random.Random, index: int) -> Document:
+        """An expression as symbols between spaces, and its value."""
+        while True:
+            tokens: list[str] = []
+            try:
+                value = self._grow(draw, tokens, 1)
+            except _TooLongError:
+                continue
+            if len(tokens) > self.min_length:
+                return Document((" ".join(tokens),), value)
+
+    def problem(self) -> str | None:
+        """See Task."""
+        if self.max_args < 2:
+            return f"max_args={self.max_args} gives operators too little; set 2 or more"
+        longest = 1
+        for _ in range(1, self.max_depth):
+            longest = 2 + self.max_args * longest
+        if longest <= self.min_length:
+            return f"min_length={self.min_length} is more than depth {self.max_depth} reaches; set less than {longest}"
+        if self.max_length - self.min_length < 10:
+            return f"max_length={self.max_length} leaves too few lengths; set {self.min_length + 10} or more"
+        return None
+
+    def _grow(self, draw: random.Random, tokens: list[str], depth: int) -> int:
+        """Append a node's symbols and return its value."""
+        if depth >= self.max_depth or draw.random() >= OPERATOR_PROBABILITY:
+            if len(tokens) + 1 >= self.max_length:
+                raise _TooLongError
+            digit = draw.randrange(10)
+            tokens.append(str(digit))
+            return digit
+        operator = draw.choice(OPERATORS)
+        tokens.append(operator)
+        arguments = [self._grow(draw, tokens, depth + 1) for _ in range(draw.randint(2, self.max_args))]
+        tokens.append(END)
+        if len(tokens) >= self.max_length:
+            raise _TooLongError
+        return _value(operator, arguments)
+
+
+def _value(operator: str, arguments: list[int]) -> int:
+    if operator == "[MIN":
+        return min(arguments)
+    if operator == "[MAX":
+        return max(arguments)
+    if operator == "[SM":
+        return sum(arguments) % 10
+    ordered, half = sorted(arguments), len(arguments) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2

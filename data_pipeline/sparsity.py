@@ -1,0 +1,67 @@
+"""The sparsity task of *Learning the Transformer Kernel* (appendix E): which pairs of a long row matter to a sum.
+
+A row is pairs of a value v of -1 or 1 and a flag a of 0 or 1; its class is the sum of v a over the row. Flags are drawn
+with one probability, which is what makes rows sparse or dense. Values are drawn evenly, but where a prefix's sum would
+leave -4 to 4. Sums of -4 and 4 are then rarer than those between, so rows are drawn until one has the class that is
+wanted: each class is a ninth of a split.
+
+A pair is one symbol, such as `-1` for v = -1, a = 1: an embedding for each of the four is as much as the paper's, which
+is linear in three bits.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from data_pipeline.document import Document
+from data_pipeline.generated import Task
+
+LARGEST = 4
+"""Largest prefix sum, either sign."""
+
+
+@dataclass(frozen=True)
+class Sparsity(Task):
+    """Rows of `length` pairs; the paper has 200,000 of them for each probability, a fifth held out."""
+
+    name: ClassVar[str] = "sparsity"
+    classes: ClassVar[tuple[int, ...]] = tuple(range(-LARGEST, LARGEST + 1))
+
+    train: int = 160_000
+    validation: int = 40_000
+    test: int = 0
+
+    p: float = 0.5
+    """Probability that a pair counts; the paper's are 0.1, 0.5 and 0.9."""
+
+    length: int = 200
+    """Pairs of a row."""
+
+    def example(self, draw: random.Random, index: int) -> Document:
+        """A row as symbols between spaces, and its sum."""
+        wanted = self.classes[index % len(self.classes)]
+        while True:
+            pairs, total = self._row(draw)
+            if total == wanted:
+                return Document((" ".join(pairs),), total)
+
+    def problem(self) -> str | None:
+        """See Task."""
+        if not 0 < self.p < 1:
+            return f"p={self.p} is no probability of both flags; set 0.1, 0.5 or 0.9"
+        if self.length * self.p < len(self.classes):
+            fewest = int(len(self.classes) / self.p) + 1
+            return f"length={self.length} has too few pairs that count; set {fewest} or more"
+        return None
+
+    def _row(self, draw: random.Random) -> tuple[list[str], int]:
+        pairs, total = [], 0
+        for _ in range(self.length):
+            counts = draw.random() < self.p
+            value = draw.choice((-1, 1))
+            if counts:
+                if abs(total + value) > LARGEST:
+                    value = -value
+                total += value
+            pairs.append(f"{'-' if value < 0 else '+'}{int(counts)}")
+        return pairs, total

@@ -1,0 +1,172 @@
+"""Every row of the Long Range Arena's and GLUE's tables starts, and does 20 steps, on data in the published form."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import lra
+from data_pipeline.generated import Task
+from megakernel.config import load
+from megakernel.evaluation import evaluate_run
+from tests import published
+from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.training_run import metrics, scalars
+from tests.unit.data.conftest import prepared
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ROWS = sorted(
+    path for family in ("lra", "glue") for path in (CONFIGS / family).glob("*/*.yaml") if path.stem != "base"
+)
+NAMES = [f"{path.parents[1].name}-{path.parent.name}-{path.stem}" for path in ROWS]
+TUNED = "glue-kl-rte-tuned"
+STEPS = 20
+MADE = {
+    "listops": "lra:listops:train=12,validation=6,test=6,min_length=5,max_length=60",
+    "pathfinder": "lra:pathfinder:train=12,validation=6,test=6,contour=4",
+}
+TOKENIZERS = {"listops": "words", "pathfinder": "pixels", "image": "pixels"}
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, Path]:
+    """Prepared folders by the name of the file that reads them."""
+    folder = tmp_path_factory.mktemp("published")
+    out: dict[str, Path] = {"pretrain": corpus}
+    for path in ROWS:
+        name, family = path.stem, path.parents[1].name
+        if name in out:
+            continue
+        if name in MADE:
+            source = MADE[name]
+        elif family == "lra":
+            source = f"lra:{name}:{published.WRITERS[f'lra:{name}'](folder / name)}"
+        else:
+            source = f"glue:{name}:{published.glue(folder / name, name)}"
+        out[name] = folder / f"{name}-prepared"
+        prepared(out[name], [source], tokenizer=TOKENIZERS.get(name, "byte"))
+    return out
+
+
+def overrides(path: Path, root: Path, corpora: dict[str, Path]) -> list[str]:
+    """What makes a row small: widths, layers and lengths, not its mechanism, head, optimizer or schedule."""
+    keys: dict[str, Any] = {
+        "run.root": root,
+        "data.train": corpora[path.stem],
+        "data.num_workers": 0,
+        "init.from": "null",
+        "model.num_layers": 1,
+        "model.head_dim": 8,
+        "model.num_heads": 2,
+        "model.hidden_size": 16,
+        "model.ffn_hidden_size": 16,
+        "model.vocab_multiple": 1,
+        "training.steps": STEPS,
+        "training.seq_len": 16,
+        "training.global_batch_size": 2,
+        "training.micro_batch_size": 2,
+        "training.log_every": 1,
+        "training.eval_samples": 4,
+        "training.device": "cpu",
+        "logging.tensorboard": "false",
+    }
+    if path.parent.name == "flurka":
+        keys["model.attention.compression.rank"] = 4
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def train_rows(rows: list[tuple[str, Path, list[str]]]) -> dict[str, list[str]]:
+    """Inside one rank: the runs one after the other; the notes of each, or its error."""
+    from megakernel.training.trainer import Trainer
+
+    notes: dict[str, list[str]] = {}
+
+    class Noted(Trainer):
+        def _note(self, text: str) -> None:
+            notes[self.config.run.name].append(text)
+
+    with cpu_mesh() as mesh:
+        for name, path, keys in rows:
+            notes[name] = []
+            try:
+                Noted(load(path, [*keys, f"run.name={name}"]), mesh).run()
+            except Exception as error:  # the other rows are to be seen all the same
+                notes[name] = [f"error: {type(error).__name__}: {error}"]
+    return notes
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def notes(root: Path, corpora: dict[str, Path]) -> dict[str, list[str]]:
+    """All rows trained, and one task tuned from the weights of the masked language model."""
+    rows = [(name, path, overrides(path, root, corpora)) for name, path in zip(NAMES, ROWS)]
+    rows.sort(key=lambda row: "pretrain" not in row[0])
+    tuned = CONFIGS / "glue" / "kl" / "rte.yaml"
+    source = f"init.from={root / 'glue-kl-pretrain'}"
+    rows.append((TUNED, tuned, [*overrides(tuned, root, corpora), source]))
+    return run_ranks(train_rows, 1, rows, timeout=280.0)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_does_its_steps(name: str, notes: dict[str, list[str]], root: Path):
+    assert not [note for note in notes[name] if note.startswith("error")]
+    lines = metrics(root / name)
+    losses = scalars(lines, "train/loss")
+    assert len(losses) == STEPS
+    assert all(
+        map(math.isfinite, [*losses, *scalars(lines, "train/grad_norm"), *scalars(lines, "eval/loss")])
+    )
+    assert not any(scalars(lines, "train/skipped_steps"))
+    has_classes = not name.endswith(("pretrain", "stsb"))
+    assert len(scalars(lines, "eval/accuracy")) == (2 if has_classes else 0)
+
+
+def test_every_task_that_is_made_has_a_row():
+    from data_pipeline.benchmark_tasks import GENERATED, READ
+
+    tasks = {f"lra:{path.stem}" for path in ROWS if path.parents[1].name == "lra"}
+    assert tasks == {*GENERATED, *READ} - {"sparsity"}
+    assert issubclass(GENERATED["lra:listops"], Task)
+
+
+def test_tuning_takes_the_encoder_and_draws_the_head(notes: dict[str, list[str]]):
+    [new] = [note for note in notes[TUNED] if "new here" in note]
+    names = new.partition(": ")[2].split(", ")
+    assert [name.partition(".")[2] for name in names] == [
+        "inner.bias",
+        "inner.weight",
+        "output.bias",
+        "output.weight",
+    ]
+    assert not [note for note in notes[TUNED] if "left out" in note]
+
+
+def test_a_regression_is_scored_by_correlations(notes: dict[str, list[str]], root: Path):
+    found = evaluate_run(root / "glue-kl-stsb")
+    assert found.accuracy is None
+    assert found.scores is not None
+    assert set(found.scores) == {"pearson", "spearman"}
+    assert found.loss == pytest.approx(scalars(metrics(root / "glue-kl-stsb"), "eval/loss")[-1], rel=1e-5)
+
+
+def test_a_table_reads_runs_that_are_done(notes: dict[str, list[str]], root: Path, corpora: dict[str, Path]):
+    path = CONFIGS / "lra" / "skyformer" / "listops.yaml"
+    keys = [*overrides(path, root, corpora), "run.name=lra-skyformer-listops"]
+    found = lra.measure(path, keys)
+    assert (found.split, found.samples, found.step) == ("test", 6, STEPS)
+    assert found.accuracy is not None
+    assert lra.row("skyformer", [found, found]).startswith(
+        f"| `skyformer` | 2 | {found.accuracy:.4f} ± 0.0000 |"
+    )
+
+
+def test_a_split_that_is_not_there_is_refused(notes: dict[str, list[str]], root: Path):
+    with pytest.raises(
+        ValueError, match=r"data\.train=.*text-prepared has no test split; prepare it with one"
+    ):
+        evaluate_run(root / "lra-kl-text", split="test")

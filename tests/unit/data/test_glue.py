@@ -1,0 +1,103 @@
+"""GLUE from files in their published form, and from the hub's."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from data_pipeline.document import Columns, Document
+from data_pipeline.glue import TASKS
+from data_pipeline.labels import read_labels
+from data_pipeline.sources import Source, open_source
+from tests import published
+from tests.unit.data.conftest import prepared
+
+EOD = 256
+LABELS = {"stsb": {0.0, 2.5, 5.0}, "mnli": {"entailment", "neutral", "contradiction"}}
+LABELS |= {task: {"entailment", "not_entailment"} for task in ("qnli", "rte")}
+
+
+def opened(spec: str) -> Source:
+    return open_source([spec], columns=Columns(), split="train", include=[])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_sentences_and_labels_of_every_task_are_found(task: str, tmp_path: Path):
+    documents = list(opened(f"glue:{task}:{published.glue(tmp_path / task, task)}"))
+    splits = TASKS[task].splits
+    assert Counter(document.split for document in documents) == dict.fromkeys(splits.values(), 6)
+    assert {document.label for document in documents} == LABELS.get(task, {0, 1})
+    for document in documents:
+        assert len(document.texts) == len(TASKS[task].texts)
+        file = next(name for name, split in splits.items() if split == document.split)
+        assert all(text.startswith(f'{file} "') for text in document.texts), "quotes are text"
+
+
+def test_two_sentences_are_one_row_with_an_end_behind_each(tmp_path: Path):
+    folder = published.glue(tmp_path / "RTE", "rte")
+    manifest = prepared(tmp_path / "out", [f"glue:rte:{folder}"])
+    assert manifest.labels is not None
+    assert (manifest.labels.documents, manifest.labels.classes) == (1, ["entailment", "not_entailment"])
+    first = next(iter(opened(f"glue:rte:{folder}")))
+    rows = IndexedDataset(str(tmp_path / "out" / "train"))  # a row is a view of its file
+    assert rows[0].tolist() == [*first.texts[0].encode(), EOD, *first.texts[1].encode(), EOD]
+
+
+def test_labels_of_a_regression_stay_numbers(tmp_path: Path):
+    manifest = prepared(tmp_path / "out", [f"glue:stsb:{published.glue(tmp_path / 'STS-B', 'stsb')}"])
+    assert manifest.labels is not None
+    assert manifest.labels.classes == []
+    labels = read_labels(tmp_path / "out", "validation")
+    assert labels.dtype == np.float32
+    assert labels.tolist() == [0.0, 2.5, 5.0] * 2
+
+
+def test_lines_that_annotators_did_not_agree_on_are_left_out(tmp_path: Path):
+    folder = published.glue(tmp_path / "MNLI", "mnli")
+    lines = (folder / "train.tsv").read_text().splitlines()
+    (folder / "train.tsv").write_text(
+        "\n".join([*lines, lines[1].rpartition("\t")[0] + "\t-", "half a line"]) + "\n"
+    )
+    source = opened(f"glue:mnli:{folder}")
+    assert Counter(document.split for document in source)["train"] == 6
+    assert source.skipped == {"no labelled sentences": 2}
+
+
+@pytest.mark.parametrize(("task", "label"), [("mnli", 2), ("stsb", 3.5)])
+def test_the_hub_has_its_own_names(task: str, label: float, tmp_path: Path):
+    form = TASKS[task]
+    card = ["---", "configs:", "- config_name: default", "  data_files:"]
+    for split in form.splits.values():
+        row = {text: f"{split} {text}" for text in form.hub_texts} | {"label": label}
+        name = form.hub_splits.get(split, split)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        card += [f"  - split: {name}", f"    path: {name}.jsonl"]
+    # By files' names alone, `datasets` would take both validation splits of MNLI for one.
+    (tmp_path / "README.md").write_text("\n".join([*card, "---", ""]))
+    documents = list(opened(f"glue:{task}:hf:{tmp_path}"))
+    assert documents == [
+        Document(tuple(f"{split} {text}" for text in form.hub_texts), label, split, True)
+        for split in form.splits.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("glue:stsb:nowhere", r"glue:stsb:nowhere has no train.tsv; give the task's folder of GLUE"),
+        ("glue:sst:x", r"--source glue:sst is no task of GLUE; choose sst2,"),
+        ("glue:rte", r"--source glue:rte needs to know where the data is"),
+    ],
+)
+def test_what_is_not_there_is_refused(spec: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        opened(spec)
+
+
+def test_files_of_another_task_are_refused(tmp_path: Path):
+    folder = published.glue(tmp_path / "RTE", "rte")
+    with pytest.raises(ValueError, match=r"train.tsv has no column 'question' among index, sentence1"):
+        list(opened(f"glue:qnli:{folder}"))

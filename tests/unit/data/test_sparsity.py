@@ -1,0 +1,54 @@
+"""The rows of the sparsity task, added up."""
+
+from collections import Counter
+from itertools import accumulate
+
+import pytest
+
+from data_pipeline.document import Columns, Document
+from data_pipeline.generated import Share, made
+from data_pipeline.sources import open_source
+from data_pipeline.sparsity import Sparsity
+
+
+@pytest.fixture(scope="module", params=[0.1, 0.5, 0.9])
+def rows(request: pytest.FixtureRequest) -> tuple[float, list[Document]]:
+    return request.param, made(Share(Sparsity(p=request.param), 5, "train", range(180)))
+
+
+def pairs(document: Document) -> list[tuple[int, int]]:
+    """v and a of each."""
+    return [({"+": 1, "-": -1}[symbol[0]], int(symbol[1:])) for symbol in document.texts[0].split(" ")]
+
+
+def test_the_label_is_the_sum_and_no_prefix_leaves_the_bounds(rows: tuple[float, list[Document]]):
+    for document in rows[1]:
+        sums = list(accumulate(value * counts for value, counts in pairs(document)))
+        assert len(sums) == 200
+        assert sums[-1] == document.label
+        assert max(map(abs, sums)) <= 4
+
+
+def test_classes_are_of_one_size(rows: tuple[float, list[Document]]):
+    assert Counter(document.label for document in rows[1]) == dict.fromkeys(range(-4, 5), 20)
+
+
+def test_the_share_of_pairs_that_count_is_the_one_asked_for(rows: tuple[float, list[Document]]):
+    p, documents = rows
+    flags = [counts for document in documents for _, counts in pairs(document)]
+    # 36,000 flags: a deviation of at most 0.0026. Choosing rows by their sum moves it far less.
+    assert sum(flags) / len(flags) == pytest.approx(p, abs=0.01)
+    ignored = [value for document in documents for value, counts in pairs(document) if not counts]
+    assert sum(ignored) / len(ignored) == pytest.approx(0.0, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("p=1.5", r"p=1.5 is no probability"),
+        ("length=12", r"length=12 has too few pairs that count; set 19 or more"),
+    ],
+)
+def test_options_that_make_nothing_are_refused(options: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        open_source([f"sparsity:{options}"], columns=Columns(), split="train", include=[])
