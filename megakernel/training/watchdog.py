@@ -74,7 +74,7 @@ class Watchdog:
         self._limit = self._start
 
     def _run(self) -> None:
-        seen, since = None, time.monotonic()
+        seen, since = self._tell(), time.monotonic()
         while not self._stopped.wait(self._tell_every):
             now = self._tell()
             if now != seen or not self._watching.is_set():
@@ -106,9 +106,12 @@ class Watchdog:
         os._exit(STALLED)
 
     def _told(self) -> dict[int, dict[str, Any]]:
+        """What each rank told last; of one that was stopped before it told anything, that it starts."""
         ranks = range(self._mesh.world_size)
+        nothing = Progress().snapshot() | {"host": "an unknown node", "beats": 0}
         return {
-            rank: json.loads(self._store.get(_key(rank))) for rank in ranks if self._store.check([_key(rank)])
+            rank: json.loads(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else nothing.copy()
+            for rank in ranks
         }
 
 

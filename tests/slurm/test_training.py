@@ -171,7 +171,7 @@ def test_an_up_training_goes_on_in_the_stage_that_was_interrupted(place):
 
 def test_an_array_prepares_a_corpus_for_each_part_of_the_text(place):
     for number in (0, 1):
-        lines = [json.dumps({"text": f"part {number} " * 40}) for _ in range(10)]
+        lines = [json.dumps({"text": f"part {number}, document {at} " * 40}) for at in range(20)]
         Path(f"part-{number}.jsonl").write_text("\n".join(lines))
     said = megakernel(
         "submit --array 0-1 --name parts --wait --json --",
