@@ -110,7 +110,9 @@ class Watchdog:
         ranks = range(self._mesh.world_size)
         nothing = Progress().snapshot() | {"host": "an unknown node", "beats": 0}
         return {
-            rank: json.loads(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else nothing.copy()
+            rank: json.loads(self._store.get(_key(rank)))
+            if self._store.check([_key(rank)])
+            else nothing.copy()
             for rank in ranks
         }
 
