@@ -14,13 +14,12 @@ import re
 import time
 from collections.abc import Callable
 from datetime import date
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.machine import description
+from benchmarks.page import add_out, description, give
 from megakernel.analysis.claims import Sizes, in_region_of_claim_1, is_long_enough, speedups
 from megakernel.attention import build
 
@@ -149,15 +148,11 @@ def report(repeats: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    add_out(parser)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     page = report(arguments.repeats)
-    if arguments.out is None:
-        print(page)
-    else:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(page, encoding="utf-8")
+    give(page, arguments.out)
 
 
 if __name__ == "__main__":

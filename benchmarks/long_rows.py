@@ -20,7 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.machine import description
+from benchmarks.page import description
 from megakernel.config import load
 
 CONFIG = Path("configs/million_token_cpu.yaml")

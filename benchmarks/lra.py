@@ -17,7 +17,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import description
+from benchmarks.page import add_out, description, give
 from benchmarks.trained import best_step, trained
 from data_pipeline.manifest import Manifest
 from megakernel.config import PRESETS, UserError, load
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over every run")
     parser.add_argument("--attention", metavar="A,B", help="presets (default: the configuration's own)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
-    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    add_out(parser)
     arguments = parser.parse_args(argv)
     presets: list[str | None] = [*arguments.attention.split(",")] if arguments.attention else [None]
     if unknown := [preset for preset in presets if preset is not None and preset not in PRESETS]:
@@ -159,11 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert first is not None
     command = f"python -m benchmarks.lra {' '.join(sys.argv[1:] if argv is None else argv)}"
     text = page(command, arguments.config, rows, first)
-    if arguments.out is None:
-        print(text)
-    else:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
+    give(text, arguments.out)
     return 0
 
 

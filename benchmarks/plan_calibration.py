@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import description
+from benchmarks.page import description
 from megakernel.analysis.planning import ASSUMED, CPU, Gpu, Job, Layout, Rates, activations
 from megakernel.analysis.planning.calibration import Held, held_bytes, kept_bytes, step_seconds
 from megakernel.analysis.planning.memory import memory

@@ -10,7 +10,6 @@ examples in data/recall; what is done is read, not repeated.
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import description
-from megakernel.config import PRESETS, Attention, Config, expand_preset, load
+from benchmarks.page import add_out, description, give
+from benchmarks.trained import curve, megakernel, trained
+from megakernel.config import PRESETS, Attention, Config, UserError, expand_preset, load
 from megakernel.evaluation.records import file_name
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tasks" / "mqar.yaml"
@@ -99,9 +99,7 @@ class Outcome:
 def prepare(plan: Plan) -> None:
     """The examples that one run reads, each once."""
     options = ["--tokenizer", "byte", "--validation-fraction", str(HELD_OUT), "--out", str(plan.data)]
-    _megakernel(
-        ["prepare", "--source", f"task:{plan.task}", "--max-documents", str(plan.documents), *options]
-    )
+    megakernel("prepare", "--source", f"task:{plan.task}", "--max-documents", str(plan.documents), *options)
 
 
 def train(plan: Plan, preset: str) -> Outcome:
@@ -111,33 +109,13 @@ def train(plan: Plan, preset: str) -> Outcome:
         f"model.attention={json.dumps(plan.attention(preset))}",
     ]
     config = plan.config(*overrides)
-    folder = config.run.folder
     laid_over = [f"data.train={plan.data}", "run.root=runs/recall", *plan.overrides, *overrides]
-    _megakernel(["pretrain", str(CONFIG), *laid_over])
+    folder = trained(CONFIG, laid_over)
     file = folder / "evaluation" / f"step_{config.training.steps}" / f"{file_name(plan.task)}.json"
     if not file.exists():
-        _megakernel(["evaluate", str(folder), "--task", plan.task, "--samples", str(EXAMPLES)])
+        megakernel("evaluate", str(folder), "--task", plan.task, "--samples", str(EXAMPLES))
     measured = json.loads(file.read_text())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Outcome(
-        preset,
-        {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line},
-        measured["accuracy"],
-        measured["loss"],
-    )
-
-
-def _megakernel(arguments: Sequence[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.cli", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode:
-        raise SystemExit(
-            f"megakernel {' '.join(arguments)} ended with status {done.returncode}\n{done.stdout}"
-        )
+    return Outcome(preset, curve(folder, "eval/loss"), measured["accuracy"], measured["loss"])
 
 
 def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
@@ -151,7 +129,6 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
         *(f"loss, step {step}" for step in steps),
         "loss of answers",
         "answers right",
-        "s/step",
     ]
     return "\n".join(
         [
@@ -184,21 +161,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    add_out(parser)
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_args(given)
     plan = Plan(arguments.pairs, arguments.block_size, arguments.rank, arguments.overrides)
-    prepare(plan)
     outcomes = []
-    for preset in arguments.only:
-        outcomes.append(found := train(plan, preset))
-        print(found.row(), flush=True)
+    try:
+        prepare(plan)
+        for preset in arguments.only:
+            outcomes.append(found := train(plan, preset))
+            print(found.row(), flush=True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     text = page(plan, outcomes, " ".join(["OMP_NUM_THREADS=1 python -m benchmarks.recall", *given]))
-    if arguments.out is None:
-        print(text)
-    else:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
+    give(text, arguments.out)
     return 0
 
 

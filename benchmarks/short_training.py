@@ -21,7 +21,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import description
+from benchmarks.page import add_out, description, give
 from megakernel.config import PRESETS, Attention, Config, ConfigError, check_same_run, expand_preset, load
 
 CONFIG = Path(__file__).with_suffix(".yaml")
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 where every run trained, and the page is written; 1 where one did not, which is named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PRESETS, default=list(PRESETS), metavar="PRESET")
-    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    add_out(parser)
     arguments = parser.parse_args(argv)
     results: list[Outcome | str] = []
     for run in runs(arguments.only):
@@ -236,11 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no page is written:", *refusals, sep="\n  ", file=sys.stderr)
         return 1
     text = page([found for found in results if isinstance(found, Outcome)])
-    if arguments.out is None:
-        print(text)
-    else:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
+    give(text, arguments.out)
     return 0
 
 

@@ -15,7 +15,7 @@ from datetime import date
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.machine import description
+from benchmarks.page import add_out, description, give
 from megakernel.analysis.pictures.run import analyze_run
 from megakernel.analysis.pictures.table import Row
 from megakernel.training.trained_run import TrainedRun
@@ -96,14 +96,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a run, such as runs/uptraining/dense")
     parser.add_argument("--samples", type=int, default=1, help="validation samples (default %(default)s)")
-    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    add_out(parser)
     arguments = parser.parse_args()
     text = page(arguments.run, arguments.samples)
-    if arguments.out is None:
-        print(text)
-    else:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
+    give(text, arguments.out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from benchmarks.machine import description
+from benchmarks.page import description
 from benchmarks.trained import curve, trained
 from megakernel.config import PRESETS, Attention, UserError, expand_preset
 

@@ -23,13 +23,16 @@ def trained(config: Path, overrides: Sequence[str]) -> Path:
         check_same_run((folder / "config.yaml").read_text(encoding="utf-8"), wanted, folder)
         if (folder / "checkpoints").is_dir() and find_checkpoint(folder).step >= wanted.training.steps:
             return folder
-    command = [sys.executable, "-m", "launch.cli", "pretrain", str(config), *overrides]
-    status = subprocess.run(command, stdout=sys.stderr).returncode
-    if status:
-        raise UserError(
-            f"{folder}: megakernel pretrain ended with status {status}; start this again to go on"
-        )
+    megakernel("pretrain", str(config), *overrides)
     return folder
+
+
+def megakernel(*arguments: str) -> None:
+    """Run a command to its end; what it prints goes to stderr. Raises UserError where it fails, which says why."""
+    status = subprocess.run([sys.executable, "-m", "launch.cli", *arguments], stdout=sys.stderr).returncode
+    if status:
+        said = " ".join(("megakernel", *arguments))
+        raise UserError(f"`{said}` ended with status {status}; start this again to go on")
 
 
 def curve(folder: Path, tag: str) -> dict[int, float]:

@@ -10,7 +10,6 @@ in runs/uptraining; what is done is read, not repeated. No page is written where
 import argparse
 import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import description
+from benchmarks.page import add_out, description, give
+from benchmarks.trained import megakernel
 from megakernel.config import Config, load
 
 DENSE = Path(__file__).with_suffix(".yaml")
@@ -30,11 +30,6 @@ VARIANTS = {
 CORPUS = Path("data/stdlib-8k")
 AGREEMENT = 1e-3
 """How far the loss of `transformers` on the exported model may be from ours, in nats."""
-
-
-def megakernel(*arguments: str) -> None:
-    """Run a command to its end."""
-    subprocess.run([sys.executable, "-m", "launch.cli", *arguments], check=True)
 
 
 def exported(dense: Config) -> Path:
@@ -109,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 where the page is written."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    add_out(parser)
     options = parser.parse_args(argv)
     began = time.monotonic()
     if not CORPUS.exists():
@@ -131,11 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     text = page(dense, theirs, reports, (time.monotonic() - began) / 60)
-    if options.out is None:
-        print(text)
-    else:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text, encoding="utf-8")
+    give(text, options.out)
     return 0
 
 

@@ -1,0 +1,32 @@
+"""What a result's page says of the machine that it was measured on, and where it goes."""
+
+import argparse
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def description() -> str:
+    """Processor, threads and versions."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return (
+        f"{processor}, {torch.get_num_threads()} thread(s) of {os.cpu_count()} cores, "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """Declare --out."""
+    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+
+
+def give(text: str, out: Path | None) -> None:
+    """Write the page to `out`, whose folder is made, or print it."""
+    if out is None:
+        print(text)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
