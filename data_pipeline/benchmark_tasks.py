@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from data_pipeline.generated import Generated, Task, task_of
+from data_pipeline.generated import Generated, Task
 from data_pipeline.glue import Glue
 from data_pipeline.lra.image import Image
 from data_pipeline.lra.listops import ListOps
@@ -11,9 +11,12 @@ from data_pipeline.lra.retrieval import Retrieval
 from data_pipeline.lra.text import Text
 from data_pipeline.sources import Source
 from data_pipeline.sparsity import Sparsity
+from data_pipeline.spec import make, options_of
 from megakernel.config.errors import UserError, nearest_first
 
-GENERATED: dict[str, type[Task]] = {task.name: task for task in (ListOps, Pathfinder, Sparsity)}
+OPTION = "--source"
+
+GENERATED: dict[str, type[Task]] = {task.NAME: task for task in (ListOps, Pathfinder, Sparsity)}
 READ: dict[str, Callable[[str], Source]] = {"lra:text": Text, "lra:retrieval": Retrieval, "lra:image": Image}
 
 
@@ -29,7 +32,8 @@ def open_benchmark(spec: str, seed: int, workers: int) -> Source:
         return Glue(task, where)
     name, rest = (family, rest) if family == "sparsity" else (f"{family}:{task}", where)
     if name in GENERATED:
-        return Generated(task_of(GENERATED[name], rest), seed, workers)
+        texts = options_of(name, rest, OPTION) if rest else {}
+        return Generated(make(GENERATED[name], name, texts, OPTION), seed, workers)
     if name not in READ:
         raise UserError(f"--source {spec} is no task; choose {nearest_first(name, (*GENERATED, *READ))}")
     if not rest:

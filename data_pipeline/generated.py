@@ -1,42 +1,42 @@
 """Labelled examples that are made, not read: each a function of (seed, split, index) alone."""
 
 import random
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import Field
 
 from data_pipeline.document import Document
 from data_pipeline.processes import in_processes
 from data_pipeline.sources import Source
-from megakernel.config.errors import UserError, nearest_first
+from megakernel.config.section import Section
 
 _CHUNK = 200
 """Examples that a process makes at a time: a second's work at most."""
 
 
-@dataclass(frozen=True)
-class Task(ABC):
+Count = Annotated[int, Field(ge=0, description="Examples of the split")]
+Some = Annotated[int, Field(ge=1, description="Examples of the split")]
+
+
+class Task(Section):
     """A kind of example, its options, and how many there are of each split."""
 
-    name: ClassVar[str]
+    NAME: ClassVar[str]
     """What `--source` calls it."""
 
-    classes: ClassVar[tuple[int, ...]]
+    CLASSES: ClassVar[tuple[int, ...]]
     """All that an example can have."""
 
-    train: int
-    validation: int
-    test: int
+    train: Some
+    validation: Count
+    test: Count
 
     @abstractmethod
     def example(self, draw: random.Random, index: int) -> Document:
         """Example `index` of a split, a function of what `draw` gives and of the index."""
-
-    @abstractmethod
-    def problem(self) -> str | None:
-        """Which options leave nothing to draw, and the remedy; None for those that do."""
 
 
 class Generated(Source):
@@ -47,14 +47,14 @@ class Generated(Source):
     def __init__(self, task: Task, seed: int, workers: int):
         """workers: processes that make them; what they make does not depend on their number."""
         super().__init__(task.train + task.validation + task.test)
-        self.classes = task.classes
+        self.classes = task.CLASSES
         self._task = task
         self._seed = seed
         self._workers = workers
 
     def describe(self) -> dict[str, Any]:
         """Name, options and seed."""
-        return {"kind": self._task.name, **asdict(self._task), "seed": self._seed}
+        return {"kind": self._task.NAME, **self._task.model_dump(mode="json"), "seed": self._seed}
 
     def _read(self) -> Iterator[Document]:
         if self._workers == 1:
@@ -80,33 +80,5 @@ class Share(NamedTuple):
 def made(share: Share) -> list[Document]:
     """The examples of a share."""
     task, seed, split, indices = share
-    draws = ((random.Random(f"{task.name}/{seed}/{split}/{index}"), index) for index in indices)
+    draws = ((random.Random(f"{task.NAME}/{seed}/{split}/{index}"), index) for index in indices)
     return [task.example(draw, index)._replace(split=split) for draw, index in draws]
-
-
-Options = TypeVar("Options", bound=Task)
-
-
-def task_of(kind: type[Options], text: str) -> Options:
-    """The task with options `key=value,...` in place of its defaults; UserError for those that it has not."""
-    types: dict[str, type[Any]] = {field.name: type(field.default) for field in fields(kind)}
-    values: dict[str, Any] = {}
-    for option in filter(None, text.split(",")):
-        key, equals, value = option.partition("=")
-        if key not in types or not equals:
-            raise UserError(
-                f"--source {kind.name}:{text}: {option!r} is no option; write KEY=VALUE with a key of "
-                f"{nearest_first(key, types)}"
-            )
-        try:
-            values[key] = types[key](value)
-        except ValueError:
-            word = "a number" if types[key] is float else "a whole number"
-            raise UserError(f"--source {kind.name}:{text}: {key}={value} is not {word}") from None
-    task = kind(**values)
-    counts = {split: getattr(task, split) for split in ("train", "validation", "test")}
-    negative = [f"{split}={count}" for split, count in counts.items() if count < (split == "train")]
-    too_few = f"{negative[0]} is too few; give train=1 or more, other splits 0 or more" if negative else None
-    if problem := too_few or task.problem():
-        raise UserError(f"--source {kind.name}:{text}: {problem}")
-    return task

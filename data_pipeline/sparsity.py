@@ -10,49 +10,48 @@ is linear in three bits.
 """
 
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import ClassVar
 
+from pydantic import Field
+
 from data_pipeline.document import Document
-from data_pipeline.generated import Task
+from data_pipeline.generated import Count, Some, Task
+from megakernel.config.errors import Problem
 
 LARGEST = 4
 """Largest prefix sum, either sign."""
 
 
-@dataclass(frozen=True)
 class Sparsity(Task):
     """Rows of `length` pairs; the paper has 200,000 of them for each probability, a fifth held out."""
 
-    name: ClassVar[str] = "sparsity"
-    classes: ClassVar[tuple[int, ...]] = tuple(range(-LARGEST, LARGEST + 1))
+    NAME: ClassVar[str] = "sparsity"
+    CLASSES: ClassVar[tuple[int, ...]] = tuple(range(-LARGEST, LARGEST + 1))
 
-    train: int = 160_000
-    validation: int = 40_000
-    test: int = 0
+    train: Some = 160_000
+    validation: Count = 40_000
+    test: Count = 0
 
-    p: float = 0.5
+    p: float = Field(default=0.5, gt=0, lt=1)
     """Probability that a pair counts; the paper's are 0.1, 0.5 and 0.9."""
 
-    length: int = 200
+    length: int = Field(default=200, ge=1)
     """Pairs of a row."""
 
     def example(self, draw: random.Random, index: int) -> Document:
         """A row as symbols between spaces, and its sum."""
-        wanted = self.classes[index % len(self.classes)]
+        wanted = self.CLASSES[index % len(self.CLASSES)]
         while True:
             pairs, total = self._row(draw)
             if total == wanted:
                 return Document((" ".join(pairs),), total)
 
-    def problem(self) -> str | None:
-        """See Task."""
-        if not 0 < self.p < 1:
-            return f"p={self.p} is no probability of both flags; set 0.1, 0.5 or 0.9"
-        if self.length * self.p < len(self.classes):
-            fewest = int(len(self.classes) / self.p) + 1
-            return f"length={self.length} has too few pairs that count; set {fewest} or more"
-        return None
+    def problems(self) -> Iterator[Problem]:
+        """Rows whose sums seldom reach the outer classes."""
+        if self.length * self.p < len(self.CLASSES):
+            fewest = int(len(self.CLASSES) / self.p) + 1
+            yield Problem("length", self.length, "has too few pairs that count", f"set {fewest} or more")
 
     def _row(self, draw: random.Random) -> tuple[list[str], int]:
         pairs, total = [], 0

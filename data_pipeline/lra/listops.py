@@ -8,11 +8,14 @@ around every argument, are stripped there when they are read, and never written 
 """
 
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import ClassVar
 
+from pydantic import Field
+
 from data_pipeline.document import Document
-from data_pipeline.generated import Task
+from data_pipeline.generated import Count, Some, Task
+from megakernel.config.errors import Problem
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 """Least, greatest, median (of an even number the mean of the middle two, rounded down), and sum modulo 10."""
@@ -25,27 +28,26 @@ class _TooLongError(Exception):
     """The expression has passed the bound."""
 
 
-@dataclass(frozen=True)
 class ListOps(Task):
     """Expressions of `min_length` < tokens < `max_length`."""
 
-    name: ClassVar[str] = "lra:listops"
-    classes: ClassVar[tuple[int, ...]] = tuple(range(10))
+    NAME: ClassVar[str] = "lra:listops"
+    CLASSES: ClassVar[tuple[int, ...]] = tuple(range(10))
 
-    train: int = 96_000
-    validation: int = 2_000
-    test: int = 2_000
+    train: Some = 96_000
+    validation: Count = 2_000
+    test: Count = 2_000
 
-    min_length: int = 500
+    min_length: int = Field(default=500, ge=0)
     """Tokens that an expression has more than."""
 
-    max_length: int = 2_000
+    max_length: int = Field(default=2_000, ge=1)
     """Tokens that it has fewer than."""
 
-    max_depth: int = 10
+    max_depth: int = Field(default=10, ge=1)
     """Depth, counted from 1 at the root, whose nodes are digits."""
 
-    max_args: int = 10
+    max_args: int = Field(default=10, ge=2)
     """Most arguments of an operator; the fewest are 2."""
 
     def example(self, draw: random.Random, index: int) -> Document:
@@ -59,18 +61,18 @@ class ListOps(Task):
             if len(tokens) > self.min_length:
                 return Document((" ".join(tokens),), value)
 
-    def problem(self) -> str | None:
-        """See Task."""
-        if self.max_args < 2:
-            return f"max_args={self.max_args} gives operators too little; set 2 or more"
+    def problems(self) -> Iterator[Problem]:
+        """Lengths that no expression has."""
         longest = 1
         for _ in range(1, self.max_depth):
             longest = 2 + self.max_args * longest
         if longest <= self.min_length:
-            return f"min_length={self.min_length} is more than depth {self.max_depth} reaches; set less than {longest}"
+            reason = f"is more than depth {self.max_depth} reaches"
+            yield Problem("min_length", self.min_length, reason, f"set less than {longest}")
         if self.max_length - self.min_length < 10:
-            return f"max_length={self.max_length} leaves too few lengths; set {self.min_length + 10} or more"
-        return None
+            yield Problem(
+                "max_length", self.max_length, "leaves too few lengths", f"set {self.min_length + 10} or more"
+            )
 
     def _grow(self, draw: random.Random, tokens: list[str], depth: int) -> int:
         """Append a node's symbols and return its value."""

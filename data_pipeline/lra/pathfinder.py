@@ -17,13 +17,14 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import ClassVar, NamedTuple
 
+from pydantic import Field
+
 from data_pipeline.document import Document
-from data_pipeline.generated import Task
+from data_pipeline.generated import Count, Some, Task
 
 SIZE = 32
 """Pixels of a side."""
@@ -47,27 +48,26 @@ Point = tuple[float, float]
 """y and x, in pixels."""
 
 
-@dataclass(frozen=True)
 class Pathfinder(Task):
     """Pictures of two contours; every other one has its discs on the same."""
 
-    name: ClassVar[str] = "lra:pathfinder"
-    classes: ClassVar[tuple[int, ...]] = (0, 1)
+    NAME: ClassVar[str] = "lra:pathfinder"
+    CLASSES: ClassVar[tuple[int, ...]] = (0, 1)
 
-    train: int = 160_000
-    validation: int = 20_000
-    test: int = 20_000
+    train: Some = 160_000
+    validation: Count = 20_000
+    test: Count = 20_000
 
-    contour: int = 14
+    contour: int = Field(default=14, ge=2, le=16)
     """Dashes of each of the two contours."""
 
-    distractors: int = 5
+    distractors: int = Field(default=5, ge=0)
     """Other contours, where they find room."""
 
-    distractor: int = 4
+    distractor: int = Field(default=4, ge=1)
     """Dashes of each."""
 
-    seed_distance: int = 7
+    seed_distance: int = Field(default=7, ge=5, le=10)
     """Pixels between the first tips of the two contours."""
 
     def example(self, draw: random.Random, index: int) -> Document:
@@ -80,16 +80,6 @@ class Pathfinder(Task):
         cells = [cell for contour in (*pair, *others) for cell in contour.cells]
         gray = _picture(cells, (pair[start].tips[0], pair[end].tips[1]))
         return Document(("".join(map(chr, gray)),), label)
-
-    def problem(self) -> str | None:
-        """See Task."""
-        if not 2 <= self.contour <= 16:
-            return f"contour={self.contour} is no contour of 32 x 32 pixels; set 2 to 16"
-        if not 5 <= self.seed_distance <= 10:
-            return f"seed_distance={self.seed_distance} leaves two contours no room; set 5 to 10"
-        if self.distractors < 0 or self.distractor < 1:
-            return "distractors cannot be fewer than 0, nor their dashes fewer than 1"
-        return None
 
     def _pair(self, draw: random.Random) -> "tuple[_Contour, _Contour]":
         """The two contours, dash by dash in turn; one that is stuck loses a few dashes, both begin anew after many."""

@@ -8,6 +8,7 @@ from typing import Any
 from data_pipeline.answers import encode_answered
 from data_pipeline.document import Document
 from data_pipeline.sources import Source
+from data_pipeline.spec import kind_of, make, split
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.errors import UserError
 
@@ -15,7 +16,6 @@ from . import TASKS
 from .example import Example
 from .filler import Filler, Passages, sentences
 from .haystack import Haystack
-from .spec import kind_of, make, split
 from .task import TRAINING, Task
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from data_pipeline.spec import check_known, kind_of, make, split
 from data_pipeline.synthetic import TASKS
-from data_pipeline.synthetic.spec import check_known, kind_of, make, split
 from megakernel.config import UserError
 from megakernel.config.section import Section
 

@@ -45,7 +45,7 @@ def test_the_share_of_pairs_that_count_is_the_one_asked_for(rows: tuple[float, l
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ("p=1.5", r"p=1.5 is no probability"),
+        ("p=1.5", r"p=1.5 should be less than 1"),
         ("length=12", r"length=12 has too few pairs that count; set 19 or more"),
     ],
 )

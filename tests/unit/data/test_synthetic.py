@@ -8,10 +8,10 @@ import pytest
 
 from data_pipeline import tokenizers
 from data_pipeline.answers import encode_answered
+from data_pipeline.spec import kind_of, make, split
 from data_pipeline.synthetic import EVALUATION, TASKS, TRAINING, Example
 from data_pipeline.synthetic.filler import SENTENCES, Passages, sentences
 from data_pipeline.synthetic.source import TaskSource, count_tokens
-from data_pipeline.synthetic.spec import kind_of, make, split
 
 OPTIONS = {
     "needle": "needle:needles=3",

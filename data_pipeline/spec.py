@@ -17,15 +17,22 @@ def split(spec: str, option: str) -> tuple[str, dict[str, str]]:
     option: what the spec was given to, for errors. Raises UserError for what is no `key=value`.
     """
     name, colon, rest = spec.partition(":")
+    return name, options_of(name, rest, option) if colon else {}
+
+
+def options_of(name: str, text: str, option: str) -> dict[str, str]:
+    """The text of each option of a task, of `key=value,...` behind its name. Raises UserError as `split` does."""
     texts: dict[str, str] = {}
-    for item in rest.split(",") if colon else ():
-        key, equals, text = item.partition("=")
-        if not (key and equals and text):
-            raise UserError(f"{option} {spec}: {item!r} is no key=value; write {name}:key=value,key=value")
+    for item in text.split(","):
+        key, equals, value = item.partition("=")
+        if not (key and equals and value):
+            raise UserError(
+                f"{option} {name}:{text}: {item!r} is no key=value; write {name}:key=value,key=value"
+            )
         if key in texts:
-            raise UserError(f"{option} {spec}: {key} is written twice; keep one of them")
-        texts[key] = text
-    return name, texts
+            raise UserError(f"{option} {name}:{text}: {key} is written twice; keep one of them")
+        texts[key] = value
+    return texts
 
 
 def kind_of(name: str, kinds: Mapping[str, type[S]], option: str) -> type[S]:
