@@ -7,7 +7,6 @@ import torch
 
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
-from data_pipeline.order import Share
 from data_pipeline.packing import packing_table
 from megakernel.analysis.flops import training_flops_per_token
 from megakernel.config import Config, Masking, RunFailed
@@ -29,6 +28,7 @@ from .model_settings import model_settings
 from .observed import Observed
 from .profiler import Profiler, kept_when_memory_runs_out
 from .ranks import Ranks
+from .reading import reading
 from .resume import resume, start_from_weights
 from .run_folder import RunFolder
 from .schedule import learning_rate
@@ -55,11 +55,9 @@ class Trainer:
         for change in changes:
             self._note(f"{change.key} was {change.recorded!r} and is now {change.wanted!r}")
         self.folder.keep_tokenizer(self.corpora.tokenizer_folder, self.corpora.tokenizer_hash)
-        share = Share(mesh.dp.rank, mesh.dp.size, mesh.cp.rank, mesh.cp.size)
-        places: dict[str, Any] = {"builds_index": mesh.rank == 0, "barrier": mesh.barrier}
-        self.batches = TrainingBatches(config, self.corpora, share, **places)
+        self.batches = TrainingBatches(config, self.corpora, **reading(mesh))
         evaluates = config.training.eval_samples > 0
-        self.validation = ValidationBatches(config, self.corpora, share, **places) if evaluates else None
+        self.validation = ValidationBatches(config, self.corpora, **reading(mesh)) if evaluates else None
         settings = model_settings(config, mesh, self.corpora.vocab_size)
         self.engine = Engine(config, settings, model_maker(config, self.ranks))
         self.work = LocalWork(self.engine.engine.module, mesh)

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import ValidationBatches
-from data_pipeline.order import Share
 from megakernel.config import Config, Model
 from megakernel.model import LanguageModel
 from megakernel.model.stream import Stream
 from megakernel.parallel import Mesh
 from megakernel.training.dtypes import DTYPES
 from megakernel.training.model_settings import model_settings
+from megakernel.training.reading import reading
 from megakernel.training.streams import means, streams
 from megakernel.training.weight_source import WeightSource
 
@@ -24,11 +24,7 @@ class Validation:
         self.config, self.mesh = config, mesh
         self.corpora = Corpora(config.data, validation=True)
         self.settings = model_settings(config, mesh, self.corpora.vocab_size)
-        share = Share(mesh.dp.rank, mesh.dp.size, mesh.cp.rank, mesh.cp.size)
-        batches = ValidationBatches(
-            config, self.corpora, share, builds_index=mesh.rank == 0, barrier=mesh.barrier
-        )
-        self._batches = list(batches)
+        self._batches = list(ValidationBatches(config, self.corpora, **reading(mesh)))
         self._streams: dict[int, list[Stream]] = {}
 
     def model(self, model: Model, source: WeightSource) -> LanguageModel:
