@@ -1,9 +1,10 @@
-"""Which mechanisms find a value again: multi-query associative recall, trained on answers alone.
+"""Which mechanisms find again what is asked for: associative recall, or another task, trained on answers alone.
 
     OMP_NUM_THREADS=1 python -m benchmarks.recall --out benchmarks/results/recall_cpu.md
+    OMP_NUM_THREADS=1 python -m benchmarks.recall --task passkey:digits=1 --out benchmarks/results/passkey_cpu.md
 
 Each mechanism is trained by `megakernel pretrain configs/tasks/mqar.yaml` on examples that `megakernel prepare
---source task:mqar` makes, each seen once, and measured by `megakernel evaluate --task mqar` on others. What is
+--source task:NAME` makes, each seen once, and measured by `megakernel evaluate --task NAME` on others. What is
 `section.key=value` on the command line is laid over the configuration of all of them. Runs lie in runs/recall,
 examples in data/recall; what is done is read, not repeated.
 """
@@ -37,7 +38,9 @@ EXAMPLES = 512
 class Plan:
     """What all mechanisms are trained on."""
 
-    pairs: int
+    of: str
+    """The task without its length, which is training.seq_len: `mqar:pairs=8`."""
+
     block_size: int
     rank: int
     overrides: list[str]
@@ -49,7 +52,8 @@ class Plan:
     @property
     def task(self) -> str:
         """What `--task` and `--source task:` are given."""
-        return f"mqar:pairs={self.pairs},length={load(CONFIG, self.overrides).training.seq_len}"
+        more = "," if ":" in self.of else ":"
+        return f"{self.of}{more}length={load(CONFIG, self.overrides).training.seq_len}"
 
     @property
     def documents(self) -> int:
@@ -132,17 +136,16 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
     ]
     return "\n".join(
         [
-            "# Multi-query associative recall by mechanism",
+            f"# {plan.of.partition(':')[0]} by mechanism",
             "",
             f"`{command}`, {date.today().isoformat()}, {description()}.",
             "",
-            f"`{plan.task}`: {plan.pairs} pairs of a key and a value, then each key asks for its value. "
-            f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, {training.steps} steps of "
+            f"`{plan.task}` ([what that is](../../docs/evaluation.md#tasks-that-are-made-here)). {model.num_layers} "
+            f"layers x {model.hidden_size}, {model.num_heads} heads, {training.steps} steps of "
             f"{training.global_batch_size} examples, {training.dtype}, learning rate {config.optimizer.lr:g}, one "
             f"seed. FLuRKA has blocks of {plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, "
-            "counts answers alone; one of 26 values at random costs 3.26 nats and is right in 3.8 % of the cases. "
-            f"Losses by step are of held-out examples, the last ones and the share of right answers of {EXAMPLES} "
-            "others.",
+            f"counts answers alone. Losses by step are of held-out examples, the last ones and the share of right "
+            f"answers of {EXAMPLES} others.",
             "",
             f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
             *(found.row() for found in outcomes),
@@ -158,13 +161,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="section.key=value", help="over configs/tasks/mqar.yaml"
     )
     parser.add_argument("--only", nargs="+", choices=PRESETS, default=MECHANISMS, metavar="PRESET")
-    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--task", default="mqar:pairs=8", metavar="NAME[:key=value,...]")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rank", type=int, default=4)
     add_out(parser)
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_args(given)
-    plan = Plan(arguments.pairs, arguments.block_size, arguments.rank, arguments.overrides)
+    plan = Plan(arguments.task, arguments.block_size, arguments.rank, arguments.overrides)
     outcomes = []
     try:
         prepare(plan)

@@ -11,7 +11,6 @@ PNG.
 import argparse
 import csv
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.page import description
-from benchmarks.trained import curve, trained
+from benchmarks.trained import curve, megakernel, trained
 from megakernel.config import PRESETS, Attention, UserError, expand_preset
 
 CONFIG = Path(__file__).with_suffix(".yaml")
@@ -46,10 +45,7 @@ def data(p: float, folder: Path, options: str) -> Path:
     """The prepared rows of one sparsity."""
     out = folder / f"p{p}"
     source = f"sparsity:p={p}" + (f",{options}" if options else "")
-    command = ["prepare", "--source", source, "--tokenizer", "words", "--out", str(out)]
-    status = subprocess.run([sys.executable, "-m", "launch.cli", *command], stdout=sys.stderr).returncode
-    if status:
-        raise UserError(f"megakernel {' '.join(command)} ended with status {status}")
+    megakernel("prepare", "--source", source, "--tokenizer", "words", "--out", str(out))
     return out
 
 
