@@ -4,7 +4,8 @@ import ctypes
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,21 +18,29 @@ FLUSHED = 2**28
 
 Run = Callable[[], Any]
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
-"""Of glibc's mallopt."""
+_MALLOC = {-1: (2**31 - 1, 2**17), -2: (2**28, 0), -4: (0, 2**16)}
+"""glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_MAX: values to keep what is freed, and those it begins with."""
 
 
-def keep_freed_memory() -> bool:
-    """Let this process keep what it frees, as a GPU's allocator does; whether its libc can.
+@contextmanager
+def keeping_freed_memory() -> Iterator[None]:
+    """Let this process keep what it frees, as a GPU's allocator does, where its libc can.
 
     Otherwise a run pays for new pages of the system where its tensors are large, and not where they are small: what
     a doubling of the length costs would then say more about malloc than about the computation.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    libc = ctypes.CDLL(None)
-    wanted = {_TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 2**28, _MMAP_MAX: 0}
-    return hasattr(libc, "mallopt") and all(libc.mallopt(option, value) for option, value in wanted.items())
+    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    if libc is None or not hasattr(libc, "mallopt"):
+        yield
+        return
+    for option, (kept, _) in _MALLOC.items():
+        libc.mallopt(option, kept)
+    try:
+        yield
+    finally:
+        for option, (_, usual) in _MALLOC.items():
+            libc.mallopt(option, usual)
+        libc.malloc_trim(0)
 
 
 def median(run: Run, device: torch.device, repeats: int, patience: float) -> float:

@@ -12,7 +12,7 @@ from megakernel.config import RunFailed
 from . import memory
 from .cases import Case
 from .check import Verdict, check
-from .clock import keep_freed_memory, median
+from .clock import keeping_freed_memory, median
 from .contenders import CONTENDERS, Contender
 from .cost import needed
 from .machine import Machine, measured
@@ -70,9 +70,15 @@ def survey(
 
     Raises RunFailed where one of ours is wrong.
     """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cpu":
-        keep_freed_memory()
+        with keeping_freed_memory():
+            return _survey(suite, device, torch.float32, repeats, progress)
+    return _survey(suite, device, torch.bfloat16, repeats, progress)
+
+
+def _survey(
+    suite: Suite, device: torch.device, dtype: torch.dtype, repeats: int, progress: Callable[[str], object]
+) -> Survey:
     progress("the device's limits")
     result = Survey(suite, measured(device, dtype), dtype, repeats)
     for case in suite.cases:
