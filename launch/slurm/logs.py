@@ -70,8 +70,8 @@ class LogReader:
         return bool(files)
 
     def show_new(self) -> None:
-        """Print what was written since."""
-        for file in log_files(self._run, self._choice):
+        """Print what was written since, by a start that has ended meanwhile too."""
+        for file in dict.fromkeys([*self._places, *log_files(self._run, self._choice)]):
             for line in self._new_lines(file):
                 self._print(file, line)
         sys.stdout.flush()
