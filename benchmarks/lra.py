@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", metavar="A,B", help="presets (default: the configuration's own)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
     add_out(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     presets: list[str | None] = [*arguments.attention.split(",")] if arguments.attention else [None]
     if unknown := [preset for preset in presets if preset is not None and preset not in PRESETS]:
         parser.error(f"--attention {unknown[0]} is no preset; choose {', '.join(PRESETS)}")

@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=4)
     add_out(parser)
     given = sys.argv[1:] if argv is None else list(argv)
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_intermixed_args(given)
     plan = Plan(arguments.task, arguments.block_size, arguments.rank, arguments.overrides)
     outcomes = []
     try:

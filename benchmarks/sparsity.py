@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, required=True, help="the page, beside which CSV and PNG are written"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     presets = arguments.attention.split(",")
     if unknown := [preset for preset in presets if preset not in PRESETS]:
         parser.error(f"--attention {unknown[0]} is no preset; choose {', '.join(PRESETS)}")
