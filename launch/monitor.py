@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from launch.run_arguments import add_root_argument
 from launch.run_progress import RunProgress
 from launch.slurm.errors import NotFound, SlurmRefused
 from launch.slurm.job_folder import JobFolder
@@ -32,13 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="folders of runs, or names under --root (default: all runs there, also those to come)",
     )
-    parser.add_argument(
-        "--root",
-        type=Path,
-        default=Path("runs"),
-        metavar="DIR",
-        help="folder of all runs (default %(default)s)",
-    )
+    add_root_argument(parser)
     parser.add_argument("--once", action="store_true", help="print the table once, without TensorBoard")
     parser.add_argument("--no-tensorboard", action="store_true", help="show the table alone")
     parser.add_argument("--host", default="localhost", help="address to serve on (default %(default)s)")

@@ -16,6 +16,11 @@ def add_job_run_arguments(parser: argparse.ArgumentParser, optional: bool = Fals
     """Declare RUN of commands that look after submitted runs, and where their folders are."""
     text = "a submitted run: its folder, its name under --root, or the id of one of its jobs"
     parser.add_argument("run", metavar="RUN", nargs="?" if optional else None, help=text)
+    add_root_argument(parser)
+
+
+def add_root_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare where the folders of runs are."""
     parser.add_argument(
         "--root",
         type=Path,
