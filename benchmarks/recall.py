@@ -41,6 +41,9 @@ class Plan:
     of: str
     """The task without its length, which is training.seq_len: `mqar:pairs=8`."""
 
+    tokenizer: str
+    """As `megakernel prepare --tokenizer` takes it."""
+
     block_size: int
     rank: int
     overrides: list[str]
@@ -65,7 +68,7 @@ class Plan:
     @property
     def name(self) -> str:
         """Of the examples, and the beginning of the runs' names: runs of other lengths read other examples."""
-        return f"{file_name(self.task)}-{self.documents}"
+        return f"{file_name(self.task)}-{file_name(self.tokenizer)}-{self.documents}"
 
     @property
     def data(self) -> Path:
@@ -102,7 +105,7 @@ class Outcome:
 
 def prepare(plan: Plan) -> None:
     """The examples that one run reads, each once."""
-    options = ["--tokenizer", "byte", "--validation-fraction", str(HELD_OUT), "--out", str(plan.data)]
+    options = ["--tokenizer", plan.tokenizer, "--validation-fraction", str(HELD_OUT), "--out", str(plan.data)]
     megakernel("prepare", "--source", f"task:{plan.task}", "--max-documents", str(plan.documents), *options)
 
 
@@ -140,12 +143,12 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
             "",
             f"`{command}`, {date.today().isoformat()}, {description()}.",
             "",
-            f"`{plan.task}` ([what that is](../../docs/evaluation.md#tasks-that-are-made-here)). {model.num_layers} "
-            f"layers x {model.hidden_size}, {model.num_heads} heads, {training.steps} steps of "
-            f"{training.global_batch_size} examples, {training.dtype}, learning rate {config.optimizer.lr:g}, one "
-            f"seed. FLuRKA has blocks of {plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, "
-            f"counts answers alone. Losses by step are of held-out examples, the last ones and the share of right "
-            f"answers of {EXAMPLES} others.",
+            f"`{plan.task}` ([what that is](../../docs/evaluation.md#tasks-that-are-made-here)), tokenizer "
+            f"`{plan.tokenizer}`. {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
+            f"{training.steps} steps of {training.global_batch_size} examples, {training.dtype}, learning rate "
+            f"{config.optimizer.lr:g}, one seed. FLuRKA has blocks of {plan.block_size} tokens with {plan.rank} "
+            f"landmarks each. The loss, in nats, counts answers alone. Losses by step are of held-out examples, "
+            f"the last ones and the share of right answers of {EXAMPLES} others.",
             "",
             f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
             *(found.row() for found in outcomes),
@@ -162,12 +165,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", nargs="+", choices=PRESETS, default=MECHANISMS, metavar="PRESET")
     parser.add_argument("--task", default="mqar:pairs=8", metavar="NAME[:key=value,...]")
+    parser.add_argument("--tokenizer", default="byte", metavar="SPEC", help="byte, bpe:SIZE or words")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rank", type=int, default=4)
     add_out(parser)
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_intermixed_args(given)
-    plan = Plan(arguments.task, arguments.block_size, arguments.rank, arguments.overrides)
+    plan = Plan(
+        arguments.task, arguments.tokenizer, arguments.block_size, arguments.rank, arguments.overrides
+    )
     outcomes = []
     try:
         prepare(plan)

@@ -125,6 +125,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text; special tokens spelled out in a text are ordinary text."""
+        if not texts:  # of which `transformers` makes an IndexError
+            return []
         return self._tokenizer(
             texts,
             add_special_tokens=False,

@@ -1,6 +1,6 @@
 """A task's examples as documents that `prepare` writes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from .task import TRAINING, Task
 class TaskSource(Source):
     """The examples of a task one after the other, without end.
 
-    Until `encoded_by` has said what their length is counted in, a character is a token.
+    What is read before `encoded_by` has said what their length is counted in is for training a tokenizer.
     """
 
     endless = True
@@ -46,16 +46,15 @@ class TaskSource(Source):
 
     def _read(self) -> Iterator[Document]:
         for index in count():
-            example = self._task.example(TRAINING, index, self._filler, self._tokens)
+            example = self._task.example(TRAINING, index, self._filler, counter(self._tokenizer))
             yield Document((example.text,), answers=example.answers)
 
-    def _tokens(self, example: Example) -> int:
-        return count_tokens(self._tokenizer, example) if self._tokenizer else len(example.text)
 
-
-def count_tokens(tokenizer: Tokenizer, example: Example) -> int:
-    """Tokens of an example without the document's end."""
-    return len(encode_answered(tokenizer, example.text, example.answers).tokens)
+def counter(tokenizer: Tokenizer | None) -> Callable[[Example], int] | None:
+    """Counts the tokens of an example without the document's end; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return lambda example: len(encode_answered(tokenizer, example.text, example.answers).tokens)
 
 
 def open_filler(task: Task) -> Filler:

@@ -1,13 +1,13 @@
 """What all tasks have: a length, a seed, and examples that are functions of (seed, index)."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
 
-from megakernel.config.errors import Problem, UserError
+from megakernel.config.errors import UserError
 from megakernel.config.section import Section
 
 from .example import Example
@@ -17,6 +17,9 @@ TRAINING, EVALUATION = 0, 1
 """Streams of examples of one seed: what is trained on is not measured."""
 
 _TRIES = 8
+
+_CHARACTERS_PER_TOKEN = 4
+"""Of the texts that a tokenizer is trained on: enough that all parts of an example stand in them."""
 
 
 class Task(Section):
@@ -40,19 +43,20 @@ class Task(Section):
     def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
         """Example `index` in exactly so many characters, `shortest` or more."""
 
-    def problems(self) -> Iterator[Problem]:
-        """A length that the question and its answers do not fit."""
-        if self.length <= self.shortest:
-            reason = f"has no room for a {self.NAME} example of these options"
-            yield Problem("length", self.length, reason, f"set {self.shortest + 1} or more")
-
-    def example(self, stream: int, index: int, filler: Filler, count: Callable[[Example], int]) -> Example:
+    def example(
+        self, stream: int, index: int, filler: Filler, count: Callable[[Example], int] | None
+    ) -> Example:
         """Example `index` of a stream, a function of (seed, stream, index) for one tokenizer.
 
         count: tokens of an example without the document's end. They fit `length`: with a token per character they
-        fill it, with other tokenizers a few tries bring them near. Raises UserError where they do not fit.
+        fill it, with other tokenizers a few tries bring them near. None where no tokenizer is known yet, because it
+        is trained on the example: a few characters are a token then. Raises UserError where they do not fit.
         """
-        room, characters = self.length - 1, self.length - 1
+        room = self.length - 1
+        characters = max(room, self.shortest)
+        if count is None:
+            rng = np.random.default_rng((self.seed, stream, index))
+            return self.write(rng, index, max(_CHARACTERS_PER_TOKEN * room, self.shortest), filler)
         fits = None
         for _ in range(_TRIES):
             rng = np.random.default_rng((self.seed, stream, index))
@@ -69,7 +73,7 @@ class Task(Section):
             characters = following
         if fits is None:
             raise UserError(
-                f"length={self.length} has no room for a {self.NAME} example in this tokenizer's tokens; "
-                f"set length={2 * self.length} or more"
+                f"{self.NAME}:length={self.length} has no room for an example of these options; "
+                f"set length={tokens + 1} or more"
             )
         return fits

@@ -13,7 +13,7 @@ from data_pipeline.synthetic import EVALUATION, Example
 from data_pipeline.synthetic import Task as Examples
 from data_pipeline.synthetic.filler import Filler, Passages
 from data_pipeline.synthetic.haystack import Haystack
-from data_pipeline.synthetic.source import count_tokens, open_filler
+from data_pipeline.synthetic.source import counter, open_filler
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import UserError
 
@@ -41,7 +41,9 @@ class AnswersTask:
         return any(isinstance(task, Haystack) and task.filler == VALIDATION for task in self.at_lengths)
 
     def check(self, source: Source) -> None:
-        """UserError for an encoder, no samples, rows that learned positions do not reach, and an unreadable filler."""
+        """UserError for an encoder, no samples, lengths too long for learned positions or too short for an example, and
+        an unreadable filler.
+        """
         kind = source.config.model.kind
         if not source.config.model.is_causal:
             raise UserError(
@@ -54,8 +56,7 @@ class AnswersTask:
             )
         for task in self.at_lengths:
             check_positions(source.config, task.length, f"--task {self.spec}: length")
-        if not self.reads_text:
-            open_filler(self.at_lengths[0])
+            task.example(EVALUATION, 0, _filler(task, source), counter(source.tokenizer))
 
     def measure(self, subject: Subject, progress: Progress) -> "AnswerCounts":
         """Accuracy and loss by length and depth."""
@@ -83,9 +84,9 @@ class AnswersTask:
         return -(-self.samples // depths) * depths
 
 
-def _filler(task: Examples, subject: Subject) -> Filler:
+def _filler(task: Examples, source: Source) -> Filler:
     if isinstance(task, Haystack) and task.filler == VALIDATION:
-        return Passages(_texts(subject.text, subject.tokenizer, 4 * task.length), VALIDATION)
+        return Passages(_texts(source.text, source.tokenizer, 4 * task.length), VALIDATION)
     return open_filler(task)
 
 
@@ -108,7 +109,7 @@ def _measure(
     rows = rows_per_pass(subject.config, task.length)
     for start in range(0, size, rows):
         examples = [
-            task.example(EVALUATION, index, filler, lambda example: count_tokens(subject.tokenizer, example))
+            task.example(EVALUATION, index, filler, counter(subject.tokenizer))
             for index in range(start, min(start + rows, size))
         ]
         for example, found in zip(examples, _scored(subject, examples)):

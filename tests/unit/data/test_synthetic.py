@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 
 import pytest
 
@@ -11,7 +12,7 @@ from data_pipeline.answers import encode_answered
 from data_pipeline.spec import kind_of, make, split
 from data_pipeline.synthetic import EVALUATION, TASKS, TRAINING, Example
 from data_pipeline.synthetic.filler import SENTENCES, Passages, sentences
-from data_pipeline.synthetic.source import TaskSource, count_tokens
+from data_pipeline.synthetic.source import TaskSource, counter
 
 OPTIONS = {
     "needle": "needle:needles=3",
@@ -155,12 +156,30 @@ def test_a_length_is_counted_in_the_tokens_of_any_tokenizer(spec: str):
     tokenizer = tokenizers.train_bpe(iter(SENTENCES), 300)
     made = task(spec)
     for index in range(5):
-        found = made.example(TRAINING, index, sentences, lambda one: count_tokens(tokenizer, one))
+        found = made.example(TRAINING, index, sentences, counter(tokenizer))
         encoded = encode_answered(tokenizer, found.text, found.answers)
         assert 0.9 * made.length < len(encoded.tokens) < made.length
         assert [tokenizer.decode(encoded.tokens[a:b]) for a, b in encoded.answers] == answers(found)
         flagged = [token for token, flag in zip(encoded.tokens, encoded.scored()) if flag]
         assert tokenizer.decode(flagged) == "".join(answers(found))
+
+
+def test_fewer_tokens_than_characters_are_enough_for_a_tokenizer_of_words():
+    documents = islice(TaskSource.named("passkey:length=64"), 50)  # no tokenizer is known yet
+    tokenizer = tokenizers.train_bpe((document.texts[0] for document in documents), 600)
+    found = task("passkey:length=64").example(TRAINING, 0, sentences, counter(tokenizer))
+    assert len(found.text) > 160  # with some filler
+    assert 55 < counter(tokenizer)(found) < 64
+
+
+@pytest.mark.parametrize("spec", ["mqar:pairs=8,length=32", "passkey:length=100"])
+def test_a_length_without_room_is_refused_with_one_that_has_it(spec: str):
+    count = counter(tokenizers.ByteTokenizer())
+    with pytest.raises(ValueError, match="has no room for an example of these options") as raised:
+        task(spec).example(TRAINING, 0, sentences, count)
+    enough = int(str(raised.value).split("set length=")[1].split()[0])
+    found = task(f"{spec.partition('length=')[0]}length={enough}").example(TRAINING, 0, sentences, count)
+    assert count(found) == enough - 1
 
 
 @pytest.mark.parametrize(
@@ -173,11 +192,6 @@ def test_a_length_is_counted_in_the_tokens_of_any_tokenizer(spec: str):
         ("mqar:pairs=many", "--task mqar.pairs=many "),
         ("mqar:pairs=30", "--task mqar.pairs=30 exceeds the 26 keys of key_length=1; set key_length=2"),
         ("mqar:pairs=4,queries=5", "queries=5 exceeds pairs=4; set at most 4"),
-        (
-            "mqar:pairs=8,length=32",
-            "length=32 has no room for a mqar example of these options; set 33 or more",
-        ),
-        ("passkey:length=100", "--task passkey.length=100 has no room"),
     ],
 )
 def test_what_no_task_has_is_one_line_with_the_remedy(spec: str, explanation: str):

@@ -46,6 +46,7 @@ def test_ids_lie_in_the_vocabulary(tokenizer: Tokenizer):
 
 def test_a_batch_encodes_as_its_texts(tokenizer: Tokenizer):
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+    assert tokenizer.encode_batch([]) == []
 
 
 def test_saving_and_loading_changes_nothing(tokenizer: Tokenizer, tmp_path: Path):

@@ -132,7 +132,6 @@ def test_a_heat_map_is_a_picture_of_every_length_and_depth():
         (["mqar:samples=some"], {}, "--task mqar:samples=some is no whole number"),
         (["mqar"], {"seq_len": 64}, "--seq-len 64 is of lm alone; write --task mqar:length=64"),
         (["mqar"], {"draws": 2}, "--draws 2 is of lm alone"),
-        (["passkey:length=512+100"], {}, "--task passkey.length=100 has no room"),
     ],
 )
 def test_what_is_no_task_is_refused(specs, how, explanation):
@@ -162,4 +161,10 @@ def test_a_filler_that_cannot_be_read_is_found_out_before_the_model_is():
     with pytest.raises(
         ValueError, match=r"filler=nowhere\.txt cannot be read .* give a UTF-8 file, or sentences"
     ):
+        task.check(subject(None))
+
+
+def test_a_length_without_room_is_found_out_before_the_model_is():
+    (task,) = parse(["passkey:length=512+100"])
+    with pytest.raises(ValueError, match=r"passkey:length=100 has no room .* set length=1.. or more"):
         task.check(subject(None))
