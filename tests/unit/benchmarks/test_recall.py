@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.recall import MECHANISMS, Outcome, Plan, page
 
-PLAN = Plan("mqar:pairs=8", 16, 4, ["training.steps=3"])
+PLAN = Plan("mqar:pairs=8", "byte", 16, 4, ["training.steps=3"])
 
 
 @pytest.mark.parametrize("preset", MECHANISMS)
