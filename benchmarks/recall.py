@@ -1,7 +1,8 @@
 """Which mechanisms find again what is asked for: associative recall, or another task, trained on answers alone.
 
     OMP_NUM_THREADS=1 python -m benchmarks.recall --out benchmarks/results/recall_cpu.md
-    OMP_NUM_THREADS=1 python -m benchmarks.recall --task passkey:digits=1 --out benchmarks/results/passkey_cpu.md
+    OMP_NUM_THREADS=1 python -m benchmarks.recall --task passkey:digits=2,length=64 --tokenizer bpe:1024 \
+        training.seq_len=512 --out benchmarks/results/passkey_cpu.md
 
 Each mechanism is trained by `megakernel pretrain configs/tasks/mqar.yaml` on examples that `megakernel prepare
 --source task:NAME` makes, each seen once, and measured by `megakernel evaluate --task NAME` on others. What is
@@ -11,6 +12,7 @@ examples in data/recall; what is done is read, not repeated.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ class Plan:
     """What all mechanisms are trained on."""
 
     of: str
-    """The task without its length, which is training.seq_len: `mqar:pairs=8`."""
+    """The task: `mqar:pairs=8`; without a length an example fills a row."""
 
     tokenizer: str
     """As `megakernel prepare --tokenizer` takes it."""
@@ -56,14 +58,24 @@ class Plan:
     def task(self) -> str:
         """What `--task` and `--source task:` are given."""
         more = "," if ":" in self.of else ":"
-        return f"{self.of}{more}length={load(CONFIG, self.overrides).training.seq_len}"
+        return (
+            self.of
+            if self._length
+            else f"{self.of}{more}length={load(CONFIG, self.overrides).training.seq_len}"
+        )
+
+    @property
+    def _length(self) -> int | None:
+        given = re.search(r"[:,]length=(\d+)", self.of)
+        return int(given[1]) if given else None
 
     @property
     def documents(self) -> int:
         """Examples: those of all steps, each read once, those that are held out, and a few to spare."""
         training = load(CONFIG, self.overrides).training
-        samples, _ = training.consumed(training.steps)
-        return int((samples + 1) / (1 - HELD_OUT) * 1.02) + 100
+        samples, tokens = training.consumed(training.steps)
+        examples = tokens / self._length if self._length else samples
+        return int((examples + 1) / (1 - HELD_OUT) * 1.02) + 100
 
     @property
     def name(self) -> str:
@@ -145,10 +157,11 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
             "",
             f"`{plan.task}` ([what that is](../../docs/evaluation.md#tasks-that-are-made-here)), tokenizer "
             f"`{plan.tokenizer}`. {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
-            f"{training.steps} steps of {training.global_batch_size} examples, {training.dtype}, learning rate "
-            f"{config.optimizer.lr:g}, one seed. FLuRKA has blocks of {plan.block_size} tokens with {plan.rank} "
-            f"landmarks each. The loss, in nats, counts answers alone. Losses by step are of held-out examples, "
-            f"the last ones and the share of right answers of {EXAMPLES} others.",
+            f"{training.steps} steps of {training.global_batch_size} rows of {training.seq_len} tokens, "
+            f"{training.dtype}, learning rate {config.optimizer.lr:g}, one seed. FLuRKA has blocks of "
+            f"{plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, counts "
+            f"answers alone. Losses by step are of held-out examples, the last ones and the "
+            f"share of right answers of {EXAMPLES} others.",
             "",
             f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
             *(found.row() for found in outcomes),

@@ -22,5 +22,11 @@ def test_the_page_says_what_was_trained_and_names_the_best_first():
     ]
     text = page(PLAN, outcomes, "python -m benchmarks.recall --pairs 8")
     assert "`mqar:pairs=8,length=128`" in text
-    assert "3 steps of 32 examples" in text
+    assert "3 steps of 32 rows of 128 tokens" in text
     assert text.index("| `softmax` | 3.300 | 0.100 | 0.100 | **100.0%** |") < text.index("| `linear` |")
+
+
+def test_rows_hold_several_examples_of_a_given_length():
+    plan = Plan("passkey:digits=2,length=64", "bpe:1024", 8, 4, ["training.steps=3"])
+    assert plan.task == "passkey:digits=2,length=64"
+    assert 2 * 3 * 32 < plan.documents < 3 * 3 * 32 + 100
