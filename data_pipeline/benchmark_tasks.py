@@ -1,8 +1,10 @@
 """The labelled tasks that `--source` names: the Long Range Arena's, GLUE's, and the sparsity task."""
 
 from collections.abc import Callable
+from functools import partial
 
 from data_pipeline.generated import Generated, Task
+from data_pipeline.glue import TASKS as GLUE
 from data_pipeline.glue import Glue
 from data_pipeline.lra.image import Image
 from data_pipeline.lra.listops import ListOps
@@ -17,7 +19,12 @@ from megakernel.config.errors import UserError, nearest_first
 OPTION = "--source"
 
 GENERATED: dict[str, type[Task]] = {task.NAME: task for task in (ListOps, Pathfinder, Sparsity)}
-READ: dict[str, Callable[[str], Source]] = {"lra:text": Text, "lra:retrieval": Retrieval, "lra:image": Image}
+READ: dict[str, Callable[[str], Source]] = {
+    "lra:text": Text,
+    "lra:retrieval": Retrieval,
+    "lra:image": Image,
+    **{f"glue:{task}": partial(Glue, task) for task in GLUE},
+}
 
 
 def open_benchmark(spec: str, seed: int, workers: int) -> Source:
@@ -28,16 +35,10 @@ def open_benchmark(spec: str, seed: int, workers: int) -> Source:
     """
     family, _, rest = spec.partition(":")
     task, _, where = rest.partition(":")
-    if family == "glue":
-        return Glue(task, where)
     name, rest = (family, rest) if family == "sparsity" else (f"{family}:{task}", where)
     if name in GENERATED:
         texts = options_of(name, rest, OPTION) if rest else {}
         return Generated(make(GENERATED[name], name, texts, OPTION), seed, workers)
     if name not in READ:
         raise UserError(f"--source {spec} is no task; choose {nearest_first(name, (*GENERATED, *READ))}")
-    if not rest:
-        raise UserError(
-            f"--source {spec} needs to know where the data is; write {name}:FOLDER or {name}:hf:NAME"
-        )
     return READ[name](rest)

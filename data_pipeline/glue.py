@@ -10,11 +10,11 @@ Two sentences become one row of tokens, an end of document behind each, as BERT 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from data_pipeline.document import Columns, Document, Label
-from data_pipeline.sources import Source, hub_documents
-from megakernel.config.errors import UserError, nearest_first
+from data_pipeline.published import Published
+from data_pipeline.sources import hub_documents
+from megakernel.config.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -64,39 +64,25 @@ TASKS = {
 }
 
 
-class Glue(Source):
+class Glue(Published):
     """The labelled sentences of one task."""
 
-    has_splits = True
-
     def __init__(self, task: str, where: str):
-        """where: folder, or hf:NAME[:CONFIG]. Raises UserError for another task, and where a file is missing."""
-        super().__init__()
-        if task not in TASKS:
-            raise UserError(f"--source glue:{task} is no task of GLUE; choose {nearest_first(task, TASKS)}")
-        if not where:
-            raise UserError(f"--source glue:{task} needs to know where the data is; write glue:{task}:FOLDER")
-        self._task, self._where, self._form = task, where, TASKS[task]
-        if where.startswith("hf:"):
-            return
-        for name in self._form.splits:
-            if not Path(where, f"{name}.tsv").is_file():
-                raise UserError(
-                    f"--source glue:{task}:{where} has no {name}.tsv; give the task's folder of GLUE"
-                )
+        """task: of TASKS; where: folder, or hf:NAME[:CONFIG]. Raises UserError where a file is missing."""
+        self._form = TASKS[task]
+        files = [f"{name}.tsv" for name in self._form.splits]
+        super().__init__(f"glue:{task}", where, files, "the task's folder of GLUE")
 
-    def describe(self) -> dict[str, Any]:
-        """Task and where from."""
-        return {"kind": f"glue:{self._task}", "from": self._where}
-
-    def _read(self) -> Iterator[Document]:
+    def _read_files(self, folder: Path) -> Iterator[Document]:
         for name, split in self._form.splits.items():
-            if self._where.startswith("hf:"):
-                columns = Columns(self._form.hub_texts, "label", self._form.numbers)
-                rows = hub_documents(self._where, self._form.hub_splits.get(split, split), columns)
-            else:
-                rows = self._rows(Path(self._where, f"{name}.tsv"))
-            for row in rows:
+            for row in self._rows(folder / f"{name}.tsv"):
+                yield row._replace(split=split, joined=True)
+
+    def _read_hub(self) -> Iterator[Document]:
+        form = self._form
+        columns = Columns(form.hub_texts, "label", form.numbers)
+        for split in form.splits.values():
+            for row in hub_documents(self._where, form.hub_splits.get(split, split), columns):
                 yield row._replace(split=split, joined=True)
 
     def _rows(self, file: Path) -> Iterator[Document]:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.document import Document
-from data_pipeline.sources import Source, hub_rows
+from data_pipeline.published import Published
+from data_pipeline.sources import hub_rows
 from megakernel.config.errors import UserError
 
 _BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
@@ -25,50 +26,35 @@ _TRAINED_ON = 45_000
 _WEIGHTS = np.array([0.2989, 0.587, 0.114])
 
 
-class Image(Source):
-    """Images from a folder, or from a dataset of the hub with columns `img` and `label`."""
+class Image(Published):
+    """Images from a folder, or from a dataset of the hub with columns `img` and `label`.
 
-    has_splits = True
+    Documents have one character for the gray value of each pixel, row by row.
+    """
 
     def __init__(self, where: str):
         """where: folder, or hf:NAME. Raises UserError where one of the files is missing."""
-        super().__init__()
-        self._where = where
-        if where.startswith("hf:"):
-            return
+        super().__init__("lra:image", where, (*_BATCHES, _TEST), "the folder cifar-10-batches-py")
+
+    def _read_files(self, folder: Path) -> Iterator[Document]:
         for name in (*_BATCHES, _TEST):
-            if not Path(where, name).is_file():
-                raise UserError(
-                    f"--source lra:image:{where} has no {name}; give the folder cifar-10-batches-py"
-                )
-
-    def describe(self) -> dict[str, Any]:
-        """Task and where from."""
-        return {"kind": "lra:image", "from": self._where}
-
-    def _read(self) -> Iterator[Document]:
-        """One character for the gray value of each pixel, row by row."""
-        for colors, label, split in self._from_hub() if self._where.startswith("hf:") else self._from_files():
-            yield Document((_gray(colors),), label, split)
-
-    def _from_files(self) -> Iterator[tuple[np.ndarray, int, str]]:
-        """Colors (pixels, 3), classes and splits."""
-        for name in (*_BATCHES, _TEST):
-            pixels, labels = _batch(Path(self._where, name))
+            pixels, labels = _batch(folder / name)
             held_out = len(labels) // 2 if name == _BATCHES[-1] else len(labels)
             for place, (planes, label) in enumerate(zip(pixels, labels)):
                 training = "train" if place < held_out else "validation"
-                yield planes.reshape(3, -1).T, int(label), "test" if name == _TEST else training
+                split = "test" if name == _TEST else training
+                yield Document((_gray(planes.reshape(3, -1).T),), int(label), split)
 
-    def _from_hub(self) -> Iterator[tuple[np.ndarray, int, str]]:
+    def _read_hub(self) -> Iterator[Document]:
         for published in ("train", "test"):
             for place, row in enumerate(hub_rows(self._where, published, ("img", "label"))):
                 training = "train" if place < _TRAINED_ON else "validation"
-                colors = np.asarray(row["img"]).reshape(-1, 3)
-                yield colors, int(row["label"]), "test" if published == "test" else training
+                split = "test" if published == "test" else training
+                yield Document((_gray(np.asarray(row["img"]).reshape(-1, 3)),), int(row["label"]), split)
 
 
 def _gray(colors: np.ndarray) -> str:
+    """Of colors (pixels, 3)."""
     return np.rint(colors @ _WEIGHTS).clip(0, 255).astype(np.uint8).tobytes().decode("latin-1")
 
 

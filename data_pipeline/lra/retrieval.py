@@ -6,11 +6,9 @@ and `.test.tsv`, whose lines are label, two names and two texts between tabs, wi
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from data_pipeline.document import Document
-from data_pipeline.sources import Source
-from megakernel.config.errors import UserError
+from data_pipeline.published import Published
 
 _FILES = {
     "train": "new_aan_pairs.train.tsv",
@@ -19,28 +17,20 @@ _FILES = {
 }
 
 
-class Retrieval(Source):
+class Retrieval(Published):
     """Pairs of papers."""
 
-    has_splits = True
+    HUB = False
 
     def __init__(self, where: str):
         """where: folder. Raises UserError where one of the files is missing."""
-        super().__init__()
-        self._folder = Path(where)
-        for name in _FILES.values():
-            if not (self._folder / name).is_file():
-                raise UserError(
-                    f"--source lra:retrieval:{where} has no {name}; give the folder tsv_data of the arena's release"
-                )
+        super().__init__(
+            "lra:retrieval", where, _FILES.values(), "the folder tsv_data of the arena's release"
+        )
 
-    def describe(self) -> dict[str, Any]:
-        """Task and where from."""
-        return {"kind": "lra:retrieval", "from": str(self._folder)}
-
-    def _read(self) -> Iterator[Document]:
+    def _read_files(self, folder: Path) -> Iterator[Document]:
         for split, name in _FILES.items():
-            with (self._folder / name).open("rb") as lines:
+            with (folder / name).open("rb") as lines:
                 for line in lines:
                     document = _pair(line)
                     if document is None:

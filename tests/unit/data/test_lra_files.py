@@ -88,7 +88,7 @@ def test_a_pickle_that_names_a_function_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
-        ("lra:text:nowhere", r"nowhere/train/neg has no \*.txt; give the folder aclImdb"),
+        ("lra:text:nowhere", r"nowhere has no train/neg/\*.txt; give the folder aclImdb"),
         ("lra:retrieval:nowhere", r"has no new_aan_pairs.train.tsv; give the folder tsv_data"),
         ("lra:image:nowhere", r"has no data_batch_1; give the folder cifar-10-batches-py"),
         ("lra:text", r"needs to know where the data is; write lra:text:FOLDER"),
