@@ -28,8 +28,10 @@ test: $(VENV)/installed-dev ## run the test suite; PYTEST_ARGS=tests/unit for a 
 ifdef PYTEST_ARGS
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels
-	@$(BIN)/python -m pytest --ignore tests/unit --ignore tests/kernels
+	@status=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels || status=$$?; \
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/kernels || status=$$?; \
+	exit $$status
 endif
 
 lint: $(VENV)/installed-dev ## style, types and the direction of imports
