@@ -15,14 +15,14 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.page import add_out, description, give
 from benchmarks.trained import curve, megakernel, trained
-from megakernel.config import PRESETS, Attention, Config, UserError, expand_preset, load
+from megakernel.config import PRESETS, Attention, Config, Training, UserError, expand_preset, load
 from megakernel.evaluation.records import file_name
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tasks" / "mqar.yaml"
@@ -34,6 +34,9 @@ HELD_OUT = 0.02
 
 EXAMPLES = 512
 """That accuracy is measured on."""
+
+OTHER_EXAMPLES = 64
+"""The same for each length that is not trained on."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,20 @@ class Plan:
         return load(CONFIG, [f"data.train={self.data}", "run.root=runs/recall", *self.overrides, *more])
 
     @property
+    def training(self) -> Training:
+        """Of all runs."""
+        return load(CONFIG, self.overrides).training
+
+    @property
     def task(self) -> str:
         """What `--task` and `--source task:` are given."""
-        more = "," if ":" in self.of else ":"
-        return (
-            self.of
-            if self._length
-            else f"{self.of}{more}length={load(CONFIG, self.overrides).training.seq_len}"
-        )
+        return self.of if self._length else self.at(self.training.seq_len)
+
+    def at(self, length: int) -> str:
+        """The task with examples of this length."""
+        if self._length:
+            return re.sub(r"(?<=[:,]length=)\d+", str(length), self.of)
+        return f"{self.of}{',' if ':' in self.of else ':'}length={length}"
 
     @property
     def _length(self) -> int | None:
@@ -72,8 +81,7 @@ class Plan:
     @property
     def documents(self) -> int:
         """Examples: those of all steps, each read once, those that are held out, and a few to spare."""
-        training = load(CONFIG, self.overrides).training
-        samples, tokens = training.consumed(training.steps)
+        samples, tokens = self.training.consumed(self.training.steps)
         examples = tokens / self._length if self._length else samples
         return int((examples + 1) / (1 - HELD_OUT) * 1.02) + 100
 
@@ -109,10 +117,14 @@ class Outcome:
     accuracy: float
     loss: float
 
+    others: dict[int, float] = field(default_factory=dict)
+    """Length that was not trained on -> accuracy."""
+
     def row(self) -> str:
         """Its line of the table."""
-        losses = " | ".join(f"{loss:.3f}" for loss in self.losses.values())
-        return f"| `{self.mechanism}` | {losses} | {self.loss:.3f} | **{self.accuracy:.1%}** |"
+        losses = [f"{loss:.3f}" for loss in (*self.losses.values(), self.loss)]
+        others = [f"{accuracy:.1%}" for accuracy in self.others.values()]
+        return f"| {' | '.join([f'`{self.mechanism}`', *losses, f'**{self.accuracy:.1%}**', *others])} |"
 
 
 def prepare(plan: Plan) -> None:
@@ -121,20 +133,27 @@ def prepare(plan: Plan) -> None:
     megakernel("prepare", "--source", f"task:{plan.task}", "--max-documents", str(plan.documents), *options)
 
 
-def train(plan: Plan, preset: str) -> Outcome:
-    """Train and measure one mechanism, or read what is there."""
+def train(plan: Plan, preset: str, others: Sequence[int]) -> Outcome:
+    """Train and measure one mechanism, at other lengths too, or read what is there."""
     overrides = [
         f"run.name={plan.name}-{preset}",
         f"model.attention={json.dumps(plan.attention(preset))}",
     ]
-    config = plan.config(*overrides)
     laid_over = [f"data.train={plan.data}", "run.root=runs/recall", *plan.overrides, *overrides]
     folder = trained(CONFIG, laid_over)
-    file = folder / "evaluation" / f"step_{config.training.steps}" / f"{file_name(plan.task)}.json"
+    step = plan.training.steps
+    found = measured(folder, step, plan.task, EXAMPLES)
+    longer = {n: measured(folder, step, plan.at(n), OTHER_EXAMPLES)["accuracy"] for n in others}
+    return Outcome(preset, curve(folder, "eval/loss"), found["accuracy"], found["loss"], longer)
+
+
+def measured(folder: Path, step: int, task: str, examples: int) -> dict[str, Any]:
+    """What `megakernel evaluate` writes of a task, measured unless that is done."""
+    file = folder / "evaluation" / f"step_{step}" / f"{file_name(task)}.json"
     if not file.exists():
-        megakernel("evaluate", str(folder), "--task", plan.task, "--samples", str(EXAMPLES))
-    measured = json.loads(file.read_text())
-    return Outcome(preset, curve(folder, "eval/loss"), measured["accuracy"], measured["loss"])
+        megakernel("evaluate", str(folder), "--task", task, "--samples", str(examples))
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
@@ -148,6 +167,7 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
         *(f"loss, step {step}" for step in steps),
         "loss of answers",
         "answers right",
+        *(f"at {length:,} tokens" for length in outcomes[0].others),
     ]
     return "\n".join(
         [
@@ -161,7 +181,7 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
             f"{training.dtype}, learning rate {config.optimizer.lr:g}, one seed. FLuRKA has blocks of "
             f"{plan.block_size} tokens with {plan.rank} landmarks each. The loss, in nats, counts "
             f"answers alone. Losses by step are of held-out examples, the last ones and the "
-            f"share of right answers of {EXAMPLES} others.",
+            f"share of right answers of {EXAMPLES} others, at other lengths of {OTHER_EXAMPLES}.",
             "",
             f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
             *(found.row() for found in outcomes),
@@ -179,6 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=PRESETS, default=MECHANISMS, metavar="PRESET")
     parser.add_argument("--task", default="mqar:pairs=8", metavar="NAME[:key=value,...]")
     parser.add_argument("--tokenizer", default="byte", metavar="SPEC", help="byte, bpe:SIZE or words")
+    parser.add_argument(
+        "--also", nargs="+", type=int, default=[], metavar="N", help="other lengths to measure"
+    )
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rank", type=int, default=4)
     add_out(parser)
@@ -191,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         prepare(plan)
         for preset in arguments.only:
-            outcomes.append(found := train(plan, preset))
+            outcomes.append(found := train(plan, preset, arguments.also))
             print(found.row(), flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -17,16 +17,21 @@ def test_every_mechanism_can_be_trained_on_answers(preset):
 
 def test_the_page_says_what_was_trained_and_names_the_best_first():
     outcomes = [
-        Outcome("linear", {0: 3.3, 3: 3.0}, 0.1, 3.0),
-        Outcome("softmax", {0: 3.3, 3: 0.1}, 1.0, 0.1),
+        Outcome("linear", {0: 3.3, 3: 3.0}, 0.1, 3.0, {256: 0.0}),
+        Outcome("softmax", {0: 3.3, 3: 0.1}, 1.0, 0.1, {256: 0.5}),
     ]
     text = page(PLAN, outcomes, "python -m benchmarks.recall --pairs 8")
     assert "`mqar:pairs=8,length=128`" in text
     assert "3 steps of 32 rows of 128 tokens" in text
-    assert text.index("| `softmax` | 3.300 | 0.100 | 0.100 | **100.0%** |") < text.index("| `linear` |")
+    assert "| answers right | at 256 tokens |" in text
+    assert text.index("| `softmax` | 3.300 | 0.100 | 0.100 | **100.0%** | 50.0% |") < text.index(
+        "| `linear` |"
+    )
 
 
 def test_rows_hold_several_examples_of_a_given_length():
     plan = Plan("passkey:digits=2,length=64", "bpe:1024", 8, 4, ["training.steps=3"])
     assert plan.task == "passkey:digits=2,length=64"
+    assert plan.at(1024) == "passkey:digits=2,length=1024"
+    assert PLAN.at(1024) == "mqar:pairs=8,length=1024"
     assert 2 * 3 * 32 < plan.documents < 3 * 3 * 32 + 100
