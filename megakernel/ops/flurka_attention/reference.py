@@ -9,6 +9,7 @@ from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.kernel_attention.reference import per_query_head, phi
 from megakernel.ops.mixture import by_component
 from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.sums import Sums, normalized
 from megakernel.ops.window import Tail, empty_tail
 
 
@@ -65,14 +66,18 @@ def attend(
 def _join(near: Tensor, far: Tensor, gate: Tensor | None, sees_far: bool, weights: Weights) -> Tensor:
     """(H, D) from the sums (H, D + 1) of the near and the far part."""
     if not sees_far:
-        return near[:, :-1] / near[:, -1:]
+        return _mean(near)
     if gate is not None:
         share = torch.sigmoid(gate)[:, None]
-        return share * near[:, :-1] / near[:, -1:] + (1 - share) * far[:, :-1] / far[:, -1:]
+        return share * _mean(near) + (1 - share) * _mean(far)
     if weights.far_weight is not None:
         far = far * torch.exp(weights.far_weight)[:, None]
-    total = near + far
-    return total[:, :-1] / total[:, -1:]
+    return _mean(near + far)
+
+
+def _mean(sums: Tensor) -> Tensor:
+    """(H, D) from sums (H, D + 1); 0 where all weights are, as phi's may be: those of `relu` for a negative query."""
+    return normalized(Sums(sums, None))
 
 
 class _Row:

@@ -9,6 +9,7 @@ from megakernel.ops.feature_maps import FeatureMap, features
 from megakernel.ops.mixture import by_component
 from megakernel.ops.projections import FastFood, Projection, dense
 from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.sums import Sums, normalized
 
 
 def phi(feature_map: FeatureMap | str, x: Tensor, projection: Projection | None) -> Tensor:
@@ -77,9 +78,7 @@ def attend(
     if initial_state is not None:
         kept = torch.exp(initial_state.log_scale) * carries[:, None]
         sums = sums + initial_state.sums * kept[..., None, None]
-    numerator, denominator = total[..., :-1], total[..., -1:]
-    empty = denominator == 0
-    out = torch.where(empty, 0.0, numerator / denominator.masked_fill(empty, 1.0)) if normalize else numerator
+    out = normalized(Sums(total, None)) if normalize else total[..., :-1]
     return out.to(v.dtype), KernelState(sums, sums.new_zeros(sums.shape[:2]))
 
 

@@ -126,6 +126,21 @@ def test_the_first_block_of_a_document_is_the_near_part_alone_exactly(form, bloc
         torch.testing.assert_close(out, kernel_attention(q, k, v, feature_map="elu"))
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("form", FORMS, ids=["gated", "shared", "kernel"])
+def test_a_query_that_weighs_nothing_reads_nothing(form, backend):
+    near, join = form
+    q, k, v = inputs()
+    q = q.detach().index_copy(2, torch.tensor([13]), -q[:, :, 13:14].abs() - 0.1)  # relu's features of it are 0
+    options = learned(near, join, feature_map="relu")
+    out, _ = flurka_attention(q, k, v, feature_map="relu", near=near, backend=backend, **options)
+    if near == "kernel":
+        assert not out[:, :, 13].any()
+    (slope,) = torch.autograd.grad(out.sum(), q)
+    assert out.isfinite().all()
+    assert slope.isfinite().all()
+
+
 def test_landmarks_stand_for_the_tokens_of_their_block():
     # All keys alike: every token of the past weighs the same, whether it is seen itself or through a landmark.
     q, _, v = inputs()
