@@ -1,6 +1,6 @@
 """Skyformer's figure 1 on a trained run: how far approximations are from softmax attention, by their features.
 
-    megakernel prepare --source stdlib --tokenizer bpe:8192 --out data/stdlib-8k
+    megakernel prepare --source stdlib --tokenizer bpe:8192 --validation-fraction 0.1 --out data/stdlib-tenth
     megakernel pretrain benchmarks/uptraining.yaml --nproc 2
     python -m benchmarks.skyformer_error runs/uptraining/dense --out benchmarks/results/skyformer_error_cpu.md
 

@@ -1,5 +1,6 @@
 """Causal FLuRKA: landmarks of earlier blocks under a kernel, the own block exactly (MECHANISMS section 4)."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from megakernel.attention.sequence import SequencePiece
 from megakernel.config.attention import Attention
 from megakernel.config.compression import BlockCompression
 from megakernel.ops import FlurkaState, flurka_attention
+from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions
 from megakernel.ops.mixture import beside, first_key
 from megakernel.ops.state import start_state
@@ -52,7 +54,9 @@ class FlurkaAttention(AttentionLayer):
 
     far_mass (beta) scales the landmarks of a key head where near and far share phi; far_weight (gamma) scales
     them for a query head beside a softmax under one normalizer. A gated layer normalizes both parts on their
-    own, and neither would have an effect.
+    own, and neither would have an effect. Beside a softmax a landmark counts m phi(q).phi(k) / phi(0).phi(0): the near
+    part weighs a query and a key that have nothing in common 1, and phi alone may weigh them anything (hedgehog 2 / d,
+    elu d), which would have gamma find the scale before it can learn.
 
     Mixture keys: E pools each projected key of a token, and what has the keys k_r weighs sum_r pi_r s(q, k_r), with
     s = phi(q).phi(k) far and the near part's own s near. Priors belong to keys, whatever s compares them: a window as
@@ -90,6 +94,8 @@ class FlurkaAttention(AttentionLayer):
             self.far_mass = nn.Parameter(torch.zeros(kv_heads))
         elif self.near.join == "shared":
             self.far_weight = nn.Parameter(torch.zeros(query_heads))
+            at_zero = form.feature_map.similarity_at_zero(head_dim)
+            self.matched_scale = -math.log(at_zero) if at_zero else 0.0
         else:
             self.gate_bias = nn.Parameter(torch.full((query_heads,), self.near.gate_bias))
             if self.near.gate == "token":
@@ -144,7 +150,7 @@ class FlurkaAttention(AttentionLayer):
             shift=shift,
             gate=self.gate(q),
             far_mass=getattr(self, "far_mass", None),
-            far_weight=getattr(self, "far_weight", None),
+            far_weight=self._far_scale(),
             rotary=rotary,
             far_rope=self.far_rope,
             positions=positions,
@@ -155,6 +161,12 @@ class FlurkaAttention(AttentionLayer):
     def _pool(self, logits: Tensor) -> Tensor:
         logits = logits if self.per_head else self.heads.shared(logits)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+
+    def _far_scale(self) -> Tensor | None:
+        """Logarithm (H,) of what the far part counts under one normalizer; None where it has its own."""
+        if self.near.kind == "kernel" or self.is_gated:
+            return None
+        return self.far_weight.to(wide(self.far_weight.dtype)) + self.matched_scale
 
     def gate(self, q: Tensor) -> Tensor | None:
         """Logits (B, H, N) or (H, 1) of the near part's share, of queries (B, H, N, d); None without a gate."""

@@ -121,6 +121,18 @@ class FeatureMap(Section):
             return "cosines have either sign; smoothing: 1.0 lifts their sum"
         return None
 
+    def similarity_at_zero(self, head_dim: int) -> float:
+        """phi(0).phi(0), which softmax's exp(q.k) has as 1; relu and identity have 0."""
+        if self.name in ("relu", "identity"):
+            at_zero = 0.0
+        elif self.name == "elu":
+            at_zero = float(head_dim)
+        elif self.name == "hedgehog":
+            at_zero = 2 / head_dim
+        else:
+            at_zero = float(self.components) if self.is_gmm else 1.0
+        return at_zero + self.smoothing**2
+
     @property
     def redraw_interval(self) -> int:
         """Training steps between two draws of the noise; 0: it stays what it was at the start."""

@@ -99,6 +99,9 @@ class Uptrain(Section):
     from_scratch: bool = False
     """Also train the configured model from drawn weights on as many tokens, for comparison."""
 
+    scratch_lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of from_scratch, which wants more than a trained model; None takes optimizer.lr."""
+
     def problems(self) -> Iterator[Problem]:
         """A number of layers to keep needs errors to choose by."""
         if isinstance(self.layers.keep, int) and self.layers.keep > 0 and self.transfer is None:

@@ -116,7 +116,10 @@ def _changes(config: Config, uptrain: Uptrain) -> Iterator[tuple[str, str, dict[
         yield "longer rows", "length", changes
     if uptrain.from_scratch:
         total = steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
-        changes = {"training": {"steps": total}, "optimizer": {"trained": "all", "lora": None}}
+        optimizer: dict[str, Any] = {"trained": "all", "lora": None}
+        if uptrain.scratch_lr is not None:
+            optimizer["lr"] = uptrain.scratch_lr
+        changes = {"training": {"steps": total}, "optimizer": optimizer}
         yield "from scratch on as many tokens", "scratch", changes
 
 

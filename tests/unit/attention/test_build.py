@@ -124,6 +124,30 @@ def test_the_gate_starts_at_its_bias(gate_bias, expected):
     torch.testing.assert_close(1 - module(q, k, v)[:, :, 64:128], torch.full((1, 4, 64, 8), expected))
 
 
+@pytest.mark.parametrize(
+    "feature_map",
+    [
+        *(
+            {"name": name}
+            for name in ("elu", "hedgehog", "favor", "gmm_prf", "fastfood_prf", "generative_prf")
+        ),
+        {"name": "gmm_rks", "smoothing": 1.0},
+    ],
+    ids=lambda feature_map: feature_map["name"],
+)
+def test_under_one_normalizer_far_and_near_start_in_one_unit(feature_map):
+    tree = {
+        "preset": "flurka",
+        "near": {"join": "shared"},
+        "compression": {"block_size": 16},
+        "feature_map": feature_map,
+    }
+    nothing, v = torch.zeros(1, 4, 150, 8).double(), QKV[2].double()
+    # All tokens are alike to all, so each sees the mean of what came before.
+    mean = v.cumsum(2) / torch.arange(1, 151)[:, None]
+    torch.testing.assert_close(build(tree, num_heads=4, head_dim=8).double()(nothing, nothing, v), mean)
+
+
 def test_rotary_depends_on_distance_alone():
     rotary = Rotary(8)
     q, k = (torch.randn(1, 1, 1, 8, dtype=torch.float64) for _ in range(2))

@@ -36,6 +36,7 @@ def test_every_stage_starts_from_the_one_before():
             anneal=0.2,
             length={"steps": 7, "seq_len": 1024, "rope_scaling": {"kind": "ntk", "factor": 2.0}},
             from_scratch=True,
+            scratch_lr=0.002,
         )
     )
     names = ["1-transfer", "2-base", "3-rank16", "4-rank8", "5-main", "6-length", "7-scratch"]
@@ -57,6 +58,7 @@ def test_every_stage_starts_from_the_one_before():
         8,
     )
     assert [run.optimizer.trained for run in runs[1:]] == ["all"] * 6
+    assert [run.optimizer.lr for run in runs[1:]] == [*[1e-3] * 5, 0.002]
     assert [run.objective.kind for run in runs] == ["transfer", *["distill"] * 4, "labels", "labels"]
     assert (runs[5].training.seq_len, runs[5].model.rope_scaling.factor) == (1024, 2.0)
     assert len({run.run.seed for run in runs}) == 7  # no stage reads the samples in another's order
