@@ -76,6 +76,12 @@ class Cluster(Section):
     signal_delay: int = Field(default=120, ge=1, le=65535)
     """Seconds before the time limit at which the processes are told to save."""
 
+    preflight_mib: int = Field(default=64, ge=0)
+    """MiB that the processes sum up with each other before they train, to find slow nodes; 0 leaves it out."""
+
+    preflight_seconds: float = Field(default=10.0, gt=0)
+    """What such an all-reduce may take within a node, and between two nodes."""
+
     container: Container | None = None
     """Container to run in."""
 

@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from launch.slurm.job_folder import JobFolder
 from tests.slurm.submitting import (
     last,
     losses,
@@ -34,7 +36,9 @@ def test_a_node_that_lost_a_gpu_is_named_and_kept_off(place):
     driver.parent.mkdir()
     driver.write_text(ONE_GPU_ON_N1)
     driver.chmod(0o755)
-    Path("cluster.yaml").write_text(f"gpus_per_node: 2\nsetup: ['export PATH={driver.parent}:$PATH']\n")
+    Path("cluster.yaml").write_text(
+        f"gpus_per_node: 2\npreflight_mib: 0\nsetup: ['export PATH={driver.parent}:$PATH']\n"
+    )
     submit("run.yaml --name unfit training.steps=2 --cluster cluster.yaml")
     assert until_state("unfit", "COMPLETED", "FAILED")["nodes"] == "n2"
     assert story("unfit") == ["submitted", "started", "unfit", "ended", "requeued", "started", "ended"]
@@ -43,6 +47,45 @@ def test_a_node_that_lost_a_gpu_is_named_and_kept_off(place):
     assert last("unfit", "requeued")["without"] == ["n1"]
     assert "a node is not fit (n1: 1 of 2 GPUs can be seen)" in megakernel("logs unfit --rank batch").out
     assert list(losses("unfit")) == [1, 2]
+
+
+@pytest.mark.timeout(600)
+def test_a_node_whose_processes_cannot_sum_up_is_named_and_kept_off(place):
+    Path("python").write_text(
+        f"""#!/bin/bash
+[ "$SLURMD_NODENAME" = n1 ] && export GLOO_SOCKET_IFNAME=nosuch0
+exec {sys.executable} "$@"
+"""
+    )
+    Path("python").chmod(0o755)
+    Path("broken.yaml").write_text("gpus_per_node: 2\npreflight_mib: 1\nsetup: ['python=$PWD/python']\n")
+    (job,) = submit("run.yaml --name broken --cluster broken.yaml")
+    until(lambda: story("broken")[-1] == "requeued")
+    assert story("broken") == ["submitted", "started", "unfit", "ended", "requeued"]
+    found = last("broken", "unfit")
+    assert found["node"] == "n1"
+    assert found["why"].startswith("an all-reduce of its own processes fails (")
+    assert "nosuch0" in found["why"]
+    shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True)
+    assert "ExcNodeList=n1" in shown.stdout
+    assert megakernel("cancel broken").status == 0
+
+
+@pytest.mark.timeout(600)
+def test_where_all_are_slower_than_the_limit_no_node_is_to_blame(place):
+    Path("slow.yaml").write_text("preflight_mib: 1\npreflight_seconds: 0.000001\n")
+    submit("run.yaml --name slow -N 2 --cluster slow.yaml")
+    slow = until_state("slow", "FAILED", "COMPLETED", "PENDING")
+    assert slow["state"] == "FAILED"
+    assert slow["why"].startswith("failed (n1: an all-reduce with n2 takes ")
+    assert [
+        event["node"] for event in JobFolder(Path("runs/slow")).events() if event["event"] == "unfit"
+    ] == [
+        "n1",
+        "n2",
+    ]
+    assert "== the slowest all-reduce between two nodes takes" in megakernel("logs slow --rank batch").out
+    assert losses("slow") == {}
 
 
 @pytest.mark.timeout(600)
