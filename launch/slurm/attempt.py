@@ -61,8 +61,18 @@ def end(submission: Path, status: int, why: str | None = None) -> Decision:
 
 
 def _ends(run: JobFolder, status: int) -> TaskEnds:
-    saw = run.logs(os.environ[events.JOB_VARIABLE], restart()) / "srun.err"
-    return task_ends(saw.read_text(errors="replace") if saw.exists() else "", status)
+    logs = run.logs(os.environ[events.JOB_VARIABLE], restart())
+    saw = logs / "srun.err"
+    killed = status == 128 + signal.SIGKILL
+    last_words = "".join(map(_tail, sorted(logs.glob("rank_*.err")))) if killed else ""
+    return task_ends(saw.read_text(errors="replace") if saw.exists() else "", status, last_words)
+
+
+def _tail(log: Path) -> str:
+    """The last 4 KiB."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        return file.read().decode(errors="replace")
 
 
 def _failure(run: JobFolder) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.exit_status import ExitStatus
 from launch.slurm.job_folder import JobFolder
 from tests.slurm.submitting import (
     last,
@@ -120,6 +122,22 @@ def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_r
     assert ended["why"] == "saved and stopped to make room; it is not to be requeued"
     assert ended["saved"] == ended["step"] == last("limit", "signalled")["step"]
     assert story("limit", job) == ["submitted", "started", "signalled", "ended"]
+
+
+@pytest.mark.timeout(600)
+def test_memory_that_runs_out_and_a_loss_that_is_no_number_are_told_apart(place):
+    submit("run.yaml --name large -p high --mem 300 --no-requeue")
+    submit("run.yaml --name wild -p high optimizer.lr=1e30 training.max_skipped_steps=2")
+    large = until_state("large", "FAILED", "COMPLETED", "OUT_OF_MEMORY")
+    assert (large["state"], last("large", "ended")["status"]) == ("FAILED", ExitStatus.OUT_OF_MEMORY)
+    assert re.match(
+        r"ran out of memory, of which --mem gives more \(n\d: \d+ MiB of 300 MiB\); ", large["why"]
+    )
+    wild = until_state("wild", "FAILED", "COMPLETED")
+    assert (wild["state"], last("wild", "ended")["status"]) == ("FAILED", ExitStatus.NOT_FINITE)
+    assert wild["why"].startswith("the loss or its gradients stayed non-finite (rank 0 on ")
+    assert "training.max_skipped_steps=2" in last("wild", "failed")["why"]
+    assert story("wild") == ["submitted", "started", "failed", "ended"], "it does not start again"
 
 
 def test_a_job_that_the_queue_has_forgotten_is_still_known(place, monkeypatch, tmp_path):
