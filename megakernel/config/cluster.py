@@ -138,9 +138,9 @@ class Cluster(Section):
                 f"would be ignored by executor={self.executor}, which starts processes as this shell would"
             )
             ignored = {"container": self.container and self.container.image, "setup": self.setup}
-            for key, value in ignored.items():
-                if value:
-                    yield Problem(key, value, reason, "leave it out or set executor to slurm")
+            for key, given in ignored.items():
+                if given:
+                    yield Problem(key, given, reason, "leave it out or set executor to slurm")
 
 
 def load_cluster(path: Path, changes: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Cluster:
