@@ -11,6 +11,7 @@ import gc
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 import megakernel
 from launch import (
@@ -39,7 +40,7 @@ from launch import (
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
 from launch.slurm.errors import NotFound, SlurmRefused
-from megakernel.config import RunFailed, UserError
+from megakernel.config import NotFinite, RunFailed, UserError
 
 COMMANDS: dict[str, ModuleType] = {
     "prepare": prepare,
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.USAGE
     except RunFailed as error:
         print_error(str(error))
-        return ExitStatus.FAILED
+        return ExitStatus.NOT_FINITE if isinstance(error, NotFinite) else ExitStatus.FAILED
     except OSError as error:
         if error.errno not in _PLAIN_OS_ERRORS:
             raise
@@ -100,9 +101,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.FAILED
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, where argparse would print all options before it."""
+
+    def error(self, message: str) -> NoReturn:
+        print_error(f"{message}; see {self.prog} --help")
+        sys.exit(ExitStatus.USAGE)
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command; SystemExit, after a message, where they make no sense."""
-    parser = argparse.ArgumentParser(prog="megakernel", description=megakernel.__doc__)
+    parser = _Parser(prog="megakernel", description=megakernel.__doc__)
     parser.add_argument("--version", action="version", version=f"megakernel {megakernel.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():

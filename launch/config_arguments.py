@@ -11,6 +11,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],  # else argparse names it among what is required
         metavar="section.key=value",
         help="keys to change, values as YAML: training.steps=100 model.attention=softmax",
     )

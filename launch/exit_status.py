@@ -30,5 +30,11 @@ class ExitStatus(IntEnum):
     UNFIT = 87
     """A node is not fit for the run; a batch script may start it again without that node."""
 
+    OUT_OF_MEMORY = 88
+    """A process of the job asked for more memory than there is; a batch script may start the run again."""
+
+    NOT_FINITE = 89
+    """The loss or its gradients were not finite in too many steps in a row; the configuration has to change."""
+
     TERMINATED = 143
     """Ended by TERM after saving; the same command goes on, but nothing starts it by itself."""

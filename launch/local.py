@@ -43,8 +43,8 @@ def run_ranks(
     after one has left without the others, the others are ended and the first failure is printed. A rank that
     is ended has SETTLE_SECONDS to leave by itself, then gets TERM, and after `grace_seconds` KILL.
 
-    0, 85 or 143 where all ranks agree on it, 2 or 86 where the first failure is a usage error or a step that made no
-    progress, else 1.
+    0, 85 or 143 where all ranks agree on it, 2, 86 or 89 where the first failure is a usage error, a step that made no
+    progress or a loss that is not finite, else 1.
     """
     with _recorded_signals() as received:
         ranks = [
@@ -166,6 +166,6 @@ def _outcome(ranks: Sequence[RankProcess], failure: _Failure | None) -> int:
     if failure.rank != 0:
         for line in rank.last_lines(_LAST_LINES):
             print(f"    {line}", file=sys.stderr, flush=True)
-    if failure.status == ExitStatus.STALLED:
-        return ExitStatus.STALLED
+    if failure.status in (ExitStatus.STALLED, ExitStatus.NOT_FINITE):
+        return failure.status
     return ExitStatus.USAGE if is_usage else ExitStatus.FAILED

@@ -31,6 +31,9 @@ EXAMPLE = "megakernel submit configs/demo.yaml training.steps=100 -N 2 -G 8 -t 1
 COMMANDS = ("prepare", "evaluate", "generate", "reshape", "export", "import", "bench")
 """What can be submitted beside training: `megakernel submit [options] -- evaluate runs/demo`."""
 
+_OWN_TEMPLATE = ("prepare", "evaluate")
+"""Those that have a file in slurm/ of their own name."""
+
 MOST_MEMBERS = 1000
 """Runs of one array: Slurm's own MaxArraySize where a cluster sets none."""
 
@@ -46,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],  # else argparse names it among what is required
         metavar="section.key=value",
         help=f"keys to change, or the other command's arguments; in an array %{INDEX} stands for the member's index",
     )
@@ -74,8 +78,23 @@ def add_outcome_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked here, then submit."""
-    request = _other_command(args) if args.config in COMMANDS else _training(args)
-    return carry_out(request, args)
+    if args.config in COMMANDS:
+        return carry_out(_other_command(args), args)
+    _refuse_commands(args.config)
+    return carry_out(_training(args), args)
+
+
+def _refuse_commands(word: str) -> None:
+    from launch.cli import COMMANDS as EVERY_COMMAND
+
+    if word in ("pretrain", "uptrain"):
+        raise UserError(
+            f"submit {word}: it trains anyway; give the configuration alone, megakernel submit CONFIG"
+        )
+    if word in EVERY_COMMAND:
+        raise UserError(
+            f"submit {word} cannot be; give a YAML file to train, or one of {', '.join(COMMANDS)}"
+        )
 
 
 def carry_out(request: "Request", args: argparse.Namespace) -> int:
@@ -95,7 +114,7 @@ def carry_out(request: "Request", args: argparse.Namespace) -> int:
         print(json.dumps({"runs": runs, "jobs": [job.id for job in jobs], "submission": request.name}))
     else:
         _tell(jobs, runs)
-    if args.wait or args.follow:
+    if args.wait or args.follow or request.cluster.executor == "debug":
         from launch.slurm.waiting import wait
 
         return wait(request, jobs, follow=args.follow)
@@ -229,4 +248,5 @@ def _other_command(args: argparse.Namespace) -> "Request":
     members = [Member(base.with_name(f"{name}-{number}"), index=number) for number in numbers] or [
         Member(base)
     ]
-    return Request("command", command, single, base, members, array=args.array, options=options)
+    template = args.config if args.config in _OWN_TEMPLATE else "command"
+    return Request(template, command, single, base, members, array=args.array, options=options)

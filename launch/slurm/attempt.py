@@ -13,9 +13,10 @@ from megakernel.training import events
 
 from .errors import SlurmRefused
 from .job_folder import JobFolder, read_settings
-from .preflight import read_reports, unfit
+from .preflight import judge, read_timings
 from .programs import ask
 from .restarting import Decision, decide
+from .slow_nodes import summary
 from .task_ends import TaskEnds, task_ends
 
 
@@ -33,9 +34,11 @@ def unfit_nodes(submission: Path, preflight: Path, nodes: str) -> dict[str, str]
     """The nodes that the run should not start on -> why; each of them is an event."""
     run = JobFolder(submission.parents[1])
     names = ask("scontrol", "show", "hostnames", nodes).split()
-    gpus = read_settings(submission).resources.gpus_per_node
+    cluster = read_settings(submission).resources
     lines = preflight.read_text(encoding="utf-8").splitlines() if preflight.exists() else []
-    bad = unfit(read_reports(lines, names), gpus)
+    for line in summary(read_timings(lines)):
+        print(f"== {line}", flush=True)
+    bad = judge(lines, names, cluster.gpus_per_node, cluster.preflight_seconds)
     for node, why in bad.items():
         events.record(run.path, "unfit", node=node, why=why)
         print(f"== node {node} is not fit: {why}", flush=True)
@@ -58,8 +61,18 @@ def end(submission: Path, status: int, why: str | None = None) -> Decision:
 
 
 def _ends(run: JobFolder, status: int) -> TaskEnds:
-    saw = run.logs(os.environ[events.JOB_VARIABLE], restart()) / "srun.err"
-    return task_ends(saw.read_text(errors="replace") if saw.exists() else "", status)
+    logs = run.logs(os.environ[events.JOB_VARIABLE], restart())
+    saw = logs / "srun.err"
+    killed = status == 128 + signal.SIGKILL
+    last_words = "".join(map(_tail, sorted(logs.glob("rank_*.err")))) if killed else ""
+    return task_ends(saw.read_text(errors="replace") if saw.exists() else "", status, last_words)
+
+
+def _tail(log: Path) -> str:
+    """The last 4 KiB."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        return file.read().decode(errors="replace")
 
 
 def _failure(run: JobFolder) -> str | None:

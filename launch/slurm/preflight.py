@@ -1,7 +1,8 @@
-"""Before a run's processes start: is every node fit for them? One process on each node says what it finds.
+"""Before a run's processes start: is every node fit for them? Started as they will be, one on each device.
 
-`python -m launch.slurm.preflight FOLDER` prints one line of JSON and always ends well, for only nodes side by side can
-be judged; with `--judge GPUS` it reads such lines and names the nodes that are not fit.
+`python -m launch.slurm.preflight FOLDER` prints lines of JSON and always ends well, for only nodes side by side can be
+judged: the first process of each node says what it finds there, then all say how long all-reduces take them. With
+`--judge GPUS` it reads such lines and names the nodes that are not fit.
 """
 
 import argparse
@@ -13,16 +14,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
+from launch.environment import joined
 from launch.exit_status import ExitStatus
+from megakernel.config.cluster import Cluster
 from megakernel.training.environment import package_versions
 
 from .programs import ask
+from .slow_nodes import Timing, slow_nodes, summary
 
 LEAST_MEMORY = 2 << 30
 """Bytes of host memory that a process cannot start without."""
@@ -53,6 +58,9 @@ class Report:
 
     versions: dict[str, str] = field(default_factory=dict)
     """Python and packages."""
+
+
+_Line = TypeVar("_Line", Report, Timing)
 
 
 def look(submission: Path, node: str) -> Report:
@@ -108,16 +116,34 @@ def _reasons(report: Report, gpus_per_node: int) -> list[str]:
     return reasons
 
 
+def judge(lines: Sequence[str], nodes: Sequence[str], gpus_per_node: int, seconds: float) -> dict[str, str]:
+    """The nodes that should not be used -> why, by the lines that `main` has printed on all of them.
+
+    seconds: what an all-reduce may take.
+    """
+    bad = unfit(read_reports(lines, nodes), gpus_per_node)
+    return bad | slow_nodes(read_timings(lines), seconds, known=bad)
+
+
 def read_reports(lines: Iterable[str], nodes: Sequence[str]) -> dict[str, Report | None]:
     """The report of every node, None of those that have none among the lines."""
     reports: dict[str, Report | None] = dict.fromkeys(nodes)
-    for line in lines:
-        try:
-            report = Report(**json.loads(line))
-        except (ValueError, TypeError):
-            continue  # what a node's profile prints
+    for report in _read(Report, lines):
         reports[report.node] = report
     return reports
+
+
+def read_timings(lines: Iterable[str]) -> list[Timing]:
+    """What the processes found together."""
+    return list(_read(Timing, lines))
+
+
+def _read(kind: type[_Line], lines: Iterable[str]) -> Iterator[_Line]:
+    for line in lines:
+        try:
+            yield kind(**json.loads(line))
+        except (ValueError, TypeError):
+            continue  # of the other kind, or what a node's profile prints
 
 
 def _gpus() -> list[float] | None:
@@ -150,17 +176,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="that every node must see and may write to")
     parser.add_argument(
+        "--mib", type=int, default=0, help="size of the all-reduces that are timed; 0 times none"
+    )
+    parser.add_argument(
         "--judge", type=int, metavar="GPUS", help="of each node; reports come from standard input"
     )
     args = parser.parse_args()
     if args.judge is None:
-        print(json.dumps(asdict(look(args.folder, os.environ["SLURMD_NODENAME"]))))
+        _look_and_measure(args.folder, os.environ["SLURMD_NODENAME"], args.mib)
         return ExitStatus.DONE
     nodes = ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
-    bad = unfit(read_reports(sys.stdin, nodes), args.judge)
+    lines = sys.stdin.read().splitlines()
+    bad = judge(lines, nodes, args.judge, Cluster().preflight_seconds)
+    for line in summary(read_timings(lines)):
+        print(line)
     for node in nodes:
         print(f"{node} {f'is not fit: {bad[node]}' if node in bad else 'is fit'}")
     return ExitStatus.FAILED if bad else ExitStatus.DONE
+
+
+def _look_and_measure(folder: Path, node: str, mib: int) -> None:
+    place = joined()
+    if place is None or place.local_rank == 0:
+        print(json.dumps(asdict(look(folder, node))), flush=True)
+    if mib and place is not None and place.world_size > 1:
+        from .collectives import time_collectives  # torch takes its time to import
+
+        for timing in time_collectives(place, node, mib):
+            print(json.dumps(asdict(timing)), flush=True)
 
 
 if __name__ == "__main__":

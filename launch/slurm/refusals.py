@@ -37,7 +37,9 @@ def _say(text: str) -> Callable[[], str]:
 
 
 _PARTITIONS = _listed("one of the partitions", "sinfo", "-h", "-o", "%R")
-_NODES = _listed("nodes of this cluster", "sinfo", "-h", "-N", "-o", "%N")
+_NODES = _listed(
+    "nodes of this cluster, none of them both wanted and excluded", "sinfo", "-h", "-N", "-o", "%N"
+)
 
 _REFUSALS = (
     _Refusal("invalid partition", "partition", _PARTITIONS),
@@ -53,8 +55,8 @@ _REFUSALS = (
     _Refusal("generic resource|gres", "gpus_per_node", _listed("GPUs of a node", "sinfo", "-h", "-o", "%G")),
     _Refusal("job array", "array", _say("give fewer indices; `scontrol show config` has MaxArraySize")),
     _Refusal(
-        "[Nn]ode count|node configuration|Memory spec",
-        "nodes gpus_per_node mem",
+        "[Nn]ode count|number of nodes|node configuration|Memory spec",
+        "nodes gpus_per_node mem nodelist constraint",
         _say("ask for less; `sinfo -o '%D %G %m'` shows nodes, GPUs and memory"),
     ),
     _Refusal("unrecognized option|ambiguous", "", _say("see `sbatch --help` for its options")),

@@ -46,8 +46,11 @@ def decide(
 
 
 def _is_interruption(status: int) -> bool:
-    """What befalls a sound run: a request to make room, a step that stands still, a process that is killed."""
-    again = (ExitStatus.STOPPED, ExitStatus.STALLED, ExitStatus.UNFIT)
+    """What befalls a sound run: a request to make room, a step that stands still, a process that is killed.
+
+    Memory that runs out may have been filled slowly; where it is too small from the beginning, restarts save nothing.
+    """
+    again = (ExitStatus.STOPPED, ExitStatus.STALLED, ExitStatus.UNFIT, ExitStatus.OUT_OF_MEMORY)
     return status in again or (status > 128 and status != ExitStatus.TERMINATED)
 
 
@@ -59,6 +62,8 @@ def _end(status: int) -> str:
         ExitStatus.STOPPED: "saved and stopped to make room",
         ExitStatus.STALLED: "a step made no progress",
         ExitStatus.UNFIT: "a node is not fit",
+        ExitStatus.OUT_OF_MEMORY: "ran out of memory, of which --mem gives more",
+        ExitStatus.NOT_FINITE: "the loss or its gradients stayed non-finite",
         ExitStatus.TERMINATED: "ended on request",
     }
     if status in list(ExitStatus):

@@ -61,6 +61,7 @@ class Script:
             "setup": "".join(f"{line}\n" for line in cluster.setup),
             "srun": " ".join(_srun_options(cluster)),
             "inside": " ".join(_inside(cluster)),
+            "preflight_mib": str(cluster.preflight_mib),
             "command": " ".join(_quoted(word, self.array is not None) for word in self.command),
         }
         return re.sub(r"\{\{(\w+)\}\}", lambda match: blanks[match[1]], _template(self.template))

@@ -47,7 +47,7 @@ class Request:
     """All that is to be submitted at once."""
 
     template: str
-    """`pretrain`, `uptrain` or `command`: a file of slurm/."""
+    """`pretrain`, `uptrain`, `prepare`, `evaluate` or `command`: a file of slurm/."""
 
     command: Sequence[str]
     """Arguments of `megakernel`; `$submission` stands for the submission's folder."""

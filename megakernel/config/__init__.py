@@ -3,7 +3,7 @@
 from .attention import PRESETS, Attention, FeatureMap, Near, expand_preset
 from .compression import BlockCompression, Compression, LinformerCompression, PoolCompression
 from .data import Corpus, Data, Masking
-from .errors import MISSING, ConfigError, Problem, RunFailed, UserError
+from .errors import MISSING, ConfigError, NotFinite, Problem, RunFailed, UserError
 from .length import LengthPhase, Phase
 from .load import from_yaml, load, to_yaml
 from .lora import Lora
@@ -41,6 +41,7 @@ __all__ = [
     "Masking",
     "Model",
     "Near",
+    "NotFinite",
     "Objective",
     "Optimizer",
     "Parallel",

@@ -28,6 +28,10 @@ class Container(Section):
     """Folders as SOURCE:TARGET[:FLAGS]; the folder of submission and that of the run belong among them."""
 
 
+_OTHER_OPTIONS = ("array", "dependency", "no-requeue")
+"""Options of `megakernel submit` that are sbatch's too, and no keys of a cluster."""
+
+
 class Cluster(Section):
     """The defaults of a cluster; options of `megakernel submit` are laid over them."""
 
@@ -76,6 +80,12 @@ class Cluster(Section):
     signal_delay: int = Field(default=120, ge=1, le=65535)
     """Seconds before the time limit at which the processes are told to save."""
 
+    preflight_mib: int = Field(default=64, ge=0)
+    """MiB that the processes sum up with each other before they train, to find slow nodes; 0 leaves it out."""
+
+    preflight_seconds: float = Field(default=10.0, gt=0)
+    """What such an all-reduce may take within a node, and between two nodes."""
+
     container: Container | None = None
     """Container to run in."""
 
@@ -113,12 +123,24 @@ class Cluster(Section):
                 f"is not longer than signal_delay={self.signal_delay} s, so the job would only start and save"
             )
             yield Problem("time", self.time, reason, "raise it or lower signal_delay")
+        for name, value in self.sbatch.items():
+            has_option = name.replace("-", "_") in type(self).model_fields or name in _OTHER_OPTIONS
+            if has_option and value is not None:
+                yield Problem(f"sbatch.{name}", value, "has an option of its own", f"give --{name}")
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 yield Problem("environment", name, "is no name of a variable", "write NAME=VALUE")
         if self.executor != "slurm" and self.nodes > 1:
             reason = f"with executor={self.executor} is more than this machine"
             yield Problem("nodes", self.nodes, reason, "set nodes to 1 or executor to slurm")
+        if self.executor != "slurm":
+            reason = (
+                f"would be ignored by executor={self.executor}, which starts processes as this shell would"
+            )
+            ignored = {"container": self.container and self.container.image, "setup": self.setup}
+            for key, given in ignored.items():
+                if given:
+                    yield Problem(key, given, reason, "leave it out or set executor to slurm")
 
 
 def load_cluster(path: Path, changes: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Cluster:

@@ -17,6 +17,10 @@ class RunFailed(RuntimeError):
     """Something that befell a sound run: the command line prints its text alone and ends with status 1."""
 
 
+class NotFinite(RunFailed):
+    """Losses or gradients that are no numbers ended the run."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One key that has to change."""

@@ -9,7 +9,7 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.packing import packing_table
 from megakernel.analysis.flops import training_flops_per_token
-from megakernel.config import Config, Masking, RunFailed
+from megakernel.config import Config, Masking, NotFinite
 from megakernel.parallel import Mesh
 from megakernel.uptraining.objectives import model_maker
 
@@ -161,7 +161,7 @@ class Trainer:
         if result.skipped:
             self._note(f"step {step} skipped: loss {result.loss}, gradient norm {result.grad_norm}")
         if self.skipped_in_a_row >= self.config.training.max_skipped_steps:
-            raise RunFailed(
+            raise NotFinite(
                 f"training.max_skipped_steps={self.skipped_in_a_row}: that many steps in a row had a loss or gradient "
                 f"that is not finite, up to step {step}; no checkpoint holds them. Lower optimizer.lr, or pass over "
                 "the data with training.skip_samples, and start the same command again"

@@ -142,6 +142,24 @@ def test_a_failed_save_ends_in_one_line_and_the_run_continues_once_there_is_spac
     assert scalars(metrics(tmp_path / "run"), "train/loss") == scalars(uninterrupted, "train/loss")
 
 
+def test_a_job_in_the_foreground_ends_with_the_status_of_what_it_ran(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path, corpus)
+    options = ["--cluster", "debug", "--json"]
+    assert main(["submit", str(config), "training.steps=1", "training.eval_samples=0", *options]) == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1]
+    capsys.readouterr()
+    assert main(["submit", "--name", "broken", *options, "--", "evaluate", "nosuch"]) == ExitStatus.FAILED
+    for run, state, why in (
+        (tmp_path / "run", "COMPLETED", "done"),
+        (Path("runs/broken"), "FAILED", "refused its command line or configuration"),
+    ):
+        capsys.readouterr()
+        assert main(["status", str(run), "--json"]) == 0
+        status = json.loads(capsys.readouterr().out)
+        assert (status["state"], status["why"], status["nodes"]) == (state, why, "this machine")
+
+
 def test_a_job_of_this_machine_restarts_what_was_interrupted(uninterrupted, corpus, tmp_path, capsys):
     config = write_config(tmp_path, corpus)
     run = tmp_path / "run"

@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module")
-def cluster(request):
+def cluster(request, tmp_path_factory):
     """Started for a module, with a database where the module says ACCOUNTING."""
     accounting = getattr(request.module, "ACCOUNTING", False)
     search = os.environ["PATH"] + ":/usr/sbin:/sbin"
@@ -65,6 +65,10 @@ def cluster(request):
         # One thread, as in the runs to compare with: the order of sums depends on it. Jobs inherit this environment.
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", str(REPOSITORY))
+        # Each start would load torch once more; test_nodes.py has the all-reduces.
+        quick = tmp_path_factory.mktemp("cluster") / "quick.yaml"
+        quick.write_text(f"extends: {REPOSITORY}/configs/cluster/slurm.yaml\npreflight_mib: 0\n")
+        patch.setenv("MEGAKERNEL_CLUSTER", str(quick))
         yield
     if "already" not in started.stdout:
         subprocess.run([LOCAL_CLUSTER, "stop"], check=True)

@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from launch.exit_status import ExitStatus
+from launch.slurm.job_folder import JobFolder
 from tests.slurm.submitting import (
     last,
     losses,
@@ -34,7 +38,9 @@ def test_a_node_that_lost_a_gpu_is_named_and_kept_off(place):
     driver.parent.mkdir()
     driver.write_text(ONE_GPU_ON_N1)
     driver.chmod(0o755)
-    Path("cluster.yaml").write_text(f"gpus_per_node: 2\nsetup: ['export PATH={driver.parent}:$PATH']\n")
+    Path("cluster.yaml").write_text(
+        f"gpus_per_node: 2\npreflight_mib: 0\nsetup: ['export PATH={driver.parent}:$PATH']\n"
+    )
     submit("run.yaml --name unfit training.steps=2 --cluster cluster.yaml")
     assert until_state("unfit", "COMPLETED", "FAILED")["nodes"] == "n2"
     assert story("unfit") == ["submitted", "started", "unfit", "ended", "requeued", "started", "ended"]
@@ -43,6 +49,45 @@ def test_a_node_that_lost_a_gpu_is_named_and_kept_off(place):
     assert last("unfit", "requeued")["without"] == ["n1"]
     assert "a node is not fit (n1: 1 of 2 GPUs can be seen)" in megakernel("logs unfit --rank batch").out
     assert list(losses("unfit")) == [1, 2]
+
+
+@pytest.mark.timeout(600)
+def test_a_node_whose_processes_cannot_sum_up_is_named_and_kept_off(place):
+    Path("python").write_text(
+        f"""#!/bin/bash
+[ "$SLURMD_NODENAME" = n1 ] && export GLOO_SOCKET_IFNAME=nosuch0
+exec {sys.executable} "$@"
+"""
+    )
+    Path("python").chmod(0o755)
+    Path("broken.yaml").write_text("gpus_per_node: 2\npreflight_mib: 1\nsetup: ['python=$PWD/python']\n")
+    (job,) = submit("run.yaml --name broken --cluster broken.yaml")
+    until(lambda: story("broken")[-1] == "requeued")
+    assert story("broken") == ["submitted", "started", "unfit", "ended", "requeued"]
+    found = last("broken", "unfit")
+    assert found["node"] == "n1"
+    assert found["why"].startswith("an all-reduce of its own processes fails (")
+    assert "nosuch0" in found["why"]
+    shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True)
+    assert "ExcNodeList=n1" in shown.stdout
+    assert megakernel("cancel broken").status == 0
+
+
+@pytest.mark.timeout(600)
+def test_where_all_are_slower_than_the_limit_no_node_is_to_blame(place):
+    Path("slow.yaml").write_text("preflight_mib: 1\npreflight_seconds: 0.000001\n")
+    submit("run.yaml --name slow -N 2 --cluster slow.yaml")
+    slow = until_state("slow", "FAILED", "COMPLETED", "PENDING")
+    assert slow["state"] == "FAILED"
+    assert slow["why"].startswith("failed (n1: an all-reduce with n2 takes ")
+    assert [
+        event["node"] for event in JobFolder(Path("runs/slow")).events() if event["event"] == "unfit"
+    ] == [
+        "n1",
+        "n2",
+    ]
+    assert "== the slowest all-reduce between two nodes takes" in megakernel("logs slow --rank batch").out
+    assert losses("slow") == {}
 
 
 @pytest.mark.timeout(600)
@@ -77,6 +122,22 @@ def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_r
     assert ended["why"] == "saved and stopped to make room; it is not to be requeued"
     assert ended["saved"] == ended["step"] == last("limit", "signalled")["step"]
     assert story("limit", job) == ["submitted", "started", "signalled", "ended"]
+
+
+@pytest.mark.timeout(600)
+def test_memory_that_runs_out_and_a_loss_that_is_no_number_are_told_apart(place):
+    submit("run.yaml --name large -p high --mem 300 --no-requeue")
+    submit("run.yaml --name wild -p high optimizer.lr=1e30 training.max_skipped_steps=2")
+    large = until_state("large", "FAILED", "COMPLETED", "OUT_OF_MEMORY")
+    assert (large["state"], last("large", "ended")["status"]) == ("FAILED", ExitStatus.OUT_OF_MEMORY)
+    assert re.match(
+        r"ran out of memory, of which --mem gives more \(n\d: \d+ MiB of 300 MiB\); ", large["why"]
+    )
+    wild = until_state("wild", "FAILED", "COMPLETED")
+    assert (wild["state"], last("wild", "ended")["status"]) == ("FAILED", ExitStatus.NOT_FINITE)
+    assert wild["why"].startswith("the loss or its gradients stayed non-finite (rank 0 on ")
+    assert "training.max_skipped_steps=2" in last("wild", "failed")["why"]
+    assert story("wild") == ["submitted", "started", "failed", "ended"], "it does not start again"
 
 
 def test_a_job_that_the_queue_has_forgotten_is_still_known(place, monkeypatch, tmp_path):

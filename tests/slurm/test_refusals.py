@@ -16,11 +16,23 @@ REFUSALS = {
     "submit run.yaml -G 4": (REFUSED, "nodes=1, gpus_per_node=4: ", "ask for less"),
     "submit run.yaml --mem 900G": (REFUSED, "mem=900G: ", "ask for less"),
     "submit run.yaml --mem 2X": (REFUSED, "mem=2X: ", "such as 200G"),
-    "submit run.yaml --nodelist n7": (REFUSED, "nodelist=n7: ", "choose nodes of this cluster: n1, n2"),
+    "submit run.yaml --nodelist n7": (REFUSED, "nodelist=n7: ", "choose nodes of this cluster, none"),
+    "submit run.yaml --nodelist n1 --exclude n1": (REFUSED, "nodelist=n1, exclude=n1: ", "excluded: n1, n2"),
+    "submit run.yaml --nodelist n1,n2": (REFUSED, "nodelist=n1,n2: ", "ask for less"),
+    "submit run.yaml --mem=-1": (REFUSED, "mem=-1: ", "such as 200G"),
     "submit run.yaml -C a100": (REFUSED, "constraint=a100: ", "`sinfo` shows"),
     "submit run.yaml --reservation mine": (REFUSED, "reservation=mine: ", "scontrol show reservation"),
     "submit run.yaml --dependency after_lunch": (REFUSED, "dependency=after_lunch: ", "such as afterok:17"),
     "submit run.yaml --sbatch frobnicate=1": (REFUSED, "frobnicate", "sbatch --help"),
+    "submit run.yaml --sbatch array=0-3": (USAGE, "sbatch.array=0-3 ", "give --array"),
+    "submit run.yaml --sbatch nodes=4": (USAGE, "sbatch.nodes=4 ", "give --nodes"),
+    "submit": (USAGE, "required: CONFIG;", "megakernel submit --help"),
+    "submit pretrain run.yaml": (USAGE, "submit pretrain: ", "megakernel submit CONFIG"),
+    "submit doctor": (USAGE, "submit doctor ", "one of prepare, evaluate"),
+    "submit run.yaml --node 2": (USAGE, "could match --nodes, --nodelist", "--help"),
+    "submit run.yaml --mounts /a:/b": (USAGE, "container.image is missing", "add it"),
+    "submit -- evaluate": (USAGE, "required: RUN;", "megakernel evaluate --help"),
+    "submit run.yaml --chain 2 --cluster local": (USAGE, "--chain needs Slurm", "leave it out"),
     "submit run.yaml --array 0-2000": (USAGE, "--array 0-2000 ", "give at most 1000 at once"),
     "submit run.yaml --array 3-1": (USAGE, "--array 3-1 ", "write 0-7"),
     "submit run.yaml -t 1x": (USAGE, "time=1x ", "write minutes"),
@@ -29,6 +41,7 @@ REFUSALS = {
     "submit run.yaml --env 1X=2": (USAGE, "environment=1X ", "write NAME=VALUE"),
     "submit run.yaml --cluster nosuch": (USAGE, "--cluster nosuch ", "name a YAML file"),
     "submit run.yaml --cluster local -N 2": (USAGE, "nodes=2 ", "set nodes to 1"),
+    "submit run.yaml --cluster debug --container mk.sqsh": (USAGE, "container=mk.sqsh ", "leave it out"),
     "submit run.yaml -G 3": (USAGE, "training.global_batch_size=4 ", "set 3 or 6"),
     "submit nosuch.yaml": (USAGE, "nosuch.yaml cannot be read", "name a YAML file"),
     "submit run.yaml data.train=nosuch": (USAGE, "data.train", "prepare"),
@@ -97,6 +110,21 @@ def test_dry_run_prints_what_slurm_takes_and_leaves_nothing(place):
     assert tested.status == 0
     assert "using 4 processors on nodes n[1-2] in partition low" in tested.out
     assert files(place) == before
+
+
+@pytest.mark.parametrize(
+    ("container", "started"),
+    [
+        ("{image: mk.sqsh, mounts: ['/a:/b']}", "--container-image=mk.sqsh --container-mounts=/a:/b"),
+        ("{runtime: apptainer, image: mk.sif}", "apptainer exec --nv mk.sif python -m launch.cli pretrain"),
+    ],
+    ids=["pyxis", "apptainer"],
+)
+def test_dry_run_shows_how_a_container_is_entered(container, started, place, tmp_path):
+    (tmp_path / "cluster.yaml").write_text(f"container: {container}\n")
+    said = megakernel(f"submit run.yaml --cluster {tmp_path}/cluster.yaml --dry-run")
+    assert said.status == 0, said.err
+    assert started in said.out
 
 
 def test_a_run_has_one_live_job_and_ends_before_it_started(place):

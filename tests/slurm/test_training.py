@@ -185,5 +185,9 @@ def test_an_array_prepares_a_corpus_for_each_part_of_the_text(place):
 
 def test_nodes_are_looked_at_without_training(place):
     script = Path(__file__).parents[2] / "slurm" / "preflight.sbatch"
-    subprocess.run(["sbatch", "--wait", "-N", "2", "-o", "preflight.log", str(script)], check=True)
-    assert Path("preflight.log").read_text().splitlines() == ["n1 is fit", "n2 is fit"]
+    options = ["-N", "2", "--gpus-per-node", "2", "--ntasks-per-node", "2", "-o", "preflight.log"]
+    subprocess.run(["sbatch", "--wait", *options, str(script)], check=True)
+    within, between, *nodes = Path("preflight.log").read_text().splitlines()
+    assert within.startswith("the slowest all-reduce within a node takes ")
+    assert between.startswith("the slowest all-reduce between two nodes takes ")
+    assert nodes == ["n1 is fit", "n2 is fit"]

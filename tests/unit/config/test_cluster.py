@@ -53,6 +53,14 @@ def test_every_problem_is_told_at_once(tmp_path):
     assert "nodes=0 should be greater than or equal to 1" in text
 
 
+def test_what_has_an_option_of_its_own_is_no_other_option_of_sbatch(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("sbatch: {gpus-per-node: 4, signal: null, exclusive: true, ntasks-per-node: 2}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(file, {})
+    assert str(caught.value) == "sbatch.gpus-per-node=4 has an option of its own; give --gpus-per-node"
+
+
 def test_tasks_are_one_for_each_gpu_unless_told():
     assert Cluster(nodes=2, gpus_per_node=8).world_size == 16
     assert Cluster(nodes=2, gpus_per_node=0).world_size == 2

@@ -21,7 +21,7 @@ def script(template="pretrain", array=None, **settings):
     return Script(template, Cluster(**settings), Path("/r/it's"), "now", command, "it's", array).text()
 
 
-@pytest.mark.parametrize("template", ["pretrain", "command"])
+@pytest.mark.parametrize("template", ["pretrain", "uptrain", "prepare", "evaluate", "command"])
 @pytest.mark.parametrize(
     "settings",
     [

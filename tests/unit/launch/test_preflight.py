@@ -3,7 +3,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from launch.slurm.preflight import Report, look, read_reports, unfit
+from launch.slurm.preflight import Report, judge, look, read_reports, unfit
+from launch.slurm.slow_nodes import Timing
 
 FIT = Report("n1", 1e9, 64 << 30, [0.0, 0.01], None, {"python": "3.11.2", "torch": "2.13.0"})
 NODES = ["n1", "n2", "n3"]
@@ -46,6 +47,17 @@ def test_what_nodes_print_is_read_back_and_a_silent_one_is_named():
     assert found == {"n1": FIT, "n2": None}
     assert unfit(found, gpus_per_node=0) == {"n2": "says nothing"}
     assert unfit(read_reports([], ["n1", "n2"]), 0) == {}, "no node is to blame alone"
+
+
+def test_what_is_slow_between_a_node_and_one_that_is_not_fit_is_the_others_fault():
+    unwritable = replace(FIT, node="n2", unwritable="Read-only file system")
+    slow = [Timing(rank, node, ["n1", "n2"], 9.0) for rank, node in enumerate(["n1", "n2"])]
+    lines = [json.dumps(asdict(one)) for one in (FIT, unwritable, *slow)]
+    found = judge(lines, ["n1", "n2"], gpus_per_node=2, seconds=1)
+    assert found == {"n2": "the run's folder cannot be written (Read-only file system)"}
+    lines = [json.dumps(asdict(one)) for one in (FIT, replace(FIT, node="n2"), *slow)]
+    assert set(judge(lines, ["n1", "n2"], gpus_per_node=2, seconds=1)) == {"n1", "n2"}
+    assert judge(lines, ["n1", "n2"], gpus_per_node=2, seconds=10) == {}
 
 
 def test_a_node_looks_at_itself(tmp_path):

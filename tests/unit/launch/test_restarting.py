@@ -14,6 +14,8 @@ from launch.slurm.restarting import decide
         (ExitStatus.STOPPED, True),
         (ExitStatus.STALLED, True),
         (ExitStatus.UNFIT, True),
+        (ExitStatus.OUT_OF_MEMORY, True),
+        (ExitStatus.NOT_FINITE, False),
         (137, True),  # KILL
         (140, True),  # USR2, before the process could listen to it
     ],

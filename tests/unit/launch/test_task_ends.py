@@ -24,6 +24,13 @@ USR2 = (
     "srun: error: n2: tasks 2-3: User defined signal 2\nsrun: error: n1: tasks 0-1: User defined signal 2\n"
 )
 CRASHED = "srun: error: n1: task 0: Segmentation fault (core dumped)\nsrun: First task exited 60s ago\n"
+# Of a cluster that confines jobs to control groups, and of one with JobAcctGatherParams=OverMemoryKill.
+OUT_OF_MEMORY = "srun: error: n2: task 1: Out Of Memory\n"
+OVER_LIMIT = """\
+srun: Job step aborted: Waiting up to 12 seconds for job step to finish.
+srun: error: n1: task 0: Killed
+srun: error: n2: task 1: Killed
+"""
 
 
 @pytest.mark.parametrize(
@@ -35,8 +42,15 @@ CRASHED = "srun: error: n1: task 0: Segmentation fault (core dumped)\nsrun: Firs
         (STALLED, 137, TaskEnds(86, None)),
         (FAILED, 137, TaskEnds(1, None)),
         (USR2, 140, TaskEnds(140, "rank 2-3 on n2: User defined signal 2")),
+        (OUT_OF_MEMORY, 1, TaskEnds(88, "rank 1 on n2: Out Of Memory")),
         (CRASHED, 139, TaskEnds(139, "rank 0 on n1: Segmentation fault (core dumped)")),
     ],
 )
 def test_whom_srun_ended_is_not_the_cause(stderr, status, expected):
     assert task_ends(stderr, status) == expected
+
+
+def test_a_step_that_slurm_measured_to_be_too_large_is_told_by_the_processes_logs():
+    killed = "slurmstepd-n2: error: StepId=1.0 exceeded memory limit (328478720 > 209715200), being killed\n"
+    assert task_ends(OVER_LIMIT, 137, killed) == TaskEnds(88, "n2: 313 MiB of 200 MiB")
+    assert task_ends(OVER_LIMIT, 137) == TaskEnds(137, "rank 0 on n1: Killed"), "as by anybody else"
