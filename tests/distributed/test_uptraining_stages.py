@@ -59,7 +59,9 @@ def config(tmp_path_factory, corpus):
     from megakernel.uptraining.dense import DenseCheckpoint
 
     folder = tmp_path_factory.mktemp("stages")
-    sizes = copy.deepcopy(dense_models.CONFIGS["llama"]).to_dict() | {"num_hidden_layers": LAYERS}
+    # Tied: the first and the last stage have a copy each, which the transfer does not train.
+    changes = {"num_hidden_layers": LAYERS, "tie_word_embeddings": True}
+    sizes = copy.deepcopy(dense_models.CONFIGS["llama"]).to_dict() | changes
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig.from_dict(sizes)).save_pretrained(folder / "dense")
     section = DenseCheckpoint(folder / "dense").section
