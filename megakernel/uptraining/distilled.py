@@ -51,14 +51,13 @@ class DistilledPipeline(Pipeline):
         """What the stage hands on; of the last one the loss."""
         if not self.training:
             return super().forward(stream)
-        ours, theirs = stream, None
+        theirs = None
         if self.objective.kl:
             entering = stream[0]
             if not self.mesh.is_first_stage:
-                *ours, bits = stream
-                entering = from_bits(bits, self.dtype)
-            theirs = self.teacher.hidden((entering, *ours[1:]))
-        leaving = self.body(tuple(ours))
+                entering, stream = from_bits(stream[-1], self.dtype), stream[:-1]
+            theirs = self.teacher.hidden((entering, *stream[1:]))
+        leaving = self.body(stream)
         if self.mesh.is_last_stage:
             return _loss(self, self.teacher, self.objective, leaving, theirs)
         return leaving if theirs is None else (*leaving, as_bits(theirs))
