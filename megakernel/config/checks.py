@@ -185,7 +185,7 @@ def _answers_are_next_tokens(model: Model, data: Data) -> Iterator[Problem]:
         yield Problem("data.scored", "answers", reason, "set all or take model.kind: causal_lm")
 
 
-def _teachers_stand_beside_whole_models(
+def _teachers_stand_beside_their_students(
     objective: Objective, model: Model, parallel: Parallel
 ) -> Iterator[Problem]:
     if objective.kind == "labels":
@@ -193,10 +193,6 @@ def _teachers_stand_beside_whole_models(
     if model.kind != "causal_lm":
         reason = f"needs model.kind: causal_lm, and it is {model.kind}"
         yield Problem("objective.kind", objective.kind, reason, "set kind: labels")
-    if parallel.pipeline > 1:
-        reason = "has no place for a teacher, whose layers would lie on other stages"
-        remedy = "set 1; parallel.tensor and parallel.zero_stage share a model too"
-        yield Problem("parallel.pipeline", parallel.pipeline, reason, remedy)
     if parallel.zero_stage == 3:
         reason = (
             "leaves the weights of the head to its own layer, and a teacher's predictions need them beside it"
@@ -205,22 +201,11 @@ def _teachers_stand_beside_whole_models(
 
 
 def _frozen_weights_are_whole(optimizer: Optimizer, model: Model, parallel: Parallel) -> Iterator[Problem]:
-    if optimizer.mechanism_lr is not None and parallel.pipeline > 1:
-        reason = "has no place on stages whose layers own no weights"
-        yield Problem(
-            "optimizer.mechanism_lr",
-            optimizer.mechanism_lr,
-            reason,
-            "remove it or set parallel.pipeline to 1",
-        )
     if optimizer.trained == "all":
         return
     if parallel.zero_stage == 3:
         reason = "keeps no weights that are not updated in its checkpoints"
         yield Problem("parallel.zero_stage", 3, reason, "set at most 2 or optimizer.trained: all")
-    if parallel.pipeline > 1:
-        reason = "has stages that may hold no trained weight"
-        yield Problem("parallel.pipeline", parallel.pipeline, reason, "set 1 or optimizer.trained: all")
     if optimizer.updates is not None and any(a.compresses_input for a in _attentions(model)):
         reason = "updates values of the input, and the layer compresses its input"
         yield Problem("optimizer.trained", "lora", reason, "set compression.compress: projected")
@@ -323,7 +308,7 @@ _RULES: list[Rule] = [
     _padded_documents_stay_whole,
     _masking_has_an_effect,
     _answers_are_next_tokens,
-    _teachers_stand_beside_whole_models,
+    _teachers_stand_beside_their_students,
     _frozen_weights_are_whole,
     _stages_lead_to_the_model,
     _deepspeed_keeps_to_its_own,

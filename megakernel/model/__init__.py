@@ -1,6 +1,7 @@
 """Transformer language models from Megatron-core parts around `megakernel.attention`."""
 
-from .language_model import LanguageModel, cast, layer_list, pipeline
+from .language_model import LanguageModel, cast, layer_list
+from .pipeline import Parted, Pipeline, build_model, stage_layers
 from .self_attention import rotate_by
 from .settings import ModelSettings, padded_vocab_size
 from .stream import IGNORED
@@ -9,9 +10,12 @@ __all__ = [
     "IGNORED",
     "LanguageModel",
     "ModelSettings",
+    "Parted",
+    "Pipeline",
+    "build_model",
     "cast",
     "layer_list",
     "padded_vocab_size",
-    "pipeline",
     "rotate_by",
+    "stage_layers",
 ]

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor, nn
-
-from megakernel.parallel import Mesh
 
 from .classifier import ClassifierHead
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
@@ -49,34 +47,25 @@ def _tied_loss(embedding: TokenEmbedding, stream: Stream, settings: ModelSetting
     return mean_loss(embedding.tokens.weight, stream, settings)
 
 
-def pipeline(settings: ModelSettings, loss_scale: Callable[[], float]) -> PipelineModule:
-    """The layers as a DeepSpeed pipeline over the mesh; its loss is multiplied by what `loss_scale` then says."""
-    assert isinstance(settings.mesh, Mesh)
-    return PipelineModule(
-        layer_list(settings),
-        topology=settings.mesh.topology,
-        loss_fn=lambda loss, _: loss * loss_scale(),
-        # Equal shares of transformer layers; the embedding and the head ride with the first and last of them.
-        partition_method="type:TransformerLayer",
-        # Weights are functions of (seed, layer) by our own hand; nothing else is random.
-        seed_layers=False,
-    )
-
-
 class LanguageModel(nn.Module):
-    """The layers one after the other in this process.
+    """The layers one after the other in this process: all of them, or a part of the list.
 
     Parameters carry the names that PipelineModule gives the same list (`1.mlp…`, `tied_modules.embedding…`), so that
-    a checkpoint of one becomes a checkpoint of the other.
+    a checkpoint of one becomes a checkpoint of the other. A part maps the stream that enters it to the one that leaves
+    it, and the rest of what a model can be asked for needs the layers that answer.
     """
 
-    def __init__(self, settings: ModelSettings):
+    def __init__(self, settings: ModelSettings, part: range | None = None):
+        """part: places in `layer_list`, such as `stage_layers` names; None: all."""
         super().__init__()
         self.settings = settings
         self.tied_modules = nn.ModuleDict()
         self.walk: list[Callable[[Stream], Any]] = []
-        for index, spec in enumerate(layer_list(settings)):
-            self.walk.append(self._build(index, spec))
+        specs = layer_list(settings)
+        part = part or range(len(specs))
+        self.has_head = part.stop == len(specs)
+        for index in part:
+            self.walk.append(self._build(index, specs[index]))
 
     def _build(self, index: int, spec: LayerSpec) -> Callable[[Stream], Any]:
         if not isinstance(spec, TiedLayerSpec):
@@ -87,13 +76,14 @@ class LanguageModel(nn.Module):
         module = self.tied_modules[spec.key]
         return module if spec.forward_fn is None else partial(spec.forward_fn, module)
 
-    def forward(self, *stream: Tensor) -> Tensor:
+    def forward(self, *stream: Tensor) -> Any:
         """Token ids (B, N), positions, labels and num_targets -> what the head makes of them, in training the loss."""
-        return self.walk[-1](self.body(stream))
+        stream = self.body(stream)
+        return self.walk[-1](stream) if self.has_head else stream
 
     def body(self, stream: Stream) -> Stream:
         """The stream as it enters the head: normalized hidden states in place of token ids."""
-        for layer in self.walk[:-1]:
+        for layer in self.walk[:-1] if self.has_head else self.walk:
             stream = layer(stream)
         return stream
 

@@ -2,6 +2,7 @@
 
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 Stream: TypeAlias = tuple[Tensor, ...]
@@ -16,3 +17,13 @@ backwards.
 
 IGNORED = -100
 """Label of a position whose loss does not count."""
+
+
+def as_bits(states: Tensor) -> Tensor:
+    """States (…, C) as uint8 (…, C x bytes of each): constants, for which a pipeline's stage sends no gradient back."""
+    return states.detach().contiguous().view(torch.uint8)
+
+
+def from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The states of a dtype that `as_bits` was given."""
+    return bits.view(dtype)

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from data_pipeline.batch import Batch
 from megakernel import attention
 from megakernel.config import Config, Phase
-from megakernel.model import LanguageModel, ModelSettings, pipeline, rotate_by
+from megakernel.model import ModelSettings, Parted, build_model, rotate_by
 from megakernel.model.stream import Stream
 from megakernel.parallel import Mesh
 from megakernel.uptraining.near_windows import LinearDecay, drop_near_windows
@@ -26,9 +26,10 @@ from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_p
 from .deferred_errors import DeferredErrors
 from .memory import MemoryPeaks
 from .optimizer import SHARE, build_optimizer, freeze
+from .ranks import Ranks
 from .streams import means, streams
 from .universal import UniversalFolder, WholeTensors
-from .universal_load import Comparison, compare, load_run, load_weights, whole_shapes
+from .universal_load import Comparison, compare, gathered_shapes, load_run, load_weights
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,17 @@ class StepResult:
 class Engine:
     """The DeepSpeed engine of one process, sequential or a pipeline stage.
 
-    make_model: makes the model of a process that holds all layers; a class of its own where training lowers more
+    make_model: makes the model of this process, as `build_model` does; classes of its own where training lowers more
     than the labels' cross entropy.
+
+    Raises UserError, alike on all ranks, where optimizer.trained does not suit the layers of every stage.
     """
 
     def __init__(
         self,
         config: Config,
         settings: ModelSettings,
-        make_model: Callable[[ModelSettings], LanguageModel] = LanguageModel,
+        make_model: Callable[[ModelSettings, Callable[[], float]], Parted] = build_model,
     ):
         mesh = settings.mesh
         assert isinstance(mesh, Mesh)
@@ -64,12 +67,9 @@ class Engine:
         self.mesh = mesh
         self.micro_batches = micro_batches_per_step(config.training, mesh)
         self.pipelined = mesh.pp.size > 1
-        self._rows: torch.Size | None = None
+        self._passed_on: tuple[torch.Size, bool] | None = None
         ds_config = deepspeed_config(config, mesh)
-        model = pipeline(settings, lambda: self.loss_scale) if self.pipelined else make_model(settings)
-        freeze(model, config.optimizer.trained)
-        if (dropout := config.training.near_dropout) is not None:
-            drop_near_windows(model, LinearDecay(dropout.start, dropout.steps), config.run.seed)
+        model = Ranks.of(mesh).alike(lambda: self._made(settings, make_model))
         optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config))
         self.cuts = cuts(model)
         self.record = record(model, self.cuts, optimizer)
@@ -83,6 +83,15 @@ class Engine:
         self.write_errors = DeferredErrors.install(self.engine)
         self.memory = MemoryPeaks(mesh.device)
         self.traffic = ContextTraffic(self.engine.module)
+
+    def _made(
+        self, settings: ModelSettings, make_model: Callable[[ModelSettings, Callable[[], float]], Parted]
+    ) -> Parted:
+        model = make_model(settings, lambda: self.loss_scale)
+        freeze(model, self.config.optimizer.trained)
+        if (dropout := self.config.training.near_dropout) is not None:
+            drop_near_windows(model, LinearDecay(dropout.start, dropout.steps), self.config.run.seed)
+        return model
 
     @property
     def loss_scale(self) -> float:
@@ -108,18 +117,18 @@ class Engine:
     def redraw(self, step: int) -> None:
         """Let the model hold the random numbers that `step`, counted from 0, is trained with."""
         attention.redraw(self.engine.module, step)
-        if isinstance(self.engine.module, LanguageModel):
-            self.engine.module.begin_step(step)
+        self.engine.module.begin_step(step)
 
     def model_scalars(self) -> dict[str, float]:
         """What the model has to say beside its loss, by TensorBoard tag, since the last call; on all ranks."""
-        module = self.engine.module
-        return module.scalars() if isinstance(module, LanguageModel) else {}
+        scalars: dict[str, float] = self.engine.module.scalars()
+        return scalars
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """One update from this rank's micro-batches of a global batch."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group[SHARE]
+        self.engine.train()
         inputs = self._streams(batches)
         skipped_before = self.skipped_steps
         with self.traffic.step():
@@ -137,7 +146,6 @@ class Engine:
             # Forward, backward and update overlap over the stages.
             with self._phase("step"):
                 return float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in inputs])))
-        self.engine.train()
         total = torch.zeros((), device=self.mesh.device)
         for index, stream in enumerate(inputs):
             # DeepSpeed's own count of micro-batches would lose its step where their number changes.
@@ -201,11 +209,12 @@ class Engine:
     def _pass_on(self, rows: torch.Size) -> None:
         """Prepare the stages for micro-batches of these rows (B, N).
 
-        DeepSpeed's stages tell each other the shape of what they send once, and then keep buffers of it.
+        DeepSpeed's stages tell each other once what they send, which in training may be more, and keep buffers of it.
         """
-        if self.pipelined and rows != self._rows:
+        now = (rows, self.engine.module.training)
+        if self.pipelined and now != self._passed_on:
             self.engine.reset_activation_shape()
-        self._rows = rows
+        self._passed_on = now
 
     @property
     def skipped_steps(self) -> int:
@@ -229,8 +238,6 @@ class Engine:
 
     def load_weights(self, source: WholeTensors) -> Comparison:
         """Take the weights alone, those that fit; returns what did and what did not."""
-        own = whole_shapes(self.engine.module, self.cuts, self.mesh.tp)
-        shapes = {name: shape for part in self.mesh.gather_objects(own) for name, shape in part.items()}
-        comparison = compare(shapes, source)
+        comparison = compare(gathered_shapes(self.engine.module, self.cuts, self.mesh), source)
         load_weights(self.engine.module, self.cuts, self.mesh.tp, source, comparison.common)
         return comparison

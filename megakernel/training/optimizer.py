@@ -9,6 +9,7 @@ from torch import nn
 
 from megakernel import config as configuration
 from megakernel.config import UserError
+from megakernel.model import Pipeline
 from megakernel.parallel import Mesh
 
 MECHANISM = ".self_attention.core."
@@ -24,8 +25,7 @@ SHARE = "share_of_lr"
 def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> list[dict[str, Any]]:
     """Matrices of projections, MLPs and embeddings decay; norms, biases and all that a mechanism owns do not.
 
-    What a mechanism owns is a group of its own where it has a learning rate of its own, and there alone: DeepSpeed adds
-    up norms group by group, and a pipeline stage of layers that own nothing would have a group less than the others.
+    What a mechanism owns is a group of its own where it has a learning rate of its own, and there alone.
     Weights without gradient are in no group.
     """
     decayed: list[nn.Parameter] = []
@@ -63,9 +63,15 @@ def freeze(model: nn.Module, trained: str) -> None:
         parameter.requires_grad_(trained == "all" or is_new(name))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
-            f"optimizer.trained={trained} and model.attention has no weights of its own; take a feature map that "
+            f"optimizer.trained={trained} and {_layers(model)} no weights of its own; take a feature map that "
             "learns, such as feature_map: {name: hedgehog}, or leave the stage out (uptrain.transfer: null)"
         )
+
+
+def _layers(model: nn.Module) -> str:
+    if isinstance(model, Pipeline):
+        return "a stage of parallel.pipeline has model.attention with"
+    return "model.attention has"
 
 
 class ClippedAdamW(torch.optim.AdamW):
@@ -115,8 +121,18 @@ def counts_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
 def build_optimizer(
     model: nn.Module, settings: configuration.Optimizer, mesh: Mesh, deepspeed_clips: bool
 ) -> torch.optim.AdamW:
-    """The optimizer that DeepSpeed wraps; its learning rate is set anew before every step."""
+    """The optimizer that DeepSpeed wraps; its learning rate is set anew before every step. Called on all ranks.
+
+    Raises UserError, alike on all ranks, where pipeline stages have not as many groups of weights.
+    """
     groups = parameter_groups(model, settings)
+    # DeepSpeed adds up norms over the stages group by group.
+    if len(set(mesh.gather_objects(len(groups)))) > 1:
+        raise UserError(
+            f"parallel.pipeline={mesh.pp.size}: attention layers own weights on some stages and none on others, which "
+            f"optimizer.trained={settings.trained} and mechanism_lr={settings.mechanism_lr} train apart from the rest; "
+            "set optimizer.mechanism_lr: null and optimizer.trained: all, or another parallel.pipeline"
+        )
     options: dict[str, Any] = {
         "lr": settings.lr,
         "betas": (settings.beta1, settings.beta2),

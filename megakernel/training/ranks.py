@@ -1,10 +1,13 @@
-"""File work done by several processes together, where a failure of one must reach all."""
+"""Work done by several processes together, where a failure of one must reach all."""
 
 import socket
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megakernel.config import UserError
+
+if TYPE_CHECKING:
+    from megakernel.parallel import Mesh
 
 T = TypeVar("T")
 
@@ -28,6 +31,11 @@ class Ranks:
         self.size = size
         self._exchange = exchange
 
+    @classmethod
+    def of(cls, mesh: "Mesh") -> "Ranks":
+        """All processes of a mesh."""
+        return cls(mesh.rank, mesh.world_size, mesh.gather_objects)
+
     def first(self, action: Callable[[], T]) -> T:
         """Let rank 0 act; its result, or its ValueError or OSError, is every rank's."""
         result: Any = None
@@ -42,6 +50,22 @@ class Ranks:
         result = self._exchange(result)[0]
         if isinstance(result, Exception):
             raise result
+        return result
+
+    def alike(self, action: Callable[[], T]) -> T:
+        """Let every rank act on what is its own; the result, or the UserError of the first rank that has one.
+
+        The action's collectives, if any, must all be done when a rank raises.
+        """
+        result: Any = None
+        refusal = None
+        try:
+            result = action()
+        except UserError as error:
+            refusal = str(error)
+        refusals = [text for text in self._exchange(refusal) if text is not None]
+        if refusals:
+            raise UserError(refusals[0])
         return result
 
     def all(self, action: Callable[[], object]) -> None:

@@ -47,7 +47,7 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.mesh = mesh
-        self.ranks = Ranks(mesh.rank, mesh.world_size, mesh.gather_objects)
+        self.ranks = Ranks.of(mesh)
         self.corpora = Corpora(config.data, validation=config.training.eval_samples > 0)
         self.folder = RunFolder(config, self.ranks)
         self.console = Console(config.training.steps, self._consumed(config.training.steps)[1])

@@ -9,6 +9,7 @@ import torch
 from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor, nn
 
+from megakernel.parallel import Mesh
 from megakernel.parallel.axis import Axis
 
 from .cut import Cut
@@ -106,6 +107,12 @@ def compare(shapes: Mapping[str, tuple[int, ...]], source: WholeTensors) -> Comp
             if shape != shapes[name]
         ],
     )
+
+
+def gathered_shapes(module: nn.Module, cuts: Mapping[str, Cut], mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """Name -> shape over all tensor ranks, of the parameters and buffers of all stages; called on all ranks."""
+    own = whole_shapes(module, cuts, mesh.tp)
+    return {name: shape for part in mesh.gather_objects(own) for name, shape in part.items()}
 
 
 def whole_shapes(module: nn.Module, cuts: Mapping[str, Cut], tp: Axis) -> dict[str, tuple[int, ...]]:

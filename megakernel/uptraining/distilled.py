@@ -1,11 +1,15 @@
 """A model that learns from a teacher's probabilities beside the labels."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from megakernel.config import Config
-from megakernel.model import LanguageModel, ModelSettings
+from megakernel.config import Config, Objective
+from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline
 from megakernel.model.distillation import mean_divergence
 from megakernel.model.head import mean_loss
+from megakernel.model.stream import Stream, as_bits, from_bits
+from megakernel.training.dtypes import DTYPES
 
 from .teacher import Teacher
 
@@ -27,19 +31,50 @@ class DistilledModel(LanguageModel):
         """As a LanguageModel, but for the loss."""
         if not self.training:
             return super().forward(*stream)
-        weights = self.objective
-        hidden, *rest = self.body(stream)
-        _, labels, num_targets = rest
-        loss = hidden.new_zeros((), dtype=hidden.dtype).float()
-        if weights.cross_entropy:
-            loss = loss + weights.cross_entropy * mean_loss(
-                self.output_matrix, (hidden, *rest), self.settings
-            )
-        if weights.kl:
-            theirs = self.teacher.hidden(stream)
-            matrices = self.output_matrix, self.teacher.output_matrix
-            divergence = mean_divergence(
-                matrices, (hidden, theirs), labels, num_targets, weights.temperature, self.settings
-            )
-            loss = loss + weights.kl * divergence
-        return loss
+        theirs = self.teacher.hidden(stream) if self.objective.kl else None
+        return _loss(self, self.teacher, self.objective, self.body(stream), theirs)
+
+
+class DistilledPipeline(Pipeline):
+    """The same for a stage. In training the teacher's states go from stage to stage beside the model's, as bits."""
+
+    def __init__(
+        self, settings: ModelSettings, loss_scale: Callable[[], float], config: Config, teacher: Teacher
+    ):
+        """loss_scale: see `Pipeline`. config: see `DistilledModel`. teacher: has this stage's layers."""
+        super().__init__(settings, loss_scale)
+        self.objective = config.objective
+        self.dtype = DTYPES[config.training.dtype]
+        self.teacher = teacher
+
+    def forward(self, stream: Stream) -> Stream | Tensor:
+        """What the stage hands on; of the last one the loss."""
+        if not self.training:
+            return super().forward(stream)
+        theirs = None
+        if self.objective.kl:
+            entering = stream[0]
+            if not self.mesh.is_first_stage:
+                entering, stream = from_bits(stream[-1], self.dtype), stream[:-1]
+            theirs = self.teacher.hidden((entering, *stream[1:]))
+        leaving = self.body(stream)
+        if self.mesh.is_last_stage:
+            return _loss(self, self.teacher, self.objective, leaving, theirs)
+        return leaving if theirs is None else (*leaving, as_bits(theirs))
+
+
+def _loss(
+    model: Parted, teacher: Teacher, objective: Objective, stream: Stream, theirs: Tensor | None
+) -> Tensor:
+    """Of the model's stream and the teacher's states (N, B, C) before their heads; None: no divergence is wanted."""
+    hidden, _, labels, num_targets = stream
+    loss = hidden.new_zeros((), dtype=hidden.dtype).float()
+    if objective.cross_entropy:
+        loss = loss + objective.cross_entropy * mean_loss(model.output_matrix, stream, model.settings)
+    if theirs is not None:
+        matrices = model.output_matrix, teacher.output_matrix
+        divergence = mean_divergence(
+            matrices, (hidden, theirs), labels, num_targets, objective.temperature, model.settings
+        )
+        loss = loss + objective.kl * divergence
+    return loss

@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 
 from megakernel.config import Model, UserError
-from megakernel.model import LanguageModel, ModelSettings
+from megakernel.model import LanguageModel, ModelSettings, stage_layers
 from megakernel.parallel import Mesh
 from megakernel.training.cut import cuts
 from megakernel.training.optimizer import is_new
-from megakernel.training.universal_load import compare, load_weights, whole_shapes
+from megakernel.training.universal_load import compare, gathered_shapes, load_weights
 from megakernel.training.weight_source import WeightSource
 
 
@@ -18,16 +18,17 @@ def frozen_model(
 ) -> LanguageModel:
     """`model` with the weights of `source`, in evaluation mode and without gradients.
 
-    settings: of the run; its ranks, seed and chunks hold. What an attention mechanism owns stays as it was drawn
-    where the source does not have it.
-    Raises UserError where another weight is missing or has another shape.
+    Of a pipeline it is the part that this stage holds. What an attention mechanism owns stays as it was drawn where the
+    source does not have it. Called on all ranks. settings: of the run; its ranks, seed and chunks hold.
+    Raises UserError, alike on all ranks, where another weight is missing or has another shape.
     """
     own = replace(settings, model=model, recompute="none", offload=False, mlp_chunk_size=None, lora=None)
-    made, mesh = LanguageModel(own), settings.mesh
+    mesh = settings.mesh
     assert isinstance(mesh, Mesh)
+    made = LanguageModel(own, stage_layers(own))
     tp, tensors = mesh.tp, source.tensors(model)
     shares = cuts(made)
-    found = compare(whole_shapes(made, shares, tp), tensors)
+    found = compare(gathered_shapes(made, shares, mesh), tensors)
     lost = [name for name in found.missing if not is_new(name)]
     wrong = [*found.misshapen, *(f"{name} is not in the checkpoint" for name in lost)]
     if wrong:

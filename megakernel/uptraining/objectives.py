@@ -4,29 +4,36 @@ from collections.abc import Callable
 from functools import partial
 
 from megakernel.config import Config
-from megakernel.model import LanguageModel, ModelSettings
+from megakernel.model import ModelSettings, Parted, build_model
+from megakernel.parallel import Mesh
 from megakernel.training.dtypes import DTYPES
 from megakernel.training.ranks import Ranks
 from megakernel.training.weight_source import WeightSource
 
-from .distilled import DistilledModel
+from .distilled import DistilledModel, DistilledPipeline
 from .frozen import frozen_model
 from .teacher import Teacher
-from .transferred import TransferModel
+from .transferred import TransferModel, TransferPipeline
 
 
-def model_maker(config: Config, ranks: Ranks) -> Callable[[ModelSettings], LanguageModel]:
-    """What makes the model of a process that holds all layers.
+def model_maker(config: Config, ranks: Ranks) -> Callable[[ModelSettings, Callable[[], float]], Parted]:
+    """What makes the model of a process, or its stage of one, as `build_model` does.
 
     Raises UserError, alike on all ranks, for a teacher that is not there.
     """
     folder = config.objective.teacher
     if folder is None:
-        return LanguageModel
+        return build_model
     return partial(_with_teacher, config, ranks.first(lambda: WeightSource.find("objective.teacher", folder)))
 
 
-def _with_teacher(config: Config, source: WeightSource, settings: ModelSettings) -> LanguageModel:
+def _with_teacher(
+    config: Config, source: WeightSource, settings: ModelSettings, loss_scale: Callable[[], float]
+) -> Parted:
     teacher = Teacher(frozen_model(settings, source.model(), source, DTYPES[config.training.dtype]))
-    made = {"distill": DistilledModel, "transfer": TransferModel}[config.objective.kind]
-    return made(settings, config, teacher)
+    assert isinstance(settings.mesh, Mesh)
+    transfers = config.objective.kind == "transfer"
+    if settings.mesh.pp.size > 1:
+        stage = TransferPipeline if transfers else DistilledPipeline
+        return stage(settings, loss_scale, config, teacher)
+    return (TransferModel if transfers else DistilledModel)(settings, config, teacher)

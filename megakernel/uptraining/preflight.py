@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from megakernel.config import Attention, Config, Model, UserError
 from megakernel.config.attention import Near
@@ -13,6 +14,7 @@ from megakernel.parallel import Mesh
 from megakernel.training.weight_source import WeightSource
 
 from .ablations import as_sliding_window
+from .handed_on import before_head
 from .validation import Validation
 
 IDENTITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -108,25 +110,29 @@ def _covering(attention: Attention, length: int) -> Attention:
 
 
 def _parity(dense: LanguageModel, folder: Path, mesh: Mesh) -> float:
-    """How far the logits of one made row are from those of `transformers`, the largest over ranks."""
-    from transformers import AutoModelForCausalLM
-
+    """How far the logits of one made row are from those of `transformers`; measured by one rank of the last stage."""
     model = dense.settings.model
     vocab = model.vocab_size or dense.settings.vocab_size
     length = min(PARITY_TOKENS, model.max_positions or PARITY_TOKENS)
     tokens = torch.arange(length, device=mesh.device).mul(7919).remainder(vocab)[None]
     positions = torch.arange(length, device=mesh.device)[None]
-    with torch.no_grad():
-        ours = dense.logits(dense.hidden(tokens, positions))
-        theirs = torch.zeros_like(ours)
-        if mesh.rank == 0:
-            reference = AutoModelForCausalLM.from_pretrained(folder, dtype=ours.dtype).to(mesh.device).eval()
-            theirs[..., :vocab] = reference(tokens).logits
     difference = 0.0
-    if mesh.rank == 0:
-        real = ours[..., :vocab] - theirs[..., :vocab]
-        difference = float(real.abs().max() / theirs.abs().max())
+    with torch.no_grad():
+        entering = before_head(dense, (tokens, positions), mesh)
+        if entering is not None:
+            ours = dense.logits(entering[0])[..., :vocab]
+            if mesh.rank == mesh.world_size - mesh.world_size // mesh.pp.size:
+                theirs = _reference_logits(folder, tokens, ours.dtype)
+                difference = float((ours - theirs).abs().max() / theirs.abs().max())
     return max(mesh.gather_objects(difference))
+
+
+def _reference_logits(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(tokens.device).eval()
+    logits: Tensor = reference(tokens).logits
+    return logits
 
 
 def _check(found: Preflight, config: Config, source: WeightSource) -> None:

@@ -41,7 +41,7 @@ class Uptraining:
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
         self.uptrain = config.uptrain or Uptrain()
-        self.ranks = Ranks(mesh.rank, mesh.world_size, mesh.gather_objects)
+        self.ranks = Ranks.of(mesh)
         self.folder = config.run.folder
 
     def run(self) -> int:

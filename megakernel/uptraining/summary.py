@@ -42,7 +42,7 @@ def summarize(config: Config, plan: Sequence[Stage], validation: Validation, bef
     ]
     for name, change in changes:
         model = validation.model(found.model(), found)
-        if change(model):
+        if validation.mesh.agree(change(model)):  # of a pipeline any stage may hold such layers
             ablations.append(measured(name, model, rows[-1].tokens, None))
     if before.sliding is not None:
         name = f"dense, sliding window of {window} tokens and {SINKS} sinks, untrained"

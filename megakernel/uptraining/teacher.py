@@ -14,11 +14,11 @@ class Teacher:
     """A frozen language model beside its student; no module, so neither optimizers nor checkpoints find it."""
 
     model: LanguageModel
-    """From `frozen_model`."""
+    """From `frozen_model`; of a pipeline the layers of this stage."""
 
     @torch.no_grad()
     def hidden(self, stream: Stream) -> Tensor:
-        """States (N, B, C) before its head, of the tokens of a stream."""
+        """States (N, B, C) before its head, of the tokens of a stream; of a stage, from what enters to what leaves."""
         return self.model.body(stream)[0]
 
     @property

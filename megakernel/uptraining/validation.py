@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import ValidationBatches
 from megakernel.config import Config, Model
@@ -15,10 +18,14 @@ from megakernel.training.streams import means, streams
 from megakernel.training.weight_source import WeightSource
 
 from .frozen import frozen_model
+from .handed_on import before_head
 
 
 class Validation:
-    """Losses on the validation samples of a run, over all of its ranks, of models that are not trained."""
+    """Losses on the validation samples of a run, over all of its ranks, of models that are not trained.
+
+    Called on all ranks, which get the same. Of a pipeline a model here is this stage's layers.
+    """
 
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
@@ -43,4 +50,13 @@ class Validation:
                 for batch in self._batches
             ]
             self._streams[beyond] = streams(counted, self.mesh)
-        return float(means(model, self._streams[beyond], self.mesh))
+        shares = means(lambda *stream: self._share(model, stream), self._streams[beyond], self.mesh)
+        return float(self.mesh.sum(shares, self.mesh.pp))
+
+    def _share(self, model: LanguageModel, stream: Stream) -> Tensor:
+        """What this stage knows of the loss of a micro-batch: on the last one all of it."""
+        entering = before_head(model, stream, self.mesh)
+        if entering is None:
+            return torch.zeros((), device=self.mesh.device)
+        loss: Tensor = model.walk[-1](entering)
+        return loss

@@ -115,13 +115,12 @@ def test_what_a_process_holds_at_most(changes, world):
 
 
 def parameters(changes: dict[str, Any]) -> int:
-    from megakernel.model import LanguageModel, pipeline
+    from megakernel.model import build_model
     from megakernel.training.model_settings import model_settings
 
     with cpu_mesh(**changes["parallel"]) as mesh:
         settings = model_settings(trees.config(**changes), mesh, VOCAB)
-        model = LanguageModel(settings) if mesh.pp.size == 1 else pipeline(settings, 1.0)
-        return sum(parameter.numel() for parameter in model.parameters())
+        return sum(parameter.numel() for parameter in build_model(settings).parameters())
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}])

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megakernel.config import Model, Parallel
-from megakernel.model import IGNORED, LanguageModel, ModelSettings, pipeline
+from megakernel.model import IGNORED, LanguageModel, ModelSettings, stage_layers
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.optimizer import freeze
+from megakernel.uptraining.handed_on import before_head
 from megakernel.uptraining.layers import attention_cores, converted_cores
 from megakernel.uptraining.transfer import AttentionTransfer
 from tests.distributed.ranks import cpu_mesh, run_ranks
@@ -21,8 +21,7 @@ FLURKA = {"preset": "flurka", "compression": {"block_size": 4, "rank": 2}}
 def model(mesh, attention):
     section = Model(**SIZES, num_layers=LAYERS, attention=attention)
     settings = ModelSettings(section, vocab_size=32, mesh=mesh)
-    whole = LanguageModel(settings) if mesh.pp.size == 1 else pipeline(settings, lambda: 1.0)
-    return whole.double()
+    return LanguageModel(settings, stage_layers(settings)).double()
 
 
 def batch(mesh):
@@ -34,21 +33,6 @@ def batch(mesh):
     return tokens, positions, torch.full_like(tokens, IGNORED), torch.ones(1)
 
 
-def run(teacher, mesh):
-    """Each stage's layers on what the stage before hands on."""
-    ids, *rest = batch(mesh)
-    if not mesh.is_first_stage:
-        ids = torch.empty(TOKENS // mesh.cp.size, ROWS, SIZES["hidden_size"], dtype=torch.float64)
-        dist.recv(ids, mesh.pp.ranks[mesh.pp.rank - 1])
-    with torch.no_grad():
-        if mesh.pp.size == 1:
-            teacher(ids, *rest)
-            return
-        out = teacher((ids, *rest))
-    if not mesh.is_last_stage:
-        dist.send(out[0].contiguous(), mesh.pp.ranks[mesh.pp.rank + 1])
-
-
 def transferred(mesh):
     """Loss of all processes, this one's gradients and how its heads are cut, and the means of all heads."""
     teacher, student = model(mesh, "softmax"), model(mesh, FLURKA)
@@ -57,7 +41,7 @@ def transferred(mesh):
     transfer = AttentionTransfer(teacher, converted_cores(student), query_rows=5, cross_entropy=0.3, seed=1)
     transfer.begin(step=2, batch_rows=ROWS)
     with transfer:
-        run(teacher, mesh)
+        before_head(teacher, batch(mesh), mesh)
     loss = transfer.loss()
     loss.backward()
     cut = {

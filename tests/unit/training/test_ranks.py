@@ -1,5 +1,6 @@
 import pytest
 
+from megakernel.config import UserError
 from megakernel.training.ranks import RankFailed, Ranks
 
 from .threads import on_ranks
@@ -22,6 +23,23 @@ def test_an_error_of_rank_0_is_raised_alike_on_all(kind):
 
     outcomes = on_ranks(3, lambda ranks: ranks.first(refuse))
     assert {(type(error), str(error)) for error in outcomes} == {(kind, "run.root is not writable")}
+
+
+def test_what_the_user_can_mend_on_one_rank_is_raised_alike_on_all():
+    def work(ranks: Ranks):
+        def act():
+            if ranks.rank >= refuses:
+                raise UserError(f"layer {ranks.rank} has no weights")
+            return ranks.rank
+
+        return ranks.alike(act)
+
+    refuses = 3
+    assert on_ranks(3, work) == [0, 1, 2]
+    refuses = 1
+    assert [(type(error), str(error)) for error in on_ranks(3, work)] == [
+        (UserError, "layer 1 has no weights")
+    ] * 3
 
 
 def test_a_failure_of_one_rank_is_raised_on_all_and_names_the_rank():

@@ -1,0 +1,85 @@
+"""The model's list of layers over the stages of a DeepSpeed pipeline."""
+
+from collections.abc import Callable
+
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.utils import partition_balanced
+from torch import Tensor
+
+from megakernel.parallel import Mesh
+
+from .language_model import TIED, LanguageModel, layer_list
+from .layer import TransformerLayer
+from .settings import ModelSettings
+from .stream import Stream
+
+
+def stage_layers(settings: ModelSettings) -> range:
+    """Places in `layer_list` of what this process's stage holds: all where the mesh has one stage.
+
+    Stages have equal shares of transformer layers; the embedding and the head ride with the first and last of them.
+    """
+    assert isinstance(settings.mesh, Mesh)
+    weights = [int(spec.typename is TransformerLayer) for spec in layer_list(settings)]
+    bounds = partition_balanced(weights, settings.mesh.pp.size)
+    return range(*bounds[settings.mesh.pp.rank :][:2])
+
+
+class Pipeline(PipelineModule):
+    """This process's stage of the layers, under the names that they have in a `LanguageModel`.
+
+    DeepSpeed calls it with the stream that enters the stage; the last stage makes the loss of it.
+    """
+
+    def __init__(self, settings: ModelSettings, loss_scale: Callable[[], float]):
+        """loss_scale: what the loss is multiplied by when DeepSpeed asks for it."""
+        assert isinstance(settings.mesh, Mesh)
+        super().__init__(
+            layer_list(settings),
+            topology=settings.mesh.topology,
+            loss_fn=lambda loss, _: loss * loss_scale(),
+            partition_method="type:TransformerLayer",
+            # Weights are functions of (seed, layer) by our own hand; nothing else is random.
+            seed_layers=False,
+        )
+        self.settings = settings
+        self.mesh = settings.mesh
+        assert range(self._local_start, self._local_stop) == stage_layers(settings)
+
+    def body(self, stream: Stream) -> Stream:
+        """The stream as it leaves this stage, on the last one as it enters the head."""
+        for layer in self.forward_funcs[:-1] if self.mesh.is_last_stage else self.forward_funcs:
+            stream = layer(stream)
+        return stream
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """This tensor rank's rows (V / tp, C) of the head; on the last stage."""
+        if TIED in self.tied_modules:
+            return self.tied_modules[TIED].tokens.weight
+        return self.forward_funcs[-1].linear.weight
+
+    def get_tied_weights_and_groups(self) -> list:
+        """What DeepSpeed asks for to add up the gradients of copies; weights that are not trained have none."""
+        return [
+            (weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad
+        ]
+
+    def begin_step(self, step: int) -> None:
+        """As of a `LanguageModel`."""
+
+    def scalars(self) -> dict[str, float]:
+        """As of a `LanguageModel`."""
+        return {}
+
+
+Parted = LanguageModel | Pipeline
+"""A model that one process holds, or its stage of one."""
+
+
+def build_model(settings: ModelSettings, loss_scale: Callable[[], float] = lambda: 1.0) -> Parted:
+    """All layers where the mesh has one stage, else those of this process's stage; see `Pipeline`."""
+    mesh = settings.mesh
+    if isinstance(mesh, Mesh) and mesh.pp.size > 1:
+        return Pipeline(settings, loss_scale)
+    return LanguageModel(settings)
