@@ -131,7 +131,9 @@ def test_the_first_block_of_a_document_is_the_near_part_alone_exactly(form, bloc
 def test_a_query_that_weighs_nothing_reads_nothing(form, backend):
     near, join = form
     q, k, v = inputs()
-    q = q.detach().index_copy(2, torch.tensor([13]), -q[:, :, 13:14].abs() - 0.1)  # relu's features of it are 0
+    q = q.detach().index_copy(
+        2, torch.tensor([13]), -q[:, :, 13:14].abs() - 0.1
+    )  # relu's features of it are 0
     options = learned(near, join, feature_map="relu")
     out, _ = flurka_attention(q, k, v, feature_map="relu", near=near, backend=backend, **options)
     if near == "kernel":
