@@ -50,8 +50,12 @@ WINDOW_TILES: dict[int, Tile] = {
 }
 """Bytes of the widest row that a window compares or adds up -> what programs that carry nothing hold."""
 
-WINDOW_EXCEPTIONS: dict[tuple[str, int], Tile] = {("pull_keys", 128): Tile(32, 0, 4)}
-"""(kernel, bytes likewise) -> what programs of one with more to hold do."""
+WINDOW_EXCEPTIONS: dict[tuple[str, str, int], Tile] = {
+    ("pull_keys", "softmax", 128): Tile(32, 0, 4),
+    ("pull_keys", "kernel", 128): Tile(32, 0, 4),
+    ("pull_keys", "kernel", 256): Tile(16, 0, 4),
+}
+"""(kernel, near, bytes likewise) -> what programs of one with more to hold do."""
 
 ANGLES = 256
 """Places beside a window for which there are angles: a tile of queries and one of keys."""
@@ -175,7 +179,7 @@ class Call(NamedTuple):
         if self.shape.near == "kernel":
             width = max(width, self.phi.padded_features)
         bound = next((most for most in WINDOW_TILES if width * self.bytes <= most), max(WINDOW_TILES))
-        tile = WINDOW_EXCEPTIONS.get((kernel, bound), WINDOW_TILES[bound])
+        tile = WINDOW_EXCEPTIONS.get((kernel, self.shape.near, bound), WINDOW_TILES[bound])
         return tile._replace(chunk=min(tile.chunk, padded(self.block_size)))
 
     def blocks(self, kernel: str) -> int:
