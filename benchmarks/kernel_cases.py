@@ -184,6 +184,7 @@ CASES: dict[str, Case] = {
     "FLuRKA hedgehog d=64 float16": _flurka("hedgehog", 64, torch.float16),
     "FLuRKA hedgehog d=128": _flurka("hedgehog", 128),
     "FLuRKA hedgehog d=128, documents": _flurka("hedgehog", 128, packed=True),
+    "FLuRKA hedgehog d=128, kernel window": _flurka("hedgehog", 128, near="kernel"),
     "FLuRKA favor d=64, one normalizer": _flurka("favor", 64, gated=False),
     "FLuRKA favor d=128": _flurka("favor", 128),
     "weighted_attention softmax d=64": _weighted("softmax", 64, 1),

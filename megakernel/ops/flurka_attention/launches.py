@@ -43,6 +43,9 @@ COLUMNS_AT_ONCE = {
 }
 """(kernel, padded features, padded width) -> columns of a projection that it multiplies with at a time, if not 32."""
 
+KERNEL_WINDOW_COLUMNS = {**COLUMNS_AT_ONCE, ("read", 256, 128): 64}
+"""The same beside a window under phi."""
+
 WINDOW_TILES: dict[int, Tile] = {
     128: Tile(64, 0, 4),
     256: Tile(32, 0, 4),
@@ -194,7 +197,8 @@ class Call(NamedTuple):
         name = kernel.__name__
         tile = self.tile(name)
         sizes = self.phi.padded_features, self.phi.padded_width
-        columns = COLUMNS_AT_ONCE.get((name, *sizes), self.options["K"])
+        most = KERNEL_WINDOW_COLUMNS if self.shape.near == "kernel" else COLUMNS_AT_ONCE
+        columns = most.get((name, *sizes), self.options["K"])
         options["K"] = min(columns, self.phi.padded_width)
         self._start(
             kernel,
