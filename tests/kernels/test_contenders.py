@@ -6,6 +6,7 @@ import pytest
 import torch
 from triton.runtime import autotuner
 
+from megakernel.analysis.speed import others
 from megakernel.analysis.speed.cases import Case
 from megakernel.analysis.speed.check import check
 from megakernel.analysis.speed.contenders import CONTENDERS
@@ -52,3 +53,13 @@ def test_flash_linear_attention_agrees_with_float64(name, case, interpreter):
 
 def test_all_of_its_contenders_are_here():
     assert len(NAMES) == 4
+
+
+def test_its_launches_and_torch_s_ops_count_what_they_read_and_write():
+    case = Case(2, 1024, heads=4, head_dim=64)
+    forward, both = (others.launched("fla chunk, not normalized", case, 2, back) for back in (False, True))
+    vectors = [one.cost.bytes / (2 * 1024 * 4 * 64 * 2) for one in both]
+    # elu and + 1 of q and of k; k, v and a state for every 64 tokens; q, k, v, these states and the output.
+    assert vectors[: len(forward)] == [2, 2, 2, 2, 3, 5]
+    # States in float32 now, of keys and of queries; q, k, v, do, both, dq and dk; the same for dv; and through elu.
+    assert vectors[len(forward) :] == [4, 4, 10, 6, 3, 3]

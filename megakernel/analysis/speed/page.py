@@ -2,16 +2,19 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import date
+from typing import NamedTuple
 
 import torch
 
+from . import others
 from .cases import Case
 from .contenders import CONTENDERS
 from .cost import Cost, needed
 from .machine import Machine, surroundings
 from .measuring import Row, Survey, Times
-from .passes import launched
+from .passes import Pass, launched
 from .suites import Suite
+from .targets import Figures, Timed
 
 BFLOAT16 = 2
 """Bytes."""
@@ -41,6 +44,15 @@ def measured_page(survey: Survey, device: torch.device, command: str) -> str:
     ]
     if suite.grows:
         lines += [*_growth(survey), ""]
+    figures = {
+        (row.contender, case): Timed(
+            row.times.both, row.times.both * row.times.both_share, row.times.peak.both
+        )
+        for case, rows in survey.results
+        for row in rows
+        if row.times is not None
+    }
+    lines += _targets(suite, figures, "measured")
     previous: dict[str, Times] = {}
     for case, rows in survey.results:
         timed = {row.contender: row.times for row in rows if row.times is not None}
@@ -131,15 +143,27 @@ def predicted_page(suite: Suite, machine: Machine, command: str) -> str:
         "",
         "*Least*: every input read once, every output written once, and the operations that the formula needs. "
         "*Launched*: what the launches of our kernels of causal kernel attention and of FLuRKA read, write and "
-        "multiply, each as long as the slower of the two; a dash where no kernels are counted. *Of the floor* is the "
-        "one over the other.",
+        "multiply, each as long as the slower of the two; of flash-linear-attention and the eager version what "
+        "launches and torch's ops read and write at least, the operations hidden behind it. A dash where nothing is "
+        "counted. *Of the floor* is the one over the other.",
         "",
     ]
     columns = [*_PREDICTED, f"floor times {suite.against}, *predicted*"]
+    figures: dict[tuple[str, Case], Timed] = {}
+    tables = []
     for case in suite.cases:
-        body = [cells for name in suite.contenders for cells in _predicted(name, suite, case, machine)]
-        lines += [f"## {case}", "", *markdown(columns, body), ""]
-    return "\n".join(lines).rstrip() + "\n"
+        body = []
+        for name in suite.contenders:
+            for backward in (False, True):
+                forecast = _forecast(name, case, machine, backward)
+                if forecast is None:
+                    continue
+                body.append(_predicted(name, backward, forecast, suite, case, machine))
+                if backward:
+                    figures[name, case] = Timed(forecast.seconds or forecast.floor, forecast.floor)
+        tables += [f"## {case}", "", *markdown(columns, body), ""]
+    lines += _targets(suite, figures, "*predicted*")
+    return "\n".join([*lines, *tables]).rstrip() + "\n"
 
 
 _PREDICTED = (
@@ -155,25 +179,61 @@ _PREDICTED = (
 )
 
 
-def _predicted(name: str, suite: Suite, case: Case, machine: Machine) -> Iterable[list[str]]:
+class _Forecast(NamedTuple):
+    """What counting says of a contender on a case."""
+
+    least: Cost
+
+    floor: float
+    """Seconds that the least takes."""
+
+    passes: list[Pass] | None
+    """None where they are not counted."""
+
+    seconds: float | None
+    """That the passes take, one after the other."""
+
+
+def _forecast(name: str, case: Case, machine: Machine, backward: bool) -> _Forecast | None:
+    """None for another's implementation that is not installed."""
     contender = CONTENDERS[name]
-    if contender.build is not None:  # somebody else's launches, and the same floor as ours
-        return
-    for kind, backward in (("forward", False), ("forward + backward", True)):
-        least, against = (
-            needed(preset, case, BFLOAT16, backward)
-            for preset in (contender.preset, CONTENDERS[suite.against].preset)
-        )
-        floor, other = (cost.seconds(machine.bandwidth, machine.peak) for cost in (least, against))
-        cells = [name, kind, *_counted(least), number(floor * 1e3)]
+    if contender.build is None:
         passes = launched(contender.preset, case, BFLOAT16, backward)
+    else:
+        passes = others.launched(name, case, BFLOAT16, backward)
         if passes is None:
-            cells += ["—"] * 4
-        else:
-            whole = Cost(sum(one.cost.bytes for one in passes), sum(one.cost.flops for one in passes))
-            seconds = sum(one.cost.seconds(machine.bandwidth, machine.peak) for one in passes)
-            cells += [*_counted(whole), number(seconds * 1e3), f"{floor / seconds:.0%}"]
-        yield [*cells, f"{floor / other:.2f}x"]
+            return None
+    least = needed(contender.preset, case, BFLOAT16, backward)
+    floor = least.seconds(machine.bandwidth, machine.peak)
+    if passes is None:
+        return _Forecast(least, floor, None, None)
+    seconds = sum(one.cost.seconds(machine.bandwidth, machine.peak) for one in passes)
+    return _Forecast(least, floor, passes, seconds)
+
+
+def _predicted(
+    name: str, backward: bool, forecast: _Forecast, suite: Suite, case: Case, machine: Machine
+) -> list[str]:
+    least, floor, passes, seconds = forecast
+    cells = [name, "forward + backward" if backward else "forward", *_counted(least), number(floor * 1e3)]
+    if passes is None or seconds is None:
+        cells += ["—"] * 4
+    else:
+        whole = Cost(sum(one.cost.bytes for one in passes), sum(one.cost.flops for one in passes))
+        moved, multiplied = _counted(whole)
+        cells += [moved, multiplied if whole.flops else "—", number(seconds * 1e3), f"{floor / seconds:.0%}"]
+    against = needed(CONTENDERS[suite.against].preset, case, BFLOAT16, backward)
+    return [*cells, f"{floor / against.seconds(machine.bandwidth, machine.peak):.2f}x"]
+
+
+def _targets(suite: Suite, figures: Figures, how: str) -> list[str]:
+    """What was set out to reach, and what came of it in the worst case."""
+    if not suite.targets:
+        return []
+    columns = ["target, forward + backward", "set", f"worst case, {how}", "kept"]
+    body = [target.cells(figures, suite.cases) for target in suite.targets]
+    about = "Times of a contender whose launches are not counted are its floors."
+    return ["## Targets", "", *([about, ""] if how != "measured" else []), *markdown(columns, body), ""]
 
 
 def _counted(cost: Cost) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from megakernel.config import UserError
 
 from .cases import Case
+from .targets import DEFAULT, PAPER, Target
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Suite:
 
     device: str
     """Type of device that it is meant for."""
+
+    targets: tuple[Target, ...] = ()
 
     grows: bool = False
     """Cases differ in N alone, each twice the one before: what a doubling costs is shown."""
@@ -92,6 +95,7 @@ SUITES = {
         ),
         against="kernel elu",
         device="cuda",
+        targets=DEFAULT,
     ),
     "paper": Suite(
         "FLuRKA at its paper's settings",
@@ -105,6 +109,7 @@ SUITES = {
         ("flurka_rnn", "flurka_performer", "linformer", "linear", "performer", "softmax"),
         against="flurka_rnn",
         device="cuda",
+        targets=PAPER,
     ),
     "cpu": Suite(
         "Causal attention on a CPU",

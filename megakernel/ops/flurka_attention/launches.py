@@ -43,6 +43,9 @@ COLUMNS_AT_ONCE = {
 }
 """(kernel, padded features, padded width) -> columns of a projection that it multiplies with at a time, if not 32."""
 
+KERNEL_WINDOW_COLUMNS = {**COLUMNS_AT_ONCE, ("read", 256, 128): 64}
+"""The same beside a window under phi."""
+
 WINDOW_TILES: dict[int, Tile] = {
     128: Tile(64, 0, 4),
     256: Tile(32, 0, 4),
@@ -50,8 +53,12 @@ WINDOW_TILES: dict[int, Tile] = {
 }
 """Bytes of the widest row that a window compares or adds up -> what programs that carry nothing hold."""
 
-WINDOW_EXCEPTIONS: dict[tuple[str, int], Tile] = {("pull_keys", 128): Tile(32, 0, 4)}
-"""(kernel, bytes likewise) -> what programs of one with more to hold do."""
+WINDOW_EXCEPTIONS: dict[tuple[str, str, int], Tile] = {
+    ("pull_keys", "softmax", 128): Tile(32, 0, 4),
+    ("pull_keys", "kernel", 128): Tile(32, 0, 4),
+    ("pull_keys", "kernel", 256): Tile(16, 0, 4),
+}
+"""(kernel, near, bytes likewise) -> what programs of one with more to hold do."""
 
 ANGLES = 256
 """Places beside a window for which there are angles: a tile of queries and one of keys."""
@@ -175,7 +182,7 @@ class Call(NamedTuple):
         if self.shape.near == "kernel":
             width = max(width, self.phi.padded_features)
         bound = next((most for most in WINDOW_TILES if width * self.bytes <= most), max(WINDOW_TILES))
-        tile = WINDOW_EXCEPTIONS.get((kernel, bound), WINDOW_TILES[bound])
+        tile = WINDOW_EXCEPTIONS.get((kernel, self.shape.near, bound), WINDOW_TILES[bound])
         return tile._replace(chunk=min(tile.chunk, padded(self.block_size)))
 
     def blocks(self, kernel: str) -> int:
@@ -190,7 +197,8 @@ class Call(NamedTuple):
         name = kernel.__name__
         tile = self.tile(name)
         sizes = self.phi.padded_features, self.phi.padded_width
-        columns = COLUMNS_AT_ONCE.get((name, *sizes), self.options["K"])
+        most = KERNEL_WINDOW_COLUMNS if self.shape.near == "kernel" else COLUMNS_AT_ONCE
+        columns = most.get((name, *sizes), self.options["K"])
         options["K"] = min(columns, self.phi.padded_width)
         self._start(
             kernel,

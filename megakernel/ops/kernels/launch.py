@@ -64,6 +64,20 @@ EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
 }
 """(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
 
+SPECIAL: dict[tuple[str, int, int, bool, bool], Tile] = {
+    ("pull_queries", 2, 128, False, False): Tile(16, 128, 8),
+    ("pull_queries", 2, 128, False, True): Tile(16, 64, 8),
+    ("pull_keys", 2, 128, False, False): Tile(16, 128, 8),
+    ("pull_keys", 2, 128, False, True): Tile(16, 128, 8),
+    ("pull_values", 2, 128, True, True): Tile(16, 64, 8),
+    ("read", 2, 256, True, True): Tile(16, 32, 8),
+}
+"""The same by whether the map has a projection, and whether a key has several queries: both take registers.
+
+One block of values writes a gradient once, in the dtype of the tokens; several write a part each, in float32, and torch
+adds these up: at d = 128 with four blocks that was two thirds of all bytes of forward and backward.
+"""
+
 
 class Tiles(NamedTuple):
     """How a call cuts its rows and values."""
@@ -83,10 +97,18 @@ class Tiles(NamedTuple):
     bytes: int
     """Of a number in memory."""
 
+    projected: bool
+    """Whether the feature map has a projection."""
+
+    grouped: bool
+    """Whether a key has several queries."""
+
     def of(self, kernel: str) -> Tile:
         """What programs of the kernel of this name hold."""
         bound = max(64, self.features)
-        tile = EXCEPTIONS.get((kernel, self.bytes, bound), TILES[self.bytes, bound])
+        size = kernel, self.bytes, bound
+        tile = EXCEPTIONS.get(size, TILES[self.bytes, bound])
+        tile = SPECIAL.get((*size, self.projected, self.grouped), tile)
         return tile._replace(values=min(tile.values, self.width))
 
     def blocks(self, kernel: str) -> int:
@@ -98,7 +120,8 @@ def tiles(phi: Phi, q: Tensor, v: Tensor) -> Tiles:
     """Sizes for queries (B, H, N, d) and values (B, H_kv, N, D)."""
     segment = segment_length(phi, q, v, LONGEST_CHUNK)
     segments = triton.cdiv(v.shape[2], segment)
-    return Tiles(segment, segments, phi.padded_features, padded(v.shape[-1]), v.element_size())
+    sizes = (phi.padded_features, padded(v.shape[-1]), v.element_size())
+    return Tiles(segment, segments, *sizes, phi.projected, q.shape[1] > v.shape[1])
 
 
 def segment_length(phi: Phi, q: Tensor, v: Tensor, chunk: int) -> int:

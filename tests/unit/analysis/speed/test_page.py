@@ -12,6 +12,7 @@ from megakernel.analysis.speed.measuring import Row, Survey, Times
 from megakernel.analysis.speed.memory import Peak
 from megakernel.analysis.speed.page import markdown, measured_page, number
 from megakernel.analysis.speed.suites import SUITES
+from megakernel.analysis.speed.targets import DEFAULT, Timed
 
 CPU = torch.device("cpu")
 RIGHT = Verdict(3e-7, "output", 1e-5)
@@ -64,6 +65,26 @@ def test_who_was_not_timed_is_named_with_the_reason():
     text = page((1024, [row("FLuRKA", 0.5, 30), missing]))
     assert "* SDPA: out of memory" in text
     assert "| SDPA" not in text
+
+
+def test_targets_show_their_worst_case_and_whether_it_keeps_the_bound():
+    short, rows, long = Case(1, 2**14, 16, 128), Case(4, 2**12, 16, 128), Case(1, 2**20, 16, 128)
+    figures = {
+        ("kernel elu", short): Timed(1.0, 0.6),
+        ("fla chunk", short): Timed(2.5, 0.6),
+        ("kernel elu", rows): Timed(1.0, 0.6),
+        ("fla chunk", rows): Timed(1.9, 0.6),
+        ("kernel elu", long): Timed(69.0, 34.0, peak=2.0),
+        ("fla chunk", long): Timed(210.0, 34.0, peak=9.0),
+    }
+    said = [target.cells(figures, (short, rows, long)) for target in DEFAULT]
+    assert [cells[1:] for cells in said if cells[2] != "—"] == [
+        ["at least 2", "1.90", "no"],
+        ["at least 3", "3.04", "yes"],
+        ["at most 0.25", "0.22", "yes"],
+        ["at least 0.5", "0.49", "no"],
+        ["at most 70", "69.00", "yes"],
+    ]
 
 
 def test_a_table_has_a_rule_below_its_head_and_numbers_to_the_right():
