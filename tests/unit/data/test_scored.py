@@ -1,6 +1,7 @@
 """Corpora that know which tokens are answers, and training that counts no others."""
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.order import Share
 from data_pipeline.synthetic.source import TaskSource
+from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.config.tree import Config
 from tests.unit.data.conftest import prepared
 
@@ -30,7 +32,9 @@ def recall(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers() -> dict[str, tuple[tuple[int, int], ...]]:
     """Text -> its answers."""
-    documents = (document for document, _ in zip(TaskSource.named(SPEC), range(90)))
+    source = TaskSource.named(SPEC)
+    source.encoded_by(ByteTokenizer())
+    documents = islice(source, 90)
     return {document.texts[0]: document.answers or () for document in documents}
 
 
