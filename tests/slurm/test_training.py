@@ -1,8 +1,10 @@
 """Training on two nodes: the same numbers as on this machine, whatever befalls the job."""
 
 import json
+import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -186,7 +188,9 @@ def test_an_array_prepares_a_corpus_for_each_part_of_the_text(place):
 def test_nodes_are_looked_at_without_training(place):
     script = Path(__file__).parents[2] / "slurm" / "preflight.sbatch"
     options = ["-N", "2", "--gpus-per-node", "2", "--ntasks-per-node", "2", "-o", "preflight.log"]
-    subprocess.run(["sbatch", "--wait", *options, str(script)], check=True)
+    # The script takes the `python` of who submits it, which sees this environment.
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(["sbatch", "--wait", *options, str(script)], check=True, env=os.environ | {"PATH": path})
     within, between, *nodes = Path("preflight.log").read_text().splitlines()
     assert within.startswith("the slowest all-reduce within a node takes ")
     assert between.startswith("the slowest all-reduce between two nodes takes ")
