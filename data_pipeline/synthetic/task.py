@@ -52,15 +52,17 @@ class Task(Section):
         fill it, with other tokenizers a few tries bring them near. None where no tokenizer is known yet, because it
         is trained on the example: a few characters are a token then. Raises UserError where they do not fit.
         """
+
+        def write(characters: int) -> Example:
+            return self.write(np.random.default_rng((self.seed, stream, index)), index, characters, filler)
+
         room = self.length - 1
-        characters = max(room, self.shortest)
         if count is None:
-            rng = np.random.default_rng((self.seed, stream, index))
-            return self.write(rng, index, max(_CHARACTERS_PER_TOKEN * room, self.shortest), filler)
+            return write(max(_CHARACTERS_PER_TOKEN * room, self.shortest))
+        characters = max(room, self.shortest)
         fits = None
         for _ in range(_TRIES):
-            rng = np.random.default_rng((self.seed, stream, index))
-            found = self.write(rng, index, characters, filler)
+            found = write(characters)
             tokens = count(found)
             if tokens <= room:
                 fits = found
