@@ -35,6 +35,9 @@ else:
 class Init(_WithFrom):
     """Where the weights of a new run come from; what it continues is not asked for again."""
 
+    moments: Path | None = None
+    """Run or checkpoint whose AdamW moments go on, for weights of the same name and shape; null begins all at 0."""
+
     @property
     def source(self) -> Path | None:
         """`from`."""

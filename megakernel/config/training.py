@@ -74,6 +74,12 @@ class Schedule(Section):
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate as a share of the peak."""
 
+    steps_before: int = Field(default=0, ge=0)
+    """Steps of the schedule that runs before this one made."""
+
+    steps_after: int = Field(default=0, ge=0)
+    """Steps of the schedule that runs after this one make."""
+
     def problems(self) -> Iterator[Problem]:
         """A length for a decay that has none."""
         if self.decay_steps is not None and self.name in ("inverse_sqrt", "constant"):

@@ -102,6 +102,9 @@ class Uptrain(Section):
     scratch_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of from_scratch, which wants more than a trained model; None takes optimizer.lr."""
 
+    train_dense: bool = False
+    """Also train the dense model on, on as many tokens, for comparison: what the text alone is worth."""
+
     def problems(self) -> Iterator[Problem]:
         """A number of layers to keep needs errors to choose by."""
         if isinstance(self.layers.keep, int) and self.layers.keep > 0 and self.transfer is None:

@@ -29,7 +29,7 @@ from .optimizer import SHARE, build_optimizer, freeze
 from .ranks import Ranks
 from .streams import means, streams
 from .universal import UniversalFolder, WholeTensors
-from .universal_load import Comparison, compare, gathered_shapes, load_run, load_weights
+from .universal_load import Comparison, compare, gathered_shapes, load_moments, load_run, load_weights
 
 
 @dataclass(frozen=True)
@@ -241,3 +241,9 @@ class Engine:
         comparison = compare(gathered_shapes(self.engine.module, self.cuts, self.mesh), source)
         load_weights(self.engine.module, self.cuts, self.mesh.tp, source, comparison.common)
         return comparison
+
+    def load_moments(self, source: WholeTensors) -> int:
+        """Take AdamW's moments of the weights that fit; returns of how many, over all stages."""
+        comparison = compare(gathered_shapes(self.engine.module, self.cuts, self.mesh), source)
+        found = load_moments(self.engine, self.cuts, self.mesh.tp, source, comparison.common)
+        return len({name for part in self.mesh.gather_objects(found) for name in part})

@@ -8,6 +8,7 @@ from megakernel.config import Model, UserError
 from megakernel.uptraining.dense import DenseCheckpoint
 from megakernel.uptraining.dense.tokenizer import check_tokenizer
 
+from .checkpoint_files import CheckpointTensors
 from .checkpoint_folder import CheckpointFolder
 from .engine import Engine
 from .optimizer import is_new
@@ -75,3 +76,18 @@ def start_from_weights(
     ):
         if names:
             note(f"{len(names)} weights {what}: {', '.join(names)}")
+
+
+def start_with_moments(source: Path, engine: Engine, ranks: Ranks, note: Note) -> None:
+    """Take AdamW's moments of a run's newest good checkpoint, or of a checkpoint folder, for weights that fit.
+
+    Raises UserError, alike on all ranks, where there is no checkpoint, or none of its moments belongs to the model.
+    """
+    found = ranks.first(lambda: WeightSource.find("init.moments", source))
+    count = 0 if found.checkpoint is None else engine.load_moments(CheckpointTensors(found.checkpoint))
+    if not count:
+        raise UserError(
+            f"init.moments={source}: it holds no AdamW moments of this model's weights; give a run of this project "
+            "that trained them, or remove init.moments"
+        )
+    note(f"AdamW's moments of {count} weights from {source}")

@@ -6,7 +6,9 @@ from megakernel.config import Schedule
 
 
 def learning_rate(step: int, schedule: Schedule, peak: float, total_steps: int) -> float:
-    """The learning rate of the update made in `step`, counted from 0.
+    """The learning rate of the update made in `step` of a run of `total_steps`, counted from 0.
+
+    The run is the part of its schedule behind `steps_before` and before `steps_after`: below, steps are the schedule's.
 
     Warmup of w steps gives peak * (step + 1) / w: no update is wasted on a rate of 0, and step w - 1 has
     the peak exactly (step 0 where there is no warmup). Decays then reach min_lr_ratio * peak exactly at
@@ -17,6 +19,8 @@ def learning_rate(step: int, schedule: Schedule, peak: float, total_steps: int) 
     inverse_sqrt: peak * sqrt(w / (step + 1)), never below the floor.
     constant: the peak.
     """
+    step += schedule.steps_before
+    total_steps += schedule.steps_before + schedule.steps_after
     warmup, floor = schedule.warmup_steps, schedule.min_lr_ratio
     if step < warmup:
         return peak * (step + 1) / warmup

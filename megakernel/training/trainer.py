@@ -29,7 +29,7 @@ from .observed import Observed
 from .profiler import Profiler, kept_when_memory_runs_out
 from .ranks import Ranks
 from .reading import reading
-from .resume import resume, start_from_weights
+from .resume import resume, start_from_weights, start_with_moments
 from .run_folder import RunFolder
 from .schedule import learning_rate
 from .stop import Stop
@@ -126,6 +126,9 @@ class Trainer:
         source = self.config.init.source
         if done == 0 and source is not None:
             start_from_weights(source, self.config.model, self.corpora, self.engine, self.ranks, self._note)
+        moments = self.config.init.moments
+        if done == 0 and moments is not None:
+            start_with_moments(moments, self.engine, self.ranks, self._note)
         return done
 
     def _enter(self, step: int) -> None:

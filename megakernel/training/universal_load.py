@@ -18,23 +18,38 @@ from .universal import MOMENTS, STEP, WEIGHT, UniversalFolder, WholeTensors
 
 def load_run(engine: Any, cuts: Mapping[str, Cut], tp: Axis, source: UniversalFolder) -> None:
     """Put weights, AdamW's state and the engine's counters in place. engine: from deepspeed.initialize."""
-    optimizer = engine.basic_optimizer
-    parameters = dict(engine.module.named_parameters())
-    states = {name: source.read(name, (*MOMENTS, STEP)) for name in parameters}
-    steps = {int(state[STEP]) for state in states.values() if state}
     load_weights(engine.module, cuts, tp, source, set(cuts))
-    if steps:  # no state means that no update was made
-        assert len(steps) == 1, steps
-        _begin_state(engine, steps.pop())
-        for name, parameter in parameters.items():
-            for key in MOMENTS if parameter.requires_grad else ():
-                moment = cuts[name].piece(states[name][key], tp.rank, tp.size).to(parameter.device)
-                if parameter in optimizer.state:  # without ZeRO
-                    optimizer.state[parameter][key].copy_(moment)
-                else:
-                    safe_set_full_optimizer_state(parameter, moment, key)
+    load_moments(engine, cuts, tp, source, set(cuts))
     for counter, count in source.counters.items():
         setattr(engine, counter, count)
+
+
+def load_moments(
+    engine: Any, cuts: Mapping[str, Cut], tp: Axis, source: WholeTensors, names: set[str]
+) -> list[str]:
+    """Put AdamW's moments of those of this process's trained parameters in place that are among `names`.
+
+    Moments of others begin at 0, with the count of updates of those. Returns the parameters that got theirs; none where
+    the source has made no update. engine: from deepspeed.initialize, before its first update.
+    """
+    trained = {name: one for name, one in engine.module.named_parameters() if one.requires_grad}
+    states = {name: source.read(name, (*MOMENTS, STEP)) for name in trained if name in names}
+    known = {name: state for name, state in states.items() if state}
+    steps = {int(state[STEP]) for state in known.values()}
+    if not steps:
+        return []
+    assert len(steps) == 1, steps
+    _begin_state(engine, steps.pop())
+    optimizer = engine.basic_optimizer
+    for name, state in known.items():
+        parameter = trained[name]
+        for key in MOMENTS:
+            moment = cuts[name].piece(state[key], tp.rank, tp.size).to(parameter.device)
+            if parameter in optimizer.state:  # without ZeRO
+                optimizer.state[parameter][key].copy_(moment)
+            else:
+                safe_set_full_optimizer_state(parameter, moment, key)
+    return list(known)
 
 
 def load_weights(

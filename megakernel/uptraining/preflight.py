@@ -72,7 +72,7 @@ def preflight(validation: Validation, source: WeightSource) -> Preflight:
     identity_loss = None
     if whole:
         covered = _covered(config.model, source.model(), length)
-        identity_loss = validation.loss(validation.model(covered, source))
+        identity_loss, _ = validation.losses(validation.model(covered, source), window)
     found = Preflight(parity, identity_loss, dense, swapped, sliding)
     _check(found, config, source)
     return found

@@ -80,6 +80,9 @@ class Report:
     heads: dict[str, float]
     """The last `transfer/...` scalars of the transfer stage."""
 
+    trained_on: Measured | None = None
+    """The dense model after as many tokens as the student's; None where it was not trained on."""
+
     def write(self, folder: Path) -> None:
         """Both files, each whole or not at all."""
         write_whole(folder / f"{REPORT}.json", json.dumps(self.as_dict(), indent=1) + "\n")
@@ -87,30 +90,38 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the same numbers, with what follows from them."""
-        return {
-            **asdict(self),
-            "recovered": {row.name: self._recovered(row) for row in (*self.stages, *self.ablations)},
-        }
+        rows = (*self.stages, *self.ablations)
+        found = {**asdict(self), "recovered": {row.name: self._recovered(row, self.dense) for row in rows}}
+        if self.trained_on is not None:
+            found["recovered_of_trained_on"] = {
+                row.name: self._recovered(row, self.trained_on) for row in rows
+            }
+        return found
 
     def markdown(self) -> str:
         """The page."""
+        more = "" if self.trained_on is None else " of the dense model trained on |"
         lines = [
             f"# Up-training {self.config}",
             "",
             f"Validation loss in nats per token; *beyond* counts the tokens with at least {self.window} tokens of "
             "their document before them, which a near window alone cannot connect with its start. *recovered* is "
             "(PPL of the swapped model - PPL) / (PPL of the swapped model - PPL of the dense model), where the swap "
-            f"costs at least {LEAST_GAP:.0%}.",
+            f"costs at least {LEAST_GAP:.0%}; a last column has in its place what the dense model became on as many "
+            "tokens.",
             "",
             f"* Logits of the dense model against transformers, share of the largest: {_or_none(self.parity, '.1e')}.",
             f"* Loss with windows as long as the row: {_or_none(self.identity_loss, '.4f')}.",
             "",
-            "| model | tokens | loss | perplexity | beyond | recovered |",
-            "| --- | ---: | ---: | ---: | ---: | ---: |",
+            f"| model | tokens | loss | perplexity | beyond | recovered |{more}",
+            "| --- | ---: | ---: | ---: | ---: | ---: |" + (" ---: |" if more else ""),
         ]
         for row in (self.dense, self.swapped, *self.stages, *self.ablations):
-            share = self._recovered(row)
-            shown = "" if share is None or row in (self.dense, self.swapped) else f"{share:.1%}"
+            ends = [self.dense, *([] if self.trained_on is None else [self.trained_on])]
+            shares = [
+                None if row in (self.dense, self.swapped) else self._recovered(row, end) for end in ends
+            ]
+            shown = " | ".join("" if share is None else f"{share:.1%}" for share in shares)
             lines.append(
                 f"| {row.name} | {row.tokens:,} | {row.loss:.4f} | {row.perplexity:.3f} | {row.beyond:.4f} | {shown} |"
             )
@@ -118,8 +129,8 @@ class Report:
             lines += ["", "## Heads, at the end of the transfer", "", *_head_table(self.heads)]
         return "\n".join(lines) + "\n"
 
-    def _recovered(self, row: Measured) -> float | None:
-        return recovered(self.swapped.loss, row.loss, self.dense.loss)
+    def _recovered(self, row: Measured, dense: Measured) -> float | None:
+        return recovered(self.swapped.loss, row.loss, dense.loss)
 
 
 def _head_table(heads: dict[str, float]) -> list[str]:

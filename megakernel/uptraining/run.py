@@ -56,7 +56,7 @@ class Uptraining:
         validation = Validation(self.config, self.mesh)
         before = self._before(validation, source)
         done = 0
-        while done < len(plan := stages(self.config, self._kept())):
+        while done < len(plan := stages(self.config, self._kept(), source.model())):
             stage = plan[done]
             if not self._is_done(stage):
                 steps = stage.config.training.steps

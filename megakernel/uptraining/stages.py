@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megakernel.config import Attention, BlockCompression, Config, Uptrain
+from data_pipeline.order import place_behind
+from megakernel.config import Attention, BlockCompression, Config, Model, Uptrain
 from megakernel.config.merging import merged
 from megakernel.config.validation import validate
 
@@ -27,16 +28,27 @@ class Stage:
     is_control: bool = False
     """Trained for comparison alone: nothing starts from it."""
 
+    @property
+    def samples(self) -> int:
+        """Rows that it reads."""
+        return self.config.training.consumed(self.config.training.steps)[0]
 
-def stages(config: Config, kept: Sequence[int] | None = None) -> list[Stage]:
+
+def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | None = None) -> list[Stage]:
     """The stages of a configuration with an uptrain section, in order.
 
+    Each reads on where the one before stopped, so that no row comes twice within an epoch; what is trained for
+    comparison reads the same rows as they, from the first.
+
     kept: the layers that stay softmax; None: not chosen yet, which only the transfer before the choice needs not know.
+    dense: the model section of init.from, which uptrain.train_dense needs.
     """
     uptrain = config.uptrain or Uptrain()
     chosen = uptrain.layers.keep if kept is None else list(kept)
     found: list[Stage] = []
-    for purpose, short, changes in _changes(config, uptrain):
+    skipped = config.training.skip_samples
+    read = 0
+    for purpose, short, changes in _changes(config, uptrain, dense):
         if short == "transfer" and isinstance(uptrain.layers.keep, int):
             pattern = None
         elif isinstance(chosen, int):
@@ -44,29 +56,55 @@ def stages(config: Config, kept: Sequence[int] | None = None) -> list[Stage]:
         else:
             pattern = _pattern(chosen, config.model.num_layers)
         number = len(found) + 1
-        control = short == "scratch"
-        start = found[-1].config.run.folder if found else config.init.source
+        control = short in _CONTROLS
+        start = config.init.source if control or not found else found[-1].config.run.folder
         own: dict[str, Any] = {
-            "run": {
-                "name": f"{number}-{short}",
-                "root": str(config.run.folder),
-                "seed": config.run.seed + number,
+            "run": {"name": f"{number}-{short}", "root": str(config.run.folder)},
+            "init": {
+                "from": None if short == "scratch" else str(start),
+                "moments": _moments(short, found, config),
             },
-            "init": {"from": None if control else str(start)},
             "uptrain": None,
         }
-        if pattern is not None:
+        if pattern is not None and short != "dense":
             own["model"] = {"attention_pattern": pattern}
-        tree = merged(merged(_tree(config), changes), own)
-        found.append(Stage(f"{number}-{short}", purpose, validate(tree), control))
+        # Rows of another length are another stream.
+        if read and not control and short != "length":
+            own["training"] = {"skip_samples": [(0, place_behind(read, skipped)), *skipped]}
+        stage = Stage(
+            f"{number}-{short}", purpose, validate(merged(merged(_tree(config), changes), own)), control
+        )
+        found.append(stage)
+        read += stage.samples
     return found
 
 
-def _changes(config: Config, uptrain: Uptrain) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _moments(short: str, before: Sequence[Stage], config: Config) -> str | None:
+    """Where a stage's optimizer goes on: in the stage before, if that trained what it trains."""
+    if short in ("transfer", "scratch"):
+        return None
+    trained = [stage for stage in before if stage.config.objective.kind != "transfer"]
+    place = trained[-1].config.run.folder if trained and short not in _CONTROLS else config.init.moments
+    return None if place is None else str(place)
+
+
+_CONTROLS = ("scratch", "dense")
+"""Stages that are trained for comparison alone."""
+
+TRAINED_ON = "dense, trained on as many tokens"
+"""Purpose of the stage in which the dense model itself goes on."""
+
+
+def _changes(
+    config: Config, uptrain: Uptrain, dense: Model | None
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Purpose, name and changed keys of each stage."""
     attention = config.model.attention
     steps = config.training.steps
     base_steps = round(uptrain.alpha * steps)
+    ladder = _ranks_between(attention) if base_steps and uptrain.annealed else []
+    each = max(1, round(uptrain.annealed * steps / len(ladder))) if ladder else 0
+    main_steps = max(1, steps - base_steps - each * len(ladder))
     distill = _distillation(config, uptrain)
     first = _base(attention, uptrain.base) if base_steps else attention
     if uptrain.transfer is not None:
@@ -91,20 +129,20 @@ def _changes(config: Config, uptrain: Uptrain) -> Iterator[tuple[str, str, dict[
                 },
             },
         )
-    main_dropout, base_dropout = uptrain.near_dropout, 0.0
+    parts: list[tuple[str, str, Attention, int, float]] = []
+    dropout = uptrain.near_dropout
     if base_steps:
-        main_dropout, base_dropout = 0.0, uptrain.near_dropout
-        yield f"{uptrain.base} base", "base", _trained(first, base_steps, distill, base_dropout)
-    ladder = _ranks_between(attention) if base_steps and uptrain.annealed else []
-    each = max(1, round(uptrain.annealed * steps / len(ladder))) if ladder else 0
-    for rank in ladder:
-        yield f"rank {rank}", f"rank{rank}", _trained(_with_rank(attention, rank), each, distill)
-    main_steps = max(1, steps - base_steps - each * len(ladder))
-    yield (
-        "distillation" if uptrain.distill.kl else "fine-tuning",
-        "main",
-        _trained(attention, main_steps, distill, main_dropout),
-    )
+        parts.append((f"{uptrain.base} base", "base", first, base_steps, dropout))
+        dropout = 0.0
+    parts += [(f"rank {rank}", f"rank{rank}", _with_rank(attention, rank), each, 0.0) for rank in ladder]
+    purpose = "distillation" if uptrain.distill.kl else "fine-tuning"
+    parts.append((purpose, "main", attention, main_steps, dropout))
+    before, together = 0, sum(count for *_, count, _ in parts)
+    for purpose, short, of, count, near_dropout in parts:
+        # One schedule of the learning rate over all of them.
+        schedule = {"steps_before": before, "steps_after": together - before - count}
+        yield purpose, short, {"schedule": schedule} | _trained(of, count, distill, near_dropout)
+        before += count
     if uptrain.length is not None:
         length = uptrain.length.model_dump(mode="json", exclude_none=True)
         rope_scaling, rate = length.pop("rope_scaling", None), length.pop("lr", None)
@@ -114,13 +152,21 @@ def _changes(config: Config, uptrain: Uptrain) -> Iterator[tuple[str, str, dict[
         if rate is not None:
             changes["optimizer"] = {"lr": rate}
         yield "longer rows", "length", changes
+    total = steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
+    all_weights: dict[str, Any] = {"trained": "all", "lora": None}
     if uptrain.from_scratch:
-        total = steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
-        optimizer: dict[str, Any] = {"trained": "all", "lora": None}
-        if uptrain.scratch_lr is not None:
-            optimizer["lr"] = uptrain.scratch_lr
-        changes = {"training": {"steps": total}, "optimizer": optimizer}
+        rate = uptrain.scratch_lr or config.optimizer.lr
+        changes = {"training": {"steps": total}, "optimizer": all_weights | {"lr": rate}}
         yield "from scratch on as many tokens", "scratch", changes
+    if uptrain.train_dense:
+        assert dense is not None, "the caller knows init.from"
+        layers = [_plain(dense.layer_attention(layer)) for layer in range(dense.num_layers)]
+        changes = {
+            "model": {"attention_pattern": layers},
+            "training": {"steps": total},
+            "optimizer": all_weights | {"mechanism_lr": None},
+        }
+        yield TRAINED_ON, "dense", changes
 
 
 def _distillation(config: Config, uptrain: Uptrain) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Losses of models on a run's validation samples, without training."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,8 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.loader import ValidationBatches
 from megakernel.config import Config, Model
 from megakernel.model import LanguageModel
-from megakernel.model.stream import Stream
+from megakernel.model.head import token_losses
+from megakernel.model.stream import IGNORED, Stream
 from megakernel.parallel import Mesh
 from megakernel.training.dtypes import DTYPES
 from megakernel.training.model_settings import model_settings
@@ -31,32 +30,25 @@ class Validation:
         self.config, self.mesh = config, mesh
         self.corpora = Corpora(config.data, validation=True)
         self.settings = model_settings(config, mesh, self.corpora.vocab_size)
-        self._batches = list(ValidationBatches(config, self.corpora, **reading(mesh)))
-        self._streams: dict[int, list[Stream]] = {}
+        batches = list(ValidationBatches(config, self.corpora, **reading(mesh)))
+        self._streams = streams(batches, mesh)
 
     def model(self, model: Model, source: WeightSource) -> LanguageModel:
         """A frozen model with the weights of `source`; see `frozen_model`."""
         return frozen_model(self.settings, model, source, DTYPES[self.config.training.dtype])
 
     def losses(self, model: LanguageModel, window: int) -> tuple[float, float]:
-        """`loss` of all tokens, and of those beyond the window."""
-        return self.loss(model), self.loss(model, window)
+        """Nats per token, of all tokens, and of those with at least `window` others of their document before them."""
+        shares = means(lambda *stream: self._share(model, stream, window), self._streams, self.mesh)
+        every, beyond, tokens, tokens_beyond = self.mesh.sum(shares, self.mesh.pp).tolist()
+        return every / max(tokens, 1), beyond / max(tokens_beyond, 1)
 
-    def loss(self, model: LanguageModel, beyond: int = 0) -> float:
-        """Nats per token, in evaluation; of the tokens with at least `beyond` others of their document before them."""
-        if beyond not in self._streams:
-            counted = [
-                replace(batch, loss_mask=batch.loss_mask & (batch.positions >= beyond))
-                for batch in self._batches
-            ]
-            self._streams[beyond] = streams(counted, self.mesh)
-        shares = means(lambda *stream: self._share(model, stream), self._streams[beyond], self.mesh)
-        return float(self.mesh.sum(shares, self.mesh.pp))
-
-    def _share(self, model: LanguageModel, stream: Stream) -> Tensor:
-        """What this stage knows of the loss of a micro-batch: on the last one all of it."""
+    def _share(self, model: LanguageModel, stream: Stream, window: int) -> Tensor:
+        """float64 (4,): what this stage knows of a micro-batch's two sums and their tokens; on the last one all."""
         entering = before_head(model, stream, self.mesh)
         if entering is None:
-            return torch.zeros((), device=self.mesh.device)
-        loss: Tensor = model.walk[-1](entering)
-        return loss
+            return torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
+        hidden, positions, labels, _ = entering
+        losses = token_losses(model.output_matrix, hidden, labels, model.settings).view(labels.T.shape).T
+        counted = torch.stack([labels != IGNORED, (labels != IGNORED) & (positions >= window)])
+        return torch.cat([(losses.double() * counted).sum((1, 2)), counted.double().sum((1, 2))])

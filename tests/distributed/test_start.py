@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megakernel.config import load
 from megakernel.training.reshape import reshape_run
 from tests.distributed.ranks import RankFailedError, run_ranks
 from tests.distributed.training_run import metrics, pretrain_here, scalars, train, write_config
@@ -51,6 +52,52 @@ def test_weights_come_from_a_run_of_any_layout(world_size, layout, source, tmp_p
     assert scalars(found, "step") == [0, 1, 2]
     assert scalars(found, "train/lr") == scalars(metrics(run), "train/lr"), "it is a run of its own"
     assert not [path for path in run.rglob("*") if "universal" in path.name]
+
+
+@pytest.fixture(scope="module")
+def halves(source):
+    """The metrics of a run of four steps, and a run of its first two."""
+    config, _ = source
+    whole = train(config, 1, *SHORT, "training.steps=4", "run.name=whole")
+    train(config, 2, *SHORT, "parallel.tensor=2", "schedule.steps_after=2", "run.name=first")
+    return whole, config.with_name("first")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(1, ""), (2, "parallel.pipeline=2 parallel.zero_stage=1"), (2, "parallel.zero_stage=3")],
+)
+def test_with_moments_and_its_schedule_a_run_in_two_is_one_run(world_size, layout, source, halves, tmp_path):
+    config, (whole, first) = source[0], halves
+    read = 2 * load(config).training.global_batch_size
+    own = f"run.root={tmp_path} init.from={first} init.moments={first} {layout} schedule.steps_before=2"
+    second = train(config, world_size, *SHORT, *own.split(), f"training.skip_samples=[[0,{read}]]")
+    for tag in ("train/loss", "train/grad_norm", "train/lr"):
+        # Sums in another order, and Adam divides by roots of squares of them.
+        assert scalars(second, tag) == pytest.approx(scalars(whole, tag)[2:], rel=1e-5), tag
+    unlike = train(
+        config, 1, *SHORT, *own.split(), "init.moments=null", "run.name=unlike", "parallel.pipeline=1"
+    )
+    assert scalars(unlike, "train/loss")[1] != pytest.approx(scalars(whole, "train/loss")[3], rel=1e-4)
+
+
+def test_moments_of_other_weights_alone_are_refused(source, tmp_path):
+    config, _ = source
+    place = f"run.root={tmp_path}"
+    train(config, 1, *SHORT, place, "run.name=mechanism", "optimizer.trained=mechanism")
+    run = tmp_path / "mechanism"
+    with pytest.raises(
+        RankFailedError, match=f"init.moments={run}: it holds no AdamW moments of this model's"
+    ):
+        start(
+            config,
+            1,
+            *SHORT,
+            place,
+            f"init.moments={run}",
+            "model.attention=softmax",
+            "model.attention_pattern=null",
+        )
 
 
 def test_weights_in_bfloat16_come_from_float32_masters(source, tmp_path):

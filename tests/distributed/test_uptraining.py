@@ -11,6 +11,7 @@ import pytest
 from megakernel.config import load
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.uptraining.report import recovered
+from megakernel.uptraining.stages import TRAINED_ON
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import metrics, scalars, train
 
@@ -57,9 +58,10 @@ uptrain:
   layers: {keep: 1}
   length: {steps: 4, seq_len: 128, rope_scaling: {kind: ntk, factor: 2.0}}
   from_scratch: true
+  train_dense: true
 """
 
-NAMES = ["1-transfer", "2-base", "3-rank8", "4-main", "5-length", "6-scratch"]
+NAMES = ["1-transfer", "2-base", "3-rank8", "4-main", "5-length", "6-scratch", "7-dense"]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def uptrain_here(config: Path, overrides: tuple[str, ...]) -> int:
 def test_every_stage_is_a_run_of_its_own(finished):
     assert sorted(path.parent.name for path in finished.glob("*/config.yaml")) == NAMES
     steps = [metrics(finished / name)[-1]["step"] for name in NAMES]
-    assert steps == [6, 6, 4, 10, 4, 26]
+    assert steps == [6, 6, 4, 10, 4, 26, 26]
 
 
 def test_the_transfer_brings_each_layer_nearer_to_the_dense_one(finished):
@@ -137,13 +139,18 @@ def test_the_report_adds_up(finished):
     assert main["tokens"] == (6 + 20) * 8 * 64
     assert rows["from scratch on as many tokens"]["tokens"] == main["tokens"]
     assert rows["from scratch on as many tokens"]["loss"] > main["loss"]
+    assert rows[TRAINED_ON]["tokens"] == main["tokens"]
+    trained_on = scalars(metrics(finished / "7-dense"), "eval/loss")
+    assert trained_on[0] == pytest.approx(dense, abs=1e-5)  # before its first step it is the dense model
+    assert rows[TRAINED_ON]["loss"] == pytest.approx(trained_on[-1], abs=1e-5)
+    assert rows[TRAINED_ON]["loss"] < rows[f"{TRAINED_ON}, sliding window"]["loss"]
     text = (finished / "uptrain_report.md").read_text()
     for name in (*rows, "swapped, untrained", "rank correlation", "far mass"):
         assert name in text
 
 
 KILLED = ["stage 1-transfer", "step 4/6", "stage 2-base", "step 5/6", "stage 3-rank8", "stage 4-main"]
-KILLED += ["step  8/10", "stage 5-length", "step 2/4", "stage 6-scratch"]
+KILLED += ["step  8/10", "stage 5-length", "step 2/4", "stage 6-scratch", "stage 7-dense"]
 """Lines of the console after which one start after another is killed: between all stages and inside most."""
 
 
@@ -232,7 +239,7 @@ def folded(config, overrides):
             for name, weight in model.named_parameters()
             if name in before.names and not weight.equal(before.read(name, ["fp32"])["fp32"])
         }
-        return validation.loss(model), moved
+        return validation.losses(model, 0)[0], moved
 
 
 def test_another_configuration_does_not_go_on_in_its_folder(place, finished):

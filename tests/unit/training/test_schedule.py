@@ -94,3 +94,14 @@ def test_inverse_sqrt_halves_when_the_step_quadruples():
 def test_inverse_sqrt_stops_at_the_floor():
     schedule = Schedule(name="inverse_sqrt", warmup_steps=10, min_lr_ratio=0.5)
     assert learning_rate(90, schedule, PEAK, TOTAL) == 0.5 * PEAK
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_after_each_other_share_a_schedule(name):
+    whole = curve(Schedule(name=name, warmup_steps=10))
+    parts = [(0, 25), (25, 5), (30, 70)]
+    found = []
+    for before, count in parts:
+        part = Schedule(name=name, warmup_steps=10, steps_before=before, steps_after=TOTAL - before - count)
+        found += curve(part, count)
+    assert found == whole

@@ -14,8 +14,8 @@ def test_recovered_is_the_share_of_the_perplexity_gap():
     assert recovered(log(10.05), log(9), log(10)) is None  # a swap that cost half a percent
 
 
-def test_files_have_what_was_measured(tmp_path):
-    report = Report(
+def made(**more):
+    return Report(
         config="runs/x",
         window=64,
         parity=1e-6,
@@ -25,7 +25,12 @@ def test_files_have_what_was_measured(tmp_path):
         stages=[Measured("distillation", log(12), log(13), tokens=4096, folder="runs/x/1-main")],
         ablations=[],
         heads={"transfer/error/layer_1/head_0": 0.25, "transfer/far_mass/layer_1/head_0": 0.5},
+        **more,
     )
+
+
+def test_files_have_what_was_measured(tmp_path):
+    report = made()
     report.write(tmp_path)
     lines = (tmp_path / "uptrain_report.md").read_text().splitlines()
     assert "| distillation | 4,096 | 2.4849 | 12.000 | 2.5649 | 80.0% |" in lines
@@ -33,3 +38,14 @@ def test_files_have_what_was_measured(tmp_path):
     found = json.loads((tmp_path / "uptrain_report.json").read_text())
     assert found["recovered"] == {"distillation": pytest.approx(0.8)}
     assert found["stages"][0]["folder"] == "runs/x/1-main"
+    assert "recovered_of_trained_on" not in found
+
+
+def test_beside_a_dense_model_that_was_trained_on_both_shares_are_told(tmp_path):
+    report = made(trained_on=Measured("dense, trained on", log(8), log(8), tokens=4096))
+    report.write(tmp_path)
+    lines = (tmp_path / "uptrain_report.md").read_text().splitlines()
+    assert "| distillation | 4,096 | 2.4849 | 12.000 | 2.5649 | 80.0% | 66.7% |" in lines
+    assert "| dense | 0 | 2.3026 | 10.000 | 2.1972 |  |  |" in lines
+    found = json.loads((tmp_path / "uptrain_report.json").read_text())
+    assert found["recovered_of_trained_on"] == {"distillation": pytest.approx(2 / 3)}

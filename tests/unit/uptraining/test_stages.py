@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.order import ConsumptionOrder, Share
+from megakernel.config.merging import merged
+from megakernel.config.validation import validate
 from megakernel.uptraining.stages import stages
 from tests.unit.config.trees import config, problems
 
@@ -18,6 +21,13 @@ def made(**uptrain):
         optimizer={"lr": 1e-3, "mechanism_lr": 1e-2},
         uptrain=uptrain,
     )
+
+
+def rows_of(stage):
+    """Places in the stream that a stage reads, in order."""
+    training = stage.config.training
+    order = ConsumptionOrder(training.phases[-1], Share())
+    return [row for step in range(training.steps) for rows in order.indices(step) for row in rows]
 
 
 def test_the_main_stage_alone_distils_from_the_dense_model():
@@ -61,7 +71,60 @@ def test_every_stage_starts_from_the_one_before():
     assert [run.optimizer.lr for run in runs[1:]] == [*[1e-3] * 5, 0.002]
     assert [run.objective.kind for run in runs] == ["transfer", *["distill"] * 4, "labels", "labels"]
     assert (runs[5].training.seq_len, runs[5].model.rope_scaling.factor) == (1024, 2.0)
-    assert len({run.run.seed for run in runs}) == 7  # no stage reads the samples in another's order
+
+
+def test_no_row_is_read_twice_and_what_is_compared_reads_the_same():
+    plan = stages(
+        made(
+            transfer={"steps": 20},
+            alpha=0.3,
+            length={"steps": 7, "seq_len": 1024},
+            from_scratch=True,
+            train_dense=True,
+        ),
+        dense=config().model,
+    )
+    seen = {stage.name: rows_of(stage) for stage in plan}
+    assert {stage.config.run.seed for stage in plan} == {5}
+    student = [
+        row for name in ("1-transfer", "2-base", "3-rank16", "4-rank8", "5-main") for row in seen[name]
+    ]
+    assert student == seen["7-scratch"] == seen["8-dense"]
+    assert len(set(student)) == len(student)
+
+
+def test_stages_that_train_all_weights_have_one_schedule_and_hand_their_moments_on():
+    tree = made(transfer={"steps": 20}, alpha=0.3, from_scratch=True, train_dense=True).model_dump(
+        mode="json"
+    )
+    given = validate(merged(tree, {"init": {"moments": "runs/dense"}}))
+    transfer, base, rank16, rank8, main, scratch, dense = stages(given, dense=config().model)
+    parts = [stage.config.schedule for stage in (base, rank16, rank8, main)]
+    assert [(part.steps_before, part.steps_after) for part in parts] == [(0, 70), (30, 55), (45, 40), (60, 0)]
+    assert {stage.config.schedule.steps_after for stage in (transfer, scratch, dense)} == {0}
+    found = [stage.config.init.moments for stage in (transfer, base, rank16, rank8, main, scratch, dense)]
+    folders = [Path("runs/up") / name for name in ("2-base", "3-rank16", "4-rank8")]
+    # The transfer trains what the dense model has not; a stage behind it goes on where the dense model stopped.
+    assert found == [None, Path("runs/dense"), *folders, None, Path("runs/dense")]
+
+
+def test_rows_that_the_dense_model_has_read_are_passed_over():
+    tree = made(transfer={"steps": 20}).model_dump(mode="json")
+    transfer, main = stages(validate(merged(tree, {"training": {"skip_samples": [[0, 800], [805, 810]]}})))
+    assert rows_of(transfer)[:6] == [800, 801, 802, 803, 804, 810]
+    assert rows_of(main)[0] == rows_of(transfer)[-1] + 1
+
+
+def test_the_dense_model_goes_on_with_its_own_layers():
+    dense = config(
+        model={"attention_pattern": ["softmax", {"preset": "local", "near": {"block_size": 16}}]}
+    ).model
+    *_, control = stages(made(train_dense=True), dense=dense)
+    assert control.is_control
+    assert str(control.config.init.source) == "models/dense"
+    windows = [control.config.model.layer_attention(layer).window for layer in range(4)]
+    assert windows == [dense.layer_attention(layer).window for layer in range(4)]
+    assert (control.config.objective.kind, control.config.optimizer.mechanism_lr) == ("labels", None)
 
 
 def test_a_low_rank_base_is_softmax_over_the_same_landmarks():
