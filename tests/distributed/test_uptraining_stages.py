@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megakernel.config import UserError, load, yaml_text
 from tests import dense_models
 from tests.distributed.ranks import run_ranks, this_process
-from tests.distributed.training_run import metrics
+from tests.distributed.training_run import metrics, scalars
 
 LAYERS, HEADS = 3, 4
 """A stage between the first and the last: of DeepSpeed's it alone both receives and hands on."""
@@ -19,7 +20,7 @@ UPTRAINING = {
     "run": {"name": "up", "seed": 7},
     "parallel": {"zero_stage": 1},
     "training": {
-        "steps": 2,
+        "steps": 4,
         "seq_len": dense_models.LENGTH,
         "global_batch_size": 4,
         "micro_batch_size": 1,
@@ -28,12 +29,15 @@ UPTRAINING = {
         "eval_samples": 2,
     },
     "optimizer": {"lr": 1e-3, "mechanism_lr": 1e-2},
+    "checkpoint": {"every": 1},
     "uptrain": {
+        "alpha": 0.25,
         "transfer": {"steps": 2, "lr": 0.02, "rows": 4, "cross_entropy": 0.1},
         "distill": {"temperature": 2.0},
+        "train_dense": True,
     },
 }
-STAGES = ["1-transfer", "2-main"]
+STAGES = ["1-transfer", "2-base", "3-rank8", "4-main", "5-dense"]
 
 PATTERN = 'model.attention_pattern=["main","softmax","main"]'
 REFUSED = {
@@ -138,6 +142,18 @@ def test_their_checkpoints_hold_the_weights_of_one_process(stage, whole, staged)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5, msg=name)
 
 
+def test_a_stage_that_was_stopped_goes_on_in_another_layout(config, whole, staged):
+    """The first of its steps was done by a stage for each layer, the second is by one process."""
+    moved = config.parent / "moved"
+    shutil.copytree(staged[0], moved)
+    for lost in ("4-main/checkpoints/step_2", "5-dense"):
+        shutil.rmtree(moved / lost)
+    run_ranks(up_trained, 1, config, ("run.name=moved",), (), timeout=280.0)
+    for tag in ("train/loss", "train/grad_norm", "eval/loss"):
+        left, right = (scalars(metrics(run / "4-main"), tag) for run in (moved, whole))
+        assert left == pytest.approx(right, rel=1e-4, abs=1e-5), tag
+
+
 def test_their_report_is_that_of_one_process(whole, staged):
     expected, found = (json.loads((run / "uptrain_report.json").read_text()) for run in (whole, staged[0]))
     assert expected["parity"] < 1e-4  # of logits that the last stage alone has
@@ -147,7 +163,8 @@ def test_their_report_is_that_of_one_process(whole, staged):
         for report in (expected, found)
     )
     assert [row["name"] for row in ours] == [row["name"] for row in rows]
-    assert len(rows) == 4 + 3  # far part off, near window off, sliding window
+    # dense, swapped, four stages; dense trained on and its window, far part off, near window off, sliding window
+    assert len(rows) == 6 + 5
     for left, right in zip(ours, rows, strict=True):
         assert (left["loss"], left["beyond"]) == pytest.approx((right["loss"], right["beyond"]), abs=1e-5)
     assert found["heads"] == pytest.approx(expected["heads"], rel=1e-4, abs=1e-5)
