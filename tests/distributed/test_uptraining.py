@@ -184,6 +184,7 @@ LAYOUTS = {
     "tp2 sequence parallel": "parallel.tensor=2 parallel.sequence_parallel=true",
     "cp2": "parallel.context=2",
     "dp2 zero 2": "parallel.zero_stage=2",
+    "pp2": "parallel.pipeline=2 parallel.zero_stage=1",
 }
 OBJECTIVES = {
     "distill": "objective.temperature=2.0",
