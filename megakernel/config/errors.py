@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 MISSING = object()
@@ -69,6 +70,6 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def _on_one_line(value: Any) -> str:
-    text = value if isinstance(value, str) and value else repr(value)
+    text = str(value) if isinstance(value, (str, PurePath)) and value else repr(value)
     text = " ".join(text.split())
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,10 +1,12 @@
 """The init section: where the weights of a new run come from."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from pydantic import Field, create_model
 
+from .errors import Problem
 from .section import Section
 
 FROM = "from"
@@ -42,3 +44,9 @@ class Init(_WithFrom):
     def source(self) -> Path | None:
         """`from`."""
         return cast(Path | None, getattr(self, FROM))
+
+    def problems(self) -> Iterator[Problem]:
+        """Moments without the weights that they are of."""
+        if self.moments is not None and self.source is None:
+            reason = "are of weights, and init.from is null"
+            yield Problem("moments", self.moments, reason, "set init.from to the same run, or remove them")

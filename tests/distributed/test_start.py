@@ -94,6 +94,7 @@ def test_moments_of_other_weights_alone_are_refused(source, tmp_path):
             1,
             *SHORT,
             place,
+            f"init.from={run}",
             f"init.moments={run}",
             "model.attention=softmax",
             "model.attention_pattern=null",

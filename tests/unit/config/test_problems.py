@@ -151,3 +151,8 @@ def test_landmarks_of_whole_rows_are_no_decoders_and_know_no_documents(preset):
 )
 def test_keys_of_one_section_that_contradict_each_other_are_refused(sections, key):
     assert key in problems(**sections)
+
+
+def test_a_folder_is_told_as_it_was_written():
+    found = problems(objective={"teacher": "runs/dense"})
+    assert str(found["objective.teacher"]).startswith("objective.teacher=runs/dense has no effect")

@@ -169,6 +169,7 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
             {"uptrain": {"length": {"steps": 1, "seq_len": 64}}, "init": {"from": "x"}},
             "uptrain.length.seq_len",
         ),
+        ({"init": {"moments": "runs/dense"}}, "init.moments"),
         ({"objective": {"kind": "distill"}}, "objective.teacher"),
         ({"objective": {"teacher": "x"}}, "objective.teacher"),
         ({"objective": {"kind": "distill", "teacher": "x", "rows": 3}}, "objective.rows"),
