@@ -1,5 +1,6 @@
 """The distance between two models' predictions, in chunks of tokens so that their logits never exist whole."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ def mean_divergence(
     counts = labels.transpose(0, 1).reshape(-1) != IGNORED
     ours, theirs = ours[counts], theirs[counts].detach()
     rows = settings.loss_chunk_size
+    group = settings.mesh.tp.group
+    # Of several chunks, the logits are made again in backward: one chunk's exist at a time.
+    divergence = partial(checkpoint, _divergence, use_reentrant=False) if len(ours) > rows else _divergence
     total = torch.zeros((), device=ours.device)
     for chunk in zip(ours.split(rows), theirs.split(rows)):
-        group = settings.mesh.tp.group
-        total = total + checkpoint(_divergence, matrices, chunk, temperature, group, use_reentrant=False)
+        total = total + divergence(matrices, chunk, temperature, group)
     return total / num_targets.squeeze()
 
 

@@ -183,7 +183,7 @@ LAYOUTS = {
     "tp2": "parallel.tensor=2",
     "tp2 sequence parallel": "parallel.tensor=2 parallel.sequence_parallel=true",
     "cp2": "parallel.context=2",
-    "dp2 zero 2": "parallel.zero_stage=2",
+    "dp2 zero 2, loss in chunks": "parallel.zero_stage=2 training.loss_chunk_size=100",
     "pp2": "parallel.pipeline=2 parallel.zero_stage=1",
 }
 OBJECTIVES = {
