@@ -8,7 +8,6 @@ from megakernel.config import Model, UserError
 from megakernel.uptraining.dense import DenseCheckpoint
 from megakernel.uptraining.dense.tokenizer import check_tokenizer
 
-from .checkpoint_files import CheckpointTensors
 from .checkpoint_folder import CheckpointFolder
 from .engine import Engine
 from .optimizer import is_new
@@ -84,7 +83,7 @@ def start_with_moments(source: Path, engine: Engine, ranks: Ranks, note: Note) -
     Raises UserError, alike on all ranks, where there is no checkpoint, or none of its moments belongs to the model.
     """
     found = ranks.first(lambda: WeightSource.find("init.moments", source))
-    count = 0 if found.checkpoint is None else engine.load_moments(CheckpointTensors(found.checkpoint))
+    count = 0 if found.checkpoint is None else engine.load_moments(found.as_trained())
     if not count:
         raise UserError(
             f"init.moments={source}: it holds no AdamW moments of this model's weights; give a run of this project "

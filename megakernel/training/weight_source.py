@@ -56,8 +56,12 @@ class WeightSource:
         """
         if self.checkpoint is None:
             return DenseCheckpoint(self.folder)
-        whole = without_updates(CheckpointTensors(self.checkpoint), self._config)
-        return Converted(whole, self.model(), model)
+        return Converted(self.as_trained(), self.model(), model)
+
+    def as_trained(self) -> WholeTensors:
+        """A checkpoint's weights and AdamW's moments; low-rank updates are folded, and what they updated has none."""
+        assert self.checkpoint is not None
+        return without_updates(CheckpointTensors(self.checkpoint), self._config)
 
     def model(self) -> Model:
         """The model section that its weights were trained with, rotary frequencies of their last phase included.

@@ -80,12 +80,16 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
 
 
 def _moments(short: str, before: Sequence[Stage], config: Config) -> str | None:
-    """Where a stage's optimizer goes on: in the stage before, if that trained what it trains."""
+    """Where a stage's optimizer goes on: in the stage before, if that trained what it trains.
+
+    Low-rank updates are folded between stages, and begin anew.
+    """
     if short in ("transfer", "scratch"):
         return None
     trained = [stage for stage in before if stage.config.objective.kind != "transfer"]
-    place = trained[-1].config.run.folder if trained and short not in _CONTROLS else config.init.moments
-    return None if place is None else str(place)
+    if trained and short not in _CONTROLS:
+        return None if config.optimizer.updates is not None else str(trained[-1].config.run.folder)
+    return None if config.init.moments is None else str(config.init.moments)
 
 
 _CONTROLS = ("scratch", "dense")

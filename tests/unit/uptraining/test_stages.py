@@ -108,6 +108,12 @@ def test_stages_that_train_all_weights_have_one_schedule_and_hand_their_moments_
     assert found == [None, Path("runs/dense"), *folders, None, Path("runs/dense")]
 
 
+def test_low_rank_updates_begin_anew_in_each_stage():
+    tree = made(alpha=0.3, length={"steps": 7, "seq_len": 1024}).model_dump(mode="json")
+    plan = stages(validate(merged(tree, {"optimizer": {"trained": "lora"}})))
+    assert [stage.config.init.moments for stage in plan] == [None] * 5
+
+
 def test_rows_that_the_dense_model_has_read_are_passed_over():
     tree = made(transfer={"steps": 20}).model_dump(mode="json")
     transfer, main = stages(validate(merged(tree, {"training": {"skip_samples": [[0, 800], [805, 810]]}})))
