@@ -16,7 +16,7 @@ from .init import Init
 from .model import Model
 from .objective import Objective
 from .parallel import Parallel
-from .training import Optimizer, Training
+from .training import Optimizer, Schedule, Training
 from .uptrain import Uptrain
 from .watching import processes_hold_what_is_watched
 
@@ -214,6 +214,20 @@ def _frozen_weights_are_whole(optimizer: Optimizer, model: Model, parallel: Para
         yield Problem("optimizer.trained", optimizer.trained, reason, "set all or another model.attention")
 
 
+def _stages_share_a_schedule(uptrain: Uptrain | None, schedule: Schedule) -> Iterator[Problem]:
+    if uptrain is None:
+        return
+    for key in ("steps_before", "steps_after"):
+        if steps := getattr(schedule, key):
+            yield Problem(f"schedule.{key}", steps, "is what stages of uptrain choose", "remove it")
+
+
+def _stages_are_measured(uptrain: Uptrain | None, training: Training) -> Iterator[Problem]:
+    if uptrain is not None and training.eval_samples == 0:
+        reason = "leaves nothing to measure the dense model and the stages of uptrain on"
+        yield Problem("training.eval_samples", 0, reason, "set more, such as 64")
+
+
 def _stages_lead_to_the_model(
     uptrain: Uptrain | None, init: Init, model: Model, objective: Objective, training: Training
 ) -> Iterator[Problem]:
@@ -311,6 +325,8 @@ _RULES: list[Rule] = [
     _teachers_stand_beside_their_students,
     _frozen_weights_are_whole,
     _stages_lead_to_the_model,
+    _stages_share_a_schedule,
+    _stages_are_measured,
     _deepspeed_keeps_to_its_own,
     processes_hold_what_is_watched,
 ]

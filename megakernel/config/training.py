@@ -75,10 +75,10 @@ class Schedule(Section):
     """Final learning rate as a share of the peak."""
 
     steps_before: int = Field(default=0, ge=0)
-    """Steps of the schedule that runs before this one made."""
+    """Steps of the same schedule that are already made, by the run that this one continues."""
 
     steps_after: int = Field(default=0, ge=0)
-    """Steps of the schedule that runs after this one make."""
+    """Steps of the same schedule that a run behind this one will make."""
 
     def problems(self) -> Iterator[Problem]:
         """A length for a decay that has none."""

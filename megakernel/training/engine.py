@@ -29,7 +29,15 @@ from .optimizer import SHARE, build_optimizer, freeze
 from .ranks import Ranks
 from .streams import means, streams
 from .universal import UniversalFolder, WholeTensors
-from .universal_load import Comparison, compare, gathered_shapes, load_moments, load_run, load_weights
+from .universal_load import (
+    Comparison,
+    compare,
+    gathered_shapes,
+    load_moments,
+    load_run,
+    load_weights,
+    with_moments,
+)
 
 
 @dataclass(frozen=True)
@@ -245,5 +253,9 @@ class Engine:
     def load_moments(self, source: WholeTensors) -> int:
         """Take AdamW's moments of the weights that fit; returns of how many, over all stages."""
         comparison = compare(gathered_shapes(self.engine.module, self.cuts, self.mesh), source)
-        found = load_moments(self.engine, self.cuts, self.mesh.tp, source, comparison.common)
-        return len({name for part in self.mesh.gather_objects(found) for name in part})
+        own = with_moments(self.engine.module, source, comparison.common)
+        every = {name: updates for part in self.mesh.gather_objects(own) for name, updates in part.items()}
+        if every:  # a stage that has none of them counts with the others
+            updates = max(every.values())
+            load_moments(self.engine, self.cuts, self.mesh.tp, source, own, updates)
+        return len(every)

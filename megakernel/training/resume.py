@@ -77,13 +77,23 @@ def start_from_weights(
             note(f"{len(names)} weights {what}: {', '.join(names)}")
 
 
-def start_with_moments(source: Path, engine: Engine, ranks: Ranks, note: Note) -> None:
+def find_moments(source: Path) -> WeightSource:
+    """The run or checkpoint of init.moments. Raises UserError for what is neither."""
+    found = WeightSource.find("init.moments", source)
+    if found.checkpoint is None:
+        raise UserError(
+            f"init.moments={source} is a dense model without AdamW's moments; give a run of this project, or remove it"
+        )
+    return found
+
+
+def start_with_moments(source: Path, model: Model, engine: Engine, ranks: Ranks, note: Note) -> None:
     """Take AdamW's moments of a run's newest good checkpoint, or of a checkpoint folder, for weights that fit.
 
     Raises UserError, alike on all ranks, where there is no checkpoint, or none of its moments belongs to the model.
     """
-    found = ranks.first(lambda: WeightSource.find("init.moments", source))
-    count = 0 if found.checkpoint is None else engine.load_moments(found.as_trained())
+    found = ranks.first(lambda: find_moments(source))
+    count = engine.load_moments(found.tensors(model))
     if not count:
         raise UserError(
             f"init.moments={source}: it holds no AdamW moments of this model's weights; give a run of this project "

@@ -128,7 +128,7 @@ class Trainer:
             start_from_weights(source, self.config.model, self.corpora, self.engine, self.ranks, self._note)
         moments = self.config.init.moments
         if done == 0 and moments is not None:
-            start_with_moments(moments, self.engine, self.ranks, self._note)
+            start_with_moments(moments, self.config.model, self.engine, self.ranks, self._note)
         return done
 
     def _enter(self, step: int) -> None:

@@ -1,6 +1,6 @@
 """Whole tensors into a DeepSpeed engine, whatever its layout and ZeRO stage."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,37 +19,40 @@ from .universal import MOMENTS, STEP, WEIGHT, UniversalFolder, WholeTensors
 def load_run(engine: Any, cuts: Mapping[str, Cut], tp: Axis, source: UniversalFolder) -> None:
     """Put weights, AdamW's state and the engine's counters in place. engine: from deepspeed.initialize."""
     load_weights(engine.module, cuts, tp, source, set(cuts))
-    load_moments(engine, cuts, tp, source, set(cuts))
+    trained = with_moments(engine.module, source, set(cuts))
+    if trained:  # no moments mean that no update was made
+        (updates,) = set(trained.values())
+        load_moments(engine, cuts, tp, source, trained, updates)
     for counter, count in source.counters.items():
         setattr(engine, counter, count)
 
 
-def load_moments(
-    engine: Any, cuts: Mapping[str, Cut], tp: Axis, source: WholeTensors, names: set[str]
-) -> list[str]:
-    """Put AdamW's moments of those of this process's trained parameters in place that are among `names`.
+def with_moments(module: nn.Module, source: WholeTensors, names: set[str]) -> dict[str, int]:
+    """Those of this process's trained parameters among `names` of which the source has moments -> their updates."""
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    states = {name: source.read(name, [STEP]) for name in trained if name in names}
+    return {name: int(state[STEP]) for name, state in states.items() if state}
 
-    Moments of others begin at 0, with the count of updates of those. Returns the parameters that got theirs; none where
-    the source has made no update. engine: from deepspeed.initialize, before its first update.
+
+def load_moments(
+    engine: Any, cuts: Mapping[str, Cut], tp: Axis, source: WholeTensors, names: Iterable[str], updates: int
+) -> None:
+    """Put AdamW's moments of this process's parameters `names` in place, after so many updates.
+
+    Those of all others begin at 0, with the same count: flat groups have one. engine: from deepspeed.initialize, before
+    its first update.
     """
-    trained = {name: one for name, one in engine.module.named_parameters() if one.requires_grad}
-    states = {name: source.read(name, (*MOMENTS, STEP)) for name in trained if name in names}
-    known = {name: state for name, state in states.items() if state}
-    steps = {int(state[STEP]) for state in known.values()}
-    if not steps:
-        return []
-    assert len(steps) == 1, steps
-    _begin_state(engine, steps.pop())
+    _begin_state(engine, updates)
     optimizer = engine.basic_optimizer
-    for name, state in known.items():
-        parameter = trained[name]
+    parameters = dict(engine.module.named_parameters())
+    for name in names:
+        parameter, moments = parameters[name], source.read(name, MOMENTS)
         for key in MOMENTS:
-            moment = cuts[name].piece(state[key], tp.rank, tp.size).to(parameter.device)
+            moment = cuts[name].piece(moments[key], tp.rank, tp.size).to(parameter.device)
             if parameter in optimizer.state:  # without ZeRO
                 optimizer.state[parameter][key].copy_(moment)
             else:
                 safe_set_full_optimizer_state(parameter, moment, key)
-    return list(known)
 
 
 def load_weights(

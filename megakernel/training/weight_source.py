@@ -50,18 +50,15 @@ class WeightSource:
     def tensors(self, model: Model) -> WholeTensors:
         """Its weights under our names, for a model of the same sizes.
 
-        Low-rank updates are folded, and mechanisms' weights made from those of another attention.
+        Low-rank updates are folded, and mechanisms' weights made from those of another attention. Of what is as the
+        run left it, AdamW's moments can be read, too.
 
         Raises UserError where E and F of a layer cannot become the model's.
         """
         if self.checkpoint is None:
             return DenseCheckpoint(self.folder)
-        return Converted(self.as_trained(), self.model(), model)
-
-    def as_trained(self) -> WholeTensors:
-        """A checkpoint's weights and AdamW's moments; low-rank updates are folded, and what they updated has none."""
-        assert self.checkpoint is not None
-        return without_updates(CheckpointTensors(self.checkpoint), self._config)
+        whole = without_updates(CheckpointTensors(self.checkpoint), self._config)
+        return Converted(whole, self.model(), model)
 
     def model(self) -> Model:
         """The model section that its weights were trained with, rotary frequencies of their last phase included.

@@ -100,15 +100,17 @@ class Report:
 
     def markdown(self) -> str:
         """The page."""
-        more = "" if self.trained_on is None else " of the dense model trained on |"
+        more = place = ""
+        if self.trained_on is not None:
+            more = " of the dense model trained on |"
+            place = "; the last column has in that one's place what it became on as many tokens"
         lines = [
             f"# Up-training {self.config}",
             "",
             f"Validation loss in nats per token; *beyond* counts the tokens with at least {self.window} tokens of "
             "their document before them, which a near window alone cannot connect with its start. *recovered* is "
             "(PPL of the swapped model - PPL) / (PPL of the swapped model - PPL of the dense model), where the swap "
-            f"costs at least {LEAST_GAP:.0%}; a last column has in its place what the dense model became on as many "
-            "tokens.",
+            f"costs at least {LEAST_GAP:.0%}{place}.",
             "",
             f"* Logits of the dense model against transformers, share of the largest: {_or_none(self.parity, '.1e')}.",
             f"* Loss with windows as long as the row: {_or_none(self.identity_loss, '.4f')}.",

@@ -9,6 +9,7 @@ from megakernel.config import Config, ConfigError, Problem, Uptrain, UserError, 
 from megakernel.parallel import Mesh
 from megakernel.training.checkpoint_folder import CheckpointFolder
 from megakernel.training.ranks import Ranks
+from megakernel.training.resume import find_moments
 from megakernel.training.run_folder import naming_root
 from megakernel.training.stop_requests import hold_requests
 from megakernel.training.trainer import Trainer
@@ -53,6 +54,8 @@ class Uptraining:
         assert folder is not None
         self.ranks.first(self._open)
         source = self.ranks.first(lambda: WeightSource.find("init.from", folder))
+        if (moments := self.config.init.moments) is not None:
+            self.ranks.first(lambda: find_moments(moments))  # now, not when a stage begins with them
         validation = Validation(self.config, self.mesh)
         before = self._before(validation, source)
         done = 0
@@ -79,7 +82,7 @@ class Uptraining:
         file = self.folder / "config.yaml"
         if file.exists():
             changed = check_same_run(file.read_text(encoding="utf-8"), self.config, self.folder)
-            fixed = [item for item in changed if item.key == "training.steps" or item.key.startswith("init")]
+            fixed = [item for item in changed if item.key in ("training.steps", "init.from")]
             if fixed:
                 remedy = f"set it back, or choose another run.name to start beside {self.folder}"
                 raise ConfigError(

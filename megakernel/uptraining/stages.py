@@ -29,16 +29,17 @@ class Stage:
     """Trained for comparison alone: nothing starts from it."""
 
     @property
-    def samples(self) -> int:
-        """Rows that it reads."""
-        return self.config.training.consumed(self.config.training.steps)[0]
+    def is_dense(self) -> bool:
+        """Whether it is the dense model that is trained on."""
+        return self.name.endswith(f"-{_DENSE}")
 
 
 def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | None = None) -> list[Stage]:
     """The stages of a configuration with an uptrain section, in order.
 
-    Each reads on where the one before stopped, so that no row comes twice within an epoch; what is trained for
-    comparison reads the same rows as they, from the first.
+    Rows of one length are one stream: each stage reads on where the one before stopped, so that no row comes twice
+    within an epoch, and what is trained for comparison reads the same rows, from the first. Where rows grow, in the
+    length stage or by a seq_len_schedule, a stage draws an order of its own.
 
     kept: the layers that stay softmax; None: not chosen yet, which only the transfer before the choice needs not know.
     dense: the model section of init.from, which uptrain.train_dense needs.
@@ -58,24 +59,25 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
         number = len(found) + 1
         control = short in _CONTROLS
         start = config.init.source if control or not found else found[-1].config.run.folder
+        follows = not config.training.seq_len_schedule and short != "length"
+        seed = config.run.seed if follows else config.run.seed + number
         own: dict[str, Any] = {
-            "run": {"name": f"{number}-{short}", "root": str(config.run.folder)},
+            "run": {"name": f"{number}-{short}", "root": str(config.run.folder), "seed": seed},
             "init": {
                 "from": None if short == "scratch" else str(start),
                 "moments": _moments(short, found, config),
             },
             "uptrain": None,
         }
-        if pattern is not None and short != "dense":
+        if pattern is not None and short != _DENSE:
             own["model"] = {"attention_pattern": pattern}
-        # Rows of another length are another stream.
-        if read and not control and short != "length":
+        if short == "length":
+            own["training"] = {"skip_samples": []}  # which are of another stream
+        elif follows and read and not control:
             own["training"] = {"skip_samples": [(0, place_behind(read, skipped)), *skipped]}
-        stage = Stage(
-            f"{number}-{short}", purpose, validate(merged(merged(_tree(config), changes), own)), control
-        )
-        found.append(stage)
-        read += stage.samples
+        run = validate(merged(merged(_tree(config), changes), own))
+        found.append(Stage(f"{number}-{short}", purpose, run, control))
+        read += run.training.consumed(run.training.steps)[0]
     return found
 
 
@@ -87,16 +89,14 @@ def _moments(short: str, before: Sequence[Stage], config: Config) -> str | None:
     if short in ("transfer", "scratch"):
         return None
     trained = [stage for stage in before if stage.config.objective.kind != "transfer"]
-    if trained and short not in _CONTROLS:
-        return None if config.optimizer.updates is not None else str(trained[-1].config.run.folder)
-    return None if config.init.moments is None else str(config.init.moments)
+    if short == _DENSE or not (trained or config.optimizer.updates):
+        return None if config.init.moments is None else str(config.init.moments)
+    return None if config.optimizer.updates else str(trained[-1].config.run.folder)
 
 
-_CONTROLS = ("scratch", "dense")
+_DENSE = "dense"
+_CONTROLS = ("scratch", _DENSE)
 """Stages that are trained for comparison alone."""
-
-TRAINED_ON = "dense, trained on as many tokens"
-"""Purpose of the stage in which the dense model itself goes on."""
 
 
 def _changes(
@@ -170,7 +170,7 @@ def _changes(
             "training": {"steps": total},
             "optimizer": all_weights | {"mechanism_lr": None},
         }
-        yield TRAINED_ON, "dense", changes
+        yield "dense, trained on as many tokens", _DENSE, changes
 
 
 def _distillation(config: Config, uptrain: Uptrain) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from .ablations import SINKS, as_sliding_window, without_far, without_near
 from .head_tag import HeadTag
 from .preflight import Preflight, near_window
 from .report import Measured, Report
-from .stages import TRAINED_ON, Stage
+from .stages import Stage
 from .validation import Validation
 
 
@@ -21,6 +21,7 @@ def summarize(config: Config, plan: Sequence[Stage], validation: Validation, bef
     window = near_window(config)
     rows: list[Measured] = []
     ablations: list[Measured] = []
+    trained_on: Measured | None = None
     tokens = 0
 
     def measured(name: str, model: LanguageModel, count: int, folder: Path | None) -> Measured:
@@ -34,9 +35,11 @@ def summarize(config: Config, plan: Sequence[Stage], validation: Validation, bef
         model = validation.model(found.model(), found)
         row = measured(stage.purpose, model, tokens, stage.config.run.folder)
         (ablations if stage.is_control else rows).append(row)
-        if stage.purpose == TRAINED_ON and before.sliding is not None:
-            as_sliding_window(model, window)
-            ablations.append(measured(f"{TRAINED_ON}, sliding window", model, tokens, None))
+        if stage.is_dense:
+            trained_on = row
+            if before.sliding is not None:
+                as_sliding_window(model, window)
+                ablations.append(measured(f"{row.name}, sliding window", model, tokens, None))
     last = next(stage for stage in reversed(plan) if not stage.is_control)
     found = WeightSource.find("stage", last.config.run.folder)
     changes: list[tuple[str, Callable[[LanguageModel], bool]]] = [
@@ -61,7 +64,7 @@ def summarize(config: Config, plan: Sequence[Stage], validation: Validation, bef
         stages=rows,
         ablations=ablations,
         heads={} if transfer is None else head_scalars(transfer.config.run.folder),
-        trained_on=next((row for row in ablations if row.name == TRAINED_ON), None),
+        trained_on=trained_on,
     )
 
 

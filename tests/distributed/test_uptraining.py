@@ -11,7 +11,6 @@ import pytest
 from megakernel.config import load
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.uptraining.report import recovered
-from megakernel.uptraining.stages import TRAINED_ON
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import metrics, scalars, train
 
@@ -61,6 +60,7 @@ uptrain:
   train_dense: true
 """
 
+TRAINED_ON = "dense, trained on as many tokens"
 NAMES = ["1-transfer", "2-base", "3-rank8", "4-main", "5-length", "6-scratch", "7-dense"]
 
 

@@ -85,7 +85,7 @@ def test_no_row_is_read_twice_and_what_is_compared_reads_the_same():
         dense=config().model,
     )
     seen = {stage.name: rows_of(stage) for stage in plan}
-    assert {stage.config.run.seed for stage in plan} == {5}
+    assert {stage.config.run.seed for stage in plan if stage.name != "6-length"} == {5}
     student = [
         row for name in ("1-transfer", "2-base", "3-rank16", "4-rank8", "5-main") for row in seen[name]
     ]
@@ -110,8 +110,25 @@ def test_stages_that_train_all_weights_have_one_schedule_and_hand_their_moments_
 
 def test_low_rank_updates_begin_anew_in_each_stage():
     tree = made(alpha=0.3, length={"steps": 7, "seq_len": 1024}).model_dump(mode="json")
-    plan = stages(validate(merged(tree, {"optimizer": {"trained": "lora"}})))
-    assert [stage.config.init.moments for stage in plan] == [None] * 5
+    given = {
+        "optimizer": {"trained": "lora"},
+        "init": {"moments": "runs/dense"},
+        "uptrain": {"train_dense": True},
+    }
+    plan = stages(validate(merged(tree, given)), dense=config().model)
+    assert [stage.config.init.moments for stage in plan] == [*[None] * 5, Path("runs/dense")]
+
+
+def test_where_rows_grow_a_stage_draws_an_order_of_its_own():
+    tree = made(transfer={"steps": 20}, length={"steps": 7, "seq_len": 1024}).model_dump(mode="json")
+    skipping = {"skip_samples": [[0, 800]]}
+    transfer, main, length = stages(validate(merged(tree, {"training": skipping})))
+    assert [stage.config.run.seed for stage in (transfer, main, length)] == [5, 5, 8]
+    assert length.config.training.skip_samples == []
+    growing = skipping | {"seq_len_schedule": [{"until_step": 10, "seq_len": 256}]}
+    transfer, main, _ = stages(validate(merged(tree, {"training": growing})))
+    assert [stage.config.run.seed for stage in (transfer, main)] == [6, 7]
+    assert transfer.config.training.skip_samples == main.config.training.skip_samples == [(0, 800)]
 
 
 def test_rows_that_the_dense_model_has_read_are_passed_over():
@@ -176,6 +193,8 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
             "uptrain.length.seq_len",
         ),
         ({"init": {"moments": "runs/dense"}}, "init.moments"),
+        ({"uptrain": {}, "init": {"from": "x"}, "schedule": {"steps_after": 5}}, "schedule.steps_after"),
+        ({"uptrain": {}, "init": {"from": "x"}, "training": {"eval_samples": 0}}, "training.eval_samples"),
         ({"objective": {"kind": "distill"}}, "objective.teacher"),
         ({"objective": {"teacher": "x"}}, "objective.teacher"),
         ({"objective": {"kind": "distill", "teacher": "x", "rows": 3}}, "objective.rows"),
