@@ -81,6 +81,18 @@ def test_with_moments_and_its_schedule_a_run_in_two_is_one_run(world_size, layou
     assert scalars(unlike, "train/loss")[1] != pytest.approx(scalars(whole, "train/loss")[3], rel=1e-4)
 
 
+def test_moments_of_bfloat16_runs_are_those_of_their_float32_masters(source, tmp_path):
+    config = source[0]
+    read = 2 * load(config).training.global_batch_size
+    own = (*SHORT, f"run.root={tmp_path}", "training.dtype=bfloat16", "parallel.zero_stage=2")
+    whole = train(config, 2, *own, "training.steps=4", "run.name=whole")
+    train(config, 2, *own, "schedule.steps_after=2", "run.name=first")
+    start_at = f"init.from={tmp_path}/first init.moments={tmp_path}/first schedule.steps_before=2"
+    second = train(config, 2, *own, *start_at.split(), f"training.skip_samples=[[0,{read}]]")
+    for tag in ("train/loss", "train/grad_norm", "train/lr"):
+        assert scalars(second, tag) == pytest.approx(scalars(whole, tag)[2:], rel=1e-5), tag
+
+
 def test_moments_of_other_weights_alone_are_refused(source, tmp_path):
     config, _ = source
     place = f"run.root={tmp_path}"
