@@ -52,10 +52,11 @@ class Uptraining:
         """
         folder = self.config.init.source
         assert folder is not None
-        self.ranks.first(self._open)
+        # What is not there is said before anything is written, and not when a stage begins with it.
         source = self.ranks.first(lambda: WeightSource.find("init.from", folder))
         if (moments := self.config.init.moments) is not None:
-            self.ranks.first(lambda: find_moments(moments))  # now, not when a stage begins with them
+            self.ranks.first(lambda: find_moments(moments))
+        self.ranks.first(self._open)
         validation = Validation(self.config, self.mesh)
         before = self._before(validation, source)
         done = 0

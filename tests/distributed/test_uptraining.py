@@ -243,6 +243,13 @@ def folded(config, overrides):
         return validation.losses(model, 0)[0], moved
 
 
+@pytest.mark.parametrize("key", ["init.from", "init.moments"])
+def test_what_is_not_there_is_refused_before_a_folder_is_made(key, place):
+    with pytest.raises(RankFailedError, match=f"{key}=nowhere is no run"):
+        uptrain(place / "stages.yaml", 1, "run.name=refused", f"{key}=nowhere")
+    assert not (place / "refused").exists()
+
+
 def test_another_configuration_does_not_go_on_in_its_folder(place, finished):
     with pytest.raises(RankFailedError, match=r"uptrain\.alpha=0\.2 was 0\.3 when the run began"):
         run_ranks(uptrain_here, 1, place / "stages.yaml", ("uptrain.alpha=0.2",))
