@@ -5,7 +5,6 @@ index i is what training has consumed before; with batches of G samples, global 
 [s·G, (s+1)·G). Nothing here knows how many steps a run has or was restarted with.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megakernel.config.length import Phase
@@ -45,10 +44,10 @@ class ConsumptionOrder:
         start, stop = phase.stream_start, phase.stream_end
         ranges = [
             (max(first, start) - start, (end if stop is None else min(end, stop)) - start)
-            for first, end in training.skip_samples
+            for first, end in _disjoint(training.skip_samples)
         ]
         # Those of other lengths have no sample left.
-        self._skipped = _disjoint((first, end) for first, end in ranges if first < end)
+        self._skipped = [(first, end) for first, end in ranges if first < end]
 
     def stream_length(self, steps: int) -> int:
         """Samples of the stream that are read or passed over up to the end of the phase, or of `steps` steps."""
@@ -68,13 +67,13 @@ class ConsumptionOrder:
         ]
 
     def _stream_index(self, consumed: int) -> int:
-        """The stream index of a consumption index."""
-        return _place(consumed - self._phase.stream_start, self._skipped)
-
-
-def place_behind(count: int, skipped: Sequence[tuple[int, int]]) -> int:
-    """Where a stream goes on once `count` samples of it are read and `skipped` ranges [first, end) passed over."""
-    return _place(count, _disjoint(skipped))
+        """The stream index of a consumption index: ranges passed over push everything behind them back."""
+        index = consumed - self._phase.stream_start
+        for first, end in self._skipped:
+            if index < first:
+                break
+            index += end - first
+        return index
 
 
 def rows_by_pass(count: int, micro_batch_size: int, share: Share) -> list[range]:
@@ -89,17 +88,7 @@ def rows_by_pass(count: int, micro_batch_size: int, share: Share) -> list[range]
     return [range(first + start, first + start + micro_batch_size) for start in range(0, count, together)]
 
 
-def _place(count: int, skipped: list[tuple[int, int]]) -> int:
-    """Ranges passed over, disjoint and ascending, push everything behind them back."""
-    place = count
-    for first, end in skipped:
-        if place < first:
-            break
-        place += end - first
-    return place
-
-
-def _disjoint(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _disjoint(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same integers in ascending ranges that do not overlap."""
     merged: list[tuple[int, int]] = []
     for first, end in sorted(ranges):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.order import place_behind
+from data_pipeline.order import ConsumptionOrder, Share
 from megakernel.config import Attention, BlockCompression, Config, Model, Uptrain
 from megakernel.config.merging import merged
 from megakernel.config.validation import validate
@@ -47,8 +47,7 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
     uptrain = config.uptrain or Uptrain()
     chosen = uptrain.layers.keep if kept is None else list(kept)
     found: list[Stage] = []
-    skipped = config.training.skip_samples
-    read = 0
+    passed = 0
     for purpose, short, changes in _changes(config, uptrain, dense):
         if short == "transfer" and isinstance(uptrain.layers.keep, int):
             pattern = None
@@ -73,11 +72,11 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
             own["model"] = {"attention_pattern": pattern}
         if short == "length":
             own["training"] = {"skip_samples": []}  # which are of another stream
-        elif follows and read and not control:
-            own["training"] = {"skip_samples": [(0, place_behind(read, skipped)), *skipped]}
+        elif follows and passed and not control:
+            own["training"] = {"skip_samples": [(0, passed), *config.training.skip_samples]}
         run = validate(merged(merged(_tree(config), changes), own))
         found.append(Stage(f"{number}-{short}", purpose, run, control))
-        read += run.training.consumed(run.training.steps)[0]
+        passed = ConsumptionOrder(run.training.phases[-1], Share()).stream_length(run.training.steps)
     return found
 
 

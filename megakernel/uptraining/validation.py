@@ -50,5 +50,6 @@ class Validation:
             return torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
         hidden, positions, labels, _ = entering
         losses = token_losses(model.output_matrix, hidden, labels, model.settings).view(labels.T.shape).T
-        counted = torch.stack([labels != IGNORED, (labels != IGNORED) & (positions >= window)])
+        has_label = labels != IGNORED
+        counted = torch.stack([has_label, has_label & (positions >= window)])
         return torch.cat([(losses.double() * counted).sum((1, 2)), counted.double().sum((1, 2))])
