@@ -43,16 +43,19 @@ class StopRequests:
         self._accepted = False
         self._interrupted_at: float | None = None
         self._previous: dict[signal.Signals, object] = {}
+        self._mask: set[signal.Signals | int] = set()
 
     def __enter__(self) -> "StopRequests":
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._record)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Held again where they were: a request that comes when the work is done has nothing left to end.
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -11,7 +11,6 @@ from megakernel.training.checkpoint_folder import CheckpointFolder
 from megakernel.training.ranks import Ranks
 from megakernel.training.resume import find_moments
 from megakernel.training.run_folder import naming_root
-from megakernel.training.stop_requests import hold_requests
 from megakernel.training.trainer import Trainer
 from megakernel.training.weight_source import WeightSource
 from megakernel.training.whole_file import write_whole
@@ -66,7 +65,6 @@ class Uptraining:
                 steps = stage.config.training.steps
                 self._note(f"stage {stage.name}: {stage.purpose}, {steps} steps")
                 stop = Trainer(stage.config, self.mesh).run()
-                hold_requests()  # until the next stage listens
                 gc.collect()  # engines hold themselves in circles
                 if stop:
                     return stop.exit_status

@@ -18,6 +18,7 @@ how = sys.argv[1]
 distributed.init_process_group("gloo")
 rank = distributed.get_rank()
 received = []
+asked = torch.zeros(1)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: received.append(number))
 held = open(f"{sys.argv[2]}/rank_{rank}.lock", "w")
@@ -36,6 +37,7 @@ if how == "hang" and rank == 1:
     while True:
         signal.pause()
 while how == "step":
+    # Alike on all ranks: the signal may not have reached this one yet.
     asked = torch.tensor([max(received, default=0)])
     distributed.all_reduce(asked, op=distributed.ReduceOp.MAX)
     if asked.item():
@@ -43,7 +45,8 @@ while how == "step":
     print("a step", flush=True)
 distributed.barrier()
 distributed.destroy_process_group()
-sys.exit({0: 0, signal.SIGTERM: 143}.get(max(received, default=0), 85))
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
+sys.exit({0: 0, signal.SIGTERM: 143}.get(int(asked), 85))
 """
 
 LAUNCH = """

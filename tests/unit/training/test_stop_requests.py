@@ -121,3 +121,20 @@ def test_a_request_to_make_room_waits_until_the_loop_listens():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "SIGUSR2\n")
+
+
+def test_a_request_to_make_room_that_comes_after_the_last_step_ends_nothing():
+    script = """
+        import os, signal
+        from megakernel.training.stop_requests import StopRequests, hold_requests
+        hold_requests()
+        with StopRequests():
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with StopRequests() as requests:
+            print(requests.pending().name)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        print("done")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "SIGUSR1\ndone\n")
