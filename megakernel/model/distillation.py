@@ -1,77 +1,35 @@
-"""The distance between two models' predictions, in chunks of tokens so that their logits never exist whole."""
+"""The loss of a model that learns from a teacher's predictions beside the labels."""
 
-from functools import partial
-from typing import Any
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
+
+from megakernel.config import Objective
 
 from .head import for_vocabulary
 from .settings import ModelSettings
-from .stream import IGNORED
+from .stream import IGNORED, Stream
+from .vocabulary_loss import Lesson, summed_loss
 
 
-def mean_divergence(
+def mean_distillation(
     matrices: tuple[Tensor, Tensor],
-    hidden: tuple[Tensor, Tensor],
-    labels: Tensor,
-    num_targets: Tensor,
-    temperature: float,
+    stream: Stream,
+    theirs: Tensor,
+    objective: Objective,
     settings: ModelSettings,
 ) -> Tensor:
-    """T^2 KL(teacher || model) in nats at temperature T: this piece's sum over its targets, divided by their number.
+    """kl T^2 KL(teacher || model) + cross_entropy x the labels' cross entropy, in nats, at the objective's T.
 
-    matrices: (V / tp, C) of the model and of its teacher, whose widths may differ; hidden: their states (N, B, C)
-    before the head; labels (B, N), whose IGNORED tokens do not count. The teacher gets no gradient.
+    This piece's sum over its targets, divided by their number in the global batch, see `head.mean_loss`.
+
+    matrices: (V / tp, C) of the model and of its teacher, whose widths may differ; stream: with the model's states
+    (N, B, C) before the head; theirs: the teacher's, which get no gradient.
     """
-    ours, theirs = (for_vocabulary(states, settings).flatten(0, 1) for states in hidden)
-    counts = labels.transpose(0, 1).reshape(-1) != IGNORED
-    ours, theirs = ours[counts], theirs[counts].detach()
-    rows = settings.loss_chunk_size
-    group = settings.mesh.tp.group
-    # Of several chunks, the logits are made again in backward: one chunk's exist at a time.
-    divergence = partial(checkpoint, _divergence, use_reentrant=False) if len(ours) > rows else _divergence
-    total = torch.zeros((), device=ours.device)
-    for chunk in zip(ours.split(rows), theirs.split(rows)):
-        total = total + divergence(matrices, chunk, temperature, group)
-    return total / num_targets.squeeze()
-
-
-def _divergence(
-    matrices: tuple[Tensor, Tensor], hidden: tuple[Tensor, Tensor], temperature: float, group: ProcessGroup
-) -> Tensor:
-    logits, target = (F.linear(x, matrix).float() / temperature for x, matrix in zip(hidden, matrices))
-    summed: Tensor = _Divergence.apply(logits, target.detach(), group)
-    return temperature**2 * summed
-
-
-class _Divergence(torch.autograd.Function):
-    """sum over tokens of KL(softmax(target) || softmax(logits)) of vocabularies (T, V / tp) shared by a group."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, group: ProcessGroup) -> Tensor:
-        ours, theirs = _log_softmax(logits, group), _log_softmax(target, group)
-        weights = theirs.exp()
-        ctx.save_for_backward(ours.exp() - weights)
-        divergence = (weights * (theirs - ours)).sum()
-        dist.all_reduce(divergence, group=group)
-        return divergence
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (pull,) = ctx.saved_tensors
-        return grads[0] * pull, None, None
-
-
-def _log_softmax(logits: Tensor, group: ProcessGroup) -> Tensor:
-    highest = logits.max(-1, keepdim=True).values
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    total = (logits - highest).exp().sum(-1, keepdim=True)
-    dist.all_reduce(total, group=group)
-    return logits - highest - total.log()
+    hidden, _, labels, num_targets = stream
+    ours, theirs = (for_vocabulary(states, settings).flatten(0, 1) for states in (hidden, theirs))
+    targets = labels.transpose(0, 1).reshape(-1)
+    counts = targets != IGNORED  # what does not count needs no logits of two models
+    lesson = Lesson(theirs[counts], matrices[1], objective.temperature, objective.kl, objective.cross_entropy)
+    tp = settings.mesh.tp
+    group = tp.group if tp.size > 1 else None
+    summed = summed_loss(ours[counts], matrices[0], targets[counts], settings.loss_chunk_size, group, lesson)
+    return summed / num_targets.squeeze()

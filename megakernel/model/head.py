@@ -8,7 +8,6 @@ from megatron.core.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.layers import load_liger
@@ -17,6 +16,7 @@ from .linear import column_linear
 from .norm import Norm
 from .settings import ModelSettings, drawn_from
 from .stream import IGNORED, Stream
+from .vocabulary_loss import summed_loss
 
 
 class FinalNorm(nn.Module):
@@ -66,9 +66,13 @@ def mean_loss(weight: Tensor, stream: Stream, settings: ModelSettings) -> Tensor
     if not settings.model.is_causal:  # few tokens are hidden, and the others need no logits
         counts = targets != IGNORED
         hidden, targets = hidden[counts], targets[counts]
+    tp, rows = settings.mesh.tp, settings.loss_chunk_size
     # A vocabulary that lies here whole needs no other rank: whoever is fastest on this device computes the loss.
-    summed = choose(SUMS, None) if settings.mesh.tp.size == 1 else _sum_of_chunks
-    return summed(hidden, weight, targets, settings.loss_chunk_size) / num_targets.squeeze()
+    if tp.size == 1:
+        summed = choose(SUMS, None)(hidden, weight, targets, rows)
+    else:
+        summed = summed_loss(hidden, weight, targets, rows, tp.group)
+    return summed / num_targets.squeeze()
 
 
 def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: ModelSettings) -> Tensor:
@@ -77,28 +81,22 @@ def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: Model
     return _losses(weight, hidden, labels.transpose(0, 1).reshape(-1), settings.loss_chunk_size)
 
 
-def _sum_of_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+def _sum_of_losses(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
     return _losses(weight, hidden, targets, rows).sum()
 
 
 SUMS: dict[str, Implementation] = {
-    "chunked": _sum_of_chunks,
-    "reference": _sum_of_chunks,
+    "chunked": summed_loss,
+    "reference": _sum_of_losses,
     "liger": Kernels("summed_cross_entropy", load_liger, "summed_cross_entropy"),
 }
 """Backend -> the sum of the cross entropies of hidden states (T, C) through (V, C), logits of some tokens at a time."""
 
 
 def _losses(weight: Tensor, hidden: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """Cross entropy (T,) of hidden states (T, C), the logits of `rows` tokens at a time."""
-    recompute = torch.is_grad_enabled() and len(targets) > rows
-    losses = []
-    for chunk, target in zip(hidden.split(rows), targets.split(rows)):
-        if recompute:
-            losses.append(checkpoint(_chunk_losses, weight, chunk, target, use_reentrant=False))
-        else:
-            losses.append(_chunk_losses(weight, chunk, target))
-    return torch.cat(losses)
+    """Cross entropy (T,) of hidden states (T, C), the logits of `rows` tokens at a time; autograd keeps them."""
+    chunks = zip(hidden.split(rows), targets.split(rows))
+    return torch.cat([_chunk_losses(weight, chunk, target) for chunk, target in chunks])
 
 
 def for_vocabulary(hidden: Tensor, settings: ModelSettings) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megakernel.config import Config, Objective
 from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline
-from megakernel.model.distillation import mean_divergence
+from megakernel.model.distillation import mean_distillation
 from megakernel.model.head import mean_loss
 from megakernel.model.stream import Stream, as_bits, from_bits
 from megakernel.training.dtypes import DTYPES
@@ -67,14 +67,7 @@ def _loss(
     model: Parted, teacher: Teacher, objective: Objective, stream: Stream, theirs: Tensor | None
 ) -> Tensor:
     """Of the model's stream and the teacher's states (N, B, C) before their heads; None: no divergence is wanted."""
-    hidden, _, labels, num_targets = stream
-    loss = hidden.new_zeros((), dtype=hidden.dtype).float()
-    if objective.cross_entropy:
-        loss = loss + objective.cross_entropy * mean_loss(model.output_matrix, stream, model.settings)
-    if theirs is not None:
-        matrices = model.output_matrix, teacher.output_matrix
-        divergence = mean_divergence(
-            matrices, (hidden, theirs), labels, num_targets, objective.temperature, model.settings
-        )
-        loss = loss + objective.kl * divergence
-    return loss
+    if theirs is None:
+        return objective.cross_entropy * mean_loss(model.output_matrix, stream, model.settings)
+    matrices = model.output_matrix, teacher.output_matrix
+    return mean_distillation(matrices, stream, theirs, objective, model.settings)

@@ -135,13 +135,18 @@ def _stage(job: Job, stage: int) -> Memory:
 
 
 def _loss(job: Job) -> float:
-    """Logits of one chunk, as the product gives them and in float32, and the hidden states and their gradient."""
+    """Logits of one chunk, as the product gives them and in float32, and what hidden states and head have as gradients.
+
+    The head's is a sum in float32 where there are several chunks.
+    """
     if job.model.classifier is not None:
         return 0.0
     chunk = min(job.config.training.loss_chunk_size, job.tokens)
-    numbers = chunk * parameters.embedding_rows(job.model, job.vocab_size) / job.layout.tensor
+    words = parameters.embedding_rows(job.model, job.vocab_size) / job.layout.tensor
+    logits = chunk * words * (job.element + FLOAT32)
+    head = words * job.model.hidden_size * (job.element if chunk == job.tokens else job.element + FLOAT32)
     hidden = job.tokens * job.model.hidden_size * job.element
-    return numbers * (job.element + FLOAT32) + hidden * (2 if job.layout.sequence_parallel else 1)
+    return logits + head + hidden * (2 if job.layout.sequence_parallel else 1)
 
 
 def exchange_buffer(job: Job, attention: Attention) -> float:

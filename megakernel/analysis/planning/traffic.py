@@ -116,9 +116,8 @@ def _over_tensor(job: Job, stage: int, layers: list[tuple[Attention, int]]) -> I
         yield Transfer("tp", "all_reduce", whole * job.element, 2 * count + last, ranks, backward=True)
     if last and job.model.classifier is None:
         chunks = -(-job.tokens // job.config.training.loss_chunk_size)
-        # The largest logit, the target's logit and the sum of exponentials of each token.
-        passes = 2 if chunks > 1 else 1
-        yield Transfer("tp", "all_reduce", 3 * job.tokens * FLOAT32, 3 * chunks, ranks).times(passes)
+        # Of each token the largest logit; then the sum of exponentials and the target's logit.
+        yield Transfer("tp", "all_reduce", 3 * job.tokens * FLOAT32, 2 * chunks, ranks)
     shared = sum(_shared(job, attention) * alike for attention, alike in layers)
     if shared:
         yield Transfer("tp", "all_reduce", shared * job.element, 2 * count, ranks, backward=True)

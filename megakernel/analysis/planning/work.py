@@ -60,15 +60,15 @@ def layer(job: Job, attention: Attention, gpu: Gpu, rates: Rates) -> Work:
 
 
 def head(job: Job, gpu: Gpu, rates: Rates) -> Work:
-    """Logits and loss, in chunks that backward computes again."""
+    """Logits and loss; the gradients come with the loss, so backward only scales them."""
     if job.model.classifier is not None:
         return Work({}, {})
     columns = job.vocab_size / job.layout.tensor
     product = job.tokens * 2 * job.model.hidden_size * columns / (gpu.peak_of(job.element) * rates.matrix)
     logits = job.tokens * columns * (2 * job.element + 6 * FLOAT32) / (gpu.bandwidth * rates.memory)
-    chunked = job.tokens > job.config.training.loss_chunk_size
-    again = {"recomputed": product + logits} if chunked else {}
-    return Work({"head": product + logits}, {"head": MATRIX_BACKWARD * product + logits, **again})
+    gradients = (job.tokens + columns) * job.model.hidden_size * 2 * job.element
+    scaled = gradients / (gpu.bandwidth * rates.memory)
+    return Work({"head": (1 + MATRIX_BACKWARD) * product + 2 * logits}, {"head": scaled})
 
 
 def stage(job: Job, number: int, gpu: Gpu, rates: Rates) -> Work:

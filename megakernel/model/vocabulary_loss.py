@@ -1,0 +1,165 @@
+"""The loss of hidden states through a vocabulary, with its gradients, in chunks of tokens.
+
+A chunk's logits exist once, and backward finds the gradients of the states and of the matrix ready: three products of a
+head where keeping all logits takes three and the memory, and computing them again takes four.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megakernel.ops.dispatch import wide
+
+from .stream import IGNORED
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a teacher adds to the labels: T^2 KL(teacher || model) in nats at temperature T. It gets no gradient."""
+
+    hidden: Tensor
+    """(T, C'), its states before its head; of any width."""
+    weight: Tensor
+    """(V / tp, C'), its head, cut as the model's."""
+    temperature: float
+    divergence: float
+    """Weight of the divergence in the loss."""
+    cross_entropy: float
+    """Weight of the labels' cross entropy in the loss; 0: labels only say which tokens count."""
+
+
+def summed_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: int,
+    group: ProcessGroup | None = None,
+    lesson: Lesson | None = None,
+) -> Tensor:
+    """The sum over tokens of the cross entropy in nats, or of what a lesson makes of it, in float32 or wider: ().
+
+    Args:
+        hidden: states (T, C) before the head.
+        weight: (V / tp, C), this rank's rows of the head. Backward of `hidden` has the part that these rows give.
+        targets: (T,) int64; IGNORED ones do not count.
+        rows: tokens whose logits may exist at once.
+        group: the ranks that share the vocabulary, in order of its words; None: this one has all.
+        lesson: beside the labels.
+    """
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss: Tensor = _SummedLoss.apply(hidden, weight, targets, rows, group, lesson, learns)
+    return loss
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: int,
+        group: ProcessGroup | None,
+        lesson: Lesson | None,
+        learns: bool,
+    ) -> Tensor:
+        for_hidden, for_weight = (learns and needed for needed in ctx.needs_input_grad[:2])
+        of_hidden = torch.empty_like(hidden) if for_hidden else None
+        of_weight: Tensor | None = None
+        total = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
+        for part in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
+            logits = F.linear(hidden[part], weight).to(total.dtype)
+            if lesson is None:
+                loss, slope = _cross_entropy(logits, targets[part], group)
+            else:
+                theirs = F.linear(lesson.hidden[part], lesson.weight).to(total.dtype)
+                loss, slope = _taught(logits, theirs, targets[part], group, lesson)
+            total += loss
+            slope = slope.to(hidden.dtype)
+            if of_hidden is not None:
+                torch.mm(slope, weight, out=of_hidden[part])
+            if for_weight:
+                term = slope.T @ hidden[part]
+                # In bfloat16 a chunk's term would be lost in the sum of those before.
+                of_weight = term if of_weight is None else of_weight.to(total.dtype).add_(term)
+        if for_weight:  # without a token, too: the other ranks wait for it
+            of_weight = torch.zeros_like(weight) if of_weight is None else of_weight.to(weight.dtype)
+        ctx.save_for_backward(of_hidden, of_weight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if slope is None else slope * pulls[0] for slope in ctx.saved_tensors)
+        return (*scaled, None, None, None, None, None)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """The summed loss and its gradient, written over the logits (T, V / tp)."""
+    logits -= _highest([logits], group)[0]
+    picked, place, here = _pick(logits, targets, group)
+    weights = logits.exp_()
+    total, picked = _summed([weights.sum(-1), picked], group)
+    counts = targets != IGNORED
+    slope = weights.div_(total[:, None])
+    slope.scatter_add_(-1, place, -here.to(slope.dtype))
+    return ((total.log() - picked) * counts).sum(), slope.mul_(counts[:, None])
+
+
+def _taught(
+    logits: Tensor, theirs: Tensor, targets: Tensor, group: ProcessGroup | None, lesson: Lesson
+) -> tuple[Tensor, Tensor]:
+    """The same for a lesson; theirs: the teacher's logits, written over as well."""
+    heat = lesson.temperature
+    highest = _highest([logits, theirs], group)
+    logits -= highest[0]
+    theirs = theirs.sub_(highest[1]).div_(heat)
+    picked, place, here = _pick(logits, targets, group)
+    ours = logits / heat
+    theirs_weights = theirs.exp()
+    apart = (theirs.sub_(ours)).mul_(theirs_weights).sum(-1)
+    ours_weights = ours.exp_()
+    weights = logits.exp_()
+    sums = [part.sum(-1) for part in (weights, ours_weights, theirs_weights)]
+    total, ours_total, theirs_total, apart, picked = _summed([*sums, apart, picked], group)
+    divergence = apart / theirs_total + ours_total.log() - theirs_total.log()
+    loss = lesson.cross_entropy * (total.log() - picked) + lesson.divergence * heat**2 * divergence
+    slope = weights.mul_((lesson.cross_entropy / total)[:, None])
+    slope.scatter_add_(-1, place, -lesson.cross_entropy * here.to(slope.dtype))
+    share = lesson.divergence * heat
+    slope += ours_weights.mul_((share / ours_total)[:, None])
+    slope -= theirs_weights.mul_((share / theirs_total)[:, None])
+    counts = targets != IGNORED
+    return (loss * counts).sum(), slope.mul_(counts[:, None])
+
+
+def _pick(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits (T,) of the targets among this rank's words, else 0; their columns (T, 1), and whether they are here."""
+    words = logits.shape[-1]
+    first = 0 if group is None else dist.get_rank(group) * words
+    place = targets[:, None] - first
+    here = (place >= 0) & (place < words)
+    place = place.where(here, 0)
+    return logits.gather(-1, place).where(here, 0)[:, 0], place, here
+
+
+def _highest(logits: list[Tensor], group: ProcessGroup | None) -> Tensor:
+    """The largest logit of every token, (len(logits), T, 1)."""
+    highest = torch.stack([part.amax(-1, keepdim=True) for part in logits])
+    if group is not None:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return highest
+
+
+def _summed(parts: list[Tensor], group: ProcessGroup | None) -> Tensor:
+    """The parts (T,) of all ranks added up, (len(parts), T)."""
+    sums = torch.stack(parts)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    return sums

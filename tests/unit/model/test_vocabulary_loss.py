@@ -1,0 +1,89 @@
+"""The loss that brings its gradients along, against autograd in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megakernel.model.stream import IGNORED
+from megakernel.model.vocabulary_loss import Lesson, summed_loss
+
+TOKENS, WIDTH, WORDS = 23, 16, 40
+
+LESSONS = {
+    "labels": None,
+    "both": {"temperature": 1.0, "divergence": 1.0, "cross_entropy": 0.5},
+    "both, heated": {"temperature": 2.0, "divergence": 0.7, "cross_entropy": 0.3},
+    "teacher alone": {"temperature": 2.0, "divergence": 0.7, "cross_entropy": 0.0},
+}
+BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+"""bfloat16: the gradient of a logit is rounded before its products, as autograd rounds it."""
+
+
+def drawn(dtype):
+    """States and head of a model and of a narrower teacher, and labels of which some do not count."""
+    torch.manual_seed(0)
+    shapes = (TOKENS, WIDTH), (WORDS, WIDTH), (TOKENS, 12), (WORDS, 12)
+    targets = torch.randint(WORDS, (TOKENS,))
+    targets[3:5] = IGNORED
+    return [torch.randn(shape).to(dtype) for shape in shapes], targets
+
+
+def expected(tensors, targets, weights):
+    hidden, head, theirs, their_head = tensors
+    logits = (hidden @ head.T)[targets != IGNORED]
+    cross_entropy = F.cross_entropy(logits, targets[targets != IGNORED], reduction="sum")
+    if weights is None:
+        return cross_entropy
+    heat = weights["temperature"]
+    teacher = F.log_softmax((theirs @ their_head.T)[targets != IGNORED] / heat, -1)
+    divergence = F.kl_div(F.log_softmax(logits / heat, -1), teacher, reduction="sum", log_target=True)
+    return weights["cross_entropy"] * cross_entropy + weights["divergence"] * heat**2 * divergence
+
+
+@pytest.mark.parametrize("rows", [TOKENS, 8], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("weights", LESSONS.values(), ids=LESSONS)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_loss_and_gradients_are_those_of_whole_logits(dtype, weights, rows):
+    tensors, targets = drawn(dtype)
+    wide = [x.double().requires_grad_(index < 2) for index, x in enumerate(tensors)]
+    right = expected(wide, targets, weights)
+    slopes = torch.autograd.grad(3 * right, wide[:2])
+
+    hidden, head, theirs, their_head = (x.requires_grad_(index < 2) for index, x in enumerate(tensors))
+    lesson = None if weights is None else Lesson(theirs, their_head, **weights)
+    loss = summed_loss(hidden, head, targets, rows, lesson=lesson)
+    found = torch.autograd.grad(3 * loss, (hidden, head))
+
+    bound = BOUNDS[dtype]
+    assert loss.item() == pytest.approx(right.item(), rel=bound)
+    for actual, exact in zip(found, slopes, strict=True):
+        assert actual.dtype == dtype
+        assert (actual - exact).norm() <= bound * exact.norm()
+
+
+def test_a_model_that_predicts_what_its_teacher_does_has_nothing_to_learn():
+    (hidden, head, *_), targets = drawn(torch.float32)
+    hidden.requires_grad_()
+    lesson = Lesson(hidden.detach(), head, temperature=3.0, divergence=1.0, cross_entropy=0.0)
+    loss = summed_loss(hidden, head, targets, 8, lesson=lesson)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.0, abs=1e-5)
+    assert hidden.grad.abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("learned", ["states", "head"])
+def test_what_is_frozen_costs_no_gradient(learned):
+    (hidden, head, *_), targets = drawn(torch.float32)
+    (hidden if learned == "states" else head).requires_grad_()
+    summed_loss(hidden, head, targets, 8).backward()
+    assert (hidden.grad is None, head.grad is None) == (learned == "head", learned == "states")
+
+
+def test_no_tokens_are_no_loss_and_a_gradient_of_zeros():
+    (_, head, *_), targets = drawn(torch.float32)
+    head.requires_grad_()
+    loss = summed_loss(torch.empty(0, WIDTH, requires_grad=True), head, targets[:0], 8)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert head.grad.shape == head.shape
+    assert not head.grad.any()
