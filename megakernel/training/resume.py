@@ -1,6 +1,6 @@
 """Where a start of a run begins: its newest good checkpoint, weights of another run, or the first step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data_pipeline.corpus import Corpora
@@ -74,7 +74,19 @@ def start_from_weights(
         (comparison.unexpected, "left out"),
     ):
         if names:
-            note(f"{len(names)} weights {what}: {', '.join(names)}")
+            note(f"{len(names)} weights {what}: {in_layers(names)}")
+
+
+def in_layers(names: Sequence[str]) -> str:
+    """Parameter names, those of several layers once: `head.bias, {1,2}.mlp.fc1`."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layer, _, rest = name.partition(".")
+        key, own = (f".{rest}", [layer]) if layer.isdigit() else (name, [])
+        layers.setdefault(key, []).extend(own)
+    return ", ".join(
+        f"{{{','.join(of)}}}{name}" if len(of) > 1 else "".join(of) + name for name, of in layers.items()
+    )
 
 
 def find_moments(source: Path) -> WeightSource:

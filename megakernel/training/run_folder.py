@@ -10,6 +10,7 @@ from megakernel.config import Config, Difference, UserError, check_same_run, to_
 
 from .environment import environment_text
 from .ranks import Ranks
+from .run_lock import RunLock
 from .whole_file import write_whole
 
 
@@ -45,14 +46,17 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.tokenizer = tokenizer_folder(self.path)
         self.stop_file = self.path / "STOP"
+        self._lock: RunLock | None = None
 
     def open(self, devices: Sequence[str]) -> list[Difference]:
         """Make the folder, or go on in that of the same run; called on every rank before anything is written.
 
+        From here this process alone writes into it.
+
         devices: names of this host's devices, for environment.txt.
         Returns the keys that differ from the last start and may; config.yaml is then brought up to date.
         Raises UserError, alike on all ranks, for the folder of another configuration, which stays as it is,
-        and for a folder that cannot be written.
+        for one that another start writes into, and for a folder that cannot be written.
         """
         return self._ranks.first(lambda: self._open(devices))
 
@@ -80,6 +84,7 @@ class RunFolder:
         with naming_root(self._config):
             changes = self._changes()
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(self.path)
             write_whole(self.config_file, to_yaml(self._config))
             for folder in (self.tensorboard, self.logs, self.checkpoints):
                 folder.mkdir(exist_ok=True)

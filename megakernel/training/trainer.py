@@ -213,8 +213,9 @@ class Trainer:
             self.console.evaluation(step, scalars)
 
     def _bits(self, tag: str, loss: float, split: str) -> dict[str, float]:
-        """Only a causal model's loss of all tokens is a code length of the text."""
-        if not self.config.model.is_causal or self.config.data.scored != "all":
+        """Only a causal model's cross entropy of all tokens is a code length of the text."""
+        is_cross_entropy = tag == "eval" or self.config.objective.kind == "labels"
+        if not is_cross_entropy or not self.config.model.is_causal or self.config.data.scored != "all":
             return {}
         return {f"{tag}/bits_per_byte": bits_per_byte(loss, self.corpora, split)}
 

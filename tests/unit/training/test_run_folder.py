@@ -32,6 +32,7 @@ def test_a_new_run_gets_its_folder_with_the_resolved_configuration(tmp_path):
     assert {path.name for path in run.path.iterdir()} == {
         "config.yaml",
         "environment.txt",
+        "lock",
         "tensorboard",
         "logs",
         "checkpoints",
