@@ -193,11 +193,6 @@ def _teachers_stand_beside_their_students(
     if model.kind != "causal_lm":
         reason = f"needs model.kind: causal_lm, and it is {model.kind}"
         yield Problem("objective.kind", objective.kind, reason, "set kind: labels")
-    if parallel.zero_stage == 3:
-        reason = (
-            "leaves the weights of the head to its own layer, and a teacher's predictions need them beside it"
-        )
-        yield Problem("parallel.zero_stage", 3, reason, "set at most 2")
 
 
 def _frozen_weights_are_whole(optimizer: Optimizer, model: Model, parallel: Parallel) -> Iterator[Problem]:

@@ -1,5 +1,7 @@
 """The vocabulary head: hidden states to the loss, in chunks of tokens so that a sequence's logits never exist whole."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
@@ -9,6 +11,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
+from megakernel.config import Objective
 from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.layers import load_liger
 
@@ -16,7 +19,7 @@ from .linear import column_linear
 from .norm import Norm
 from .settings import ModelSettings, drawn_from
 from .stream import IGNORED, Stream
-from .vocabulary_loss import summed_loss
+from .vocabulary_loss import Lesson, summed_lesson, summed_loss
 
 
 class FinalNorm(nn.Module):
@@ -49,29 +52,60 @@ class OutputHead(nn.Module):
                 tp_group=settings.mesh.tp.group,
             )
 
-    def forward(self, stream: Stream) -> Tensor:
+    def forward(self, stream: Stream, teaching: "Teaching | None" = None) -> Tensor:
         """The mean loss, see `mean_loss`."""
-        return mean_loss(self.linear.weight, stream, self.settings)
+        return mean_loss(self.linear.weight, stream, self.settings, teaching)
 
 
-def mean_loss(weight: Tensor, stream: Stream, settings: ModelSettings) -> Tensor:
+@dataclass(eq=False)
+class Teaching:
+    """What a teacher makes of a stream's tokens, from which a model learns beside the labels; it gets no gradient."""
+
+    hidden: Tensor
+    """Its states (N, B, C') before its head, of any width."""
+
+    weight: Tensor
+    """(V / tp, C'), its head."""
+
+    objective: Objective
+    """Says how much the divergence and the labels weigh."""
+
+    parts: Tensor | None = None
+    """Once there is a loss: this piece's sums of the cross entropy and of KL(teacher || model), and their tokens."""
+
+
+def mean_loss(
+    weight: Tensor, stream: Stream, settings: ModelSettings, teaching: Teaching | None = None
+) -> Tensor:
     """Cross entropy in nats: this piece's sum over its targets, divided by the global batch's number of targets.
+
+    With a teacher: kl T^2 KL(teacher || model) + cross_entropy x the labels' cross entropy, weighed by its objective.
 
     weight (V / tp, C); hidden states (N, B, C). Summed over context and data ranks and accumulated micro-batches
     this is the global mean, whatever the layout (DESIGN decision 11).
     """
     hidden, _, labels, num_targets = stream
+    tp, rows = settings.mesh.tp, settings.loss_chunk_size
+    group = None if tp.size == 1 else tp.group
     hidden = for_vocabulary(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
-    if not settings.model.is_causal:  # few tokens are hidden, and the others need no logits
-        counts = targets != IGNORED
+    # Of a causal model nearly all tokens count; finding out waits for the device.
+    counts = None if settings.model.is_causal and teaching is None else targets != IGNORED
+    if counts is not None:  # what does not count needs no logits
         hidden, targets = hidden[counts], targets[counts]
-    tp, rows = settings.mesh.tp, settings.loss_chunk_size
-    # A vocabulary that lies here whole needs no other rank: whoever is fastest on this device computes the loss.
-    if tp.size == 1:
+    if teaching is not None:
+        assert counts is not None
+        objective = teaching.objective
+        theirs = for_vocabulary(teaching.hidden, settings).flatten(0, 1)[counts]
+        weights = objective.temperature, objective.kl, objective.cross_entropy
+        lesson = Lesson(theirs, teaching.weight, *weights)
+        summed, parts = summed_lesson(hidden, weight, targets, rows, group, lesson)
+        teaching.parts = torch.cat([parts, counts.sum()[None]])
+    elif group is None:
+        # A vocabulary that lies here whole needs no other rank: whoever is fastest on this device computes the loss.
         summed = choose(SUMS, None)(hidden, weight, targets, rows)
     else:
-        summed = summed_loss(hidden, weight, targets, rows, tp.group)
+        summed = summed_loss(hidden, weight, targets, rows, group)
     return summed / num_targets.squeeze()
 
 

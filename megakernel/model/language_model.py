@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .classifier import ClassifierHead
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
-from .head import FinalNorm, OutputHead, for_vocabulary, mean_loss, token_losses
+from .head import FinalNorm, OutputHead, Teaching, for_vocabulary, mean_loss, token_losses
 from .layer import TransformerLayer, layer_spec
 from .settings import ModelSettings
 from .stream import Stream
@@ -43,8 +43,10 @@ def layer_list(settings: ModelSettings) -> list[LayerSpec]:
     return [first, *positions, *body, LayerSpec(FinalNorm, settings), last]
 
 
-def _tied_loss(embedding: TokenEmbedding, stream: Stream, settings: ModelSettings) -> Tensor:
-    return mean_loss(embedding.tokens.weight, stream, settings)
+def _tied_loss(
+    embedding: TokenEmbedding, stream: Stream, teaching: Teaching | None = None, *, settings: ModelSettings
+) -> Tensor:
+    return mean_loss(embedding.tokens.weight, stream, settings, teaching)
 
 
 class LanguageModel(nn.Module):
@@ -60,14 +62,14 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.settings = settings
         self.tied_modules = nn.ModuleDict()
-        self.walk: list[Callable[[Stream], Any]] = []
+        self.walk: list[Callable[..., Any]] = []
         specs = layer_list(settings)
         part = part or range(len(specs))
         self.has_head = part.stop == len(specs)
         for index in part:
             self.walk.append(self._build(index, specs[index]))
 
-    def _build(self, index: int, spec: LayerSpec) -> Callable[[Stream], Any]:
+    def _build(self, index: int, spec: LayerSpec) -> Callable[..., Any]:
         if not isinstance(spec, TiedLayerSpec):
             self.add_module(str(index), spec.build())
             return self.get_submodule(str(index))
@@ -86,6 +88,11 @@ class LanguageModel(nn.Module):
         for layer in self.walk[:-1] if self.has_head else self.walk:
             stream = layer(stream)
         return stream
+
+    def loss(self, stream: Stream, teaching: Teaching | None = None) -> Tensor:
+        """The head's loss of a stream from `body`; see `mean_loss`."""
+        loss: Tensor = self.walk[-1](stream, teaching)
+        return loss
 
     def losses(self, *stream: Tensor) -> Tensor:
         """The cross entropy of each token in nats, float32 (B, N); 0 where the label is IGNORED."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megakernel.parallel import Mesh
 
+from .head import Teaching
 from .language_model import TIED, LanguageModel, layer_list
 from .layer import TransformerLayer
 from .settings import ModelSettings
@@ -51,6 +52,11 @@ class Pipeline(PipelineModule):
         for layer in self.forward_funcs[:-1] if self.mesh.is_last_stage else self.forward_funcs:
             stream = layer(stream)
         return stream
+
+    def loss(self, stream: Stream, teaching: Teaching | None = None) -> Tensor:
+        """As of a `LanguageModel`; on the last stage."""
+        loss: Tensor = self.forward_funcs[-1](stream, teaching)
+        return loss
 
     @property
     def output_matrix(self) -> Tensor:

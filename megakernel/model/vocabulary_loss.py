@@ -40,9 +40,8 @@ def summed_loss(
     targets: Tensor,
     rows: int,
     group: ProcessGroup | None = None,
-    lesson: Lesson | None = None,
 ) -> Tensor:
-    """The sum over tokens of the cross entropy in nats, or of what a lesson makes of it, in float32 or wider: ().
+    """The sum over tokens of the cross entropy in nats, in float32 or wider: ().
 
     Args:
         hidden: states (T, C) before the head.
@@ -50,11 +49,25 @@ def summed_loss(
         targets: (T,) int64; IGNORED ones do not count.
         rows: tokens whose logits may exist at once.
         group: the ranks that share the vocabulary, in order of its words; None: this one has all.
-        lesson: beside the labels.
     """
-    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss: Tensor = _SummedLoss.apply(hidden, weight, targets, rows, group, lesson, learns)
+    loss, _ = _sums(hidden, weight, targets, rows, group, None)
     return loss
+
+
+def summed_lesson(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, group: ProcessGroup | None, lesson: Lesson
+) -> tuple[Tensor, Tensor]:
+    """The same for a loss with a lesson, and its parts (2,) without gradients.
+
+    The parts are sums over tokens of the cross entropy and of KL(teacher || model), before they are weighed.
+    """
+    return _sums(hidden, weight, targets, rows, group, lesson)
+
+
+def _sums(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    sums: tuple[Tensor, Tensor] = _SummedLoss.apply(hidden, weight, *rest, learns)
+    return sums
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -68,30 +81,33 @@ class _SummedLoss(torch.autograd.Function):
         group: ProcessGroup | None,
         lesson: Lesson | None,
         learns: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         for_hidden, for_weight = (learns and needed for needed in ctx.needs_input_grad[:2])
         of_hidden = torch.empty_like(hidden) if for_hidden else None
         of_weight: Tensor | None = None
-        total = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
+        parts = torch.zeros(2, dtype=wide(hidden.dtype), device=hidden.device)
         for part in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
-            logits = F.linear(hidden[part], weight).to(total.dtype)
+            logits = F.linear(hidden[part], weight).to(parts.dtype)
             if lesson is None:
-                loss, slope = _cross_entropy(logits, targets[part], group)
+                found, slope = _cross_entropy(logits, targets[part], group)
             else:
-                theirs = F.linear(lesson.hidden[part], lesson.weight).to(total.dtype)
-                loss, slope = _taught(logits, theirs, targets[part], group, lesson)
-            total += loss
+                theirs = F.linear(lesson.hidden[part], lesson.weight).to(parts.dtype)
+                found, slope = _taught(logits, theirs, targets[part], group, lesson)
+            parts += found
             slope = slope.to(hidden.dtype)
             if of_hidden is not None:
                 torch.mm(slope, weight, out=of_hidden[part])
             if for_weight:
                 term = slope.T @ hidden[part]
                 # In bfloat16 a chunk's term would be lost in the sum of those before.
-                of_weight = term if of_weight is None else of_weight.to(total.dtype).add_(term)
+                of_weight = term if of_weight is None else of_weight.to(parts.dtype).add_(term)
         if for_weight:  # without a token, too: the other ranks wait for it
             of_weight = torch.zeros_like(weight) if of_weight is None else of_weight.to(weight.dtype)
         ctx.save_for_backward(of_hidden, of_weight)
-        return total
+        ctx.mark_non_differentiable(parts)
+        if lesson is None:
+            return parts[0].clone(), parts
+        return lesson.cross_entropy * parts[0] + lesson.divergence * lesson.temperature**2 * parts[1], parts
 
     @staticmethod
     @once_differentiable
@@ -101,7 +117,7 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """The summed loss and its gradient, written over the logits (T, V / tp)."""
+    """The summed loss, with a place for a divergence (2,), and its gradient, written over the logits (T, V / tp)."""
     logits -= _highest([logits], group)[0]
     picked, place, here = _pick(logits, targets, group)
     weights = logits.exp_()
@@ -109,13 +125,14 @@ def _cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) 
     counts = targets != IGNORED
     slope = weights.div_(total[:, None])
     slope.scatter_add_(-1, place, -here.to(slope.dtype))
-    return ((total.log() - picked) * counts).sum(), slope.mul_(counts[:, None])
+    loss = ((total.log() - picked) * counts).sum()
+    return torch.stack([loss, torch.zeros_like(loss)]), slope.mul_(counts[:, None])
 
 
 def _taught(
     logits: Tensor, theirs: Tensor, targets: Tensor, group: ProcessGroup | None, lesson: Lesson
 ) -> tuple[Tensor, Tensor]:
-    """The same for a lesson; theirs: the teacher's logits, written over as well."""
+    """Both sums (2,) and the gradient of the loss; theirs: the teacher's logits, written over as well."""
     heat = lesson.temperature
     highest = _highest([logits, theirs], group)
     logits -= highest[0]
@@ -129,14 +146,14 @@ def _taught(
     sums = [part.sum(-1) for part in (weights, ours_weights, theirs_weights)]
     total, ours_total, theirs_total, apart, picked = _summed([*sums, apart, picked], group)
     divergence = apart / theirs_total + ours_total.log() - theirs_total.log()
-    loss = lesson.cross_entropy * (total.log() - picked) + lesson.divergence * heat**2 * divergence
     slope = weights.mul_((lesson.cross_entropy / total)[:, None])
     slope.scatter_add_(-1, place, -lesson.cross_entropy * here.to(slope.dtype))
     share = lesson.divergence * heat
     slope += ours_weights.mul_((share / ours_total)[:, None])
     slope -= theirs_weights.mul_((share / theirs_total)[:, None])
     counts = targets != IGNORED
-    return (loss * counts).sum(), slope.mul_(counts[:, None])
+    losses = torch.stack([total.log() - picked, divergence])
+    return (losses * counts).sum(-1), slope.mul_(counts[:, None])
 
 
 def _pick(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,37 +2,78 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from megakernel.config import Config, Objective
 from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline
-from megakernel.model.distillation import mean_distillation
-from megakernel.model.head import mean_loss
+from megakernel.model.head import Teaching
 from megakernel.model.stream import Stream, as_bits, from_bits
+from megakernel.parallel import Mesh
 from megakernel.training.dtypes import DTYPES
 
 from .teacher import Teacher
 
 
-class DistilledModel(LanguageModel):
-    """In training its loss is kl T^2 KL(teacher || model) + cross_entropy x the labels' cross entropy.
+class Distillation:
+    """The loss kl T^2 KL(teacher || model) + cross_entropy x the labels' cross entropy, and its parts' means."""
 
-    Outside training it is the model alone. The teacher is no part of the module: neither the optimizer nor a
-    checkpoint knows it.
+    def __init__(self, teacher: Teacher, objective: Objective, mesh: Mesh):
+        """objective: says how much each part weighs."""
+        self.teacher, self.objective, self.mesh = teacher, objective, mesh
+        self._parts: Tensor | None = None
+
+    def hidden(self, stream: Stream) -> Tensor | None:
+        """The teacher's states (N, B, C) as they leave this stage; None: no divergence is wanted."""
+        return self.teacher.hidden(stream) if self.objective.kl else None
+
+    def loss(self, model: Parted, leaving: Stream, theirs: Tensor | None) -> Tensor:
+        """Of the streams that enter both heads."""
+        if theirs is None:
+            return self.objective.cross_entropy * model.loss(leaving)
+        teaching = Teaching(theirs, self.teacher.output_matrix, self.objective)
+        loss = model.loss(leaving, teaching)
+        if teaching.parts is not None:
+            self._parts = teaching.parts if self._parts is None else self._parts + teaching.parts
+        return loss
+
+    def scalars(self) -> dict[str, float]:
+        """Means per token since the last call, over all processes, in nats; called on all ranks."""
+        own = None if self._parts is None else self._parts.double().cpu()
+        self._parts = None
+        found = [parts for parts in self.mesh.gather_objects(own) if parts is not None]
+        if not found:
+            return {}
+        # Each tensor rank has the sums of the whole vocabulary, which leaves the means what they are.
+        cross_entropy, divergence, tokens = torch.stack(found).sum(0).tolist()
+        return {
+            "train/cross_entropy": cross_entropy / max(tokens, 1),
+            "train/divergence": divergence / max(tokens, 1),
+        }
+
+
+class DistilledModel(LanguageModel):
+    """In training its loss is that of a `Distillation`; outside training it is the model alone.
+
+    The teacher is no part of the module: neither the optimizer nor a checkpoint knows it.
     """
 
     def __init__(self, settings: ModelSettings, config: Config, teacher: Teacher):
-        """config: its objective says how much each part weighs."""
+        """config: see `Distillation`."""
         super().__init__(settings)
-        self.objective = config.objective
-        self.teacher = teacher
+        assert isinstance(settings.mesh, Mesh)
+        self.distillation = Distillation(teacher, config.objective, settings.mesh)
 
     def forward(self, *stream: Tensor) -> Tensor:
         """As a LanguageModel, but for the loss."""
         if not self.training:
             return super().forward(*stream)
-        theirs = self.teacher.hidden(stream) if self.objective.kl else None
-        return _loss(self, self.teacher, self.objective, self.body(stream), theirs)
+        theirs = self.distillation.hidden(stream)
+        return self.distillation.loss(self, self.body(stream), theirs)
+
+    def scalars(self) -> dict[str, float]:
+        """See `Distillation`."""
+        return self.distillation.scalars()
 
 
 class DistilledPipeline(Pipeline):
@@ -41,33 +82,25 @@ class DistilledPipeline(Pipeline):
     def __init__(
         self, settings: ModelSettings, loss_scale: Callable[[], float], config: Config, teacher: Teacher
     ):
-        """loss_scale: see `Pipeline`. config: see `DistilledModel`. teacher: has this stage's layers."""
+        """loss_scale: see `Pipeline`. config: see `Distillation`. teacher: has this stage's layers."""
         super().__init__(settings, loss_scale)
-        self.objective = config.objective
         self.dtype = DTYPES[config.training.dtype]
-        self.teacher = teacher
+        self.distillation = Distillation(teacher, config.objective, self.mesh)
 
     def forward(self, stream: Stream) -> Stream | Tensor:
         """What the stage hands on; of the last one the loss."""
         if not self.training:
             return super().forward(stream)
-        theirs = None
-        if self.objective.kl:
-            entering = stream[0]
-            if not self.mesh.is_first_stage:
-                entering, stream = from_bits(stream[-1], self.dtype), stream[:-1]
-            theirs = self.teacher.hidden((entering, *stream[1:]))
+        entering = stream
+        if self.distillation.objective.kl and not self.mesh.is_first_stage:
+            stream, bits = stream[:-1], stream[-1]
+            entering = (from_bits(bits, self.dtype), *stream[1:])
+        theirs = self.distillation.hidden(entering)
         leaving = self.body(stream)
         if self.mesh.is_last_stage:
-            return _loss(self, self.teacher, self.objective, leaving, theirs)
+            return self.distillation.loss(self, leaving, theirs)
         return leaving if theirs is None else (*leaving, as_bits(theirs))
 
-
-def _loss(
-    model: Parted, teacher: Teacher, objective: Objective, stream: Stream, theirs: Tensor | None
-) -> Tensor:
-    """Of the model's stream and the teacher's states (N, B, C) before their heads; None: no divergence is wanted."""
-    if theirs is None:
-        return objective.cross_entropy * mean_loss(model.output_matrix, stream, model.settings)
-    matrices = model.output_matrix, teacher.output_matrix
-    return mean_distillation(matrices, stream, theirs, objective, model.settings)
+    def scalars(self) -> dict[str, float]:
+        """See `Distillation`."""
+        return self.distillation.scalars()

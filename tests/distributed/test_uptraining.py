@@ -215,6 +215,31 @@ def test_layouts_learn_alike(kind, layout, place, one_process):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+HEADS = {"tied": "true", "untied": "false"}
+
+
+@pytest.mark.parametrize("tied", HEADS.values(), ids=HEADS)
+def test_a_teacher_stands_beside_weights_that_zero_3_cuts(tied, place):
+    drawn = f"model.tie_embeddings={tied} init.from=null "
+    expected = losses(place, "distill", 1, drawn)
+    found = losses(place, "distill", 2, drawn + "parallel.zero_stage=3 training.loss_chunk_size=100")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2 zero 2, loss in chunks"])
+def test_a_distillation_shows_what_its_loss_is_made_of(layout, place):
+    overrides = ["objective.kind=distill", f"objective.teacher={place}/dense", "training.steps=2"]
+    overrides += ["objective.kl=0.5", "objective.temperature=2.0", f"run.name=parts-{layout[:3]}"]
+    lines = train(place / "student.yaml", 2, *overrides, *LAYOUTS[layout].split())
+    tags = "train/loss", "train/cross_entropy", "train/divergence"
+    loss, cross_entropy, divergence = (scalars(lines, tag) for tag in tags)
+    assert len(divergence) == 2
+    assert min(divergence) > 0
+    summed = [ours + 0.5 * 4 * theirs for ours, theirs in zip(cross_entropy, divergence, strict=True)]
+    assert loss == pytest.approx(summed, rel=1e-5)
+
+
 def test_low_rank_updates_are_all_that_moves_and_fold_into_what_they_update(place):
     overrides = ["run.name=lora", "optimizer.trained=lora", "training.steps=12", "optimizer.lr=0.003"]
     train(place / "student.yaml", 1, *overrides)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megakernel.model.stream import IGNORED
-from megakernel.model.vocabulary_loss import Lesson, summed_loss
+from megakernel.model.vocabulary_loss import Lesson, summed_lesson, summed_loss
 
 TOKENS, WIDTH, WORDS = 23, 16, 40
 
@@ -29,15 +29,23 @@ def drawn(dtype):
 
 
 def expected(tensors, targets, weights):
+    """The loss and its parts."""
     hidden, head, theirs, their_head = tensors
     logits = (hidden @ head.T)[targets != IGNORED]
     cross_entropy = F.cross_entropy(logits, targets[targets != IGNORED], reduction="sum")
     if weights is None:
-        return cross_entropy
+        return cross_entropy, ()
     heat = weights["temperature"]
     teacher = F.log_softmax((theirs @ their_head.T)[targets != IGNORED] / heat, -1)
     divergence = F.kl_div(F.log_softmax(logits / heat, -1), teacher, reduction="sum", log_target=True)
-    return weights["cross_entropy"] * cross_entropy + weights["divergence"] * heat**2 * divergence
+    loss = weights["cross_entropy"] * cross_entropy + weights["divergence"] * heat**2 * divergence
+    return loss, (cross_entropy.item(), divergence.item())
+
+
+def found(hidden, head, targets, rows, lesson=None):
+    if lesson is None:
+        return summed_loss(hidden, head, targets, rows), None
+    return summed_lesson(hidden, head, targets, rows, None, lesson)
 
 
 @pytest.mark.parametrize("rows", [TOKENS, 8], ids=["one chunk", "chunks"])
@@ -46,17 +54,20 @@ def expected(tensors, targets, weights):
 def test_loss_and_gradients_are_those_of_whole_logits(dtype, weights, rows):
     tensors, targets = drawn(dtype)
     wide = [x.double().requires_grad_(index < 2) for index, x in enumerate(tensors)]
-    right = expected(wide, targets, weights)
+    right, parts = expected(wide, targets, weights)
     slopes = torch.autograd.grad(3 * right, wide[:2])
 
     hidden, head, theirs, their_head = (x.requires_grad_(index < 2) for index, x in enumerate(tensors))
     lesson = None if weights is None else Lesson(theirs, their_head, **weights)
-    loss = summed_loss(hidden, head, targets, rows, lesson=lesson)
-    found = torch.autograd.grad(3 * loss, (hidden, head))
+    loss, sums = found(hidden, head, targets, rows, lesson)
+    gradients = torch.autograd.grad(3 * loss, (hidden, head))
 
     bound = BOUNDS[dtype]
     assert loss.item() == pytest.approx(right.item(), rel=bound)
-    for actual, exact in zip(found, slopes, strict=True):
+    if lesson is not None:
+        assert sums.tolist() == pytest.approx(parts, rel=bound)
+        assert not sums.requires_grad
+    for actual, exact in zip(gradients, slopes, strict=True):
         assert actual.dtype == dtype
         assert (actual - exact).norm() <= bound * exact.norm()
 
@@ -65,7 +76,7 @@ def test_a_model_that_predicts_what_its_teacher_does_has_nothing_to_learn():
     (hidden, head, *_), targets = drawn(torch.float32)
     hidden.requires_grad_()
     lesson = Lesson(hidden.detach(), head, temperature=3.0, divergence=1.0, cross_entropy=0.0)
-    loss = summed_loss(hidden, head, targets, 8, lesson=lesson)
+    loss, _ = found(hidden, head, targets, 8, lesson)
     loss.backward()
     assert loss.item() == pytest.approx(0.0, abs=1e-5)
     assert hidden.grad.abs().max() <= 1e-6
