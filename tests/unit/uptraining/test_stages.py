@@ -198,10 +198,6 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
         ({"objective": {"kind": "distill"}}, "objective.teacher"),
         ({"objective": {"teacher": "x"}}, "objective.teacher"),
         ({"objective": {"kind": "distill", "teacher": "x", "rows": 3}}, "objective.rows"),
-        (
-            {"objective": {"kind": "distill", "teacher": "x"}, "parallel": {"zero_stage": 3}},
-            "parallel.zero_stage",
-        ),
         ({"optimizer": {"trained": "mechanism"}, "model": {"attention": "softmax"}}, "optimizer.trained"),
     ],
 )
