@@ -42,7 +42,7 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
     length stage or by a seq_len_schedule, a stage draws an order of its own.
 
     kept: the layers that stay softmax; None: not chosen yet, which only the transfer before the choice needs not know.
-    dense: the model section of init.from, which uptrain.train_dense needs.
+    dense: the model section of init.from, which uptrain.train_dense needs; without it layers that are kept see all.
     """
     uptrain = config.uptrain or Uptrain()
     chosen = uptrain.layers.keep if kept is None else list(kept)
@@ -54,7 +54,7 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
         elif isinstance(chosen, int):
             break
         else:
-            pattern = _pattern(chosen, config.model.num_layers)
+            pattern = _pattern(chosen, config.model.num_layers, dense)
         number = len(found) + 1
         control = short in _CONTROLS
         start = config.init.source if control or not found else found[-1].config.run.folder
@@ -226,10 +226,14 @@ def _ranks_between(attention: Attention) -> list[int]:
     return rank_steps(attention.compression.block_size, attention.compression.rank)[1:-1]
 
 
-def _pattern(kept: Sequence[int], num_layers: int) -> list[str] | None:
+def _pattern(kept: Sequence[int], num_layers: int, dense: Model | None) -> list[Any] | None:
+    """Layers that are `kept` as the dense model has them, windows included."""
     if not kept:
         return None
-    return ["softmax" if layer in kept else "main" for layer in range(num_layers)]
+    same = [
+        "softmax" if dense is None else _plain(dense.layer_attention(layer)) for layer in range(num_layers)
+    ]
+    return [same[layer] if layer in kept else "main" for layer in range(num_layers)]
 
 
 def _plain(attention: Attention) -> dict[str, Any]:

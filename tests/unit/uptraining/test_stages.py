@@ -169,6 +169,15 @@ def test_layers_that_stay_softmax():
     assert kinds == [True, False, False, True]
 
 
+def test_layers_that_stay_keep_the_windows_of_the_dense_model():
+    sliding = {"preset": "softmax", "window": 16}
+    dense = config(model={"attention_pattern": [sliding, "softmax", "softmax", sliding]}).model
+    (only,) = stages(made(layers={"keep": [0, 1]}), dense=dense)
+    kept = [only.config.model.layer_attention(layer) for layer in range(4)]
+    assert [layer.window for layer in kept] == [16, None, None, None]
+    assert [layer.is_full_softmax for layer in kept] == [True, True, False, False]
+
+
 def test_a_number_of_layers_is_chosen_after_the_transfer():
     chosen_later = made(layers={"keep": 1}, transfer={"steps": 5})
     assert [stage.name for stage in stages(chosen_later)] == ["1-transfer"]

@@ -156,6 +156,22 @@ def test_a_window_as_long_as_the_row_leaves_no_error(mesh):
         assert means["far_mass"][layer].isnan().all()
 
 
+@pytest.mark.parametrize(
+    "form", [{"preset": "softmax", "window": 4}, {"preset": "local", "near": {"block_size": 4}}]
+)
+def test_a_teacher_that_sees_a_window_alone_is_compared_with_as_it_is(mesh, form):
+    teacher, student = build(mesh, form), build(mesh, form).eval()
+    cores = attention_cores(student)
+    transfer = AttentionTransfer(teacher, cores, query_rows=LENGTH)
+    transfer.begin(0, ROWS)
+    with transfer:
+        run(teacher, stream())
+    means = transfer.sums.means(lambda mine: [mine])
+    for layer in cores:
+        for pair in (("entropy", "teacher_entropy"), ("cross_entropy", "teacher_entropy")):
+            torch.testing.assert_close(*(means[name][layer] for name in pair))
+
+
 def test_a_step_lowers_the_error_and_nothing_hears_afterwards(mesh):
     teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
     optimizer = torch.optim.SGD(mechanisms(student).values(), lr=1e-2)
