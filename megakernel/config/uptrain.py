@@ -63,7 +63,7 @@ class LengthStage(Section):
     """Samples per optimizer step; None takes training.global_batch_size."""
 
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary frequencies; None takes model.rope_scaling."""
+    """Scaling of the rotary frequencies, in place of all of model.rope_scaling; None takes that."""
 
     lr: float | None = Field(default=None, gt=0)
     """Peak learning rate; None takes optimizer.lr."""

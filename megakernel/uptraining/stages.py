@@ -1,11 +1,11 @@
 """What `megakernel uptrain` does, as training runs that start from each other."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data_pipeline.order import ConsumptionOrder, Share
-from megakernel.config import Attention, BlockCompression, Config, Model, Uptrain
+from megakernel.config import Attention, BlockCompression, Config, ConfigError, Model, Uptrain
 from megakernel.config.merging import merged
 from megakernel.config.validation import validate
 
@@ -43,6 +43,8 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
 
     kept: the layers that stay softmax; None: not chosen yet, which only the transfer before the choice needs not know.
     dense: the model section of init.from, which uptrain.train_dense needs; without it layers that are kept see all.
+
+    Raises ConfigError for a stage whose configuration cannot be, naming the stage.
     """
     uptrain = config.uptrain or Uptrain()
     chosen = uptrain.layers.keep if kept is None else list(kept)
@@ -74,10 +76,25 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
             own["training"] = {"skip_samples": []}  # which are of another stream
         elif follows and passed and not control:
             own["training"] = {"skip_samples": [(0, passed), *config.training.skip_samples]}
-        run = validate(merged(merged(_tree(config), changes), own))
+        try:
+            run = validate(merged(merged(_tree(config), changes), own))
+        except ConfigError as error:
+            where = f"(stage {number}-{short} of uptrain)"
+            raise ConfigError(
+                [replace(problem, reason=f"{problem.reason} {where}") for problem in error.problems]
+            ) from None
         found.append(Stage(f"{number}-{short}", purpose, run, control))
         passed = ConsumptionOrder(run.training.phases[-1], Share()).stream_length(run.training.steps)
     return found
+
+
+def check_stages(config: Config) -> None:
+    """Raise ConfigError for a stage that cannot be, before any is run; layers that are chosen later stand as the first.
+
+    What depends on the layers of the dense model is left to `stages`.
+    """
+    keep = (config.uptrain or Uptrain()).layers.keep
+    stages(config, range(keep) if isinstance(keep, int) else keep, dense=config.model)
 
 
 def _moments(short: str, before: Sequence[Stage], config: Config) -> str | None:
@@ -148,10 +165,12 @@ def _changes(
         before += count
     if uptrain.length is not None:
         length = uptrain.length.model_dump(mode="json", exclude_none=True)
-        rope_scaling, rate = length.pop("rope_scaling", None), length.pop("lr", None)
+        length.pop("rope_scaling", None)
+        rate = length.pop("lr", None)
         changes: dict[str, Any] = {"training": length}
-        if rope_scaling is not None:
-            changes["model"] = {"rope_scaling": rope_scaling}
+        if uptrain.length.rope_scaling is not None:
+            # With every key of it: nothing of the model's own is left among them.
+            changes["model"] = {"rope_scaling": uptrain.length.rope_scaling.model_dump(mode="json")}
         if rate is not None:
             changes["optimizer"] = {"lr": rate}
         yield "longer rows", "length", changes

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.order import ConsumptionOrder, Share
+from megakernel.config import ConfigError, RopeScaling
 from megakernel.config.merging import merged
 from megakernel.config.validation import validate
-from megakernel.uptraining.stages import stages
+from megakernel.uptraining.stages import check_stages, stages
 from tests.unit.config.trees import config, problems
 
 FLURKA = {"preset": "flurka", "compression": {"block_size": 32, "rank": 4}}
@@ -71,6 +72,26 @@ def test_every_stage_starts_from_the_one_before():
     assert [run.optimizer.lr for run in runs[1:]] == [*[1e-3] * 5, 0.002]
     assert [run.objective.kind for run in runs] == ["transfer", *["distill"] * 4, "labels", "labels"]
     assert (runs[5].training.seq_len, runs[5].model.rope_scaling.factor) == (1024, 2.0)
+
+
+def test_the_scaling_of_longer_rows_takes_the_place_of_the_models():
+    llama = {"kind": "llama3", "factor": 32.0, "original_seq_len": 8192, "high_freq_factor": 4.0}
+    yarn = {"kind": "yarn", "factor": 4.0, "original_seq_len": 512}
+    tree = made(length={"steps": 7, "seq_len": 1024, "rope_scaling": yarn}).model_dump(mode="json")
+    main, length = stages(validate(merged(tree, {"model": {"rope_scaling": llama}})))
+    assert main.config.model.rope_scaling == RopeScaling(**llama)
+    assert length.config.model.rope_scaling == RopeScaling(**yarn)
+
+
+def test_a_stage_that_cannot_be_is_refused_before_any_is_run():
+    """Also where layers are yet to be chosen, and the stages behind are not known."""
+    given = made(layers={"keep": 1}, transfer={"steps": 5})
+    tree = merged(given.model_dump(mode="json"), {"parallel": {"zero_stage": 3}})
+    with pytest.raises(
+        ConfigError, match=r"^parallel.zero_stage=3 .* \(stage 1-transfer of uptrain\); set at most 2"
+    ):
+        check_stages(validate(tree))
+    check_stages(given)
 
 
 def test_no_row_is_read_twice_and_what_is_compared_reads_the_same():
@@ -201,6 +222,32 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
             {"uptrain": {"length": {"steps": 1, "seq_len": 64}}, "init": {"from": "x"}},
             "uptrain.length.seq_len",
         ),
+        (
+            {
+                "uptrain": {
+                    "length": {"steps": 1, "seq_len": 1024, "rope_scaling": {"kind": "ntk", "factor": 2}}
+                },
+                "init": {"from": "x"},
+                "model": {"position": "sinusoidal", "attention": "hedgehog"},
+            },
+            "uptrain.length.rope_scaling",
+        ),
+        (
+            {
+                "uptrain": {"length": {"steps": 1, "seq_len": 1000}},
+                "init": {"from": "x"},
+                "parallel": {"context": 2},
+            },
+            "uptrain.length.seq_len",
+        ),
+        (
+            {
+                "uptrain": {"length": {"steps": 1, "seq_len": 1024, "global_batch_size": 3}},
+                "init": {"from": "x"},
+                "training": {"micro_batch_size": 2},
+            },
+            "uptrain.length.global_batch_size",
+        ),
         ({"init": {"moments": "runs/dense"}}, "init.moments"),
         ({"uptrain": {}, "init": {"from": "x"}, "schedule": {"steps_after": 5}}, "schedule.steps_after"),
         ({"uptrain": {}, "init": {"from": "x"}, "training": {"eval_samples": 0}}, "training.eval_samples"),
@@ -215,4 +262,16 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
     ],
 )
 def test_what_is_refused(sections, key):
-    assert key in problems(**sections)
+    assert list(problems(**sections)) == [key]
+
+
+def test_longer_rows_are_named_by_their_own_keys():
+    sections = {
+        "uptrain": {"length": {"steps": 1, "seq_len": 1024}},
+        "init": {"from": "x"},
+        "model": {"position": "learned", "max_positions": 600},
+    }
+    (problem,) = problems(**sections).values()
+    assert (
+        str(problem) == "model.max_positions=600 is less than uptrain.length.seq_len=1024; set at least 1024"
+    )
