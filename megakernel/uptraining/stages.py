@@ -5,7 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data_pipeline.order import ConsumptionOrder, Share
-from megakernel.config import Attention, BlockCompression, Config, ConfigError, Model, Uptrain
+from megakernel.config import (
+    Attention,
+    BlockCompression,
+    Config,
+    ConfigError,
+    Model,
+    Problem,
+    Training,
+    Uptrain,
+)
 from megakernel.config.merging import merged
 from megakernel.config.validation import validate
 
@@ -120,13 +129,10 @@ def _changes(
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Purpose, name and changed keys of each stage."""
     attention = config.model.attention
-    steps = config.training.steps
-    base_steps = round(uptrain.alpha * steps)
-    ladder = _ranks_between(attention) if base_steps and uptrain.annealed else []
-    each = max(1, round(uptrain.annealed * steps / len(ladder))) if ladder else 0
-    main_steps = max(1, steps - base_steps - each * len(ladder))
+    ladder = _ranks_between(attention) if uptrain.annealed else []
+    shares = _shares(config.training.steps, uptrain, len(ladder))
     distill = _distillation(config, uptrain)
-    first = _base(attention, uptrain.base) if base_steps else attention
+    first = _base(attention, uptrain.base) if uptrain.alpha else attention
     if uptrain.transfer is not None:
         transfer = uptrain.transfer
         yield (
@@ -149,20 +155,20 @@ def _changes(
                 },
             },
         )
-    parts: list[tuple[str, str, Attention, int, float]] = []
-    dropout = uptrain.near_dropout
-    if base_steps:
-        parts.append((f"{uptrain.base} base", "base", first, base_steps, dropout))
-        dropout = 0.0
-    parts += [(f"rank {rank}", f"rank{rank}", _with_rank(attention, rank), each, 0.0) for rank in ladder]
-    purpose = "distillation" if uptrain.distill.kl else "fine-tuning"
-    parts.append((purpose, "main", attention, main_steps, dropout))
-    before, together = 0, sum(count for *_, count, _ in parts)
-    for purpose, short, of, count, near_dropout in parts:
-        # One schedule of the learning rate over all of them.
-        schedule = {"steps_before": before, "steps_after": together - before - count}
-        yield purpose, short, {"schedule": schedule} | _trained(of, count, distill, near_dropout)
-        before += count
+    parts: list[tuple[str, str, Attention]] = []
+    if uptrain.alpha:
+        parts.append((f"{uptrain.base} base", "base", first))
+    parts += [(f"rank {rank}", f"rank{rank}", _with_rank(attention, rank)) for rank in ladder]
+    parts.append(("distillation" if uptrain.distill.kl else "fine-tuning", "main", attention))
+    before, dropout = 0, uptrain.near_dropout
+    for (purpose, short, of), count in zip(parts, shares, strict=True):
+        # One schedule of the learning rate over all of them, and one of the rows' lengths.
+        after = config.training.steps - before - count
+        schedule = {"steps_before": before, "steps_after": after}
+        changes = _trained(of, count, distill, dropout)
+        changes["training"]["seq_len_schedule"] = _rows(config.training, before, before + count)
+        yield purpose, short, {"schedule": schedule} | changes
+        before, dropout = before + count, 0.0
     if uptrain.length is not None:
         length = uptrain.length.model_dump(mode="json", exclude_none=True)
         length.pop("rope_scaling", None)
@@ -174,18 +180,20 @@ def _changes(
         if rate is not None:
             changes["optimizer"] = {"lr": rate}
         yield "longer rows", "length", changes
-    total = steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
+    # The transfer reads rows of the last length.
+    total = config.training.steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
+    budget = {"steps": total, "seq_len_schedule": _rows(config.training, 0, config.training.steps)}
     all_weights: dict[str, Any] = {"trained": "all", "lora": None}
     if uptrain.from_scratch:
         rate = uptrain.scratch_lr or config.optimizer.lr
-        changes = {"training": {"steps": total}, "optimizer": all_weights | {"lr": rate}}
+        changes = {"training": budget, "optimizer": all_weights | {"lr": rate}}
         yield "from scratch on as many tokens", "scratch", changes
     if uptrain.train_dense:
         assert dense is not None, "the caller knows init.from"
         layers = [_plain(dense.layer_attention(layer)) for layer in range(dense.num_layers)]
         changes = {
             "model": {"attention_pattern": layers},
-            "training": {"steps": total},
+            "training": budget,
             "optimizer": all_weights | {"mechanism_lr": None},
         }
         yield "dense, trained on as many tokens", _DENSE, changes
@@ -201,6 +209,31 @@ def _distillation(config: Config, uptrain: Uptrain) -> dict[str, Any]:
         "teacher": str(config.init.source),
         **weights.model_dump(mode="json"),
     }
+
+
+def _shares(steps: int, uptrain: Uptrain, ranks: int) -> list[int]:
+    """Steps of the base, of each of the ranks between, and of the configured model: together those of training.
+
+    Raises ConfigError where one of them would have none.
+    """
+    base = [round(uptrain.alpha * steps)] if uptrain.alpha else []
+    annealed = round((uptrain.alpha + uptrain.annealed) * steps) - sum(base) if ranks else 0
+    between = [annealed * (rank + 1) // ranks - annealed * rank // ranks for rank in range(ranks)]
+    shares = [*base, *between, steps - sum(base) - annealed]
+    if min(shares) < 1:
+        reason = f"leaves a stage without a step: uptrain has {len(shares)} that share them, as {shares}"
+        remedy = "set more, or other shares (uptrain.alpha and uptrain.anneal)"
+        raise ConfigError([Problem("training.steps", steps, reason, remedy)])
+    return shares
+
+
+def _rows(training: Training, first: int, end: int) -> list[dict[str, Any]]:
+    """The seq_len_schedule of steps [first, end) of training, counted from `first`."""
+    return [
+        phase.written.model_dump(mode="json") | {"until_step": min(phase.end_step, end) - first}
+        for phase in training.phases
+        if phase.written is not None and phase.first_step < end and phase.end_step > first
+    ]
 
 
 def _trained(

@@ -152,6 +152,52 @@ def test_where_rows_grow_a_stage_draws_an_order_of_its_own():
     assert transfer.config.training.skip_samples == main.config.training.skip_samples == [(0, 800)]
 
 
+def read_by_step(stages):
+    """Rows of a step and their length, step by step."""
+    runs = [stage.config.training for stage in stages]
+    phases = [run.phase_of(step).training for run in runs for step in range(run.steps)]
+    return [(phase.global_batch_size, phase.seq_len) for phase in phases]
+
+
+@pytest.mark.parametrize("until_step", [10, 30])
+def test_rows_grow_over_the_stages_as_they_do_over_the_steps(until_step):
+    tree = made(
+        transfer={"steps": 4},
+        alpha=0.3,
+        from_scratch=True,
+        train_dense=True,
+        length={"steps": 2, "seq_len": 600},
+    ).model_dump(mode="json")
+    phases = [
+        {"until_step": 3, "seq_len": 128, "global_batch_size": 16},
+        {"until_step": until_step, "seq_len": 256},
+    ]
+    given = validate(merged(tree, {"training": {"steps": 20, "seq_len_schedule": phases}}))
+    transfer, *student, length, scratch, dense = stages(given, dense=config().model)
+    assert [stage.config.training.steps for stage in student] == [6, 3, 3, 8]
+    expected = [
+        (p.global_batch_size, p.seq_len)
+        for p in (given.training.phase_of(step).training for step in range(20))
+    ]
+    assert read_by_step(student) == expected
+    assert read_by_step([transfer]) == [(8, 512)] * 4
+    assert read_by_step([length]) == [(8, 600)] * 2
+    assert read_by_step([scratch]) == read_by_step([dense]) == expected + read_by_step([transfer])
+
+
+def test_stages_have_the_steps_of_training_and_each_has_one():
+    of_128 = {"model": {"attention": FLURKA | {"compression": {"block_size": 128, "rank": 1}}}}
+    tree = merged(made(alpha=0.3).model_dump(mode="json"), of_128)
+    steps = [
+        stage.config.training.steps for stage in stages(validate(merged(tree, {"training": {"steps": 21}})))
+    ]
+    assert steps == [6, 1, 1, 1, 1, 1, 2, 8]
+    with pytest.raises(
+        ConfigError, match=r"^training.steps=5 leaves a stage without a step: .* 8 that share"
+    ):
+        stages(validate(merged(tree, {"training": {"steps": 5}})))
+
+
 def test_rows_that_the_dense_model_has_read_are_passed_over():
     tree = made(transfer={"steps": 20}).model_dump(mode="json")
     transfer, main = stages(validate(merged(tree, {"training": {"skip_samples": [[0, 800], [805, 810]]}})))
