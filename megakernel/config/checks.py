@@ -18,6 +18,7 @@ from .parallel import Parallel
 from .training import Optimizer, Training
 from .uptrain_checks import (
     longer_rows,
+    near_windows_have_gates,
     stages_are_measured,
     stages_lead_to_the_model,
     stages_share_a_schedule,
@@ -293,6 +294,7 @@ _RULES: list[Rule] = [
     stages_lead_to_the_model,
     stages_share_a_schedule,
     stages_are_measured,
+    near_windows_have_gates,
     _deepspeed_keeps_to_its_own,
     processes_hold_what_is_watched,
 ]

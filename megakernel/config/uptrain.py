@@ -88,7 +88,7 @@ class Uptrain(Section):
     """Share of training.steps, behind a kernel base, over which the rank is halved from block_size to its own."""
 
     near_dropout: float = Field(default=0.0, ge=0, le=1)
-    """Probability with which near windows are shut at first, in the first stage that trains all weights."""
+    """Probability with which near windows are shut at first, in the first stage with gates that trains all weights."""
 
     distill: DistillStage = DistillStage()
     """The main stage, training.steps long with that of `base`."""

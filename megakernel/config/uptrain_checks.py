@@ -60,6 +60,15 @@ def stages_lead_to_the_model(
         )
 
 
+def near_windows_have_gates(uptrain: Uptrain | None, model: Model) -> Iterator[Problem]:
+    """What near dropout shuts."""
+    if uptrain is not None and uptrain.near_dropout and not model.is_gated:
+        remedy = "set 0, or near: {kind: softmax, join: gated} of model.attention"
+        yield Problem(
+            "uptrain.near_dropout", uptrain.near_dropout, "shuts gates, and the model has none", remedy
+        )
+
+
 def longer_rows(
     sections: Mapping[str, Any],
     known: Iterable[Problem],

@@ -165,10 +165,19 @@ def _changes(
         # One schedule of the learning rate over all of them, and one of the rows' lengths.
         after = config.training.steps - before - count
         schedule = {"steps_before": before, "steps_after": after}
-        changes = _trained(of, count, distill, dropout)
-        changes["training"]["seq_len_schedule"] = _rows(config.training, before, before + count)
-        yield purpose, short, {"schedule": schedule} | changes
-        before, dropout = before + count, 0.0
+        gated = config.model.model_copy(update={"attention": of}).is_gated
+        training = {
+            "steps": count,
+            "seq_len_schedule": _rows(config.training, before, before + count),
+            "near_dropout": {"start": dropout, "steps": count} if dropout and gated else None,
+        }
+        model = {"attention": _plain(of)}
+        yield (
+            purpose,
+            short,
+            {"model": model, "training": training, "schedule": schedule, "objective": distill},
+        )
+        before, dropout = before + count, 0.0 if gated else dropout
     if uptrain.length is not None:
         length = uptrain.length.model_dump(mode="json", exclude_none=True)
         length.pop("rope_scaling", None)
@@ -234,23 +243,6 @@ def _rows(training: Training, first: int, end: int) -> list[dict[str, Any]]:
         for phase in training.phases
         if phase.written is not None and phase.first_step < end and phase.end_step > first
     ]
-
-
-def _trained(
-    attention: Attention, steps: int, objective: dict[str, Any], near_dropout: float = 0.0
-) -> dict[str, Any]:
-    dropout = {"start": near_dropout, "steps": steps} if near_dropout and _has_gates(attention) else None
-    return {
-        "model": {"attention": _plain(attention)},
-        "training": {"steps": steps, "near_dropout": dropout},
-        "objective": objective,
-    }
-
-
-def _has_gates(attention: Attention) -> bool:
-    near = attention.near
-    kernel = attention.similarity == "kernel"
-    return kernel and near is not None and near.kind == "softmax" and near.join == "gated"
 
 
 def _base(attention: Attention, kind: str) -> Attention:

@@ -225,6 +225,15 @@ def test_a_low_rank_base_is_softmax_over_the_same_landmarks():
     assert (base.config.training.steps, main.config.training.steps) == (25, 75)
 
 
+@pytest.mark.parametrize("base", ["kernel", "low_rank"])
+def test_near_windows_are_shut_in_the_first_stage_that_has_gates(base):
+    plan = stages(made(alpha=0.25, base=base, anneal=0.0, near_dropout=0.4))
+    starts = [
+        run.near_dropout and run.near_dropout.start for run in (stage.config.training for stage in plan)
+    ]
+    assert starts == ([0.4, None] if base == "kernel" else [None, 0.4])
+
+
 def test_without_kl_no_teacher_is_loaded():
     (only,) = stages(made(distill={"kl": 0.0}))
     assert (only.config.objective.kind, only.config.objective.teacher) == ("labels", None)
@@ -293,6 +302,14 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
                 "training": {"micro_batch_size": 2},
             },
             "uptrain.length.global_batch_size",
+        ),
+        (
+            {
+                "uptrain": {"near_dropout": 0.2},
+                "init": {"from": "x"},
+                "model": {"attention": FLURKA | {"near": {"join": "shared"}}},
+            },
+            "uptrain.near_dropout",
         ),
         ({"init": {"moments": "runs/dense"}}, "init.moments"),
         ({"uptrain": {}, "init": {"from": "x"}, "schedule": {"steps_after": 5}}, "schedule.steps_after"),
