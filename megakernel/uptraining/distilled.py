@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megakernel.config import Config, Objective
 from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline
@@ -14,7 +14,18 @@ from megakernel.training.dtypes import DTYPES
 from .teacher import Teacher
 
 
-class DistilledModel(LanguageModel):
+class _Distilled:
+    """What `DistilledModel` and `DistilledPipeline` are told alike."""
+
+    teacher: Teacher
+
+    def begin_step(self, step: int) -> None:
+        """As of a `LanguageModel`."""
+        assert isinstance(self, nn.Module)
+        self.teacher.share(self)
+
+
+class DistilledModel(_Distilled, LanguageModel):
     """In training its loss is kl T^2 KL(teacher || model) + cross_entropy x the labels' cross entropy.
 
     Outside training it is the model alone. The teacher is no part of the module: neither the optimizer nor a
@@ -35,7 +46,7 @@ class DistilledModel(LanguageModel):
         return _loss(self, self.teacher, self.objective, self.body(stream), theirs)
 
 
-class DistilledPipeline(Pipeline):
+class DistilledPipeline(_Distilled, Pipeline):
     """The same for a stage. In training the teacher's states go from stage to stage beside the model's, as bits."""
 
     def __init__(
