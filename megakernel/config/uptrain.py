@@ -66,7 +66,7 @@ class LengthStage(Section):
     """Scaling of the rotary frequencies, in place of all of model.rope_scaling; None takes that."""
 
     lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate; None takes optimizer.lr."""
+    """Peak learning rate, mechanism_lr changing in the same ratio; None takes those of optimizer."""
 
 
 class Uptrain(Section):
@@ -100,7 +100,7 @@ class Uptrain(Section):
     """Also train the configured model from drawn weights on as many tokens, for comparison."""
 
     scratch_lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate of from_scratch, which wants more than a trained model; None takes optimizer.lr."""
+    """Peak learning rate of from_scratch for all weights, mechanisms' too; None takes both rates of optimizer."""
 
     train_dense: bool = False
     """Also train the dense model on, on as many tokens, for comparison: what the text alone is worth."""

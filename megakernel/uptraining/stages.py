@@ -187,15 +187,19 @@ def _changes(
             # With every key of it: nothing of the model's own is left among them.
             changes["model"] = {"rope_scaling": uptrain.length.rope_scaling.model_dump(mode="json")}
         if rate is not None:
-            changes["optimizer"] = {"lr": rate}
+            own = config.optimizer.mechanism_lr
+            scaled = None if own is None else own * rate / config.optimizer.lr
+            changes["optimizer"] = {"lr": rate, "mechanism_lr": scaled}
         yield "longer rows", "length", changes
     # The transfer reads rows of the last length.
     total = config.training.steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
     budget = {"steps": total, "seq_len_schedule": _rows(config.training, 0, config.training.steps)}
     all_weights: dict[str, Any] = {"trained": "all", "lora": None}
     if uptrain.from_scratch:
-        rate = uptrain.scratch_lr or config.optimizer.lr
-        changes = {"training": budget, "optimizer": all_weights | {"lr": rate}}
+        rates: dict[str, Any] = {}
+        if uptrain.scratch_lr is not None:  # no weight is newer than another
+            rates = {"lr": uptrain.scratch_lr, "mechanism_lr": None}
+        changes = {"training": budget, "optimizer": all_weights | rates}
         yield "from scratch on as many tokens", "scratch", changes
     if uptrain.train_dense:
         assert dense is not None, "the caller knows init.from"

@@ -45,7 +45,7 @@ def test_every_stage_starts_from_the_one_before():
             transfer={"steps": 20, "lr": 0.05, "rows": 8},
             alpha=0.3,
             anneal=0.2,
-            length={"steps": 7, "seq_len": 1024, "rope_scaling": {"kind": "ntk", "factor": 2.0}},
+            length={"steps": 7, "seq_len": 1024, "rope_scaling": {"kind": "ntk", "factor": 2.0}, "lr": 2e-4},
             from_scratch=True,
             scratch_lr=0.002,
         )
@@ -69,7 +69,11 @@ def test_every_stage_starts_from_the_one_before():
         8,
     )
     assert [run.optimizer.trained for run in runs[1:]] == ["all"] * 6
-    assert [run.optimizer.lr for run in runs[1:]] == [*[1e-3] * 5, 0.002]
+    assert [run.optimizer.lr for run in runs[1:]] == [*[1e-3] * 4, 2e-4, 0.002]
+    # In longer rows the ratio of both rates stays; from scratch all weights are new.
+    assert [run.optimizer.mechanism_lr for run in runs[1:5]] == [1e-2] * 4
+    assert runs[5].optimizer.mechanism_lr == pytest.approx(2e-3)
+    assert runs[6].optimizer.mechanism_lr is None
     assert [run.objective.kind for run in runs] == ["transfer", *["distill"] * 4, "labels", "labels"]
     assert (runs[5].training.seq_len, runs[5].model.rope_scaling.factor) == (1024, 2.0)
 
