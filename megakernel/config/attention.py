@@ -163,6 +163,16 @@ class Attention(Section):
         return self.is_full_softmax and self.mixture is None
 
     @property
+    def is_gated(self) -> bool:
+        """Whether a gate weighs the near window against the far part."""
+        near = self.near
+        return (
+            self.similarity == "kernel"
+            and near is not None
+            and (near.kind, near.join) == ("softmax", "gated")
+        )
+
+    @property
     def redraws(self) -> bool:
         """Whether the layer has noise that training redraws and evaluation holds."""
         learned = self.feature_map is not None and self.feature_map.redraw_interval > 0

@@ -12,19 +12,30 @@ from typing import Any
 from .attention import Attention
 from .data import Data
 from .errors import MISSING, Problem, nearest_multiples
-from .init import Init
 from .model import Model
 from .objective import Objective
 from .parallel import Parallel
-from .training import Optimizer, Schedule, Training
-from .uptrain import Uptrain
+from .training import Optimizer, Training
+from .uptrain_checks import (
+    longer_rows,
+    near_windows_have_gates,
+    stages_are_measured,
+    stages_lead_to_the_model,
+    stages_share_a_schedule,
+)
 from .watching import processes_hold_what_is_watched
 
 Rule = Callable[..., Iterator[Problem]]
 
 
 def agreement(sections: Mapping[str, Any]) -> Iterator[Problem]:
-    """The problems of every rule whose sections are all at hand."""
+    """The problems of every rule whose sections are all at hand, and those that only longer rows of uptrain have."""
+    found = list(_disagreements(sections))
+    yield from found
+    yield from longer_rows(sections, found, _disagreements)
+
+
+def _disagreements(sections: Mapping[str, Any]) -> Iterator[Problem]:
     for rule in _RULES:
         names = inspect.signature(rule).parameters
         if all(name in sections for name in names):
@@ -209,50 +220,6 @@ def _frozen_weights_are_whole(optimizer: Optimizer, model: Model, parallel: Para
         yield Problem("optimizer.trained", optimizer.trained, reason, "set all or another model.attention")
 
 
-def _stages_share_a_schedule(uptrain: Uptrain | None, schedule: Schedule) -> Iterator[Problem]:
-    if uptrain is None:
-        return
-    for key in ("steps_before", "steps_after"):
-        if steps := getattr(schedule, key):
-            yield Problem(f"schedule.{key}", steps, "is what stages of uptrain choose", "remove it")
-
-
-def _stages_are_measured(uptrain: Uptrain | None, training: Training) -> Iterator[Problem]:
-    if uptrain is not None and training.eval_samples == 0:
-        reason = "leaves nothing to measure the dense model and the stages of uptrain on"
-        yield Problem("training.eval_samples", 0, reason, "set more, such as 64")
-
-
-def _stages_lead_to_the_model(
-    uptrain: Uptrain | None, init: Init, model: Model, objective: Objective, training: Training
-) -> Iterator[Problem]:
-    if uptrain is None:
-        return
-    if init.source is None:
-        remedy = "give the folder of a dense model or of a run"
-        yield Problem("init.from", None, "is missing beside uptrain", remedy)
-    if objective != Objective():
-        remedy = "remove it; uptrain.distill says what the main stage lowers"
-        yield Problem("objective.kind", objective.kind, "is what stages of uptrain choose", remedy)
-    kept = uptrain.layers.keep
-    if kept and model.attention_pattern is not None:
-        remedy = "remove one of them"
-        yield Problem("uptrain.layers.keep", kept, "and model.attention_pattern both place layers", remedy)
-    largest = kept if isinstance(kept, int) else max(kept, default=-1) + 1
-    if largest > model.num_layers:
-        reason = f"names more layers than model.num_layers={model.num_layers}"
-        yield Problem("uptrain.layers.keep", kept, reason, f"count layers from 0 to {model.num_layers - 1}")
-    flurka = model.attention
-    if uptrain.alpha > 0 and not (flurka.similarity == "kernel" and flurka.near and flurka.compression):
-        reason = "trains a half of FLuRKA first, and model.attention is not FLuRKA"
-        yield Problem("uptrain.alpha", uptrain.alpha, reason, "set 0 or model.attention: flurka")
-    if uptrain.length is not None and uptrain.length.seq_len < training.seq_len:
-        reason = f"is shorter than training.seq_len={training.seq_len}"
-        yield Problem(
-            "uptrain.length.seq_len", uptrain.length.seq_len, reason, f"set at least {training.seq_len}"
-        )
-
-
 _DECIDED_HERE = {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
@@ -319,9 +286,10 @@ _RULES: list[Rule] = [
     _answers_are_next_tokens,
     _teachers_stand_beside_their_students,
     _frozen_weights_are_whole,
-    _stages_lead_to_the_model,
-    _stages_share_a_schedule,
-    _stages_are_measured,
+    stages_lead_to_the_model,
+    stages_share_a_schedule,
+    stages_are_measured,
+    near_windows_have_gates,
     _deepspeed_keeps_to_its_own,
     processes_hold_what_is_watched,
 ]

@@ -139,6 +139,11 @@ class Model(Section):
         return self.position == "learned" or any(layer.counts_positions for layer in layers)
 
     @property
+    def is_gated(self) -> bool:
+        """Whether a layer has a gate between its near window and its far part."""
+        return any(self.layer_attention(layer).is_gated for layer in range(self.num_layers))
+
+    @property
     def rows_per_sample(self) -> int:
         """Rows of tokens that one sample of training fills."""
         return self.classifier.documents if self.classifier is not None else 1

@@ -63,10 +63,10 @@ class LengthStage(Section):
     """Samples per optimizer step; None takes training.global_batch_size."""
 
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary frequencies; None takes model.rope_scaling."""
+    """Scaling of the rotary frequencies, in place of all of model.rope_scaling; None takes that."""
 
     lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate; None takes optimizer.lr."""
+    """Peak learning rate, mechanism_lr changing in the same ratio; None takes those of optimizer."""
 
 
 class Uptrain(Section):
@@ -88,7 +88,7 @@ class Uptrain(Section):
     """Share of training.steps, behind a kernel base, over which the rank is halved from block_size to its own."""
 
     near_dropout: float = Field(default=0.0, ge=0, le=1)
-    """Probability with which near windows are shut at first, in the first stage that trains all weights."""
+    """Probability with which near windows are shut at first, in the first stage with gates that trains all weights."""
 
     distill: DistillStage = DistillStage()
     """The main stage, training.steps long with that of `base`."""
@@ -100,7 +100,7 @@ class Uptrain(Section):
     """Also train the configured model from drawn weights on as many tokens, for comparison."""
 
     scratch_lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate of from_scratch, which wants more than a trained model; None takes optimizer.lr."""
+    """Peak learning rate of from_scratch for all weights, mechanisms' too; None takes both rates of optimizer."""
 
     train_dense: bool = False
     """Also train the dense model on, on as many tokens, for comparison: what the text alone is worth."""

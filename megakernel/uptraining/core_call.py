@@ -1,11 +1,12 @@
 """What an attention layer was called with, so that another can be called with the same."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megakernel.attention import WHOLE, AttentionLayer, Rotary, SequencePiece
+from megakernel.attention import WHOLE, Rotary, SequencePiece
 
 
 class CoreCall(NamedTuple):
@@ -35,8 +36,8 @@ class CoreCall(NamedTuple):
         call = cls(*args, **kwargs)
         return call._replace(q=call.q.detach(), k=call.k.detach(), v=call.v.detach())
 
-    def run(self, core: AttentionLayer, values: Tensor | None = None) -> Tensor:
-        """What `core` makes of it, (B, H, n, D); with `values` (B, H_kv, n, any width) in place of v."""
+    def run(self, core: Callable[..., Tensor], values: Tensor | None = None) -> Tensor:
+        """What the layer `core` makes of it, (B, H, n, D); with `values` (B, H_kv, n, any width) in place of v."""
         return core(
             self.q,
             self.k,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megakernel.config import Config, Objective
 from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline
@@ -52,7 +52,22 @@ class Distillation:
         }
 
 
-class DistilledModel(LanguageModel):
+class _Distilled:
+    """What `DistilledModel` and `DistilledPipeline` are told and tell alike."""
+
+    distillation: Distillation
+
+    def begin_step(self, step: int) -> None:
+        """As of a `LanguageModel`."""
+        assert isinstance(self, nn.Module)
+        self.distillation.teacher.share(self)
+
+    def scalars(self) -> dict[str, float]:
+        """See `Distillation`."""
+        return self.distillation.scalars()
+
+
+class DistilledModel(_Distilled, LanguageModel):
     """In training its loss is that of a `Distillation`; outside training it is the model alone.
 
     The teacher is no part of the module: neither the optimizer nor a checkpoint knows it.
@@ -71,12 +86,8 @@ class DistilledModel(LanguageModel):
         theirs = self.distillation.hidden(stream)
         return self.distillation.loss(self, self.body(stream), theirs)
 
-    def scalars(self) -> dict[str, float]:
-        """See `Distillation`."""
-        return self.distillation.scalars()
 
-
-class DistilledPipeline(Pipeline):
+class DistilledPipeline(_Distilled, Pipeline):
     """The same for a stage. In training the teacher's states go from stage to stage beside the model's, as bits."""
 
     def __init__(
@@ -100,7 +111,3 @@ class DistilledPipeline(Pipeline):
         if self.mesh.is_last_stage:
             return self.distillation.loss(self, leaving, theirs)
         return leaving if theirs is None else (*leaving, as_bits(theirs))
-
-    def scalars(self) -> dict[str, float]:
-        """See `Distillation`."""
-        return self.distillation.scalars()

@@ -7,7 +7,7 @@ of one query i, the layer run on values c_i. gives sum_j c_ij w_ij at i, whose g
 derivatives c_ij by the weights. A mechanism need be differentiable once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -76,13 +76,21 @@ class QueryRows:
         scores = asked @ k.repeat_interleave(call.group, 1).transpose(-1, -2)
         return self._whole(scores)
 
-    def softmax(self, scores: Tensor) -> Tensor:
-        """The weights (B, H, R, N) of softmax attention, of `scores`."""
-        hidden = ~self.visible[:, None]
+    def softmax(self, scores: Tensor, window: int | None = None) -> Tensor:
+        """The weights (B, H, R, N) of softmax attention, of `scores`; of the last `window` tokens of a row alone.
+
+        Those that `weights` gives of such a layer, whose own backward pass would weigh all N x N pairs.
+        """
+        seen = self.visible
+        if window is not None:
+            seen = seen & (
+                torch.arange(self.call.length, device=seen.device) > self.queries[:, None] - window
+            )
+        hidden = ~seen[:, None]
         return scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
 
-    def weights(self, core: AttentionLayer) -> Tensor:
-        """The weights (B, H, R, N) that `core` gives, in float32 or better; constants to autograd.
+    def weights(self, core: Callable[..., Tensor]) -> Tensor:
+        """The weights (B, H, R, N) that a layer or its `forward` gives, in float32 or better; constants to autograd.
 
         0 where a query sees nothing. Weights of landmarks are those that their tokens have through E and F.
         """

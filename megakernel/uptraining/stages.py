@@ -1,11 +1,20 @@
 """What `megakernel uptrain` does, as training runs that start from each other."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data_pipeline.order import ConsumptionOrder, Share
-from megakernel.config import Attention, BlockCompression, Config, Model, Uptrain
+from megakernel.config import (
+    Attention,
+    BlockCompression,
+    Config,
+    ConfigError,
+    Model,
+    Problem,
+    Training,
+    Uptrain,
+)
 from megakernel.config.merging import merged
 from megakernel.config.validation import validate
 
@@ -42,7 +51,9 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
     length stage or by a seq_len_schedule, a stage draws an order of its own.
 
     kept: the layers that stay softmax; None: not chosen yet, which only the transfer before the choice needs not know.
-    dense: the model section of init.from, which uptrain.train_dense needs.
+    dense: the model section of init.from, which uptrain.train_dense needs; without it layers that are kept see all.
+
+    Raises ConfigError for a stage whose configuration cannot be, naming the stage.
     """
     uptrain = config.uptrain or Uptrain()
     chosen = uptrain.layers.keep if kept is None else list(kept)
@@ -54,7 +65,7 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
         elif isinstance(chosen, int):
             break
         else:
-            pattern = _pattern(chosen, config.model.num_layers)
+            pattern = _pattern(chosen, config.model.num_layers, dense)
         number = len(found) + 1
         control = short in _CONTROLS
         start = config.init.source if control or not found else found[-1].config.run.folder
@@ -74,10 +85,25 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
             own["training"] = {"skip_samples": []}  # which are of another stream
         elif follows and passed and not control:
             own["training"] = {"skip_samples": [(0, passed), *config.training.skip_samples]}
-        run = validate(merged(merged(_tree(config), changes), own))
+        try:
+            run = validate(merged(merged(_tree(config), changes), own))
+        except ConfigError as error:
+            where = f"(stage {number}-{short} of uptrain)"
+            raise ConfigError(
+                [replace(problem, reason=f"{problem.reason} {where}") for problem in error.problems]
+            ) from None
         found.append(Stage(f"{number}-{short}", purpose, run, control))
         passed = ConsumptionOrder(run.training.phases[-1], Share()).stream_length(run.training.steps)
     return found
+
+
+def check_stages(config: Config) -> None:
+    """Raise ConfigError for a stage that cannot be, before any is run; layers that are chosen later stand as the first.
+
+    What depends on the layers of the dense model is left to `stages`.
+    """
+    keep = (config.uptrain or Uptrain()).layers.keep
+    stages(config, range(keep) if isinstance(keep, int) else keep, dense=config.model)
 
 
 def _moments(short: str, before: Sequence[Stage], config: Config) -> str | None:
@@ -103,13 +129,10 @@ def _changes(
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Purpose, name and changed keys of each stage."""
     attention = config.model.attention
-    steps = config.training.steps
-    base_steps = round(uptrain.alpha * steps)
-    ladder = _ranks_between(attention) if base_steps and uptrain.annealed else []
-    each = max(1, round(uptrain.annealed * steps / len(ladder))) if ladder else 0
-    main_steps = max(1, steps - base_steps - each * len(ladder))
+    ladder = _ranks_between(attention) if uptrain.annealed else []
+    shares = _shares(config.training.steps, uptrain, len(ladder))
     distill = _distillation(config, uptrain)
-    first = _base(attention, uptrain.base) if base_steps else attention
+    first = _base(attention, uptrain.base) if uptrain.alpha else attention
     if uptrain.transfer is not None:
         transfer = uptrain.transfer
         yield (
@@ -132,41 +155,58 @@ def _changes(
                 },
             },
         )
-    parts: list[tuple[str, str, Attention, int, float]] = []
-    dropout = uptrain.near_dropout
-    if base_steps:
-        parts.append((f"{uptrain.base} base", "base", first, base_steps, dropout))
-        dropout = 0.0
-    parts += [(f"rank {rank}", f"rank{rank}", _with_rank(attention, rank), each, 0.0) for rank in ladder]
-    purpose = "distillation" if uptrain.distill.kl else "fine-tuning"
-    parts.append((purpose, "main", attention, main_steps, dropout))
-    before, together = 0, sum(count for *_, count, _ in parts)
-    for purpose, short, of, count, near_dropout in parts:
-        # One schedule of the learning rate over all of them.
-        schedule = {"steps_before": before, "steps_after": together - before - count}
-        yield purpose, short, {"schedule": schedule} | _trained(of, count, distill, near_dropout)
-        before += count
+    parts: list[tuple[str, str, Attention]] = []
+    if uptrain.alpha:
+        parts.append((f"{uptrain.base} base", "base", first))
+    parts += [(f"rank {rank}", f"rank{rank}", _with_rank(attention, rank)) for rank in ladder]
+    parts.append(("distillation" if uptrain.distill.kl else "fine-tuning", "main", attention))
+    before, dropout = 0, uptrain.near_dropout
+    for (purpose, short, of), count in zip(parts, shares, strict=True):
+        # One schedule of the learning rate over all of them, and one of the rows' lengths.
+        after = config.training.steps - before - count
+        schedule = {"steps_before": before, "steps_after": after}
+        gated = config.model.model_copy(update={"attention": of}).is_gated
+        training = {
+            "steps": count,
+            "seq_len_schedule": _rows(config.training, before, before + count),
+            "near_dropout": {"start": dropout, "steps": count} if dropout and gated else None,
+        }
+        model = {"attention": _plain(of)}
+        yield (
+            purpose,
+            short,
+            {"model": model, "training": training, "schedule": schedule, "objective": distill},
+        )
+        before, dropout = before + count, 0.0 if gated else dropout
     if uptrain.length is not None:
         length = uptrain.length.model_dump(mode="json", exclude_none=True)
-        rope_scaling, rate = length.pop("rope_scaling", None), length.pop("lr", None)
+        length.pop("rope_scaling", None)
+        rate = length.pop("lr", None)
         changes: dict[str, Any] = {"training": length}
-        if rope_scaling is not None:
-            changes["model"] = {"rope_scaling": rope_scaling}
+        if uptrain.length.rope_scaling is not None:
+            # With every key of it: nothing of the model's own is left among them.
+            changes["model"] = {"rope_scaling": uptrain.length.rope_scaling.model_dump(mode="json")}
         if rate is not None:
-            changes["optimizer"] = {"lr": rate}
+            own = config.optimizer.mechanism_lr
+            scaled = None if own is None else own * rate / config.optimizer.lr
+            changes["optimizer"] = {"lr": rate, "mechanism_lr": scaled}
         yield "longer rows", "length", changes
-    total = steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
+    # The transfer reads rows of the last length.
+    total = config.training.steps + (uptrain.transfer.steps if uptrain.transfer is not None else 0)
+    budget = {"steps": total, "seq_len_schedule": _rows(config.training, 0, config.training.steps)}
     all_weights: dict[str, Any] = {"trained": "all", "lora": None}
     if uptrain.from_scratch:
-        rate = uptrain.scratch_lr or config.optimizer.lr
-        changes = {"training": {"steps": total}, "optimizer": all_weights | {"lr": rate}}
+        rates: dict[str, Any] = {}
+        if uptrain.scratch_lr is not None:  # no weight is newer than another
+            rates = {"lr": uptrain.scratch_lr, "mechanism_lr": None}
+        changes = {"training": budget, "optimizer": all_weights | rates}
         yield "from scratch on as many tokens", "scratch", changes
     if uptrain.train_dense:
         assert dense is not None, "the caller knows init.from"
         layers = [_plain(dense.layer_attention(layer)) for layer in range(dense.num_layers)]
         changes = {
             "model": {"attention_pattern": layers},
-            "training": {"steps": total},
+            "training": budget,
             "optimizer": all_weights | {"mechanism_lr": None},
         }
         yield "dense, trained on as many tokens", _DENSE, changes
@@ -184,21 +224,29 @@ def _distillation(config: Config, uptrain: Uptrain) -> dict[str, Any]:
     }
 
 
-def _trained(
-    attention: Attention, steps: int, objective: dict[str, Any], near_dropout: float = 0.0
-) -> dict[str, Any]:
-    dropout = {"start": near_dropout, "steps": steps} if near_dropout and _has_gates(attention) else None
-    return {
-        "model": {"attention": _plain(attention)},
-        "training": {"steps": steps, "near_dropout": dropout},
-        "objective": objective,
-    }
+def _shares(steps: int, uptrain: Uptrain, ranks: int) -> list[int]:
+    """Steps of the base, of each of the ranks between, and of the configured model: together those of training.
+
+    Raises ConfigError where one of them would have none.
+    """
+    base = [round(uptrain.alpha * steps)] if uptrain.alpha else []
+    annealed = round((uptrain.alpha + uptrain.annealed) * steps) - sum(base) if ranks else 0
+    between = [annealed * (rank + 1) // ranks - annealed * rank // ranks for rank in range(ranks)]
+    shares = [*base, *between, steps - sum(base) - annealed]
+    if min(shares) < 1:
+        reason = f"leaves a stage without a step: uptrain has {len(shares)} that share them, as {shares}"
+        remedy = "set more, or other shares (uptrain.alpha and uptrain.anneal)"
+        raise ConfigError([Problem("training.steps", steps, reason, remedy)])
+    return shares
 
 
-def _has_gates(attention: Attention) -> bool:
-    near = attention.near
-    kernel = attention.similarity == "kernel"
-    return kernel and near is not None and near.kind == "softmax" and near.join == "gated"
+def _rows(training: Training, first: int, end: int) -> list[dict[str, Any]]:
+    """The seq_len_schedule of steps [first, end) of training, counted from `first`."""
+    return [
+        phase.written.model_dump(mode="json") | {"until_step": min(phase.end_step, end) - first}
+        for phase in training.phases
+        if phase.written is not None and phase.first_step < end and phase.end_step > first
+    ]
 
 
 def _base(attention: Attention, kind: str) -> Attention:
@@ -226,10 +274,14 @@ def _ranks_between(attention: Attention) -> list[int]:
     return rank_steps(attention.compression.block_size, attention.compression.rank)[1:-1]
 
 
-def _pattern(kept: Sequence[int], num_layers: int) -> list[str] | None:
+def _pattern(kept: Sequence[int], num_layers: int, dense: Model | None) -> list[Any] | None:
+    """Layers that are `kept` as the dense model has them, windows included."""
     if not kept:
         return None
-    return ["softmax" if layer in kept else "main" for layer in range(num_layers)]
+    same = [
+        "softmax" if dense is None else _plain(dense.layer_attention(layer)) for layer in range(num_layers)
+    ]
+    return [same[layer] if layer in kept else "main" for layer in range(num_layers)]
 
 
 def _plain(attention: Attention) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A frozen model that another learns from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ class Teacher:
     model: LanguageModel
     """From `frozen_model`; of a pipeline the layers of this stage."""
 
+    _shares: bool = field(default=False, init=False)
+
     @torch.no_grad()
     def hidden(self, stream: Stream) -> Tensor:
         """States (N, B, C) before its head, of the tokens of a stream; of a stage, from what enters to what leaves."""
@@ -27,10 +29,13 @@ class Teacher:
         return self.model.output_matrix
 
     def share(self, student: nn.Module) -> None:
-        """Use the student's tensor for every weight that it never updates and that is equal.
+        """Use the student's tensor for every weight that it never updates and that is equal, from the first call on.
 
-        Called once the student has its weights.
+        Called before each training step: by the first of a start the student has its weights, new or continued.
         """
+        if self._shares:
+            return
+        self._shares = True
         theirs = dict(student.named_parameters())
         for name, own in self.model.named_parameters():
             other = theirs.get(name)

@@ -1,4 +1,4 @@
-"""Attention transfer: each layer's new mechanism learns to give what the dense layer's softmax gives."""
+"""Attention transfer: each layer's new mechanism learns to give what the dense layer's attention gives."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megakernel.attention import AttentionLayer
+from megakernel.attention.softmax import SoftmaxAttention
 
 from .core_call import CoreCall
 from .head_statistics import head_statistics
@@ -48,7 +49,7 @@ class AttentionTransfer:
         cross_entropy: float = 0.0,
         seed: int = 0,
     ):
-        """teacher: holds the layers of this process, each with `softmax` attention.
+        """teacher: holds the layers of this process, with whatever attention.
 
         students: layer -> mechanism, such as `converted_cores(student)`. query_rows: sampled of each row.
         cross_entropy: its weight in the loss. seed: of the sample.
@@ -124,15 +125,21 @@ class AttentionTransfer:
         self.sums.add(place("error"), errors.detach().sum(0), rows)
         loss = errors.sum()
         if self._query_rows:
-            loss = loss + self._look_at_queries(student, call, place)
+            loss = loss + self._look_at_queries(self._teachers[index], student, call, place)
         return loss / (self._batch_rows * len(student.query_heads) * student.heads.size)
 
-    def _look_at_queries(self, student: AttentionLayer, call: CoreCall, place: "partial[Place]") -> Tensor:
+    def _look_at_queries(
+        self, teacher: AttentionLayer, student: AttentionLayer, call: CoreCall, place: "partial[Place]"
+    ) -> Tensor:
         """The part of the loss that sampled queries have, before it is a mean; notes down what they see."""
         queries = sample_queries(call.length, self._query_rows, self._seed, self._step)
         rows = QueryRows.of(call, queries, student.causal)
         scores = rows.scores()
-        theirs, ours = rows.softmax(scores), rows.weights(student)
+        if isinstance(teacher, SoftmaxAttention):
+            theirs = rows.softmax(scores, teacher.window)
+        else:
+            theirs = rows.weights(teacher.forward)  # past the hooks, which would hear it
+        ours = rows.weights(student)
         values, slopes = cross_entropy(theirs, ours, rows.real)
         if call.piece.rank == 0:  # all pieces have the same
             count = torch.full((), float(len(values)), device=values.device)

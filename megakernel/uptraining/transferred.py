@@ -28,7 +28,7 @@ class LayerTransfer:
         Raises UserError for a layer that cannot be called as the teacher's is.
         """
         self.student, self.teacher, self.mesh = student, teacher, mesh
-        self.rows_per_step = config.training.global_batch_size
+        self.training = config.training
         objective = config.objective
         self.attention = AttentionTransfer(
             teacher.model,
@@ -37,13 +37,9 @@ class LayerTransfer:
             cross_entropy=objective.cross_entropy if objective.rows else 0.0,
             seed=config.run.seed,
         )
-        self._shared = False
 
     def __call__(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The states that leave the teacher's layers, and the loss of these layers."""
-        if not self._shared:  # now both have their weights
-            self.teacher.share(self.student)
-            self._shared = True
         with self.attention:
             hidden = self.teacher.hidden(stream)
         # Each tensor rank has the heads that are its own.
@@ -51,8 +47,10 @@ class LayerTransfer:
         return hidden, reduce_from_tensor_model_parallel_region(self.attention.loss(), group=group)
 
     def begin_step(self, step: int) -> None:
-        """Draw the queries of this step."""
-        self.attention.begin(step, self.rows_per_step)
+        """Draw the queries of this step, of as many rows as its phase has in a batch."""
+        self.teacher.share(self.student)
+        batch_rows = self.training.phase_of(step).training.global_batch_size
+        self.attention.begin(step, batch_rows)
 
     def scalars(self) -> dict[str, float]:
         """Under `HeadTag`s, of all processes' layers: normalized errors, and what sampled queries see."""

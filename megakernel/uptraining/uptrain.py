@@ -13,7 +13,9 @@ def uptrain(config: Config, process: ProcessEnvironment) -> int:
 
     def work(mesh) -> int:
         from megakernel.uptraining.run import Uptraining
+        from megakernel.uptraining.stages import check_stages
 
+        check_stages(config)
         return Uptraining(config, mesh).run()
 
     return in_mesh(config, process, work)

@@ -10,6 +10,7 @@ import pytest
 
 from megakernel.config import load
 from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.training.trainer import Trainer
 from megakernel.uptraining.report import recovered
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import metrics, scalars, train
@@ -266,6 +267,32 @@ def folded(config, overrides):
             if name in before.names and not weight.equal(before.read(name, ["fp32"])["fp32"])
         }
         return validation.losses(model, 0)[0], moved
+
+
+def test_a_teacher_has_the_tensors_of_what_is_not_trained_also_on_going_on(place):
+    overrides = ["optimizer.trained=lora", "objective.kind=distill", f"objective.teacher={place}/dense"]
+    for model in run_ranks(shared, 1, place / "student.yaml", [*overrides, "run.name=shares"])[0]:
+        trained = {name for name, (_, trains) in model.items() if trains}
+        assert {name.split(".")[-2] for name in trained} >= {"core", "value_update", "output_update"}
+        assert {name for name, (shares, _) in model.items() if shares} == model.keys() - trained
+
+
+def shared(config, overrides):
+    """Of a start and of one that goes on: name -> whether the teacher has its tensor, and whether it is trained."""
+    found = []
+    with cpu_mesh() as mesh:
+        for steps in (1, 2):
+            trainer = Trainer(load(config, [*overrides, f"training.steps={steps}"]), mesh)
+            trainer.run()
+            student = trainer.engine.engine.module
+            places = {name: x.data_ptr() for name, x in student.distillation.teacher.model.named_parameters()}
+            found.append(
+                {
+                    name: (places.get(name) == x.data_ptr(), x.requires_grad)
+                    for name, x in student.named_parameters()
+                }
+            )
+    return found
 
 
 @pytest.mark.parametrize("key", ["init.from", "init.moments"])

@@ -21,7 +21,10 @@ FORMS = {
     "linformer_causal": {"preset": "linformer_causal", **BLOCKS},
     "hedgehog": "hedgehog",
     "softmax": "softmax",
+    "sliding": {"preset": "softmax", "window": 5},
 }
+SOFTMAX = {"softmax": None, "sliding": 5}
+"""The form of a dense layer -> its window."""
 
 
 def example(form, heads=4, kv_heads=2, causal=True, positions=PACKED, padding=None):
@@ -56,8 +59,9 @@ def test_weights_are_the_rows_of_the_layers_matrix(form, heads):
     weights = rows.weights(core)
     torch.testing.assert_close(weights, whole_matrix(core, call)[:, :, QUERIES], rtol=1e-12, atol=1e-14)
     assert not weights.masked_fill(rows.visible[:, None], 0.0).any()
-    if form == "softmax":
-        torch.testing.assert_close(rows.softmax(rows.scores()), weights, rtol=1e-12, atol=1e-14)
+    if form in SOFTMAX:
+        softmax = rows.softmax(rows.scores(), SOFTMAX[form])
+        torch.testing.assert_close(softmax, weights, rtol=1e-12, atol=1e-14)
 
 
 def test_padding_sees_nothing_and_is_not_seen():
@@ -72,7 +76,7 @@ def test_padding_sees_nothing_and_is_not_seen():
             torch.testing.assert_close(rows.softmax(rows.scores()), weights, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "softmax"])
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in SOFTMAX])
 def test_gradients_of_a_cross_entropy_are_those_of_the_whole_matrix(form):
     core, call = example(FORMS[form])
     parameters = list(core.parameters())

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.order import ConsumptionOrder, Share
+from megakernel.config import ConfigError, RopeScaling
 from megakernel.config.merging import merged
 from megakernel.config.validation import validate
-from megakernel.uptraining.stages import stages
+from megakernel.uptraining.stages import check_stages, stages
 from tests.unit.config.trees import config, problems
 
 FLURKA = {"preset": "flurka", "compression": {"block_size": 32, "rank": 4}}
@@ -44,7 +45,7 @@ def test_every_stage_starts_from_the_one_before():
             transfer={"steps": 20, "lr": 0.05, "rows": 8},
             alpha=0.3,
             anneal=0.2,
-            length={"steps": 7, "seq_len": 1024, "rope_scaling": {"kind": "ntk", "factor": 2.0}},
+            length={"steps": 7, "seq_len": 1024, "rope_scaling": {"kind": "ntk", "factor": 2.0}, "lr": 2e-4},
             from_scratch=True,
             scratch_lr=0.002,
         )
@@ -68,9 +69,33 @@ def test_every_stage_starts_from_the_one_before():
         8,
     )
     assert [run.optimizer.trained for run in runs[1:]] == ["all"] * 6
-    assert [run.optimizer.lr for run in runs[1:]] == [*[1e-3] * 5, 0.002]
+    assert [run.optimizer.lr for run in runs[1:]] == [*[1e-3] * 4, 2e-4, 0.002]
+    # In longer rows the ratio of both rates stays; from scratch all weights are new.
+    assert [run.optimizer.mechanism_lr for run in runs[1:5]] == [1e-2] * 4
+    assert runs[5].optimizer.mechanism_lr == pytest.approx(2e-3)
+    assert runs[6].optimizer.mechanism_lr is None
     assert [run.objective.kind for run in runs] == ["transfer", *["distill"] * 4, "labels", "labels"]
     assert (runs[5].training.seq_len, runs[5].model.rope_scaling.factor) == (1024, 2.0)
+
+
+def test_the_scaling_of_longer_rows_takes_the_place_of_the_models():
+    llama = {"kind": "llama3", "factor": 32.0, "original_seq_len": 8192, "high_freq_factor": 4.0}
+    yarn = {"kind": "yarn", "factor": 4.0, "original_seq_len": 512}
+    tree = made(length={"steps": 7, "seq_len": 1024, "rope_scaling": yarn}).model_dump(mode="json")
+    main, length = stages(validate(merged(tree, {"model": {"rope_scaling": llama}})))
+    assert main.config.model.rope_scaling == RopeScaling(**llama)
+    assert length.config.model.rope_scaling == RopeScaling(**yarn)
+
+
+def test_a_stage_that_cannot_be_is_refused_before_any_is_run():
+    """Also where layers are yet to be chosen, and the stages behind are not known."""
+    given = made(layers={"keep": 1}, transfer={"steps": 5})
+    tree = merged(given.model_dump(mode="json"), {"parallel": {"zero_stage": 3}})
+    with pytest.raises(
+        ConfigError, match=r"^parallel.zero_stage=3 .* \(stage 1-transfer of uptrain\); set at most 2"
+    ):
+        check_stages(validate(tree))
+    check_stages(given)
 
 
 def test_no_row_is_read_twice_and_what_is_compared_reads_the_same():
@@ -131,6 +156,52 @@ def test_where_rows_grow_a_stage_draws_an_order_of_its_own():
     assert transfer.config.training.skip_samples == main.config.training.skip_samples == [(0, 800)]
 
 
+def read_by_step(stages):
+    """Rows of a step and their length, step by step."""
+    runs = [stage.config.training for stage in stages]
+    phases = [run.phase_of(step).training for run in runs for step in range(run.steps)]
+    return [(phase.global_batch_size, phase.seq_len) for phase in phases]
+
+
+@pytest.mark.parametrize("until_step", [10, 30])
+def test_rows_grow_over_the_stages_as_they_do_over_the_steps(until_step):
+    tree = made(
+        transfer={"steps": 4},
+        alpha=0.3,
+        from_scratch=True,
+        train_dense=True,
+        length={"steps": 2, "seq_len": 600},
+    ).model_dump(mode="json")
+    phases = [
+        {"until_step": 3, "seq_len": 128, "global_batch_size": 16},
+        {"until_step": until_step, "seq_len": 256},
+    ]
+    given = validate(merged(tree, {"training": {"steps": 20, "seq_len_schedule": phases}}))
+    transfer, *student, length, scratch, dense = stages(given, dense=config().model)
+    assert [stage.config.training.steps for stage in student] == [6, 3, 3, 8]
+    expected = [
+        (p.global_batch_size, p.seq_len)
+        for p in (given.training.phase_of(step).training for step in range(20))
+    ]
+    assert read_by_step(student) == expected
+    assert read_by_step([transfer]) == [(8, 512)] * 4
+    assert read_by_step([length]) == [(8, 600)] * 2
+    assert read_by_step([scratch]) == read_by_step([dense]) == expected + read_by_step([transfer])
+
+
+def test_stages_have_the_steps_of_training_and_each_has_one():
+    of_128 = {"model": {"attention": FLURKA | {"compression": {"block_size": 128, "rank": 1}}}}
+    tree = merged(made(alpha=0.3).model_dump(mode="json"), of_128)
+    steps = [
+        stage.config.training.steps for stage in stages(validate(merged(tree, {"training": {"steps": 21}})))
+    ]
+    assert steps == [6, 1, 1, 1, 1, 1, 2, 8]
+    with pytest.raises(
+        ConfigError, match=r"^training.steps=5 leaves a stage without a step: .* 8 that share"
+    ):
+        stages(validate(merged(tree, {"training": {"steps": 5}})))
+
+
 def test_rows_that_the_dense_model_has_read_are_passed_over():
     tree = made(transfer={"steps": 20}).model_dump(mode="json")
     transfer, main = stages(validate(merged(tree, {"training": {"skip_samples": [[0, 800], [805, 810]]}})))
@@ -158,6 +229,15 @@ def test_a_low_rank_base_is_softmax_over_the_same_landmarks():
     assert (base.config.training.steps, main.config.training.steps) == (25, 75)
 
 
+@pytest.mark.parametrize("base", ["kernel", "low_rank"])
+def test_near_windows_are_shut_in_the_first_stage_that_has_gates(base):
+    plan = stages(made(alpha=0.25, base=base, anneal=0.0, near_dropout=0.4))
+    starts = [
+        run.near_dropout and run.near_dropout.start for run in (stage.config.training for stage in plan)
+    ]
+    assert starts == ([0.4, None] if base == "kernel" else [None, 0.4])
+
+
 def test_without_kl_no_teacher_is_loaded():
     (only,) = stages(made(distill={"kl": 0.0}))
     assert (only.config.objective.kind, only.config.objective.teacher) == ("labels", None)
@@ -167,6 +247,15 @@ def test_layers_that_stay_softmax():
     (only,) = stages(made(layers={"keep": [0, 3]}))
     kinds = [only.config.model.layer_attention(layer).is_full_softmax for layer in range(4)]
     assert kinds == [True, False, False, True]
+
+
+def test_layers_that_stay_keep_the_windows_of_the_dense_model():
+    sliding = {"preset": "softmax", "window": 16}
+    dense = config(model={"attention_pattern": [sliding, "softmax", "softmax", sliding]}).model
+    (only,) = stages(made(layers={"keep": [0, 1]}), dense=dense)
+    kept = [only.config.model.layer_attention(layer) for layer in range(4)]
+    assert [layer.window for layer in kept] == [16, None, None, None]
+    assert [layer.is_full_softmax for layer in kept] == [True, True, False, False]
 
 
 def test_a_number_of_layers_is_chosen_after_the_transfer():
@@ -192,6 +281,40 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
             {"uptrain": {"length": {"steps": 1, "seq_len": 64}}, "init": {"from": "x"}},
             "uptrain.length.seq_len",
         ),
+        (
+            {
+                "uptrain": {
+                    "length": {"steps": 1, "seq_len": 1024, "rope_scaling": {"kind": "ntk", "factor": 2}}
+                },
+                "init": {"from": "x"},
+                "model": {"position": "sinusoidal", "attention": "hedgehog"},
+            },
+            "uptrain.length.rope_scaling",
+        ),
+        (
+            {
+                "uptrain": {"length": {"steps": 1, "seq_len": 1000}},
+                "init": {"from": "x"},
+                "parallel": {"context": 2},
+            },
+            "uptrain.length.seq_len",
+        ),
+        (
+            {
+                "uptrain": {"length": {"steps": 1, "seq_len": 1024, "global_batch_size": 3}},
+                "init": {"from": "x"},
+                "training": {"micro_batch_size": 2},
+            },
+            "uptrain.length.global_batch_size",
+        ),
+        (
+            {
+                "uptrain": {"near_dropout": 0.2},
+                "init": {"from": "x"},
+                "model": {"attention": FLURKA | {"near": {"join": "shared"}}},
+            },
+            "uptrain.near_dropout",
+        ),
         ({"init": {"moments": "runs/dense"}}, "init.moments"),
         ({"uptrain": {}, "init": {"from": "x"}, "schedule": {"steps_after": 5}}, "schedule.steps_after"),
         ({"uptrain": {}, "init": {"from": "x"}, "training": {"eval_samples": 0}}, "training.eval_samples"),
@@ -202,4 +325,16 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
     ],
 )
 def test_what_is_refused(sections, key):
-    assert key in problems(**sections)
+    assert list(problems(**sections)) == [key]
+
+
+def test_longer_rows_are_named_by_their_own_keys():
+    sections = {
+        "uptrain": {"length": {"steps": 1, "seq_len": 1024}},
+        "init": {"from": "x"},
+        "model": {"position": "learned", "max_positions": 600},
+    }
+    (problem,) = problems(**sections).values()
+    assert (
+        str(problem) == "model.max_positions=600 is less than uptrain.length.seq_len=1024; set at least 1024"
+    )

@@ -15,7 +15,10 @@ from megakernel.uptraining.core_call import CoreCall
 from megakernel.uptraining.layers import attention_cores, converted_cores
 from megakernel.uptraining.near_windows import LinearDecay, drop_near_windows
 from megakernel.uptraining.query_rows import QueryRows, sample_queries
+from megakernel.uptraining.teacher import Teacher
 from megakernel.uptraining.transfer import AttentionTransfer
+from megakernel.uptraining.transferred import LayerTransfer
+from tests.unit.config.trees import config
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_multiple": 32}
 FLURKA = {"preset": "flurka", "compression": {"block_size": 4, "rank": 2}}
@@ -154,6 +157,51 @@ def test_a_window_as_long_as_the_row_leaves_no_error(mesh):
         for pair in (("entropy", "teacher_entropy"), ("cross_entropy", "teacher_entropy")):
             torch.testing.assert_close(*(means[name][layer] for name in pair))
         assert means["far_mass"][layer].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "form", [{"preset": "softmax", "window": 4}, {"preset": "local", "near": {"block_size": 4}}]
+)
+def test_a_teacher_that_sees_a_window_alone_is_compared_with_as_it_is(mesh, form):
+    teacher, student = build(mesh, form), build(mesh, form).eval()
+    cores = attention_cores(student)
+    transfer = AttentionTransfer(teacher, cores, query_rows=LENGTH)
+    transfer.begin(0, ROWS)
+    with transfer:
+        run(teacher, stream())
+    means = transfer.sums.means(lambda mine: [mine])
+    for layer in cores:
+        for pair in (("entropy", "teacher_entropy"), ("cross_entropy", "teacher_entropy")):
+            torch.testing.assert_close(*(means[name][layer] for name in pair))
+
+
+def test_the_loss_is_a_mean_over_the_rows_of_the_steps_phase(mesh):
+    teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
+    given = config(
+        training={"seq_len_schedule": [{"until_step": 5, "seq_len": 64, "global_batch_size": 2}]},
+        objective={"kind": "transfer", "teacher": "runs/dense"},
+    )
+    transfer = LayerTransfer(student, Teacher(teacher), given, mesh)
+    losses = []
+    for step in (4, 5):
+        transfer.begin_step(step)
+        losses.append(transfer(stream())[1])
+    torch.testing.assert_close(losses[0], losses[1] * (given.training.global_batch_size / 2))
+
+
+def test_a_teacher_takes_tensors_that_are_equal_and_not_trained(mesh):
+    """Half-trained students, too: what has moved is the teacher's own."""
+    dense, student = build(mesh, "softmax"), build(mesh, FLURKA)
+    mechanisms(student)
+    theirs, ours = dict(dense.named_parameters()), dict(student.named_parameters())
+    moved, trained = [name for name in theirs if ".mlp." in name][:2]
+    ours[moved].data.add_(1)
+    ours[trained].requires_grad_()
+    before = {name: x.clone() for name, x in theirs.items()}
+    Teacher(dense).share(student)
+    own = {name for name, x in theirs.items() if x.data_ptr() != ours[name].data_ptr()}
+    assert own == {moved, trained}
+    assert all(x.equal(before[name]) for name, x in theirs.items())
 
 
 def test_a_step_lowers_the_error_and_nothing_hears_afterwards(mesh):
