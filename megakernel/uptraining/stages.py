@@ -100,10 +100,11 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
 def check_stages(config: Config) -> None:
     """Raise ConfigError for a stage that cannot be, before any is run; layers that are chosen later stand as the first.
 
-    What depends on the layers of the dense model is left to `stages`.
+    The layers of the dense model count as softmax: what depends on their windows is left to `stages`.
     """
     keep = (config.uptrain or Uptrain()).layers.keep
-    stages(config, range(keep) if isinstance(keep, int) else keep, dense=config.model)
+    dense = config.model.model_copy(update={"attention": Attention(), "attention_pattern": None})
+    stages(config, range(keep) if isinstance(keep, int) else keep, dense)
 
 
 def _moments(short: str, before: Sequence[Stage], config: Config) -> str | None:

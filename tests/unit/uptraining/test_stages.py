@@ -96,6 +96,10 @@ def test_a_stage_that_cannot_be_is_refused_before_any_is_run():
     ):
         check_stages(validate(tree))
     check_stages(given)
+    with pytest.raises(
+        ConfigError, match=r"^optimizer.trained=mechanism leaves nothing to train: .* 1-transfer"
+    ):
+        check_stages(made(layers={"keep": [0, 1, 2, 3]}, transfer={"steps": 5}))
 
 
 def test_no_row_is_read_twice_and_what_is_compared_reads_the_same():
