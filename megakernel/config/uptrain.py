@@ -46,6 +46,12 @@ class DistillStage(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Both sides' logits are divided by it."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Without a teacher the labels are all there is."""
+        if self.kl == 0 and self.cross_entropy != 1:
+            reason = "weighs the labels, and beside kl=0 there is nothing to weigh them against"
+            yield Problem("cross_entropy", self.cross_entropy, reason, "set 1, or kl above 0")
+
 
 class LengthStage(Section):
     """Cross entropy on longer rows."""

@@ -96,10 +96,6 @@ def test_a_stage_that_cannot_be_is_refused_before_any_is_run():
     ):
         check_stages(validate(tree))
     check_stages(given)
-    with pytest.raises(
-        ConfigError, match=r"^optimizer.trained=mechanism leaves nothing to train: .* 1-transfer"
-    ):
-        check_stages(made(layers={"keep": [0, 1, 2, 3]}, transfer={"steps": 5}))
 
 
 def test_no_row_is_read_twice_and_what_is_compared_reads_the_same():
@@ -276,6 +272,16 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
         ({"uptrain": {}}, "init.from"),
         ({"uptrain": {"layers": {"keep": 2}}, "init": {"from": "x"}}, "uptrain.layers.keep"),
         ({"uptrain": {"layers": {"keep": [4]}}, "init": {"from": "x"}}, "uptrain.layers.keep"),
+        ({"uptrain": {"layers": {"keep": [0, 1, 2, 3]}}, "init": {"from": "x"}}, "uptrain.layers.keep"),
+        (
+            {"uptrain": {"layers": {"keep": 4}, "transfer": {"steps": 1}}, "init": {"from": "x"}},
+            "uptrain.layers.keep",
+        ),
+        ({"uptrain": {}, "init": {"from": "x"}, "model": {"attention": "softmax"}}, "uptrain.layers.keep"),
+        (
+            {"uptrain": {"distill": {"kl": 0, "cross_entropy": 0}}, "init": {"from": "x"}},
+            "uptrain.distill.cross_entropy",
+        ),
         ({"uptrain": {"alpha": 0.8, "anneal": 0.3}, "init": {"from": "x"}}, "uptrain.alpha"),
         (
             {"uptrain": {"alpha": 0.3}, "init": {"from": "x"}, "model": {"attention": "hedgehog"}},
