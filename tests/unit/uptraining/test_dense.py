@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from launch.cli import main
 from megakernel.config import UserError, load
 from megakernel.uptraining.dense import DenseCheckpoint
+from megakernel.uptraining.dense.configs import plain_config
 from tests import dense_models
 from tests.unit.config import trees
 
@@ -193,3 +194,41 @@ def test_a_window_that_no_layer_has_is_no_window(tmp_path):
     edit_config(tmp_path, **window, layer_types=["full_attention", "sliding_attention"])
     model = DenseCheckpoint(tmp_path).model
     assert [model.layer_attention(layer).window for layer in range(2)] == [None, 8]
+
+
+def test_a_window_as_long_as_the_rows_stays_one(tmp_path):
+    """Else it would be lost where rows grow later, and not come out again."""
+    dense_models.save("mistral, sliding", tmp_path)
+    edit_config(tmp_path, sliding_window=dense_models.LENGTH)
+    model = DenseCheckpoint(tmp_path).model
+    assert model.attention.window == dense_models.LENGTH
+    written = plain_config(model, dense_models.VOCABULARY, 8)
+    assert (written["sliding_window"], written["max_position_embeddings"]) == (dense_models.LENGTH,) * 2
+
+
+SCALINGS = {
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "default": {},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_older_names_of_rotary_scaling_mean_the_same(kind, tmp_path):
+    dense_models.save("qwen2, yarn", tmp_path)
+    path = tmp_path / "config.json"
+    tree = {key: x for key, x in json.loads(path.read_text()).items() if key != "rope_parameters"}
+    found = []
+    for name in ("rope_type", "type"):
+        scaling = {"rope_scaling": {name: kind, **SCALINGS[kind]}, "rope_theta": 500.0}
+        path.write_text(json.dumps(tree | scaling))
+        found.append(DenseCheckpoint(tmp_path).model)
+    assert found[0] == found[1]
+    assert found[0].rope_scaling.kind == {"default": "none"}.get(kind, kind)
+    assert found[0].rope_scaling.factor == SCALINGS[kind].get("factor")
