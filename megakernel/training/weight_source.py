@@ -11,7 +11,7 @@ from megakernel.uptraining.folding import without_updates
 
 from .checkpoint import Checkpoint
 from .checkpoint_files import CheckpointTensors
-from .trained_run import find_checkpoint
+from .trained_run import find_checkpoint, stage_folders
 from .universal import WholeTensors
 from .unrounded import Unrounded
 
@@ -38,7 +38,7 @@ class WeightSource:
         if is_dense_checkpoint(folder):
             DenseCheckpoint(folder)
             return cls(key, folder, None)
-        if (folder / "checkpoints").is_dir():
+        if (folder / "checkpoints").is_dir() or stage_folders(folder):
             return cls(key, folder, find_checkpoint(folder))
         try:
             return cls(key, folder, Checkpoint.read(folder))
