@@ -114,11 +114,19 @@ class DenseCheckpoint:
         Not asked about is what shapes tell, what up-training changes (the attention), and the rotary frequencies,
         which longer rows may change.
         """
-        return [
+        found = [
             f"model.{key}={getattr(model, key)!r} is {getattr(self.model, key)!r} in the checkpoint; set it to that"
             for key in _FUNCTION
             if getattr(model, key) != getattr(self.model, key)
         ]
+        rows, multiple = self.config["vocab_size"], model.vocab_multiple
+        if rows % multiple:
+            found.append(
+                f"model.vocab_multiple={multiple} pads the {rows} rows of the embedding, which the softmax would count; "
+                f"set {self.model.vocab_multiple} with parallel.tensor: 1, or give the dense model rows with "
+                f"`resize_token_embeddings(pad_to_multiple_of={multiple})` of transformers"
+            )
+        return found
 
     def _tensor(self, theirs: str) -> Tensor:
         return self._reader(theirs).get_tensor(self._found(theirs))

@@ -72,6 +72,22 @@ def test_a_model_that_computes_something_else_is_named_key_by_key(llama):
     ]
 
 
+def test_rows_that_would_pad_a_vocabulary_are_refused(llama):
+    edit_config(llama, vocab_size=383)
+    edit_tensors(llama, lambda tensors: tensors.update({name: torch.ones(383, 32) for name in EMBEDDINGS}))
+    checkpoint = DenseCheckpoint(llama)
+    assert checkpoint.unlike(checkpoint.model) == []
+    (line,) = checkpoint.unlike(checkpoint.model.model_copy(update={"vocab_multiple": 2}))
+    assert (
+        "model.vocab_multiple=2 pads the 383 rows of the embedding, which the softmax would count; set 1 "
+        in line
+    )
+    assert "or give the dense model rows with `resize_token_embeddings(pad_to_multiple_of=2)`" in line
+
+
+EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
+
+
 def edit_config(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
