@@ -122,8 +122,8 @@ class DenseCheckpoint:
         rows, multiple = self.config["vocab_size"], model.vocab_multiple
         if rows % multiple:
             found.append(
-                f"model.vocab_multiple={multiple} pads the {rows} rows of the embedding, which the softmax would count; "
-                f"set {self.model.vocab_multiple} with parallel.tensor: 1, or give the dense model rows with "
+                f"model.vocab_multiple={multiple} pads the {rows} rows of the embedding, and the softmax counts them; "
+                f"set {self.model.vocab_multiple} and a parallel.tensor that divides it, or give the dense model rows with "
                 f"`resize_token_embeddings(pad_to_multiple_of={multiple})` of transformers"
             )
         return found

@@ -79,7 +79,7 @@ def test_rows_that_would_pad_a_vocabulary_are_refused(llama):
     assert checkpoint.unlike(checkpoint.model) == []
     (line,) = checkpoint.unlike(checkpoint.model.model_copy(update={"vocab_multiple": 2}))
     assert (
-        "model.vocab_multiple=2 pads the 383 rows of the embedding, which the softmax would count; set 1 "
+        "model.vocab_multiple=2 pads the 383 rows of the embedding, and the softmax counts them; set 1 "
         in line
     )
     assert "or give the dense model rows with `resize_token_embeddings(pad_to_multiple_of=2)`" in line
