@@ -18,7 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check that every tensor is there and none is unknown, and give the model section."""
+    """Check that every tensor is there in its shape and none is unknown, and give the model section."""
+    from megakernel.parallel.device import prepare_device
+
+    prepare_device("cpu", local_rank=0)  # before DeepSpeed is imported, which would look for one and say so
     from megakernel.analysis.parameters import parameter_count
     from megakernel.uptraining.dense import DenseCheckpoint
     from megakernel.uptraining.dense.fragment import fragment

@@ -49,10 +49,31 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     for path, reason in found.broken.items():
         _log.warning("%s cannot be used (%s); taking the one before", path, reason)
     if found.checkpoint is None:
-        raise UserError(
-            f"{folder} has no checkpoint; let its run train on until it saves one (checkpoint.every)"
-        )
+        remedy = _stages_instead(folder) or "let its run train on until it saves one (checkpoint.every)"
+        raise UserError(f"{folder} has no checkpoint; {remedy}")
     return found.checkpoint
+
+
+def stage_folders(folder: Path) -> list[Path]:
+    """The runs inside the folder of an up-training that have saved, its main stages first, the last before others.
+
+    Empty for any other folder.
+    """
+    saved = {
+        path: int(number)
+        for path in folder.glob("*-*")
+        if (number := path.name.partition("-")[0]).isdigit() and any(path.glob("checkpoints/step_*"))
+    }
+    return sorted(saved, key=lambda path: (path.name.endswith(_WANTED), saved[path]), reverse=True)
+
+
+_WANTED = ("-main", "-length")
+"""Ends of the names of stages that train the model of the up-training's configuration."""
+
+
+def _stages_instead(folder: Path) -> str | None:
+    stages = ", ".join(map(str, stage_folders(folder)))
+    return f"it is an up-training: give the run of a stage, {stages}" if stages else None
 
 
 def _at_step(root: Path, step: int) -> Checkpoint:
@@ -61,6 +82,7 @@ def _at_step(root: Path, step: int) -> Checkpoint:
     except ValueError as error:
         others = sorted(s for path in root.glob("step_*") if (s := step_of(path)) is not None and s != step)
         choice = f"choose one of {', '.join(map(str, others))}" if others else "the run has no other yet"
+        choice = _stages_instead(root.parent) or choice
         reason = f"cannot be used ({error})" if (root / f"step_{step}").is_dir() else "has no checkpoint"
         raise UserError(f"step {step} of {root.parent} {reason}; {choice}") from None
 

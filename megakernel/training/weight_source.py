@@ -11,8 +11,9 @@ from megakernel.uptraining.folding import without_updates
 
 from .checkpoint import Checkpoint
 from .checkpoint_files import CheckpointTensors
-from .trained_run import find_checkpoint
+from .trained_run import find_checkpoint, stage_folders
 from .universal import WholeTensors
+from .unrounded import Unrounded
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class WeightSource:
         if is_dense_checkpoint(folder):
             DenseCheckpoint(folder)
             return cls(key, folder, None)
-        if (folder / "checkpoints").is_dir():
+        if (folder / "checkpoints").is_dir() or stage_folders(folder):
             return cls(key, folder, find_checkpoint(folder))
         try:
             return cls(key, folder, Checkpoint.read(folder))
@@ -57,8 +58,7 @@ class WeightSource:
         """
         if self.checkpoint is None:
             return DenseCheckpoint(self.folder)
-        whole = without_updates(CheckpointTensors(self.checkpoint), self._config)
-        return Converted(whole, self.model(), model)
+        return Converted(weights(self.checkpoint, self._config), self.model(), model)
 
     def model(self) -> Model:
         """The model section that its weights were trained with, rotary frequencies of their last phase included.
@@ -80,3 +80,15 @@ class WeightSource:
                 f"{self.key}={self.folder} is a checkpoint without its run: {file} is missing; give the run's folder"
             )
         return from_yaml(file.read_text(encoding="utf-8"), str(file))
+
+
+def weights(checkpoint: Checkpoint, config: Config) -> WholeTensors:
+    """A run's weights as another begins with them: low-rank updates folded, frozen weights as the run was given them.
+
+    config: of the run.
+    """
+    own, source = CheckpointTensors(checkpoint), config.init.source
+    if source is None:
+        return without_updates(own, config)
+    given = Unrounded(own, lambda: WeightSource.find("init.from", source).tensors(config.model))
+    return without_updates(given, config)

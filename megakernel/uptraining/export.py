@@ -13,17 +13,16 @@ from torch import Tensor
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Model, UserError
-from megakernel.training.checkpoint_files import CheckpointTensors
 from megakernel.training.dtypes import DTYPES
 from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
 from megakernel.training.universal import WEIGHT
+from megakernel.training.weight_source import weights
 
 from .dense.checkpoint import CONFIG, embedding_name, our_parts
 from .dense.configs import plain_config
 from .dense.families import FAMILIES
 from .dense.tokenizer import save_tokenizer
-from .folding import without_updates
 from .shards import write_tensors
 
 _DTYPES = DTYPES | {"float16": torch.float16}
@@ -74,7 +73,7 @@ class _Source:
         self.dtype = dtype
         self.eod = tokenizer.eod
         self.model = _with_position_rows(phase.model(run.config.model), run.config.training.seq_len)
-        self.tensors = without_updates(CheckpointTensors(run.checkpoint), run.config)
+        self.tensors = weights(run.checkpoint, run.config)
         self.seq_len = phase.training.seq_len
         self.rows, _ = self.tensors.shape(embedding_name(self.model))
         self.ids = tokenizer.vocab_size

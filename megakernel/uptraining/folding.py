@@ -34,7 +34,10 @@ class Folded:
         return self._source.shape(name)
 
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
-        """Those of `keys` that are known of a tensor; of one that was updated its value alone."""
+        """Those of `keys` that are known of a tensor; of one that was updated its value alone, in float32.
+
+        An update may be smaller than what a frozen bfloat16 weight can tell apart.
+        """
         layer, _, kind = name.partition(".self_attention.")
         updated = {"qkv.weight": "value_update", "output.weight": "output_update"}.get(kind)
         update = f"{layer}.self_attention.{updated}."
@@ -49,7 +52,7 @@ class Folded:
         whole = weight.float().clone()
         target = self._values(whole) if updated == "value_update" else whole
         target += change.view_as(target)
-        return {WEIGHT: whole.to(weight.dtype)}
+        return {WEIGHT: whole}
 
     def _values(self, fused: Tensor) -> Tensor:
         """The values' rows (H_kv, d, C) of a fused projection, whose rows are grouped by key head; a view."""

@@ -14,6 +14,8 @@ from data_pipeline.loader import ValidationBatches
 from data_pipeline.order import Share
 from launch.cli import main
 from megakernel.config import load
+from megakernel.training.checkpoint_files import CheckpointTensors
+from megakernel.training.weight_source import WeightSource
 from tests import dense_models
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import train, write_config
@@ -148,6 +150,20 @@ def test_a_model_of_other_sizes_is_refused_with_every_difference(starts, tmp_pat
     )
     assert "1.mlp.linear_fc1.weight is (96, 32) in the checkpoint and (128, 32) in the model" in said
     assert "2.mlp.linear_fc2.weight is (32, 48) in the checkpoint and (32, 64) in the model" in said
+
+
+def test_what_a_half_precision_run_froze_goes_on_as_it_came_in(starts, tmp_path):
+    config, _ = starts["llama"]
+    kernel = '{"similarity": "kernel", "feature_map": {"name": "hedgehog"}}'
+    frozen = ("training.dtype=bfloat16", "optimizer.trained=mechanism", "training.eval_samples=0")
+    train(config, 1, *frozen, f"model.attention={kernel}", f"run.root={tmp_path}")
+    dense, run = (WeightSource.find("init.from", x) for x in (config.parent / "hf", tmp_path / "run"))
+    model = run.model()
+    before, after = dense.tensors(model), run.tensors(model)
+    saved = CheckpointTensors(run.checkpoint).read("1.mlp.linear_fc1.weight", ["fp32"])["fp32"]
+    assert saved.dtype == torch.bfloat16
+    for name in before.names:
+        assert torch.equal(after.read(name, ["fp32"])["fp32"], before.read(name, ["fp32"])["fp32"]), name
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3, tied", "gpt2", "gpt_neox"])

@@ -1,7 +1,7 @@
 """A folder in the Hugging Face form, read tensor by tensor."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megakernel.config import Model, UserError, validate_section
+from megakernel.parallel import OneProcess
 
 from .families import FAMILIES, OWN, OWN_PREFIX, Family, model_section
 from .parts import Part, Same
@@ -66,13 +67,23 @@ class DenseCheckpoint:
         self._open = ExitStack()
         self._readers: dict[Path, Any] = {}
         self._check_names()
+        self._check_shapes()
 
     @cached_property
     def parts(self) -> dict[str, Part]:
         """Our names -> what they are made of."""
         if self._family is None:
-            return {name: Same((OWN_PREFIX + name,)) for name in _own_names(self.model)}
+            return {name: Same((OWN_PREFIX + name,)) for name in self._wanted_shapes}
         return our_parts(self._family, self.model)
+
+    @cached_property
+    def _wanted_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Our names -> shapes, as the model section has them."""
+        if self._family is None:
+            return _shapes(self.model)
+        # The layers of a family differ in their windows alone: one tells the shapes of all.
+        one = _shapes(self.model.model_copy(update={"num_layers": 1, "attention_pattern": None}))
+        return {name: one[_in_one_layer(name, self.model)] for name in self.parts}
 
     @property
     def _family(self) -> Family | None:
@@ -88,14 +99,7 @@ class DenseCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of one of our tensors, from the files' headers."""
         part = self.parts[name]
-        shapes = [self._reader(theirs).get_slice(self._found(theirs)).get_shape() for theirs in part.theirs]
-        try:
-            return tuple(part.join([torch.empty(shape, device="meta") for shape in shapes]).shape)
-        except RuntimeError:  # heads or columns that do not go into the sizes
-            found = ", ".join(f"{theirs} {tuple(shape)}" for theirs, shape in zip(part.theirs, shapes))
-            raise UserError(
-                f"{self.folder}: {found} do not fit {CONFIG}; download both again, or correct {CONFIG}"
-            ) from None
+        return tuple(part.join([torch.empty(self._shape(x), device="meta") for x in part.theirs]).shape)
 
     def read(self, name: str, keys: Iterable[str] = ("fp32",)) -> dict[str, Tensor]:
         """One of our tensors, in the checkpoint's dtype, as the value of a universal checkpoint's key for weights."""
@@ -110,14 +114,25 @@ class DenseCheckpoint:
         Not asked about is what shapes tell, what up-training changes (the attention), and the rotary frequencies,
         which longer rows may change.
         """
-        return [
+        found = [
             f"model.{key}={getattr(model, key)!r} is {getattr(self.model, key)!r} in the checkpoint; set it to that"
             for key in _FUNCTION
             if getattr(model, key) != getattr(self.model, key)
         ]
+        rows, multiple = self.config["vocab_size"], model.vocab_multiple
+        if rows % multiple:
+            found.append(
+                f"model.vocab_multiple={multiple} pads the {rows} rows of the embedding, and the softmax counts them; "
+                f"set {self.model.vocab_multiple} and a parallel.tensor that divides it, or give the dense model rows "
+                f"with `resize_token_embeddings(pad_to_multiple_of={multiple})` of transformers"
+            )
+        return found
 
     def _tensor(self, theirs: str) -> Tensor:
         return self._reader(theirs).get_tensor(self._found(theirs))
+
+    def _shape(self, theirs: str) -> tuple[int, ...]:
+        return tuple(self._reader(theirs).get_slice(self._found(theirs)).get_shape())
 
     def _reader(self, theirs: str) -> Any:
         path = self._files[self._found(theirs)]
@@ -145,6 +160,19 @@ class DenseCheckpoint:
                     f"{_some(sorted(names))}; download it again, or correct {CONFIG}"
                 )
 
+    def _check_shapes(self) -> None:
+        wrong = [
+            f"{self._found(theirs)} {found} where {CONFIG} asks for {wanted}"
+            for name, shape in self._wanted_shapes.items()
+            for theirs, wanted in _their_shapes(self.parts[name], shape)
+            if (found := self._shape(theirs)) != wanted
+        ]
+        if wrong:
+            raise UserError(
+                f"{self.folder} has {len(wrong)} misshapen tensors of a {self.config['model_type']} model: "
+                f"{_some(wrong)}; download it again, or correct {CONFIG}"
+            )
+
 
 def embedding_name(model: Model) -> str:
     """The name of the token embedding, which is also the head where the two are tied."""
@@ -154,7 +182,7 @@ def embedding_name(model: Model) -> str:
 def our_parts(family: Family, model: Model) -> dict[str, Part]:
     """The names of `megakernel.model.LanguageModel`'s tensors -> parts."""
     around = family.around(model)
-    first = 2 if model.position == "learned" else 1
+    first = _first_layer(model)
     last = first + model.num_layers
     places = {
         "embedding": embedding_name(model),
@@ -169,17 +197,38 @@ def our_parts(family: Family, model: Model) -> dict[str, Part]:
     return parts
 
 
-def _own_names(model: Model) -> list[str]:
-    """Of the tensors that a checkpoint of the model holds."""
-    from megakernel.model import (  # seconds, which other families need not wait for
+def _first_layer(model: Model) -> int:
+    """Its number among the modules: behind the embedding and a table of positions."""
+    return 2 if model.position == "learned" else 1
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors that a checkpoint of the model holds."""
+    from megakernel.model import (  # seconds, which an error before need not wait for
         LanguageModel,
         ModelSettings,
     )
-    from megakernel.parallel import OneProcess
 
     assert model.vocab_size is not None
     with torch.device("meta"):
-        return list(LanguageModel(ModelSettings(model, model.vocab_size, OneProcess())).state_dict())
+        built = LanguageModel(ModelSettings(model, model.vocab_size, OneProcess())).state_dict()
+    # Megatron-core's layers add entries that are no tensors.
+    return {name: tuple(x.shape) for name, x in built.items() if isinstance(x, Tensor)}
+
+
+def _in_one_layer(name: str, model: Model) -> str:
+    """The name of a tensor if the model had one layer; of a layer's tensor that of the first one's."""
+    number, _, rest = name.partition(".")
+    first = _first_layer(model)
+    if not number.isdigit() or int(number) < first:
+        return name
+    return f"{max(first, int(number) - model.num_layers + 1)}.{rest}"
+
+
+def _their_shapes(part: Part, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Their names and shapes of what makes one of our tensors."""
+    for theirs, tensor in zip(part.theirs, part.split(torch.empty(shape, device="meta"))):
+        yield theirs, tuple(tensor.shape)
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

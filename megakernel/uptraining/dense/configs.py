@@ -9,14 +9,15 @@ from megakernel.config import Attention, Model
 def plain_config(model: Model, rows: int, positions: int) -> dict[str, Any] | None:
     """config.json of a causal model, or None where no known architecture has its parts together.
 
-    rows: of the embedding, padding included, which our softmax counts too. positions: the longest row of training.
+    rows: of the embedding, padding included, which our softmax counts too. positions: the longest row of training; what
+    imported weights knew before stays known.
     """
     layers = {model.layer_attention(layer) for layer in range(model.num_layers)}
     if {layer.model_copy(update={"window": None}) for layer in layers} != {Attention(similarity="softmax")}:
         return None
     for fits, config in _KINDS:
         if fits(model):
-            return _common(model, rows) | config(model, positions)
+            return _common(model, rows) | config(model, max(positions, model.known_seq_len or 0))
     return None
 
 

@@ -78,7 +78,8 @@ def _expect(config: Mapping[str, Any], key: str, *allowed: Any) -> None:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(config["rope_parameters"])
-    kind = given.pop("rope_type", "default")
+    older = given.pop("type", "default")  # the key's name until 2024, which files still have
+    kind = given.pop("rope_type", older)
     section: dict[str, Any] = {"position": "rope", "rope_base": given.pop("rope_theta")}
     if (share := given.pop("partial_rotary_factor", 1.0)) != 1.0:
         section["rotary_share"] = share
@@ -97,8 +98,6 @@ def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
     """Which layers see all tokens, and which the last `sliding_window`."""
     window = config.get("sliding_window")
     if window is None or not config.get("use_sliding_window", True):
-        return {}
-    if window >= config["max_position_embeddings"]:
         return {}
     kinds = config.get("layer_types") or ["sliding_attention"]
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
@@ -137,6 +136,7 @@ def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
         "qkv_bias": biased,
         "bias": biased and config["model_type"] != "qwen2",
         "qk_norm": config["model_type"] == "qwen3",
+        "known_seq_len": config["max_position_embeddings"],
         **_attention(config),
         **_rope(config),
     }
@@ -237,6 +237,7 @@ def _neox_section(config: Mapping[str, Any]) -> dict[str, Any]:
         "bias": True,
         "qkv_bias": True,
         "parallel_residual": config["use_parallel_residual"],
+        "known_seq_len": config["max_position_embeddings"],
         **_rope(config),
     }
 

@@ -1,0 +1,70 @@
+"""What a half-precision run has frozen or hardly changed goes on as precise as it is known."""
+
+import torch
+
+from megakernel.config import Lora, Model, UserError
+from megakernel.training.unrounded import Unrounded
+from megakernel.uptraining.folding import Folded
+
+MODEL = Model(num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2)
+QKV, OUTPUT = "1.self_attention.qkv.weight", "1.self_attention.output.weight"
+
+
+class Tensors(dict):
+    """A checkpoint in memory."""
+
+    @property
+    def names(self):
+        return set(self)
+
+    def read(self, name, keys):
+        return {"fp32": self[name]}
+
+
+def draw(*shape, scale=1.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_an_update_too_small_for_bfloat16_is_folded_in_float32():
+    frozen = {QKV: draw(32, 16).bfloat16(), OUTPUT: draw(16, 16).bfloat16()}
+    updates = {
+        f"1.self_attention.{name}.{part}": draw(*shape, scale=0.01)
+        for name, rows in (("value_update", 8), ("output_update", 16))
+        for part, shape in (("up", (rows, 2)), ("down", (2, 16)))
+    }
+    folded = Folded(Tensors(frozen | updates), MODEL, Lora(rank=2, alpha=4.0))
+    assert folded.names == {QKV, OUTPUT}
+    change = {
+        name: 2.0 * updates[f"1.self_attention.{name}.up"] @ updates[f"1.self_attention.{name}.down"]
+        for name in ("value_update", "output_update")
+    }
+    whole = folded.read(OUTPUT)["fp32"]
+    assert whole.dtype == torch.float32
+    assert torch.equal(whole, frozen[OUTPUT].float() + change["output_update"])
+    # Most of it would be lost in the frozen weights' dtype.
+    assert (whole.bfloat16() == frozen[OUTPUT]).float().mean() > 0.5
+    # A key head's rows: 2 x 4 of queries, 4 of keys, 4 of values.
+    moved = (folded.read(QKV)["fp32"] - frozen[QKV].float()).view(2, 16, 16)
+    assert not moved[:, :12].any()
+    torch.testing.assert_close(moved[:, 12:].reshape(8, 16), change["value_update"], rtol=0, atol=1e-6)
+
+
+def test_a_frozen_weight_is_read_where_the_run_had_it_from():
+    exact = {"a": draw(8, 8), "b": draw(8, 4), "c": draw(4)}
+    saved = Tensors(
+        a=exact["a"].bfloat16(),
+        b=exact["b"].bfloat16() + 1,  # its source was trained on since
+        c=exact["c"] + 1e-3,  # trained: float32
+        new=draw(2).bfloat16(),
+    )
+    found = {name: Unrounded(saved, lambda: Tensors(exact)).read(name)["fp32"] for name in saved}
+    assert torch.equal(found["a"], exact["a"])
+    assert all(found[name] is saved[name] for name in ("b", "c", "new"))
+
+
+def test_a_source_that_is_gone_leaves_the_rounded_weight():
+    def gone():
+        raise UserError("nowhere is no run")
+
+    saved = Tensors(a=draw(4).bfloat16())
+    assert Unrounded(saved, gone).read("a")["fp32"] is saved["a"]
