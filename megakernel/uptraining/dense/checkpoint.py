@@ -123,8 +123,8 @@ class DenseCheckpoint:
         if rows % multiple:
             found.append(
                 f"model.vocab_multiple={multiple} pads the {rows} rows of the embedding, and the softmax counts them; "
-                f"set {self.model.vocab_multiple} and a parallel.tensor that divides it, or give the dense model rows "
-                f"with `resize_token_embeddings(pad_to_multiple_of={multiple})` of transformers"
+                f"set {self.model.vocab_multiple} and a parallel.tensor that divides it, or give the dense model "
+                f"rows with `resize_token_embeddings(pad_to_multiple_of={multiple})` of transformers"
             )
         return found
 
