@@ -2,29 +2,28 @@
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megakernel.config import Attention, Config, Model, UserError
-from megakernel.config.attention import Near
 from megakernel.model import LanguageModel
 from megakernel.parallel import Mesh
 from megakernel.training.weight_source import WeightSource
 
 from .ablations import as_sliding_window
 from .handed_on import before_head
+from .identity import Identity, covering, identity_tokens
 from .validation import Validation
 
 IDENTITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""How far the loss of a student whose window covers the row may be from the dense model's, in nats."""
+"""How far the loss of a student whose windows cover the tokens may be from the dense model's, in nats."""
 
 PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """How far logits may be from those of `transformers`, as a share of the largest."""
 
 PARITY_TOKENS = 256
-
 
 LONGEST_WINDOWED = 8192
 """Tokens per row up to which the sliding window is measured, which forms every pair of them."""
@@ -39,8 +38,8 @@ class Preflight(NamedTuple):
     None of a run, and where rows are cut in pieces.
     """
 
-    identity_loss: float | None
-    """Of a student whose near window covers the row: the dense model again; None where rows are cut in pieces."""
+    identity: Identity | None
+    """Of a student whose near windows cover the tokens: the dense model again; None where rows are cut in pieces."""
 
     dense: tuple[float, float]
     """Of the dense model."""
@@ -51,10 +50,17 @@ class Preflight(NamedTuple):
     sliding: tuple[float, float] | None
     """Of the dense model through a sliding window with sinks; None where rows are too long or cut in pieces."""
 
+    @classmethod
+    def read(cls, tree: dict[str, Any]) -> "Preflight":
+        """What `_asdict` became in JSON."""
+        same = tree["identity"]
+        return cls(**tree | {"identity": None if same is None else Identity(*same)})
 
-def preflight(validation: Validation, source: WeightSource) -> Preflight:
+
+def preflight(validation: Validation, source: WeightSource, student: Model) -> Preflight:
     """Read the dense model, and compare what it predicts with `transformers`, the student and its identity.
 
+    student: the wanted model, with the layers that stay softmax as far as they are known.
     Raises UserError, alike on all ranks, where the dense model is not what `transformers` or the student make of it.
     """
     config, mesh = validation.config, validation.mesh
@@ -63,17 +69,19 @@ def preflight(validation: Validation, source: WeightSource) -> Preflight:
     model = validation.model(source.model(), source)
     dense = validation.losses(model, window)
     parity = _parity(model, source.folder, mesh) if whole and source.checkpoint is None else None
+    tokens = identity_tokens(source.model(), length, mesh) if whole else 0
+    dense_start = validation.losses(model, window, tokens)[0] if tokens else math.nan
     sliding = None
     if whole and length <= LONGEST_WINDOWED:
         as_sliding_window(model, window)
         sliding = validation.losses(model, window)
     del model
-    swapped = validation.losses(validation.model(config.model, source), window)
-    identity_loss = None
-    if whole:
-        covered = _covered(config.model, source.model(), length)
-        identity_loss, _ = validation.losses(validation.model(covered, source), window)
-    found = Preflight(parity, identity_loss, dense, swapped, sliding)
+    swapped = validation.losses(validation.model(student, source), window)
+    identity = None
+    if tokens:
+        covered = validation.model(covering(student, tokens), source)
+        identity = Identity(tokens, validation.losses(covered, window, tokens)[0], dense_start)
+    found = Preflight(parity, identity, dense, swapped, sliding)
     _check(found, config, source)
     return found
 
@@ -88,25 +96,6 @@ def _window(attention: Attention) -> int:
     if attention.near is None:
         return 0
     return (attention.block_size or 0) * attention.near.blocks
-
-
-def _covered(model: Model, dense: Model, length: int) -> Model:
-    """The same with windows of what the dense layers see, `length` tokens: nothing is left for what approximates."""
-    pairs = (
-        (model.layer_attention(layer), dense.layer_attention(layer)) for layer in range(model.num_layers)
-    )
-    attentions = [_covering(mine, length) if whole.window is None else whole for mine, whole in pairs]
-    pattern = [attention.model_dump(mode="json") for attention in attentions]
-    return Model.model_validate(model.model_dump(mode="json") | {"attention_pattern": pattern})
-
-
-def _covering(attention: Attention, length: int) -> Attention:
-    if attention.is_full_softmax:
-        return attention
-    if attention.near is None or attention.compression is None or attention.near.kind != "softmax":
-        return Attention(similarity="softmax", near=Near(block_size=length))
-    tree = attention.model_dump(mode="json")
-    return Attention.model_validate(tree | {"compression": tree["compression"] | {"block_size": length}})
 
 
 def _parity(dense: LanguageModel, folder: Path, mesh: Mesh) -> float:
@@ -143,14 +132,14 @@ def _check(found: Preflight, config: Config, source: WeightSource) -> None:
             f"largest, more than {PARITY_TOLERANCE[dtype]:.0e} in {dtype}; its config.json asks for something that "
             "Megakernel does not know: take training.dtype=float32 to see whether it is rounding"
         )
-    dense_loss, swapped_loss = found.dense[0], found.swapped[0]
-    identity = dense_loss if found.identity_loss is None else found.identity_loss
-    if not abs(identity - dense_loss) <= IDENTITY_TOLERANCE[dtype]:
+    same = found.identity
+    if same is not None and not abs(same.student - same.dense) <= IDENTITY_TOLERANCE[dtype]:
         raise UserError(
-            f"model: with windows as long as the row it loses {identity:.4f} and the dense model "
-            f"{dense_loss:.4f}; give it the dense model's section, see `megakernel import {source.folder}`"
+            f"model: with windows over the first {same.tokens} tokens of each row it loses {same.student:.4f} there "
+            f"and the dense model {same.dense:.4f}; give it the dense model's section, see "
+            f"`megakernel import {source.folder}`"
         )
-    if not math.isfinite(swapped_loss):
+    if not math.isfinite(found.swapped[0]):
         raise UserError(
-            f"model.attention: its loss is {swapped_loss} before any step; take feature_map: hedgehog"
+            f"model.attention: its loss is {found.swapped[0]} before any step; take feature_map: hedgehog"
         )

@@ -10,6 +10,7 @@ from typing import Any
 from megakernel.training.whole_file import write_whole
 
 from .head_tag import HeadTag
+from .identity import Identity
 
 REPORT = "uptrain_report"
 
@@ -70,7 +71,7 @@ class Report:
     parity: float | None
     """See `Preflight`."""
 
-    identity_loss: float | None
+    identity: Identity | None
     """See `Preflight`."""
 
     dense: Measured
@@ -91,7 +92,12 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the same numbers, with what follows from them."""
         rows = (*self.stages, *self.ablations)
-        found = {**asdict(self), "recovered": {row.name: self._recovered(row, self.dense) for row in rows}}
+        identity = None if self.identity is None else self.identity._asdict()
+        found = {
+            **asdict(self),
+            "identity": identity,
+            "recovered": {row.name: self._recovered(row, self.dense) for row in rows},
+        }
         if self.trained_on is not None:
             found["recovered_of_trained_on"] = {
                 row.name: self._recovered(row, self.trained_on) for row in rows
@@ -113,7 +119,7 @@ class Report:
             f"costs at least {LEAST_GAP:.0%}{place}.",
             "",
             f"* Logits of the dense model against transformers, share of the largest: {_or_none(self.parity, '.1e')}.",
-            f"* Loss with windows as long as the row: {_or_none(self.identity_loss, '.4f')}.",
+            f"* {_identity(self.identity)}",
             "",
             f"| model | tokens | loss | perplexity | beyond | recovered |{more}",
             "| --- | ---: | ---: | ---: | ---: | ---: |" + (" ---: |" if more else ""),
@@ -151,6 +157,15 @@ def _head_table(heads: dict[str, float]) -> list[str]:
         cells = [f"{values[name]:.4g}" if name in values else "" for name in names]
         table.append(f"| {row} | {column} | {' | '.join(cells)} |")
     return table
+
+
+def _identity(found: Identity | None) -> str:
+    if found is None:
+        return "Loss of a student whose windows cover the row: not measured."
+    return (
+        f"Loss of the first {found.tokens} tokens of each row: of the dense model {found.dense:.4f}, "
+        f"of the student with windows over all of them {found.student:.4f}."
+    )
 
 
 def _or_none(value: float | None, form: str) -> str:

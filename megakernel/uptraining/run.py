@@ -17,7 +17,7 @@ from megakernel.training.whole_file import write_whole
 
 from .preflight import Preflight, preflight
 from .stages import Stage, stages
-from .summary import head_scalars, summarize, worst_layers
+from .summary import head_scalars, summarize, wanted_model, worst_layers
 from .validation import Validation
 
 BEFORE = "before.json"
@@ -104,9 +104,12 @@ class Uptraining:
         file = self.folder / BEFORE
         known = self.ranks.first(lambda: _read(file))
         if known is not None:
-            return Preflight(**known)
+            return Preflight.read(known)
         self._note(f"preflight of {source.folder}")
-        found = preflight(validation, source)
+        keep = self.uptrain.layers.keep
+        # Of a number of layers nobody knows yet which they are.
+        plan = stages(self.config, keep if isinstance(keep, list) else [], source.model())
+        found = preflight(validation, source, wanted_model(self.config, plan))
         self.ranks.first(lambda: write_whole(file, json.dumps(found._asdict(), indent=1) + "\n"))
         return found
 

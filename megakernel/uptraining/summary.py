@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megakernel.config import Config
+from megakernel.config import Config, Model
 from megakernel.model import LanguageModel
 from megakernel.training.weight_source import WeightSource
 
@@ -58,7 +58,7 @@ def summarize(config: Config, plan: Sequence[Stage], validation: Validation, bef
         config=str(config.run.folder),
         window=window,
         parity=before.parity,
-        identity_loss=before.identity_loss,
+        identity=before.identity,
         dense=Measured.untrained("dense", before.dense),
         swapped=Measured.untrained("swapped, untrained", before.swapped),
         stages=rows,
@@ -66,6 +66,11 @@ def summarize(config: Config, plan: Sequence[Stage], validation: Validation, bef
         heads={} if transfer is None else head_scalars(transfer.config.run.folder),
         trained_on=trained_on,
     )
+
+
+def wanted_model(config: Config, plan: Sequence[Stage]) -> Model:
+    """What is trained in the main stage, layers that stay softmax included, where the plan has come so far."""
+    return next((stage.config.model for stage in plan if stage.name.endswith("-main")), config.model)
 
 
 def head_scalars(run: Path) -> dict[str, float]:

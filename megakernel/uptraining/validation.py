@@ -37,11 +37,15 @@ class Validation:
         """A frozen model with the weights of `source`; see `frozen_model`."""
         return frozen_model(self.settings, model, source, DTYPES[self.config.training.dtype])
 
-    def losses(self, model: LanguageModel, window: int) -> tuple[float, float]:
-        """Nats per token, of all tokens, and of those with at least `window` others of their document before them."""
-        shares = means(lambda *stream: self._share(model, stream, window), self._streams, self.mesh)
-        every, beyond, tokens, tokens_beyond = self.mesh.sum(shares, self.mesh.pp).tolist()
-        return every / max(tokens, 1), beyond / max(tokens_beyond, 1)
+    def losses(self, model: LanguageModel, window: int, tokens: int | None = None) -> tuple[float, float]:
+        """Nats per token, of all tokens, and of those with at least `window` others of their document before them.
+
+        tokens: read so many at the beginning of each row alone.
+        """
+        read = [tuple(part[:, :tokens] if part.dim() == 2 else part for part in one) for one in self._streams]
+        shares = means(lambda *stream: self._share(model, stream, window), read, self.mesh)
+        every, beyond, count, count_beyond = self.mesh.sum(shares, self.mesh.pp).tolist()
+        return every / max(count, 1), beyond / max(count_beyond, 1)
 
     def _share(self, model: LanguageModel, stream: Stream, window: int) -> Tensor:
         """float64 (4,): what this stage knows of a micro-batch's two sums and their tokens; on the last one all."""

@@ -130,7 +130,7 @@ def test_the_report_adds_up(finished):
     report = json.loads((finished / "uptrain_report.json").read_text())
     dense, swapped = report["dense"]["loss"], report["swapped"]["loss"]
     assert dense == pytest.approx(scalars(metrics(finished.parent / "dense"), "eval/loss")[-1], abs=1e-5)
-    assert report["identity_loss"] == pytest.approx(dense, abs=1e-5)
+    assert report["identity"] == pytest.approx({"tokens": 64, "student": dense, "dense": dense}, abs=1e-5)
     rows = {row["name"]: row for row in (*report["stages"], *report["ablations"])}
     main = rows["distillation"]
     assert main["loss"] == pytest.approx(scalars(metrics(finished / "4-main"), "eval/loss")[-1], abs=1e-5)

@@ -168,7 +168,7 @@ def test_their_report_is_that_of_one_process(whole, staged):
     for left, right in zip(ours, rows, strict=True):
         assert (left["loss"], left["beyond"]) == pytest.approx((right["loss"], right["beyond"]), abs=1e-5)
     assert found["heads"] == pytest.approx(expected["heads"], rel=1e-4, abs=1e-5)
-    assert found["identity_loss"] == pytest.approx(expected["identity_loss"], abs=1e-5)
+    assert found["identity"] == pytest.approx(expected["identity"], abs=1e-5)
 
 
 def test_stages_without_weights_of_their_own_are_refused_alike_on_all_ranks(staged):

@@ -5,6 +5,7 @@ from math import log
 
 import pytest
 
+from megakernel.uptraining.identity import Identity
 from megakernel.uptraining.report import Measured, Report, recovered
 
 
@@ -19,7 +20,7 @@ def made(**more):
         config="runs/x",
         window=64,
         parity=1e-6,
-        identity_loss=None,
+        identity=Identity(64, 2.5, 2.4),
         dense=Measured.untrained("dense", (log(10), log(9))),
         swapped=Measured.untrained("swapped, untrained", (log(20), log(21))),
         stages=[Measured("distillation", log(12), log(13), tokens=4096, folder="runs/x/1-main")],
@@ -37,6 +38,7 @@ def test_files_have_what_was_measured(tmp_path):
     assert "| 1 | 0 | 0.25 | 0.5 |" in lines
     found = json.loads((tmp_path / "uptrain_report.json").read_text())
     assert found["recovered"] == {"distillation": pytest.approx(0.8)}
+    assert found["identity"] == {"tokens": 64, "student": 2.5, "dense": 2.4}
     assert found["stages"][0]["folder"] == "runs/x/1-main"
     assert "recovered_of_trained_on" not in found
 
