@@ -1,20 +1,14 @@
 """What is known before any step: that the dense model is read right, what it predicts, and what the swap costs."""
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from megakernel.config import Attention, Config, Model, UserError
-from megakernel.model import LanguageModel
-from megakernel.parallel import Mesh
 from megakernel.training.weight_source import WeightSource
 
 from .ablations import as_sliding_window
-from .handed_on import before_head
 from .identity import Identity, covering, identity_tokens
+from .parity import Parity, parity
 from .validation import Validation
 
 IDENTITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -23,8 +17,6 @@ IDENTITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """How far logits may be from those of `transformers`, as a share of the largest."""
 
-PARITY_TOKENS = 256
-
 LONGEST_WINDOWED = 8192
 """Tokens per row up to which the sliding window is measured, which forms every pair of them."""
 
@@ -32,11 +24,8 @@ LONGEST_WINDOWED = 8192
 class Preflight(NamedTuple):
     """Losses in nats per token on the validation samples; pairs are of all tokens, and of those beyond the window."""
 
-    parity: float | None
-    """Largest difference to the logits of `transformers`, as a share of the largest.
-
-    None of a run, and where rows are cut in pieces.
-    """
+    parity: Parity
+    """Of logits, with `transformers`."""
 
     identity: Identity | None
     """Of a student whose near windows cover the tokens: the dense model again; None where rows are cut in pieces."""
@@ -54,7 +43,8 @@ class Preflight(NamedTuple):
     def read(cls, tree: dict[str, Any]) -> "Preflight":
         """What `_asdict` became in JSON."""
         same = tree["identity"]
-        return cls(**tree | {"identity": None if same is None else Identity(*same)})
+        identity = None if same is None else Identity(*same)
+        return cls(**tree | {"parity": Parity(*tree["parity"]), "identity": identity})
 
 
 def preflight(validation: Validation, source: WeightSource, student: Model) -> Preflight:
@@ -68,7 +58,7 @@ def preflight(validation: Validation, source: WeightSource, student: Model) -> P
     whole = mesh.cp.size == 1
     model = validation.model(source.model(), source)
     dense = validation.losses(model, window)
-    parity = _parity(model, source.folder, mesh) if whole and source.checkpoint is None else None
+    same_logits = parity(model, source, mesh)
     tokens = identity_tokens(source.model(), length, mesh) if whole else 0
     dense_start = validation.losses(model, window, tokens)[0] if tokens else math.nan
     sliding = None
@@ -81,8 +71,8 @@ def preflight(validation: Validation, source: WeightSource, student: Model) -> P
     if tokens:
         covered = validation.model(covering(student, tokens), source)
         identity = Identity(tokens, validation.losses(covered, window, tokens)[0], dense_start)
-    found = Preflight(parity, identity, dense, swapped, sliding)
-    _check(found, config, source)
+    found = Preflight(same_logits, identity, dense, swapped, sliding)
+    check(found, config, source)
     return found
 
 
@@ -98,37 +88,13 @@ def _window(attention: Attention) -> int:
     return (attention.block_size or 0) * attention.near.blocks
 
 
-def _parity(dense: LanguageModel, folder: Path, mesh: Mesh) -> float:
-    """How far the logits of one made row are from those of `transformers`; measured by one rank of the last stage."""
-    model = dense.settings.model
-    vocab = model.vocab_size or dense.settings.vocab_size
-    length = min(PARITY_TOKENS, model.max_positions or PARITY_TOKENS)
-    tokens = torch.arange(length, device=mesh.device).mul(7919).remainder(vocab)[None]
-    positions = torch.arange(length, device=mesh.device)[None]
-    difference = 0.0
-    with torch.no_grad():
-        entering = before_head(dense, (tokens, positions), mesh)
-        if entering is not None:
-            ours = dense.logits(entering[0])[..., :vocab]
-            if mesh.rank == mesh.world_size - mesh.world_size // mesh.pp.size:
-                theirs = _reference_logits(folder, tokens, ours.dtype)
-                difference = float((ours - theirs).abs().max() / theirs.abs().max())
-    return max(mesh.gather_objects(difference))
-
-
-def _reference_logits(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(tokens.device).eval()
-    logits: Tensor = reference(tokens).logits
-    return logits
-
-
-def _check(found: Preflight, config: Config, source: WeightSource) -> None:
+def check(found: Preflight, config: Config, source: WeightSource) -> None:
+    """Raise UserError for a dense model, or a student, with which no step is worth its time."""
     dtype = config.training.dtype
-    if found.parity is not None and not found.parity <= PARITY_TOLERANCE[dtype]:
+    difference = found.parity.difference
+    if difference is not None and not difference <= PARITY_TOLERANCE[dtype]:
         raise UserError(
-            f"{source.key}={source.folder}: logits differ from those of transformers by {found.parity:.1e} of the "
+            f"{source.key}={source.folder}: logits differ from those of transformers by {difference:.1e} of the "
             f"largest, more than {PARITY_TOLERANCE[dtype]:.0e} in {dtype}; its config.json asks for something that "
             "Megakernel does not know: take training.dtype=float32 to see whether it is rounding"
         )

@@ -69,7 +69,10 @@ class Report:
     """Tokens of the near window."""
 
     parity: float | None
-    """See `Preflight`."""
+    """See `Parity`."""
+
+    parity_reason: str
+    """Why it is None; empty where it is not."""
 
     identity: Identity | None
     """See `Preflight`."""
@@ -110,6 +113,7 @@ class Report:
         if self.trained_on is not None:
             more = " of the dense model trained on |"
             place = "; the last column has in that one's place what it became on as many tokens"
+        parity = f"not measured: {self.parity_reason}" if self.parity is None else f"{self.parity:.1e}"
         lines = [
             f"# Up-training {self.config}",
             "",
@@ -118,7 +122,7 @@ class Report:
             "(PPL of the swapped model - PPL) / (PPL of the swapped model - PPL of the dense model), where the swap "
             f"costs at least {LEAST_GAP:.0%}{place}.",
             "",
-            f"* Logits of the dense model against transformers, share of the largest: {_or_none(self.parity, '.1e')}.",
+            f"* Logits of the dense model against transformers, share of the largest: {parity}.",
             f"* {_identity(self.identity)}",
             "",
             f"| model | tokens | loss | perplexity | beyond | recovered |{more}",
@@ -166,7 +170,3 @@ def _identity(found: Identity | None) -> str:
         f"Loss of the first {found.tokens} tokens of each row: of the dense model {found.dense:.4f}, "
         f"of the student with windows over all of them {found.student:.4f}."
     )
-
-
-def _or_none(value: float | None, form: str) -> str:
-    return "not measured" if value is None else format(value, form)

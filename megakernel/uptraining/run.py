@@ -110,6 +110,8 @@ class Uptraining:
         # Of a number of layers nobody knows yet which they are.
         plan = stages(self.config, keep if isinstance(keep, list) else [], source.model())
         found = preflight(validation, source, wanted_model(self.config, plan))
+        if found.parity.reason:
+            self._note(f"logits are not compared with those of transformers: {found.parity.reason}")
         self.ranks.first(lambda: write_whole(file, json.dumps(found._asdict(), indent=1) + "\n"))
         return found
 

@@ -57,7 +57,8 @@ def summarize(config: Config, plan: Sequence[Stage], validation: Validation, bef
     return Report(
         config=str(config.run.folder),
         window=window,
-        parity=before.parity,
+        parity=before.parity.difference,
+        parity_reason=before.parity.reason,
         identity=before.identity,
         dense=Measured.untrained("dense", before.dense),
         swapped=Measured.untrained("swapped, untrained", before.swapped),

@@ -19,7 +19,8 @@ def made(**more):
     return Report(
         config="runs/x",
         window=64,
-        parity=1e-6,
+        parity=None,
+        parity_reason="it is a run",
         identity=Identity(64, 2.5, 2.4),
         dense=Measured.untrained("dense", (log(10), log(9))),
         swapped=Measured.untrained("swapped, untrained", (log(20), log(21))),
@@ -36,6 +37,7 @@ def test_files_have_what_was_measured(tmp_path):
     lines = (tmp_path / "uptrain_report.md").read_text().splitlines()
     assert "| distillation | 4,096 | 2.4849 | 12.000 | 2.5649 | 80.0% |" in lines
     assert "| 1 | 0 | 0.25 | 0.5 |" in lines
+    assert lines[4].endswith("transformers, share of the largest: not measured: it is a run.")
     found = json.loads((tmp_path / "uptrain_report.json").read_text())
     assert found["recovered"] == {"distillation": pytest.approx(0.8)}
     assert found["identity"] == {"tokens": 64, "student": 2.5, "dense": 2.4}
