@@ -71,7 +71,7 @@ class Uptraining:
             if stage.config.objective.kind == "transfer":
                 self._choose_layers(stage)
             done += 1
-        report = summarize(self.config, plan, validation, before)
+        report = summarize(self.config, plan, validation, before, source)
         self.ranks.first(lambda: report.write(self.folder))
         self._note(report.markdown())
         return 0

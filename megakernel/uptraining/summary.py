@@ -16,9 +16,16 @@ from .stages import Stage
 from .validation import Validation
 
 
-def summarize(config: Config, plan: Sequence[Stage], validation: Validation, before: Preflight) -> Report:
-    """Measure every stage's model and the parts of the last one; called on all ranks."""
+def summarize(
+    config: Config, plan: Sequence[Stage], validation: Validation, before: Preflight, source: WeightSource
+) -> Report:
+    """Measure every stage's model and the parts of the last one; called on all ranks. source: the dense model."""
     window = near_window(config)
+    swapped = before.swapped
+    keep = [] if config.uptrain is None else config.uptrain.layers.keep
+    if isinstance(keep, int) and keep:
+        # Before the transfer nobody knew which layers would stay softmax: all were swapped.
+        swapped = validation.losses(validation.model(wanted_model(config, plan), source), window)
     rows: list[Measured] = []
     ablations: list[Measured] = []
     trained_on: Measured | None = None
@@ -61,7 +68,7 @@ def summarize(config: Config, plan: Sequence[Stage], validation: Validation, bef
         parity_reason=before.parity.reason,
         identity=before.identity,
         dense=Measured.untrained("dense", before.dense),
-        swapped=Measured.untrained("swapped, untrained", before.swapped),
+        swapped=Measured.untrained("swapped, untrained", swapped),
         stages=rows,
         ablations=ablations,
         heads={} if transfer is None else head_scalars(transfer.config.run.folder),

@@ -149,6 +149,25 @@ def test_the_report_adds_up(finished):
         assert name in text
 
 
+def test_the_swapped_model_of_a_hybrid_keeps_its_layers(finished):
+    told = json.loads((finished / "uptrain_report.json").read_text())["swapped"]["loss"]
+    found = run_ranks(swapped, 1, finished / "4-main/config.yaml", finished.parent / "dense")[0]
+    assert told == pytest.approx(found, abs=1e-6)
+    assert told != pytest.approx(json.loads((finished / "before.json").read_text())["swapped"][0], abs=1e-4)
+
+
+def swapped(config, dense):
+    """The loss of a stage's model with the dense model's weights."""
+    from megakernel.training.weight_source import WeightSource
+    from megakernel.uptraining.validation import Validation
+
+    run = load(config)
+    with cpu_mesh() as mesh:
+        validation = Validation(run, mesh)
+        model = validation.model(run.model, WeightSource.find("init.from", dense))
+        return validation.losses(model, 0)[0]
+
+
 KILLED = ["stage 1-transfer", "step 4/6", "stage 2-base", "step 5/6", "stage 3-rank8", "stage 4-main"]
 KILLED += ["step  8/10", "stage 5-length", "step 2/4", "stage 6-scratch", "stage 7-dense"]
 """Lines of the console after which one start after another is killed: between all stages and inside most."""
