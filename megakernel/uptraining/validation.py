@@ -1,5 +1,7 @@
 """Losses of models on a run's validation samples, without training."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,15 @@ from megakernel.training.weight_source import WeightSource
 
 from .frozen import frozen_model
 from .handed_on import before_head
+
+
+def measured_on(config: Config) -> dict[str, Any]:
+    """What losses depend on and a run may change while it goes on, as JSON has it: which samples are read."""
+    return {
+        "eval_samples": config.training.eval_samples,
+        "eval_seq_len": config.training.evaluation_len,
+        "validation": [corpus.model_dump(mode="json") for corpus in config.data.validation_corpora],
+    }
 
 
 class Validation:
