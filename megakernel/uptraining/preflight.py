@@ -37,7 +37,10 @@ class Preflight(NamedTuple):
     """Of the student before any step: the dense model's weights, mechanisms as drawn."""
 
     sliding: tuple[float, float] | None
-    """Of the dense model through a sliding window with sinks; None where rows are too long or cut in pieces."""
+    """Of the dense model through a sliding window as long as the near one, with sinks.
+
+    None where there is no near window, or rows are too long or cut in pieces.
+    """
 
     @classmethod
     def read(cls, tree: dict[str, Any]) -> "Preflight":
@@ -62,7 +65,7 @@ def preflight(validation: Validation, source: WeightSource, student: Model) -> P
     tokens = identity_tokens(source.model(), length, mesh) if whole else 0
     dense_start = validation.losses(model, window, tokens)[0] if tokens else math.nan
     sliding = None
-    if whole and length <= LONGEST_WINDOWED:
+    if whole and window and length <= LONGEST_WINDOWED:
         as_sliding_window(model, window)
         sliding = validation.losses(model, window)
     del model

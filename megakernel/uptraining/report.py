@@ -66,7 +66,7 @@ class Report:
     """The run's folder."""
 
     window: int
-    """Tokens of the near window."""
+    """Tokens of the near window; 0 without one."""
 
     parity: float | None
     """See `Parity`."""
@@ -117,8 +117,7 @@ class Report:
         lines = [
             f"# Up-training {self.config}",
             "",
-            f"Validation loss in nats per token; *beyond* counts the tokens with at least {self.window} tokens of "
-            "their document before them, which a near window alone cannot connect with its start. *recovered* is "
+            f"Validation loss in nats per token; *beyond* counts {_beyond(self.window)}. *recovered* is "
             "(PPL of the swapped model - PPL) / (PPL of the swapped model - PPL of the dense model), where the swap "
             f"costs at least {LEAST_GAP:.0%}{place}.",
             "",
@@ -161,6 +160,15 @@ def _head_table(heads: dict[str, float]) -> list[str]:
         cells = [f"{values[name]:.4g}" if name in values else "" for name in names]
         table.append(f"| {row} | {column} | {' | '.join(cells)} |")
     return table
+
+
+def _beyond(window: int) -> str:
+    if window == 0:
+        return "all tokens, as there is no near window"
+    return (
+        f"the tokens with at least {window} tokens of their document before them, which a near window alone cannot "
+        "connect with its start"
+    )
 
 
 def _identity(found: Identity | None) -> str:

@@ -174,6 +174,23 @@ def loss_of(config, source, *overrides):
         return validation.losses(model, 0)[0]
 
 
+def test_a_student_without_a_near_window_has_no_sliding_window_beside_it(place):
+    found = run_ranks(preflight_of, 1, place / "student.yaml", "model.attention=hedgehog")[0]
+    assert found.sliding is None
+    assert found.dense[1] == found.dense[0] == pytest.approx(found.identity.student, abs=1e-5)
+
+
+def preflight_of(config, *overrides):
+    from megakernel.training.weight_source import WeightSource
+    from megakernel.uptraining.preflight import preflight
+    from megakernel.uptraining.validation import Validation
+
+    run = load(config, overrides)
+    with cpu_mesh() as mesh:
+        source = WeightSource.find("init.from", run.init.source)
+        return preflight(Validation(run, mesh), source, run.model)
+
+
 KILLED = ["stage 1-transfer", "step 4/6", "stage 2-base", "step 5/6", "stage 3-rank8", "stage 4-main"]
 KILLED += ["step  8/10", "stage 5-length", "step 2/4", "stage 6-scratch", "stage 7-dense"]
 """Lines of the console after which one start after another is killed: between all stages and inside most."""

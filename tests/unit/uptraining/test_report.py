@@ -1,6 +1,7 @@
 """What an up-training's report says."""
 
 import json
+from dataclasses import replace
 from math import log
 
 import pytest
@@ -43,6 +44,11 @@ def test_files_have_what_was_measured(tmp_path):
     assert found["identity"] == {"tokens": 64, "student": 2.5, "dense": 2.4}
     assert found["stages"][0]["folder"] == "runs/x/1-main"
     assert "recovered_of_trained_on" not in found
+
+
+def test_without_a_near_window_nothing_lies_beyond_it():
+    assert "*beyond* counts the tokens with at least 64 tokens of their document" in made().markdown()
+    assert "*beyond* counts all tokens, as there is no near window" in replace(made(), window=0).markdown()
 
 
 def test_beside_a_dense_model_that_was_trained_on_both_shares_are_told(tmp_path):
