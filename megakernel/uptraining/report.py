@@ -87,6 +87,17 @@ class Report:
     trained_on: Measured | None = None
     """The dense model after as many tokens as the student's; None where it was not trained on."""
 
+    @property
+    def rows(self) -> list[Measured]:
+        """All models, in the order of the table."""
+        return [self.dense, self.swapped, *self.stages, *self.ablations]
+
+    def recovered(self, row: Measured, end: Measured) -> float | None:
+        """The share of the gap to `end` that a row closes; see `recovered`. None of the two that begin the table."""
+        if row in (self.dense, self.swapped):
+            return None
+        return recovered(self.swapped.loss, row.loss, end.loss)
+
     def write(self, folder: Path) -> None:
         """Both files, each whole or not at all."""
         write_whole(folder / f"{REPORT}.json", json.dumps(self.as_dict(), indent=1) + "\n")
@@ -99,11 +110,11 @@ class Report:
         found = {
             **asdict(self),
             "identity": identity,
-            "recovered": {row.name: self._recovered(row, self.dense) for row in rows},
+            "recovered": {row.name: self.recovered(row, self.dense) for row in rows},
         }
         if self.trained_on is not None:
             found["recovered_of_trained_on"] = {
-                row.name: self._recovered(row, self.trained_on) for row in rows
+                row.name: self.recovered(row, self.trained_on) for row in rows
             }
         return found
 
@@ -127,11 +138,9 @@ class Report:
             f"| model | tokens | loss | perplexity | beyond | recovered |{more}",
             "| --- | ---: | ---: | ---: | ---: | ---: |" + (" ---: |" if more else ""),
         ]
-        for row in (self.dense, self.swapped, *self.stages, *self.ablations):
-            ends = [self.dense, *([] if self.trained_on is None else [self.trained_on])]
-            shares = [
-                None if row in (self.dense, self.swapped) else self._recovered(row, end) for end in ends
-            ]
+        ends = [self.dense, *([] if self.trained_on is None else [self.trained_on])]
+        for row in self.rows:
+            shares = [self.recovered(row, end) for end in ends]
             shown = " | ".join("" if share is None else f"{share:.1%}" for share in shares)
             lines.append(
                 f"| {row.name} | {row.tokens:,} | {row.loss:.4f} | {row.perplexity:.3f} | {row.beyond:.4f} | {shown} |"
@@ -139,9 +148,6 @@ class Report:
         if self.heads:
             lines += ["", "## Heads, at the end of the transfer", "", *_head_table(self.heads)]
         return "\n".join(lines) + "\n"
-
-    def _recovered(self, row: Measured, dense: Measured) -> float | None:
-        return recovered(self.swapped.loss, row.loss, dense.loss)
 
 
 def _head_table(heads: dict[str, float]) -> list[str]:

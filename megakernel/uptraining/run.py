@@ -11,13 +11,14 @@ from megakernel.parallel import Mesh
 from megakernel.training.checkpoint_folder import CheckpointFolder
 from megakernel.training.ranks import Ranks
 from megakernel.training.resume import find_moments
-from megakernel.training.run_folder import naming_root
+from megakernel.training.run_folder import RunFolder, naming_root
 from megakernel.training.trainer import Trainer
 from megakernel.training.weight_source import WeightSource
 from megakernel.training.whole_file import write_whole
 
 from .dense.tokenizer import check_tokenizer
 from .preflight import Preflight, preflight
+from .report_events import write_events
 from .stages import Stage, stages
 from .summary import head_scalars, summarize, wanted_model, worst_layers
 from .validation import Validation, measured_on
@@ -80,6 +81,8 @@ class Uptraining:
             done += 1
         report = summarize(self.config, plan, validation, before, source)
         self.ranks.first(lambda: report.write(self.folder))
+        if self.config.logging.tensorboard:
+            self.ranks.first(lambda: write_events(report, RunFolder(self.config).tensorboard))
         self._note(report.markdown())
         return 0
 

@@ -296,9 +296,13 @@ def test_a_finished_one_measures_other_samples_and_needs_no_moments(place, finis
     folder = shutil.copytree(finished, finished.with_name("again"))
     moments = (place / "moments").rename(place / "gone")
     try:
-        uptrain(place / "stages.yaml", 1, "run.name=again", "training.eval_samples=3")
+        changes = ("training.eval_samples=3", "logging.tensorboard=false")
+        uptrain(place / "stages.yaml", 1, "run.name=again", *changes)
     finally:
         moments.rename(place / "moments")
+    events = [[file.name for file in (run / "tensorboard").iterdir()] for run in (finished, folder)]
+    assert len(events[0]) == 1  # the report's
+    assert events[0] == events[1]
     report = json.loads((folder / "uptrain_report.json").read_text())
     found = run_ranks(loss_of, 1, place / "dense.yaml", place / "dense", "training.eval_samples=3")[0]
     assert found != json.loads((finished / "uptrain_report.json").read_text())["dense"]["loss"]

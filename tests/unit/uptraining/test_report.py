@@ -5,15 +5,21 @@ from dataclasses import replace
 from math import log
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megakernel.uptraining.identity import Identity
 from megakernel.uptraining.report import Measured, Report, recovered
+from megakernel.uptraining.report_events import write_events
 
 
 def test_recovered_is_the_share_of_the_perplexity_gap():
     assert recovered(log(20), log(12), log(10)) == pytest.approx(0.8)
     assert recovered(log(20), log(9), log(10)) == pytest.approx(1.1)
     assert recovered(log(10.05), log(9), log(10)) is None  # a swap that cost half a percent
+
+
+NAMES = ("dense", "swapped_untrained", "distillation")
+"""Of its rows, as TensorBoard has them."""
 
 
 def made(**more):
@@ -44,6 +50,18 @@ def test_files_have_what_was_measured(tmp_path):
     assert found["identity"] == {"tokens": 64, "student": 2.5, "dense": 2.4}
     assert found["stages"][0]["folder"] == "runs/x/1-main"
     assert "recovered_of_trained_on" not in found
+
+
+def test_tensorboard_shows_the_last_report_alone(tmp_path):
+    write_events(replace(made(), swapped=Measured.untrained("first", (log(30), log(30)))), tmp_path)
+    write_events(made(), tmp_path)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = {f"report/{kind}/{name}" for kind in ("loss", "perplexity", "beyond") for name in NAMES}
+    assert set(events.Tags()["scalars"]) == tags | {"report/recovered/distillation"}
+    (share,) = events.Scalars("report/recovered/distillation")
+    assert (share.step, share.value) == (4096, pytest.approx(0.8))
+    (page,) = events.Tensors("report/text_summary")
+    assert page.tensor_proto.string_val == [made().markdown().encode()]
 
 
 def test_without_a_near_window_nothing_lies_beyond_it():
