@@ -28,7 +28,10 @@ class Preflight(NamedTuple):
     """Of logits, with `transformers`."""
 
     identity: Identity | None
-    """Of a student whose near windows cover the tokens: the dense model again; None where rows are cut in pieces."""
+    """Of a student whose near windows cover the tokens: the dense model again.
+
+    None where rows are cut in pieces, or none of those tokens counts (data.scored: answers).
+    """
 
     dense: tuple[float, float]
     """Of the dense model."""
@@ -63,7 +66,7 @@ def preflight(validation: Validation, source: WeightSource, student: Model) -> P
     dense = validation.losses(model, window)
     same_logits = parity(model, source, mesh)
     tokens = identity_tokens(source.model(), length, mesh) if whole else 0
-    dense_start = validation.losses(model, window, tokens)[0] if tokens else math.nan
+    dense_start = validation.losses(model, window, tokens)[0] if tokens else 0.0
     sliding = None
     if whole and window and length <= LONGEST_WINDOWED:
         as_sliding_window(model, window)
@@ -71,7 +74,7 @@ def preflight(validation: Validation, source: WeightSource, student: Model) -> P
     del model
     swapped = validation.losses(validation.model(student, source), window)
     identity = None
-    if tokens:
+    if dense_start != 0:  # as it is where no label of these tokens counts
         covered = validation.model(covering(student, tokens), source)
         identity = Identity(tokens, validation.losses(covered, window, tokens)[0], dense_start)
     found = Preflight(same_logits, identity, dense, swapped, sliding)
