@@ -10,6 +10,7 @@ from typing import Any
 from megakernel.training.whole_file import write_whole
 
 from .head_tag import HeadTag
+from .identity import Identity
 
 REPORT = "uptrain_report"
 
@@ -65,12 +66,15 @@ class Report:
     """The run's folder."""
 
     window: int
-    """Tokens of the near window."""
+    """Tokens of the near window; 0 without one."""
 
     parity: float | None
-    """See `Preflight`."""
+    """See `Parity`."""
 
-    identity_loss: float | None
+    parity_reason: str
+    """Why it is None; empty where it is not."""
+
+    identity: Identity | None
     """See `Preflight`."""
 
     dense: Measured
@@ -83,6 +87,17 @@ class Report:
     trained_on: Measured | None = None
     """The dense model after as many tokens as the student's; None where it was not trained on."""
 
+    @property
+    def rows(self) -> list[Measured]:
+        """All models, in the order of the table."""
+        return [self.dense, self.swapped, *self.stages, *self.ablations]
+
+    def recovered(self, row: Measured, end: Measured) -> float | None:
+        """The share of the gap to `end` that a row closes; see `recovered`. None of the two that begin the table."""
+        if row in (self.dense, self.swapped):
+            return None
+        return recovered(self.swapped.loss, row.loss, end.loss)
+
     def write(self, folder: Path) -> None:
         """Both files, each whole or not at all."""
         write_whole(folder / f"{REPORT}.json", json.dumps(self.as_dict(), indent=1) + "\n")
@@ -91,10 +106,15 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the same numbers, with what follows from them."""
         rows = (*self.stages, *self.ablations)
-        found = {**asdict(self), "recovered": {row.name: self._recovered(row, self.dense) for row in rows}}
+        identity = None if self.identity is None else self.identity._asdict()
+        found = {
+            **asdict(self),
+            "identity": identity,
+            "recovered": {row.name: self.recovered(row, self.dense) for row in rows},
+        }
         if self.trained_on is not None:
             found["recovered_of_trained_on"] = {
-                row.name: self._recovered(row, self.trained_on) for row in rows
+                row.name: self.recovered(row, self.trained_on) for row in rows
             }
         return found
 
@@ -104,25 +124,23 @@ class Report:
         if self.trained_on is not None:
             more = " of the dense model trained on |"
             place = "; the last column has in that one's place what it became on as many tokens"
+        parity = f"not measured: {self.parity_reason}" if self.parity is None else f"{self.parity:.1e}"
         lines = [
             f"# Up-training {self.config}",
             "",
-            f"Validation loss in nats per token; *beyond* counts the tokens with at least {self.window} tokens of "
-            "their document before them, which a near window alone cannot connect with its start. *recovered* is "
+            f"Validation loss in nats per token; *beyond* counts {_beyond(self.window)}. *recovered* is "
             "(PPL of the swapped model - PPL) / (PPL of the swapped model - PPL of the dense model), where the swap "
             f"costs at least {LEAST_GAP:.0%}{place}.",
             "",
-            f"* Logits of the dense model against transformers, share of the largest: {_or_none(self.parity, '.1e')}.",
-            f"* Loss with windows as long as the row: {_or_none(self.identity_loss, '.4f')}.",
+            f"* Logits of the dense model against transformers, share of the largest: {parity}.",
+            f"* {_identity(self.identity)}",
             "",
             f"| model | tokens | loss | perplexity | beyond | recovered |{more}",
             "| --- | ---: | ---: | ---: | ---: | ---: |" + (" ---: |" if more else ""),
         ]
-        for row in (self.dense, self.swapped, *self.stages, *self.ablations):
-            ends = [self.dense, *([] if self.trained_on is None else [self.trained_on])]
-            shares = [
-                None if row in (self.dense, self.swapped) else self._recovered(row, end) for end in ends
-            ]
+        ends = [self.dense, *([] if self.trained_on is None else [self.trained_on])]
+        for row in self.rows:
+            shares = [self.recovered(row, end) for end in ends]
             shown = " | ".join("" if share is None else f"{share:.1%}" for share in shares)
             lines.append(
                 f"| {row.name} | {row.tokens:,} | {row.loss:.4f} | {row.perplexity:.3f} | {row.beyond:.4f} | {shown} |"
@@ -130,9 +148,6 @@ class Report:
         if self.heads:
             lines += ["", "## Heads, at the end of the transfer", "", *_head_table(self.heads)]
         return "\n".join(lines) + "\n"
-
-    def _recovered(self, row: Measured, dense: Measured) -> float | None:
-        return recovered(self.swapped.loss, row.loss, dense.loss)
 
 
 def _head_table(heads: dict[str, float]) -> list[str]:
@@ -153,5 +168,19 @@ def _head_table(heads: dict[str, float]) -> list[str]:
     return table
 
 
-def _or_none(value: float | None, form: str) -> str:
-    return "not measured" if value is None else format(value, form)
+def _beyond(window: int) -> str:
+    if window == 0:
+        return "all tokens, as there is no near window"
+    return (
+        f"the tokens with at least {window} tokens of their document before them, which a near window alone cannot "
+        "connect with its start"
+    )
+
+
+def _identity(found: Identity | None) -> str:
+    if found is None:
+        return "Loss of a student whose windows cover the row: not measured."
+    return (
+        f"Loss of the first {found.tokens} tokens of each row: of the dense model {found.dense:.4f}, "
+        f"of the student with windows over all of them {found.student:.4f}."
+    )

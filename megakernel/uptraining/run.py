@@ -5,29 +5,35 @@ import json
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.corpus import Corpora
 from megakernel.config import Config, ConfigError, Problem, Uptrain, UserError, check_same_run, to_yaml
 from megakernel.parallel import Mesh
 from megakernel.training.checkpoint_folder import CheckpointFolder
 from megakernel.training.ranks import Ranks
 from megakernel.training.resume import find_moments
-from megakernel.training.run_folder import naming_root
+from megakernel.training.run_folder import RunFolder, naming_root
 from megakernel.training.trainer import Trainer
 from megakernel.training.weight_source import WeightSource
 from megakernel.training.whole_file import write_whole
 
+from .dense.tokenizer import check_tokenizer
 from .preflight import Preflight, preflight
+from .report_events import write_events
 from .stages import Stage, stages
-from .summary import head_scalars, summarize, worst_layers
-from .validation import Validation
+from .summary import head_scalars, summarize, wanted_model, worst_layers
+from .validation import Validation, measured_on
 
 BEFORE = "before.json"
-"""What was measured before the first step, so that a run that goes on does not measure it again."""
+"""What was measured before the first step, so that a run that goes on on the same samples does not measure it again."""
 
 KEPT = "kept_layers.json"
 """The layers that stay softmax, where they were chosen by transfer error."""
 
 _REMAINS = ("metrics.jsonl", "checkpoints", "*/config.yaml", BEFORE)
 """What training leaves in its folder; a job that waits has only its submission there."""
+
+_FIXED = ("training.steps", "init.from", "init.moments")
+"""What any other run may change as it goes on: here stages have begun with it, and more are to."""
 
 
 class Uptraining:
@@ -51,9 +57,11 @@ class Uptraining:
         """
         folder = self.config.init.source
         assert folder is not None
-        # What is not there is said before anything is written, and not when a stage begins with it.
+        # What is not there or does not fit is said before anything is written, and not when a stage begins with it.
         source = self.ranks.first(lambda: WeightSource.find("init.from", folder))
-        if (moments := self.config.init.moments) is not None:
+        self.ranks.first(lambda: self._check_tokenizer(folder))
+        moments = self.config.init.moments
+        if moments is not None and self._reads(moments, source):
             self.ranks.first(lambda: find_moments(moments))
         self.ranks.first(self._open)
         validation = Validation(self.config, self.mesh)
@@ -61,8 +69,8 @@ class Uptraining:
         done = 0
         while done < len(plan := stages(self.config, self._kept(), source.model())):
             stage = plan[done]
-            if not self._is_done(stage):
-                steps = stage.config.training.steps
+            steps = stage.config.training.steps
+            if self._steps(stage) < steps:
                 self._note(f"stage {stage.name}: {stage.purpose}, {steps} steps")
                 stop = Trainer(stage.config, self.mesh).run()
                 gc.collect()  # engines hold themselves in circles
@@ -71,17 +79,29 @@ class Uptraining:
             if stage.config.objective.kind == "transfer":
                 self._choose_layers(stage)
             done += 1
-        report = summarize(self.config, plan, validation, before)
+        report = summarize(self.config, plan, validation, before, source)
         self.ranks.first(lambda: report.write(self.folder))
+        if self.config.logging.tensorboard:
+            self.ranks.first(lambda: write_events(report, RunFolder(self.config).tensorboard))
         self._note(report.markdown())
         return 0
+
+    def _check_tokenizer(self, source: Path) -> None:
+        corpora = Corpora(self.config.data)
+        # What there is to remark, the first stage says.
+        check_tokenizer(source, corpora.tokenizer_hash, corpora.train[0].folder)
+
+    def _reads(self, moments: Path, source: WeightSource) -> bool:
+        """Whether a stage still has to begin with these moments; one that has a checkpoint goes on with its own."""
+        plan = stages(self.config, self._kept() or [], source.model())
+        return any(stage.config.init.moments == moments and self._steps(stage) == 0 for stage in plan)
 
     def _open(self) -> None:
         """Make the folder, or go on in that of the same up-training."""
         file = self.folder / "config.yaml"
         if file.exists():
             changed = check_same_run(file.read_text(encoding="utf-8"), self.config, self.folder)
-            fixed = [item for item in changed if item.key in ("training.steps", "init.from")]
+            fixed = [item for item in changed if item.key in _FIXED]
             if fixed:
                 remedy = f"set it back, or choose another run.name to start beside {self.folder}"
                 raise ConfigError(
@@ -100,22 +120,29 @@ class Uptraining:
             write_whole(file, to_yaml(self.config))
 
     def _before(self, validation: Validation, source: WeightSource) -> Preflight:
-        """What the dense model and the untrained student predict, measured once."""
-        file = self.folder / BEFORE
-        known = self.ranks.first(lambda: _read(file))
-        if known is not None:
-            return Preflight(**known)
+        """What the dense model and the untrained student predict, measured once on the same samples."""
+        file, samples = self.folder / BEFORE, measured_on(self.config)
+        known = self.ranks.first(lambda: _read(file)) or {}
+        if known.get("measured_on") == samples:
+            return Preflight.read(known["found"])
         self._note(f"preflight of {source.folder}")
-        found = preflight(validation, source)
-        self.ranks.first(lambda: write_whole(file, json.dumps(found._asdict(), indent=1) + "\n"))
+        keep = self.uptrain.layers.keep
+        # Of a number of layers nobody knows yet which they are.
+        plan = stages(self.config, keep if isinstance(keep, list) else [], source.model())
+        found = preflight(validation, source, wanted_model(self.config, plan))
+        if found.parity.reason:
+            self._note(f"logits are not compared with those of transformers: {found.parity.reason}")
+        tree = {"measured_on": samples, "found": found._asdict()}
+        self.ranks.first(lambda: write_whole(file, json.dumps(tree, indent=1) + "\n"))
         return found
 
-    def _is_done(self, stage: Stage) -> bool:
+    def _steps(self, stage: Stage) -> int:
+        """Of its newest good checkpoint; 0 where it has none."""
         root = stage.config.run.folder / "checkpoints"
         if not self.ranks.first(root.is_dir):
-            return False
+            return 0
         newest = CheckpointFolder(root, keep=1, ranks=self.ranks).newest_good().checkpoint
-        return newest is not None and newest.step >= stage.config.training.steps
+        return 0 if newest is None else newest.step
 
     def _kept(self) -> list[int] | None:
         """The layers that stay softmax, once they are known."""

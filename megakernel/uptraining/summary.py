@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megakernel.config import Config
+from megakernel.config import Config, Model
 from megakernel.model import LanguageModel
 from megakernel.training.weight_source import WeightSource
 
@@ -16,9 +16,16 @@ from .stages import Stage
 from .validation import Validation
 
 
-def summarize(config: Config, plan: Sequence[Stage], validation: Validation, before: Preflight) -> Report:
-    """Measure every stage's model and the parts of the last one; called on all ranks."""
+def summarize(
+    config: Config, plan: Sequence[Stage], validation: Validation, before: Preflight, source: WeightSource
+) -> Report:
+    """Measure every stage's model and the parts of the last one; called on all ranks. source: the dense model."""
     window = near_window(config)
+    swapped = before.swapped
+    keep = [] if config.uptrain is None else config.uptrain.layers.keep
+    if isinstance(keep, int) and keep:
+        # Before the transfer nobody knew which layers would stay softmax: all were swapped.
+        swapped = validation.losses(validation.model(wanted_model(config, plan), source), window)
     rows: list[Measured] = []
     ablations: list[Measured] = []
     trained_on: Measured | None = None
@@ -57,15 +64,21 @@ def summarize(config: Config, plan: Sequence[Stage], validation: Validation, bef
     return Report(
         config=str(config.run.folder),
         window=window,
-        parity=before.parity,
-        identity_loss=before.identity_loss,
+        parity=before.parity.difference,
+        parity_reason=before.parity.reason,
+        identity=before.identity,
         dense=Measured.untrained("dense", before.dense),
-        swapped=Measured.untrained("swapped, untrained", before.swapped),
+        swapped=Measured.untrained("swapped, untrained", swapped),
         stages=rows,
         ablations=ablations,
         heads={} if transfer is None else head_scalars(transfer.config.run.folder),
         trained_on=trained_on,
     )
+
+
+def wanted_model(config: Config, plan: Sequence[Stage]) -> Model:
+    """What is trained in the main stage, layers that stay softmax included, where the plan has come so far."""
+    return next((stage.config.model for stage in plan if stage.name.endswith("-main")), config.model)
 
 
 def head_scalars(run: Path) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Losses of models on a run's validation samples, without training."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,15 @@ from .frozen import frozen_model
 from .handed_on import before_head
 
 
+def measured_on(config: Config) -> dict[str, Any]:
+    """What losses depend on and a run may change while it goes on, as JSON has it: which samples are read."""
+    return {
+        "eval_samples": config.training.eval_samples,
+        "eval_seq_len": config.training.evaluation_len,
+        "validation": [corpus.model_dump(mode="json") for corpus in config.data.validation_corpora],
+    }
+
+
 class Validation:
     """Losses on the validation samples of a run, over all of its ranks, of models that are not trained.
 
@@ -37,11 +48,15 @@ class Validation:
         """A frozen model with the weights of `source`; see `frozen_model`."""
         return frozen_model(self.settings, model, source, DTYPES[self.config.training.dtype])
 
-    def losses(self, model: LanguageModel, window: int) -> tuple[float, float]:
-        """Nats per token, of all tokens, and of those with at least `window` others of their document before them."""
-        shares = means(lambda *stream: self._share(model, stream, window), self._streams, self.mesh)
-        every, beyond, tokens, tokens_beyond = self.mesh.sum(shares, self.mesh.pp).tolist()
-        return every / max(tokens, 1), beyond / max(tokens_beyond, 1)
+    def losses(self, model: LanguageModel, window: int, tokens: int | None = None) -> tuple[float, float]:
+        """Nats per token, of all tokens, and of those with at least `window` others of their document before them.
+
+        tokens: read so many at the beginning of each row alone.
+        """
+        read = [tuple(part[:, :tokens] if part.dim() == 2 else part for part in one) for one in self._streams]
+        shares = means(lambda *stream: self._share(model, stream, window), read, self.mesh)
+        every, beyond, count, count_beyond = self.mesh.sum(shares, self.mesh.pp).tolist()
+        return every / max(count, 1), beyond / max(count_beyond, 1)
 
     def _share(self, model: LanguageModel, stream: Stream, window: int) -> Tensor:
         """float64 (4,): what this stage knows of a micro-batch's two sums and their tokens; on the last one all."""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 
 import pytest
@@ -75,6 +76,10 @@ def config(tmp_path_factory, corpus):
         "model": section | {"attention": {"preset": "flurka", "compression": {"block_size": 16, "rank": 4}}},
         "data": {"train": str(corpus), "num_workers": 0},
     }
+    # Its weights are read like any other's; transformers alone asks what stores them.
+    broken = shutil.copytree(folder / "dense", folder / "broken") / "config.json"
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    broken.write_text(json.dumps(json.loads(broken.read_text()) | quantized))
     path = folder / "up.yaml"
     path.write_text(yaml_text.write(tree))
     return path
@@ -104,9 +109,26 @@ def up_trained(config, overrides, refused):
         from megakernel.uptraining.run import Uptraining
 
         assert Uptraining(run, mesh).run() == 0
-        return [refusal(load(config, (*overrides, *more)), mesh) for more in refused]
+        told = [refusal(load(config, (*overrides, *more)), mesh) for more in refused]
+        return told, parities(run, mesh)
 
     return in_mesh(run, this_process(), work)
+
+
+def parities(run, mesh):
+    """Of a model that predicts no number, and what is said where transformers cannot load the folder."""
+    from megakernel.training.weight_source import WeightSource
+    from megakernel.uptraining.parity import parity
+    from megakernel.uptraining.validation import Validation
+
+    source = WeightSource.find("init.from", run.init.source)
+    model = Validation(run, mesh).model(source.model(), source)
+    if mesh.is_last_stage:
+        model.output_matrix.fill_(math.nan)
+    broken = WeightSource.find("init.from", run.init.source.with_name("broken"))
+    with pytest.raises(UserError) as refused:
+        parity(model, broken, mesh)
+    return parity(model, source, mesh).difference, str(refused.value)
 
 
 def refusal(config, mesh):
@@ -168,11 +190,18 @@ def test_their_report_is_that_of_one_process(whole, staged):
     for left, right in zip(ours, rows, strict=True):
         assert (left["loss"], left["beyond"]) == pytest.approx((right["loss"], right["beyond"]), abs=1e-5)
     assert found["heads"] == pytest.approx(expected["heads"], rel=1e-4, abs=1e-5)
-    assert found["identity_loss"] == pytest.approx(expected["identity_loss"], abs=1e-5)
+    assert found["identity"] == pytest.approx(expected["identity"], abs=1e-5)
+
+
+def test_what_one_rank_finds_of_the_logits_is_told_to_all(staged):
+    for _, (difference, text) in staged[1]:
+        assert math.isnan(difference)
+        assert text == staged[1][0][1][1]
+        assert "broken: transformers cannot compute its logits" in text
 
 
 def test_stages_without_weights_of_their_own_are_refused_alike_on_all_ranks(staged):
-    for texts in staged[1]:
-        assert texts == staged[1][0]
+    for texts, _ in staged[1]:
+        assert texts == staged[1][0][0]
         for text, reason in zip(texts, REFUSED.values(), strict=True):
             assert reason in text

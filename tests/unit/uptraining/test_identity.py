@@ -1,0 +1,55 @@
+"""What the identity check compares: a student that covers what it sees is the dense model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megakernel.config import Model
+from megakernel.model import IGNORED, LanguageModel, ModelSettings
+from megakernel.parallel import OneProcess
+from megakernel.uptraining.identity import IDENTITY_TOKENS, covering, identity_tokens
+
+SIZES = {"num_layers": 3, "hidden_size": 16, "num_heads": 2, "vocab_multiple": 32}
+FLURKA = {"preset": "flurka", "compression": {"block_size": 4, "rank": 2}}
+WINDOWED = {"similarity": "softmax", "window": 24}
+
+
+def model(attention, *pattern):
+    return Model.model_validate(SIZES | {"attention": attention, "attention_pattern": list(pattern) or None})
+
+
+def mesh(tp=1, sharded=False):
+    return SimpleNamespace(tp=SimpleNamespace(size=tp), sequence_parallel=sharded)
+
+
+def test_tokens_are_few_whatever_the_rows_and_lie_in_every_window_of_the_dense_model():
+    assert identity_tokens(model("softmax"), 1_000_000, mesh()) == IDENTITY_TOKENS
+    assert identity_tokens(model("softmax"), 100, mesh()) == 100
+    assert identity_tokens(model("softmax", "main", WINDOWED), 1_000_000, mesh()) == 24
+    assert identity_tokens(model("softmax"), 100, mesh(3)) == 100
+    assert identity_tokens(model("softmax"), 100, mesh(3, sharded=True)) == 99
+
+
+@torch.no_grad()
+def logits(section, tokens):
+    """Of weights that are equal where they are shared; scores of a size at which far tokens matter."""
+    built = LanguageModel(ModelSettings(section, vocab_size=32, mesh=OneProcess())).double().eval()
+    for name, parameter in sorted(built.named_parameters()):
+        if ".core." not in name:
+            draw = torch.Generator().manual_seed(parameter.numel() + len(name))
+            parameter += 0.5 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+    stream = (tokens, torch.arange(tokens.shape[1])[None], torch.full_like(tokens, IGNORED), torch.ones(1))
+    return built.logits(built.body(stream)[0])
+
+
+@pytest.mark.parametrize("length", [24, 3])  # blocks of 4 are longer than 3
+def test_covered_it_is_the_dense_model_and_layers_that_stay_softmax_are_themselves(length):
+    tokens = torch.randint(32, (1, length), generator=torch.Generator().manual_seed(0))
+    dense = logits(model("softmax", "main", WINDOWED, "main"), tokens)
+    student = model(FLURKA, "main", "main", "softmax")
+    covered = covering(student, length)
+    assert [covered.layer_attention(layer).block_size for layer in range(3)] == [max(length, 4)] * 2 + [None]
+    torch.testing.assert_close(logits(covered, tokens), dense, rtol=1e-10, atol=1e-12)
+    if length > 4:
+        assert not torch.allclose(logits(student, tokens), dense, atol=1e-3)
