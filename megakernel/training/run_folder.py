@@ -14,6 +14,11 @@ from .run_lock import RunLock
 from .whole_file import write_whole
 
 
+def stop_file(run: Path) -> Path:
+    """Made by anyone, it asks the run to save and stop."""
+    return run / "STOP"
+
+
 def tokenizer_folder(run: Path) -> Path:
     """Where a run keeps its tokenizer."""
     return run / "tokenizer"
@@ -45,7 +50,6 @@ class RunFolder:
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.tokenizer = tokenizer_folder(self.path)
-        self.stop_file = self.path / "STOP"
         self._lock: RunLock | None = None
 
     def open(self, devices: Sequence[str]) -> list[Difference]:

@@ -1,4 +1,4 @@
-"""What asks this process to save and stop: signals, and on one rank the stop file of the run folder."""
+"""What asks this process to save and stop: signals, and on one rank stop files of run folders."""
 
 import os
 import signal
@@ -33,11 +33,11 @@ class StopRequests:
     agreed reason: later signals change nothing, so that all ranks exit with one status. Only a second Ctrl-C
     ends the process at once, by SIGINT itself, also in the middle of a save (saves are atomic).
 
-    stop_file: looked for by `pending`; give it on rank 0 alone.
+    stop_files: looked for by `pending`; give them on rank 0 alone.
     """
 
-    def __init__(self, stop_file: Path | None = None, clock: Callable[[], float] = time.monotonic):
-        self.stop_file = stop_file
+    def __init__(self, *stop_files: Path, clock: Callable[[], float] = time.monotonic):
+        self.stop_files = stop_files
         self._clock = clock
         self._seen = Stop.NONE
         self._accepted = False
@@ -61,7 +61,7 @@ class StopRequests:
 
     def pending(self) -> Stop:
         """The strongest request this process knows of."""
-        if not self._accepted and self.stop_file is not None and self.stop_file.exists():
+        if not self._accepted and any(file.exists() for file in self.stop_files):
             self._seen = max(self._seen, Stop.STOP_FILE)
         return self._seen
 
@@ -70,9 +70,10 @@ class StopRequests:
         self._seen, self._accepted = agreed, True
 
     def saved(self) -> None:
-        """Remove a stop file that has had its effect; called after saving, a failed save leaves it."""
-        if self._seen.exit_status == Stop.STOP_FILE.exit_status and self.stop_file is not None:
-            self.stop_file.unlink(missing_ok=True)
+        """Remove stop files that have had their effect; called after saving, a failed save leaves them."""
+        if self._seen.exit_status == Stop.STOP_FILE.exit_status:
+            for file in self.stop_files:
+                file.unlink(missing_ok=True)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -1,6 +1,8 @@
 """The training loop: what happens between two optimizer steps."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from .profiler import Profiler, kept_when_memory_runs_out
 from .ranks import Ranks
 from .reading import reading
 from .resume import resume, start_from_weights, start_with_moments
-from .run_folder import RunFolder
+from .run_folder import RunFolder, stop_file
 from .schedule import learning_rate
 from .stop import Stop
 from .stop_requests import StopRequests
@@ -44,9 +46,11 @@ class Trainer:
     Raises UserError, alike on all processes, for data and run folders that do not fit the configuration.
     """
 
-    def __init__(self, config: Config, mesh: Mesh):
+    def __init__(self, config: Config, mesh: Mesh, inside: Sequence[Path] = ()):
+        """inside: folders of what the run is a part of, whose stop files it heeds beside its own."""
         self.config = config
         self.mesh = mesh
+        self.inside = inside
         self.ranks = Ranks.of(mesh)
         self.corpora = Corpora(config.data, validation=config.training.eval_samples > 0)
         self.folder = RunFolder(config, self.ranks)
@@ -84,8 +88,8 @@ class Trainer:
             )
             return Stop.NONE
         with ExitStack() as stack:
-            stop_file = self.folder.stop_file if self.mesh.rank == 0 else None
-            requests = stack.enter_context(StopRequests(stop_file))
+            folders = [self.folder.path, *self.inside] if self.mesh.rank == 0 else []
+            requests = stack.enter_context(StopRequests(*map(stop_file, folders)))
             self.writer = self._open_writer(stack, done)
             self.throughput = self._throughput()
             self.observed = self._observed(stack)

@@ -98,7 +98,12 @@ def check(found: Preflight, config: Config, source: WeightSource) -> None:
     """Raise UserError for a dense model, or a student, with which no step is worth its time."""
     dtype = config.training.dtype
     difference = found.parity.difference
-    if difference is not None and not difference <= PARITY_TOLERANCE[dtype]:
+    if difference is not None and math.isnan(difference):
+        raise UserError(
+            f"{source.key}={source.folder}: its logits are not finite; a weight is not, or {dtype} cannot hold what it "
+            "computes: take training.dtype=float32, or download it again"
+        )
+    if difference is not None and difference > PARITY_TOLERANCE[dtype]:
         raise UserError(
             f"{source.key}={source.folder}: logits differ from those of transformers by {difference:.1e} of the "
             f"largest, more than {PARITY_TOLERANCE[dtype]:.0e} in {dtype}; its config.json asks for something that "
@@ -108,10 +113,21 @@ def check(found: Preflight, config: Config, source: WeightSource) -> None:
     if same is not None and not abs(same.student - same.dense) <= IDENTITY_TOLERANCE[dtype]:
         raise UserError(
             f"model: with windows over the first {same.tokens} tokens of each row it loses {same.student:.4f} there "
-            f"and the dense model {same.dense:.4f}; give it the dense model's section, see "
-            f"`megakernel import {source.folder}`"
+            f"and the dense model {same.dense:.4f}; give it the dense model's section"
+            f"{_differences(config.model, source.model())}, see `megakernel import {source.folder}`"
         )
     if not math.isfinite(found.swapped[0]):
         raise UserError(
             f"model.attention: its loss is {found.swapped[0]} before any step; take feature_map: hedgehog"
         )
+
+
+def _differences(student: Model, dense: Model) -> str:
+    keys = [
+        key for key in Model.model_fields if key not in _OWN and getattr(student, key) != getattr(dense, key)
+    ]
+    return f" ({', '.join(f'model.{key}={getattr(dense, key)}' for key in keys)})" if keys else ""
+
+
+_OWN = ("attention", "attention_pattern", "max_positions", "known_seq_len", "vocab_multiple")
+"""Keys in which a student is not its dense model, or need not be."""

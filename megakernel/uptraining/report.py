@@ -84,6 +84,12 @@ class Report:
     heads: dict[str, float]
     """The last `transfer/...` scalars of the transfer stage."""
 
+    recipe: str = ""
+    """What the uptrain section says, but for what it says anyway."""
+
+    kept: Sequence[int] = ()
+    """The layers that stay as the dense model has them, from 0."""
+
     trained_on: Measured | None = None
     """The dense model after as many tokens as the student's; None where it was not trained on."""
 
@@ -123,7 +129,7 @@ class Report:
         more = place = ""
         if self.trained_on is not None:
             more = " of the dense model trained on |"
-            place = "; the last column has in that one's place what it became on as many tokens"
+            place = "; the last column, of the gap to what the dense model became on as many tokens"
         parity = f"not measured: {self.parity_reason}" if self.parity is None else f"{self.parity:.1e}"
         lines = [
             f"# Up-training {self.config}",
@@ -134,6 +140,8 @@ class Report:
             "",
             f"* Logits of the dense model against transformers, share of the largest: {parity}.",
             f"* {_identity(self.identity)}",
+            *([f"* Up-trained with {self.recipe}."] if self.recipe else []),
+            *([f"* Layers that stay softmax: {', '.join(map(str, self.kept))}."] if self.kept else []),
             "",
             f"| model | tokens | loss | perplexity | beyond | recovered |{more}",
             "| --- | ---: | ---: | ---: | ---: | ---: |" + (" ---: |" if more else ""),

@@ -12,6 +12,7 @@ from megakernel.training.checkpoint_folder import CheckpointFolder
 from megakernel.training.ranks import Ranks
 from megakernel.training.resume import find_moments
 from megakernel.training.run_folder import RunFolder, naming_root
+from megakernel.training.run_lock import RunLock
 from megakernel.training.trainer import Trainer
 from megakernel.training.weight_source import WeightSource
 from megakernel.training.whole_file import write_whole
@@ -23,13 +24,15 @@ from .stages import Stage, stages
 from .summary import head_scalars, summarize, wanted_model, worst_layers
 from .validation import Validation, measured_on
 
+CONFIG = "config.yaml"
+
 BEFORE = "before.json"
 """What was measured before the first step, so that a run that goes on on the same samples does not measure it again."""
 
 KEPT = "kept_layers.json"
 """The layers that stay softmax, where they were chosen by transfer error."""
 
-_REMAINS = ("metrics.jsonl", "checkpoints", "*/config.yaml", BEFORE)
+_REMAINS = ("metrics.jsonl", "checkpoints", "*/config.yaml")
 """What training leaves in its folder; a job that waits has only its submission there."""
 
 _FIXED = ("training.steps", "init.from", "init.moments")
@@ -49,6 +52,7 @@ class Uptraining:
         self.uptrain = config.uptrain or Uptrain()
         self.ranks = Ranks.of(mesh)
         self.folder = config.run.folder
+        self._lock: RunLock | None = None
 
     def run(self) -> int:
         """Everything that is left to do; the exit status: 0, or that of a request to stop.
@@ -72,14 +76,14 @@ class Uptraining:
             steps = stage.config.training.steps
             if self._steps(stage) < steps:
                 self._note(f"stage {stage.name}: {stage.purpose}, {steps} steps")
-                stop = Trainer(stage.config, self.mesh).run()
+                stop = Trainer(stage.config, self.mesh, inside=[self.folder]).run()
                 gc.collect()  # engines hold themselves in circles
                 if stop:
                     return stop.exit_status
             if stage.config.objective.kind == "transfer":
                 self._choose_layers(stage)
             done += 1
-        report = summarize(self.config, plan, validation, before, source)
+        report = summarize(self.config, plan, self._kept() or [], validation, before, source)
         self.ranks.first(lambda: report.write(self.folder))
         if self.config.logging.tensorboard:
             self.ranks.first(lambda: write_events(report, RunFolder(self.config).tensorboard))
@@ -97,8 +101,8 @@ class Uptraining:
         return any(stage.config.init.moments == moments and self._steps(stage) == 0 for stage in plan)
 
     def _open(self) -> None:
-        """Make the folder, or go on in that of the same up-training."""
-        file = self.folder / "config.yaml"
+        """Make the folder, or go on in that of the same up-training; from here this process alone writes into it."""
+        file = self.folder / CONFIG
         if file.exists():
             changed = check_same_run(file.read_text(encoding="utf-8"), self.config, self.folder)
             fixed = [item for item in changed if item.key in _FIXED]
@@ -117,21 +121,26 @@ class Uptraining:
             )
         with naming_root(self.config):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, to_yaml(self.config))
+            self._lock = RunLock(self.folder)
 
     def _before(self, validation: Validation, source: WeightSource) -> Preflight:
-        """What the dense model and the untrained student predict, measured once on the same samples."""
+        """What the dense model and the untrained student predict, measured once on the same samples.
+
+        From here on the configuration is fixed: what preflight refuses can be mended in the same folder.
+        """
         file, samples = self.folder / BEFORE, measured_on(self.config)
         known = self.ranks.first(lambda: _read(file)) or {}
         if known.get("measured_on") == samples:
-            return Preflight.read(known["found"])
-        self._note(f"preflight of {source.folder}")
-        keep = self.uptrain.layers.keep
-        # Of a number of layers nobody knows yet which they are.
-        plan = stages(self.config, keep if isinstance(keep, list) else [], source.model())
-        found = preflight(validation, source, wanted_model(self.config, plan))
-        if found.parity.reason:
-            self._note(f"logits are not compared with those of transformers: {found.parity.reason}")
+            found = Preflight.read(known["found"])
+        else:
+            self._note(f"preflight of {source.folder}")
+            keep = self.uptrain.layers.keep
+            # Of a number of layers nobody knows yet which they are.
+            plan = stages(self.config, keep if isinstance(keep, list) else [], source.model())
+            found = preflight(validation, source, wanted_model(self.config, plan))
+            if found.parity.reason:
+                self._note(f"logits are not compared with those of transformers: {found.parity.reason}")
+        self.ranks.first(lambda: write_whole(self.folder / CONFIG, to_yaml(self.config)))
         tree = {"measured_on": samples, "found": found._asdict()}
         self.ranks.first(lambda: write_whole(file, json.dumps(tree, indent=1) + "\n"))
         return found

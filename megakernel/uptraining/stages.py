@@ -25,8 +25,11 @@ from .landmarks import rank_steps
 class Stage:
     """One training run inside the folder of an up-training."""
 
-    name: str
-    """Name of its folder, which begins with its number."""
+    kind: str
+    """What is trained: transfer, base, rankR, main, length, scratch or dense."""
+
+    number: int
+    """Its place among the stages, from 1."""
 
     purpose: str
     """What it is for, in a few words."""
@@ -34,13 +37,15 @@ class Stage:
     config: Config
     """The run; it starts from the stage before, the first from the dense model."""
 
-    is_control: bool = False
-    """Trained for comparison alone: nothing starts from it."""
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return f"{self.number}-{self.kind}"
 
     @property
-    def is_dense(self) -> bool:
-        """Whether it is the dense model that is trained on."""
-        return self.name.endswith(f"-{_DENSE}")
+    def is_control(self) -> bool:
+        """Whether it is trained for comparison alone: nothing starts from it."""
+        return self.kind in _CONTROLS
 
 
 def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | None = None) -> list[Stage]:
@@ -59,40 +64,40 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
     chosen = uptrain.layers.keep if kept is None else list(kept)
     found: list[Stage] = []
     passed = 0
-    for purpose, short, changes in _changes(config, uptrain, dense):
-        if short == "transfer" and isinstance(uptrain.layers.keep, int):
+    for purpose, kind, changes in _changes(config, uptrain, dense):
+        if kind == "transfer" and isinstance(uptrain.layers.keep, int):
             pattern = None
         elif isinstance(chosen, int):
             break
         else:
             pattern = _pattern(chosen, config.model.num_layers, dense)
         number = len(found) + 1
-        control = short in _CONTROLS
+        control = kind in _CONTROLS
         start = config.init.source if control or not found else found[-1].config.run.folder
-        follows = not config.training.seq_len_schedule and short != "length"
+        follows = not config.training.seq_len_schedule and kind != "length"
         seed = config.run.seed if follows else config.run.seed + number
         own: dict[str, Any] = {
-            "run": {"name": f"{number}-{short}", "root": str(config.run.folder), "seed": seed},
+            "run": {"name": f"{number}-{kind}", "root": str(config.run.folder), "seed": seed},
             "init": {
-                "from": None if short == "scratch" else str(start),
-                "moments": _moments(short, found, config),
+                "from": None if kind == "scratch" else str(start),
+                "moments": _moments(kind, found, config),
             },
             "uptrain": None,
         }
-        if pattern is not None and short != _DENSE:
+        if pattern is not None and kind != DENSE:
             own["model"] = {"attention_pattern": pattern}
-        if short == "length":
+        if kind == "length":
             own["training"] = {"skip_samples": []}  # which are of another stream
         elif follows and passed and not control:
             own["training"] = {"skip_samples": [(0, passed), *config.training.skip_samples]}
         try:
             run = validate(merged(merged(_tree(config), changes), own))
         except ConfigError as error:
-            where = f"(stage {number}-{short} of uptrain)"
+            where = f"(stage {number}-{kind} of uptrain)"
             raise ConfigError(
                 [replace(problem, reason=f"{problem.reason} {where}") for problem in error.problems]
             ) from None
-        found.append(Stage(f"{number}-{short}", purpose, run, control))
+        found.append(Stage(kind, number, purpose, run))
         passed = ConsumptionOrder(run.training.phases[-1], Share()).stream_length(run.training.steps)
     return found
 
@@ -107,22 +112,25 @@ def check_stages(config: Config) -> None:
     stages(config, range(keep) if isinstance(keep, int) else keep, dense)
 
 
-def _moments(short: str, before: Sequence[Stage], config: Config) -> str | None:
+def _moments(kind: str, before: Sequence[Stage], config: Config) -> str | None:
     """Where a stage's optimizer goes on: in the stage before, if that trained what it trains.
 
     Low-rank updates are folded between stages, and begin anew.
     """
-    if short in ("transfer", "scratch"):
+    if kind in ("transfer", "scratch"):
         return None
     trained = [stage for stage in before if stage.config.objective.kind != "transfer"]
-    if short == _DENSE or not (trained or config.optimizer.updates):
+    if kind == DENSE or not (trained or config.optimizer.updates):
         return None if config.init.moments is None else str(config.init.moments)
     return None if config.optimizer.updates else str(trained[-1].config.run.folder)
 
 
-_DENSE = "dense"
-_CONTROLS = ("scratch", _DENSE)
-"""Stages that are trained for comparison alone."""
+MAIN = "main"
+DENSE = "dense"
+"""Kinds of stages: what the configuration describes, and the dense model trained on."""
+
+_CONTROLS = ("scratch", DENSE)
+"""Those that are trained for comparison alone."""
 
 
 def _changes(
@@ -162,7 +170,7 @@ def _changes(
     parts += [(f"rank {rank}", f"rank{rank}", _with_rank(attention, rank)) for rank in ladder]
     parts.append(("distillation" if uptrain.distill.kl else "fine-tuning", "main", attention))
     before, dropout = 0, uptrain.near_dropout
-    for (purpose, short, of), count in zip(parts, shares, strict=True):
+    for (purpose, kind, of), count in zip(parts, shares, strict=True):
         # One schedule of the learning rate over all of them, and one of the rows' lengths.
         after = config.training.steps - before - count
         schedule = {"steps_before": before, "steps_after": after}
@@ -175,7 +183,7 @@ def _changes(
         model = {"attention": _plain(of)}
         yield (
             purpose,
-            short,
+            kind,
             {"model": model, "training": training, "schedule": schedule, "objective": distill},
         )
         before, dropout = before + count, 0.0 if gated else dropout
@@ -210,7 +218,7 @@ def _changes(
             "training": budget,
             "optimizer": all_weights | {"mechanism_lr": None},
         }
-        yield "dense, trained on as many tokens", _DENSE, changes
+        yield "dense, trained on as many tokens", DENSE, changes
 
 
 def _distillation(config: Config, uptrain: Uptrain) -> dict[str, Any]:

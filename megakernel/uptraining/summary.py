@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megakernel.config import Config, Model
+from megakernel.config import Config, Model, Uptrain
 from megakernel.model import LanguageModel
 from megakernel.training.weight_source import WeightSource
 
@@ -12,18 +12,26 @@ from .ablations import SINKS, as_sliding_window, without_far, without_near
 from .head_tag import HeadTag
 from .preflight import Preflight, near_window
 from .report import Measured, Report
-from .stages import Stage
+from .stages import DENSE, MAIN, Stage
 from .validation import Validation
 
 
 def summarize(
-    config: Config, plan: Sequence[Stage], validation: Validation, before: Preflight, source: WeightSource
+    config: Config,
+    plan: Sequence[Stage],
+    kept: Sequence[int],
+    validation: Validation,
+    before: Preflight,
+    source: WeightSource,
 ) -> Report:
-    """Measure every stage's model and the parts of the last one; called on all ranks. source: the dense model."""
+    """Measure every stage's model and the parts of the last one; called on all ranks.
+
+    kept: layers that stay as the dense model, `source`, has them.
+    """
     window = near_window(config)
     swapped = before.swapped
-    keep = [] if config.uptrain is None else config.uptrain.layers.keep
-    if isinstance(keep, int) and keep:
+    uptrain = config.uptrain or Uptrain()
+    if isinstance(uptrain.layers.keep, int) and kept:
         # Before the transfer nobody knew which layers would stay softmax: all were swapped.
         swapped = validation.losses(validation.model(wanted_model(config, plan), source), window)
     rows: list[Measured] = []
@@ -42,7 +50,7 @@ def summarize(
         model = validation.model(found.model(), found)
         row = measured(stage.purpose, model, tokens, stage.config.run.folder)
         (ablations if stage.is_control else rows).append(row)
-        if stage.is_dense:
+        if stage.kind == DENSE:
             trained_on = row
             if before.sliding is not None:
                 as_sliding_window(model, window)
@@ -72,13 +80,21 @@ def summarize(
         stages=rows,
         ablations=ablations,
         heads={} if transfer is None else head_scalars(transfer.config.run.folder),
+        recipe=recipe(uptrain),
+        kept=kept,
         trained_on=trained_on,
     )
 
 
+def recipe(uptrain: Uptrain) -> str:
+    """What a section says that it would not say without being asked: `alpha=0.3, transfer={"steps": 6}`."""
+    said = uptrain.model_dump(mode="json", exclude_defaults=True)
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in said.items())
+
+
 def wanted_model(config: Config, plan: Sequence[Stage]) -> Model:
     """What is trained in the main stage, layers that stay softmax included, where the plan has come so far."""
-    return next((stage.config.model for stage in plan if stage.name.endswith("-main")), config.model)
+    return next((stage.config.model for stage in plan if stage.kind == MAIN), config.model)
 
 
 def head_scalars(run: Path) -> dict[str, float]:

@@ -192,7 +192,15 @@ def preflight_of(config, *overrides):
         return preflight(Validation(run, mesh), source, run.model)
 
 
-KILLED = ["stage 1-transfer", "step 4/6", "stage 2-base", "step 5/6", "stage 3-rank8", "stage 4-main"]
+KILLED = [
+    "preflight of",
+    "stage 1-transfer",
+    "step 4/6",
+    "stage 2-base",
+    "step 5/6",
+    "stage 3-rank8",
+    "stage 4-main",
+]
 KILLED += ["step  8/10", "stage 5-length", "step 2/4", "stage 6-scratch", "stage 7-dense"]
 """Lines of the console after which one start after another is killed: between all stages and inside most."""
 
@@ -369,6 +377,24 @@ def test_another_tokenizer_is_refused_before_a_folder_is_made(place):
     with pytest.raises(RankFailedError, match=r"init.from=\S+/other has another tokenizer than data.train="):
         uptrain(place / "stages.yaml", 1, "run.name=refused", f"init.from={other}")
     assert not (place / "refused").exists()
+
+
+def test_what_preflight_refuses_can_be_mended_in_the_same_folder(place):
+    with pytest.raises(
+        RankFailedError, match=r"give it the dense model's section \(model.rope_base=10000.0\)"
+    ):
+        uptrain(place / "student.yaml", 1, "run.name=mended", "uptrain={}", "model.rope_base=500")
+    assert {path.name for path in (place / "mended").iterdir()} == {"lock"}
+    uptrain(place / "student.yaml", 1, "run.name=mended", "uptrain={}", "training.steps=2")
+
+
+def test_a_stop_file_in_its_folder_ends_the_stage_that_it_is_in(place):
+    stopped = place / "stopped"
+    stopped.mkdir()
+    (stopped / "STOP").touch()
+    assert run_ranks(uptrain_here, 1, place / "stages.yaml", ("run.name=stopped",)) == [143]
+    assert not (stopped / "STOP").exists()
+    assert [path.name for path in stopped.glob("*/checkpoints/step_*")] == ["step_1"]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ from math import log
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megakernel.config import Uptrain
+from megakernel.config.uptrain import TransferStage
 from megakernel.uptraining.identity import Identity
 from megakernel.uptraining.report import Measured, Report, recovered
 from megakernel.uptraining.report_events import write_events
+from megakernel.uptraining.summary import recipe
 
 
 def test_recovered_is_the_share_of_the_perplexity_gap():
@@ -50,6 +53,14 @@ def test_files_have_what_was_measured(tmp_path):
     assert found["identity"] == {"tokens": 64, "student": 2.5, "dense": 2.4}
     assert found["stages"][0]["folder"] == "runs/x/1-main"
     assert "recovered_of_trained_on" not in found
+
+
+def test_a_report_says_how_its_model_was_made():
+    said = recipe(Uptrain(alpha=0.3, transfer=TransferStage(steps=6)))
+    text = made(recipe=said, kept=[0, 3]).markdown()
+    assert '* Up-trained with transfer={"steps": 6}, alpha=0.3.' in text
+    assert "* Layers that stay softmax: 0, 3." in text
+    assert "Up-trained with" not in made(recipe=recipe(Uptrain())).markdown()
 
 
 def test_tensorboard_shows_the_last_report_alone(tmp_path):
