@@ -129,5 +129,5 @@ def _differences(student: Model, dense: Model) -> str:
     return f" ({', '.join(f'model.{key}={getattr(dense, key)}' for key in keys)})" if keys else ""
 
 
-_OWN = ("attention", "attention_pattern", "max_positions", "known_seq_len", "vocab_multiple")
+_OWN = ("attention", "attention_pattern", "max_positions", "known_seq_len", "vocab_multiple", "init_std")
 """Keys in which a student is not its dense model, or need not be."""
