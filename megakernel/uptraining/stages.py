@@ -168,7 +168,7 @@ def _changes(
     if uptrain.alpha:
         parts.append((f"{uptrain.base} base", "base", first))
     parts += [(f"rank {rank}", f"rank{rank}", _with_rank(attention, rank)) for rank in ladder]
-    parts.append(("distillation" if uptrain.distill.kl else "fine-tuning", "main", attention))
+    parts.append(("distillation" if uptrain.distill.kl else "fine-tuning", MAIN, attention))
     before, dropout = 0, uptrain.near_dropout
     for (purpose, kind, of), count in zip(parts, shares, strict=True):
         # One schedule of the learning rate over all of them, and one of the rows' lengths.
