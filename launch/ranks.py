@@ -10,6 +10,7 @@ from launch.config_arguments import add_config_arguments
 from launch.environment import joined
 from megakernel.config import Config, UserError, check_same_run, data_parallel_size
 from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.training.run_lock import RunLock
 from megakernel.training.stop_requests import hold_requests
 
 
@@ -45,5 +46,6 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
     recorded = config.run.folder / "config.yaml"
     if recorded.exists():  # an error now is one line; later it is one of every rank
         check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)
+        RunLock(config.run.folder)  # of which the ranks take another: whoever holds it keeps logs of its own
     command = [sys.executable, "-m", "launch.cli", args.command, args.config, *args.overrides]
     return local.run_ranks(command, world_size, config.run.folder / "logs")

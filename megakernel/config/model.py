@@ -93,7 +93,7 @@ class Model(Section):
     """How they are changed for rows longer than those learned from."""
 
     known_seq_len: int | None = Field(default=None, gt=0)
-    """Tokens of the longest rows that imported weights have learned from; `megakernel export` names no fewer."""
+    """Tokens of the longest rows that imported weights have learned from; plain exports name no fewer."""
 
     max_positions: int | None = Field(default=None, gt=0)
     """Rows of the learned position table, and columns of linformer's E and F; None takes training.seq_len."""

@@ -49,11 +49,11 @@ def stages_lead_to_the_model(
     if largest > model.num_layers:
         reason = f"names more layers than model.num_layers={model.num_layers}"
         yield Problem("uptrain.layers.keep", kept, reason, f"count layers from 0 to {model.num_layers - 1}")
-    if isinstance(kept, int):
-        everything = kept == model.num_layers
-    else:
-        layers = (layer for layer in range(model.num_layers) if layer not in kept)
-        everything = all(model.layer_attention(layer).is_full_softmax for layer in layers)
+    named = [] if isinstance(kept, int) else kept
+    layers = (layer for layer in range(model.num_layers) if layer not in named)
+    everything = kept == model.num_layers or all(
+        model.layer_attention(layer).is_full_softmax for layer in layers
+    )
     if everything and largest <= model.num_layers:
         remedy = "name a mechanism in model.attention, such as flurka, and keep fewer layers"
         yield Problem("uptrain.layers.keep", kept, "leaves every layer softmax: nothing to up-train", remedy)

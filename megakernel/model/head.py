@@ -1,6 +1,6 @@
 """The vocabulary head: hidden states to the loss, in chunks of tokens so that a sequence's logits never exist whole."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,6 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from megakernel.config import Objective
 from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.layers import load_liger
 
@@ -52,34 +51,17 @@ class OutputHead(nn.Module):
                 tp_group=settings.mesh.tp.group,
             )
 
-    def forward(self, stream: Stream, teaching: "Teaching | None" = None) -> Tensor:
+    def forward(self, stream: Stream, lesson: Lesson | None = None) -> Tensor:
         """The mean loss, see `mean_loss`."""
-        return mean_loss(self.linear.weight, stream, self.settings, teaching)
-
-
-@dataclass(eq=False)
-class Teaching:
-    """What a teacher makes of a stream's tokens, from which a model learns beside the labels; it gets no gradient."""
-
-    hidden: Tensor
-    """Its states (N, B, C') before its head, of any width."""
-
-    weight: Tensor
-    """(V / tp, C'), its head."""
-
-    objective: Objective
-    """Says how much the divergence and the labels weigh."""
-
-    parts: Tensor | None = None
-    """Once there is a loss: this piece's sums of the cross entropy and of KL(teacher || model), and their tokens."""
+        return mean_loss(self.linear.weight, stream, self.settings, lesson)
 
 
 def mean_loss(
-    weight: Tensor, stream: Stream, settings: ModelSettings, teaching: Teaching | None = None
+    weight: Tensor, stream: Stream, settings: ModelSettings, lesson: Lesson | None = None
 ) -> Tensor:
     """Cross entropy in nats: this piece's sum over its targets, divided by the global batch's number of targets.
 
-    With a teacher: kl T^2 KL(teacher || model) + cross_entropy x the labels' cross entropy, weighed by its objective.
+    With a lesson, whose states are (N, B, C'): divergence T^2 KL(teacher || model) + cross_entropy x the labels'.
 
     weight (V / tp, C); hidden states (N, B, C). Summed over context and data ranks and accumulated micro-batches
     this is the global mean, whatever the layout (DESIGN decision 11).
@@ -90,17 +72,15 @@ def mean_loss(
     hidden = for_vocabulary(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
     # Of a causal model nearly all tokens count; finding out waits for the device.
-    counts = None if settings.model.is_causal and teaching is None else targets != IGNORED
+    counts = None if settings.model.is_causal and lesson is None else targets != IGNORED
     if counts is not None:  # what does not count needs no logits
         hidden, targets = hidden[counts], targets[counts]
-    if teaching is not None:
+    if lesson is not None:
         assert counts is not None
-        objective = teaching.objective
-        theirs = for_vocabulary(teaching.hidden, settings).flatten(0, 1)[counts]
-        weights = objective.temperature, objective.kl, objective.cross_entropy
-        lesson = Lesson(theirs, teaching.weight, *weights)
-        summed, parts = summed_lesson(hidden, weight, targets, rows, group, lesson)
-        teaching.parts = torch.cat([parts, counts.sum()[None]])
+        theirs = for_vocabulary(lesson.hidden, settings).flatten(0, 1)[counts]
+        own = replace(lesson, hidden=theirs)
+        summed, parts = summed_lesson(hidden, weight, targets, rows, group, own)
+        lesson.parts = torch.cat([parts, counts.sum()[None]])
     elif group is None:
         # A vocabulary that lies here whole needs no other rank: whoever is fastest on this device computes the loss.
         summed = choose(SUMS, None)(hidden, weight, targets, rows)

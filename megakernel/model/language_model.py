@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from .classifier import ClassifierHead
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
-from .head import FinalNorm, OutputHead, Teaching, for_vocabulary, mean_loss, token_losses
+from .head import FinalNorm, OutputHead, for_vocabulary, mean_loss, token_losses
 from .layer import TransformerLayer, layer_spec
 from .settings import ModelSettings
 from .stream import Stream
+from .vocabulary_loss import Lesson
 
 TIED = "embedding"
 """Name of the embedding that is also the head."""
@@ -44,9 +45,9 @@ def layer_list(settings: ModelSettings) -> list[LayerSpec]:
 
 
 def _tied_loss(
-    embedding: TokenEmbedding, stream: Stream, teaching: Teaching | None = None, *, settings: ModelSettings
+    embedding: TokenEmbedding, stream: Stream, lesson: Lesson | None = None, *, settings: ModelSettings
 ) -> Tensor:
-    return mean_loss(embedding.tokens.weight, stream, settings, teaching)
+    return mean_loss(embedding.tokens.weight, stream, settings, lesson)
 
 
 class LanguageModel(nn.Module):
@@ -89,9 +90,9 @@ class LanguageModel(nn.Module):
             stream = layer(stream)
         return stream
 
-    def loss(self, stream: Stream, teaching: Teaching | None = None) -> Tensor:
+    def loss(self, stream: Stream, lesson: Lesson | None = None) -> Tensor:
         """The head's loss of a stream from `body`; see `mean_loss`."""
-        loss: Tensor = self.walk[-1](stream, teaching)
+        loss: Tensor = self.walk[-1](stream, lesson)
         return loss
 
     def losses(self, *stream: Tensor) -> Tensor:

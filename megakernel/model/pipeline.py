@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megakernel.parallel import Mesh
 
-from .head import Teaching
 from .language_model import TIED, LanguageModel, layer_list
 from .layer import TransformerLayer
 from .settings import ModelSettings
 from .stream import Stream
+from .vocabulary_loss import Lesson
 
 
 def stage_layers(settings: ModelSettings) -> range:
@@ -53,9 +53,9 @@ class Pipeline(PipelineModule):
             stream = layer(stream)
         return stream
 
-    def loss(self, stream: Stream, teaching: Teaching | None = None) -> Tensor:
+    def loss(self, stream: Stream, lesson: Lesson | None = None) -> Tensor:
         """As of a `LanguageModel`; on the last stage."""
-        loss: Tensor = self.forward_funcs[-1](stream, teaching)
+        loss: Tensor = self.forward_funcs[-1](stream, lesson)
         return loss
 
     @property

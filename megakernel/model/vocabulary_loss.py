@@ -19,19 +19,26 @@ from megakernel.ops.dispatch import wide
 from .stream import IGNORED
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Lesson:
     """What a teacher adds to the labels: T^2 KL(teacher || model) in nats at temperature T. It gets no gradient."""
 
     hidden: Tensor
-    """(T, C'), its states before its head; of any width."""
+    """(..., C'), its states before its head, of the model's tokens; of any width."""
+
     weight: Tensor
     """(V / tp, C'), its head, cut as the model's."""
+
     temperature: float
+
     divergence: float
     """Weight of the divergence in the loss."""
+
     cross_entropy: float
     """Weight of the labels' cross entropy in the loss; 0: labels only say which tokens count."""
+
+    parts: Tensor | None = None
+    """Left by `head.mean_loss`: this piece's sums of cross entropy and KL(teacher || model), and their tokens."""
 
 
 def summed_loss(
@@ -84,7 +91,11 @@ class _SummedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         for_hidden, for_weight = (learns and needed for needed in ctx.needs_input_grad[:2])
         of_hidden = torch.empty_like(hidden) if for_hidden else None
-        of_weight: Tensor | None = None
+        of_weight = None
+        if for_weight:
+            # In bfloat16 a chunk's term would be lost in the sum of those before.
+            dtype = wide(weight.dtype) if len(hidden) > rows else weight.dtype
+            of_weight = torch.zeros_like(weight, dtype=dtype)
         parts = torch.zeros(2, dtype=wide(hidden.dtype), device=hidden.device)
         for part in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
             logits = F.linear(hidden[part], weight).to(parts.dtype)
@@ -97,13 +108,13 @@ class _SummedLoss(torch.autograd.Function):
             slope = slope.to(hidden.dtype)
             if of_hidden is not None:
                 torch.mm(slope, weight, out=of_hidden[part])
-            if for_weight:
-                term = slope.T @ hidden[part]
-                # In bfloat16 a chunk's term would be lost in the sum of those before.
-                of_weight = term if of_weight is None else of_weight.to(parts.dtype).add_(term)
-        if for_weight:  # without a token, too: the other ranks wait for it
-            of_weight = torch.zeros_like(weight) if of_weight is None else of_weight.to(weight.dtype)
-        ctx.save_for_backward(of_hidden, of_weight)
+            if of_weight is None:
+                continue
+            if of_weight.dtype == slope.dtype:
+                of_weight.addmm_(slope.T, hidden[part])
+            else:
+                of_weight += slope.T @ hidden[part]
+        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
         ctx.mark_non_differentiable(parts)
         if lesson is None:
             return parts[0].clone(), parts

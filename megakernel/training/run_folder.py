@@ -86,9 +86,10 @@ class RunFolder:
 
     def _open(self, devices: Sequence[str]) -> list[Difference]:
         with naming_root(self._config):
-            changes = self._changes()
+            self._changes()  # a refusal leaves everything as it is
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.path)
+            changes = self._changes()  # whoever wrote here until now may have changed it
             write_whole(self.config_file, to_yaml(self._config))
             for folder in (self.tensorboard, self.logs, self.checkpoints):
                 folder.mkdir(exist_ok=True)

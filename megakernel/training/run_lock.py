@@ -12,6 +12,9 @@ from megakernel.config import UserError
 WAIT_SECONDS = 10.0
 """How long a start waits for another one in its folder: one that was told to end may still be ending."""
 
+LEASE_SECONDS = 120.0
+"""The same where that is on another host: file servers keep the locks of a host that is gone for a while."""
+
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _POLL_SECONDS = 0.1
 
@@ -19,21 +22,25 @@ _POLL_SECONDS = 0.1
 class RunLock:
     """Held by this process while this object lives, and no longer than the process does, however it ends.
 
-    The lock is POSIX's: processes that this one forks do not hold it, and network file systems pass it on. Where a file
-    system has no locks there is none.
+    The lock is POSIX's: processes that this one forks do not hold it, network file systems pass it on, and a process
+    should have one object of a folder, for the first that goes releases it. Where a file system has no locks there is
+    none.
     """
 
-    def __init__(self, folder: Path, wait_seconds: float = WAIT_SECONDS):
+    def __init__(
+        self, folder: Path, wait_seconds: float = WAIT_SECONDS, lease_seconds: float = LEASE_SECONDS
+    ):
         """folder: of the run; its file `lock` says who holds it.
 
-        Raises UserError where another process does for longer than `wait_seconds`.
+        Raises UserError where another process does for longer than `wait_seconds`, or `lease_seconds` on another host.
         """
         self._file = (folder / "lock").open("a+", encoding="utf-8")
-        deadline = time.monotonic() + wait_seconds
+        begun = time.monotonic()
         while not self._taken():
-            if time.monotonic() > deadline:
-                self._file.seek(0)
-                holder = self._file.read().strip() or "another process"
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            here = holder.endswith(f" on {socket.gethostname()}")
+            if time.monotonic() - begun > (wait_seconds if here else lease_seconds):
                 self._file.close()
                 raise UserError(
                     f"run.name={folder.name}: {holder} writes into {folder}; wait until it ends, stop it, or choose "

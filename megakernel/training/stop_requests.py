@@ -26,6 +26,14 @@ def hold_requests() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
 
 
+_late: list[int] = []
+"""Requests to make room that came between two loops, or behind the last."""
+
+
+def _note_late(number: int, frame: FrameType | None) -> None:
+    _late.append(number)
+
+
 class StopRequests:
     """Records requests from entry to exit of a `with` block; a step is never torn apart by a handler.
 
@@ -49,15 +57,19 @@ class StopRequests:
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._record)
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+        while _late:
+            self._record(_late.pop(), None)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Held again where they were: a request that comes when the work is done has nothing left to end.
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            # Held again where they were: a request that comes when the work is done has nothing left to end. Threads
+            # that were started meanwhile let them through.
+            late = number in _HELD & self._mask
+            signal.signal(number, _note_late if late else handler)  # type: ignore[arg-type]
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def pending(self) -> Stop:
         """The strongest request this process knows of."""

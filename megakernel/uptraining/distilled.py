@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megakernel.config import Config, Objective
 from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline
-from megakernel.model.head import Teaching
 from megakernel.model.stream import Stream, as_bits, from_bits
+from megakernel.model.vocabulary_loss import Lesson
 from megakernel.parallel import Mesh
 from megakernel.training.dtypes import DTYPES
 
@@ -31,10 +31,11 @@ class Distillation:
         """Of the streams that enter both heads."""
         if theirs is None:
             return self.objective.cross_entropy * model.loss(leaving)
-        teaching = Teaching(theirs, self.teacher.output_matrix, self.objective)
-        loss = model.loss(leaving, teaching)
-        if teaching.parts is not None:
-            self._parts = teaching.parts if self._parts is None else self._parts + teaching.parts
+        weights = self.objective.temperature, self.objective.kl, self.objective.cross_entropy
+        lesson = Lesson(theirs, self.teacher.output_matrix, *weights)
+        loss = model.loss(leaving, lesson)
+        assert lesson.parts is not None
+        self._parts = lesson.parts if self._parts is None else self._parts + lesson.parts
         return loss
 
     def scalars(self) -> dict[str, float]:

@@ -27,12 +27,16 @@ class Identity(NamedTuple):
     """Of the dense model."""
 
 
-def identity_tokens(dense: Model, length: int, mesh: Mesh) -> int:
-    """Tokens at the beginning of rows of `length` that every layer of the dense model sees whole; 0 for none.
+def identity_tokens(dense: Model, student: Model, length: int, mesh: Mesh) -> int:
+    """Tokens at the beginning of rows of `length` that every layer of both models sees whole; 0 for none.
 
-    Behind a dense layer's own window the two need not be the same. With sequence parallelism ranks take equal parts.
+    Behind a layer's own window the two need not be the same, and a model that approximates is none to be. With
+    sequence parallelism ranks take equal parts.
     """
-    attentions = (dense.layer_attention(layer) for layer in range(dense.num_layers))
+    whole = [dense.layer_attention(layer) for layer in range(dense.num_layers)]
+    if not all(attention.is_full_softmax and attention.mixture is None for attention in whole):
+        return 0
+    attentions = (*whole, *(student.layer_attention(layer) for layer in range(student.num_layers)))
     windows = [attention.window for attention in attentions if attention.window is not None]
     tokens = min(IDENTITY_TOKENS, length, *windows)
     return tokens - tokens % mesh.tp.size if mesh.sequence_parallel else tokens
@@ -46,7 +50,7 @@ def covering(student: Model, tokens: int) -> Model:
 
 
 def _covering(attention: Attention, tokens: int) -> Attention:
-    if attention.is_full_softmax:
+    if attention.is_full_softmax and attention.mixture is None:
         return attention
     if attention.near is None or attention.compression is None or attention.near.kind != "softmax":
         return Attention(similarity="softmax", near=Near(block_size=tokens))

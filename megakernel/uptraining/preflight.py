@@ -65,7 +65,7 @@ def preflight(validation: Validation, source: WeightSource, student: Model) -> P
     model = validation.model(source.model(), source)
     dense = validation.losses(model, window)
     same_logits = parity(model, source, mesh)
-    tokens = identity_tokens(source.model(), length, mesh) if whole else 0
+    tokens = identity_tokens(source.model(), student, length, mesh) if whole else 0
     dense_start = validation.losses(model, window, tokens)[0] if tokens else 0.0
     sliding = None
     if whole and window and length <= LONGEST_WINDOWED:

@@ -102,6 +102,13 @@ class Uptraining:
 
     def _open(self) -> None:
         """Make the folder, or go on in that of the same up-training; from here this process alone writes into it."""
+        self._refuse_another()  # which leaves everything as it is
+        with naming_root(self.config):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(self.folder)
+        self._refuse_another()  # whoever wrote here until now may have changed it
+
+    def _refuse_another(self) -> None:
         file = self.folder / CONFIG
         if file.exists():
             changed = check_same_run(file.read_text(encoding="utf-8"), self.config, self.folder)
@@ -119,9 +126,6 @@ class Uptraining:
                 f"run.name={self.config.run.name}: {self.folder} holds the output of a run but no config.yaml; "
                 "restore it, or choose another run.name"
             )
-        with naming_root(self.config):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(self.folder)
 
     def _before(self, validation: Validation, source: WeightSource) -> Preflight:
         """What the dense model and the untrained student predict, measured once on the same samples.

@@ -44,6 +44,9 @@ def test_a_start_waits_for_one_that_is_ending(holder, tmp_path):
     assert time.monotonic() - begun < 10
 
 
-def test_a_folder_can_be_taken_again_by_the_process_that_has_it(tmp_path):
-    first, second = RunLock(tmp_path), RunLock(tmp_path, wait_seconds=0.0)
-    assert first is not second
+def test_a_host_that_is_gone_holds_it_until_its_lease_ends(holder, tmp_path):
+    (tmp_path / "lock").write_text("process 7 on another-host\n")
+    begun = time.monotonic()
+    with pytest.raises(UserError, match="process 7 on another-host"):
+        RunLock(tmp_path, wait_seconds=0.0, lease_seconds=1.0)
+    assert time.monotonic() - begun > 1.0

@@ -123,18 +123,28 @@ def test_a_request_to_make_room_waits_until_the_loop_listens():
     assert (done.returncode, done.stdout) == (0, "SIGUSR2\n")
 
 
-def test_a_request_to_make_room_that_comes_after_the_last_step_ends_nothing():
-    script = """
-        import os, signal
+@pytest.mark.parametrize("started", ["before", "inside"])
+def test_a_request_to_make_room_that_comes_after_the_last_step_ends_nothing(started):
+    """Nor where a thread of the loop, such as autograd's, lets it through."""
+    script = f"""
+        import os, signal, threading, time
         from megakernel.training.stop_requests import StopRequests, hold_requests
+        thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
         hold_requests()
+        if "{started}" == "before":
+            thread.start()
         with StopRequests():
-            pass
+            if "{started}" == "inside":
+                thread.start()
         os.kill(os.getpid(), signal.SIGUSR1)
         with StopRequests() as requests:
+            while not requests.pending():  # the other thread tells this one when it comes to it
+                time.sleep(0.01)
             print(requests.pending().name)
         os.kill(os.getpid(), signal.SIGUSR2)
-        print("done")
+        time.sleep(0.1)
+        print("done", flush=True)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "SIGUSR1\ndone\n")

@@ -23,12 +23,15 @@ def mesh(tp=1, sharded=False):
     return SimpleNamespace(tp=SimpleNamespace(size=tp), sequence_parallel=sharded)
 
 
-def test_tokens_are_few_whatever_the_rows_and_lie_in_every_window_of_the_dense_model():
-    assert identity_tokens(model("softmax"), 1_000_000, mesh()) == IDENTITY_TOKENS
-    assert identity_tokens(model("softmax"), 100, mesh()) == 100
-    assert identity_tokens(model("softmax", "main", WINDOWED), 1_000_000, mesh()) == 24
-    assert identity_tokens(model("softmax"), 100, mesh(3)) == 100
-    assert identity_tokens(model("softmax"), 100, mesh(3, sharded=True)) == 99
+def test_tokens_are_few_whatever_the_rows_and_lie_in_every_window_of_both_models():
+    dense, windowed, student = model("softmax"), model("softmax", "main", WINDOWED, "main"), model(FLURKA)
+    assert identity_tokens(dense, student, 1_000_000, mesh()) == IDENTITY_TOKENS
+    assert identity_tokens(dense, student, 100, mesh()) == 100
+    assert identity_tokens(windowed, student, 1_000_000, mesh()) == 24
+    assert identity_tokens(dense, windowed, 1_000_000, mesh()) == 24
+    assert identity_tokens(dense, student, 100, mesh(3)) == 100
+    assert identity_tokens(dense, student, 100, mesh(3, sharded=True)) == 99
+    assert identity_tokens(model(FLURKA, "softmax", "main", "softmax"), student, 100, mesh()) == 0
 
 
 @torch.no_grad()
