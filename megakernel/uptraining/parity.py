@@ -97,7 +97,9 @@ def free_bytes(device: torch.device) -> int:
 @torch.no_grad()
 def _reference_logits(source: WeightSource, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # of weights that lie on this machine
     try:
         reference = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype).to(tokens.device).eval()
         logits: Tensor = reference(tokens).logits
