@@ -10,6 +10,7 @@ import os
 import warnings
 from typing import Literal
 
+import psutil
 import torch
 
 from megakernel.config import UserError
@@ -43,6 +44,14 @@ def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
     _choose_deepspeed_accelerator(kind)
     _share_one_random_stream()
     return device
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free there, on a CPU those of the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free: int = psutil.virtual_memory().available
+    return free
 
 
 def quieten_ranks(rank: int) -> None:

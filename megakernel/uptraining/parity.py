@@ -3,13 +3,13 @@
 import math
 from typing import NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 
 from megakernel.config import UserError
 from megakernel.model import LanguageModel
 from megakernel.parallel import Mesh
+from megakernel.parallel.device import free_memory
 from megakernel.training.ranks import Ranks
 from megakernel.training.weight_source import WeightSource
 
@@ -52,7 +52,8 @@ def parity(dense: LanguageModel, source: WeightSource, mesh: Mesh) -> Parity:
         checkpoint = DenseCheckpoint(source.folder)
         if checkpoint.config["model_type"] == OWN:
             return "transformers knows the dense model through Megakernel alone"
-        return too_large(checkpoint, dtype, free_bytes(mesh.device))
+        # It is loaded to the host and moved to the device.
+        return too_large(checkpoint, dtype, min(map(free_memory, (torch.device("cpu"), mesh.device))))
 
     reasons = mesh.gather_objects(Ranks.of(mesh).alike(obstacle))
     if reasons[measuring]:
@@ -86,12 +87,6 @@ def too_large(checkpoint: DenseCheckpoint, dtype: torch.dtype, free: int) -> str
         f"transformers would need {size / 2**30:.1f} GiB on one process, and no more than {LARGEST_SHARE:.0%} of its "
         f"{free / 2**30:.1f} GiB of free memory are taken for that"
     )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on the host, and on the device: a reference is loaded to the one and moved to the other."""
-    free: int = psutil.virtual_memory().available
-    return min(free, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megakernel.attention import ALL_HEADS, HeadShard, build
 from megakernel.ops import kernel_attention
+from megakernel.parallel.device import free_memory
 
 from .cases import Case
 from .cost import attention_of
@@ -61,7 +62,7 @@ class Contender:
         if self.holds_states:
             # The state of every token, its product with the value, and the gradients of both.
             taken = 4 * 4 * case.all_tokens * case.heads * case.head_dim**2
-            if taken > SHARE * _free_memory(device):
+            if taken > SHARE * free_memory(device):
                 return f"needs about {taken / 2**30:.0f} GiB"
         return None
 
@@ -123,14 +124,6 @@ def _eager() -> Core:
         return (numerator / (phi_q * norms).sum(-1, keepdim=True)).to(v.dtype)
 
     return run
-
-
-def _free_memory(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
-    return psutil.virtual_memory().available
 
 
 def _from_fla(name: str, function: str, normalize: bool) -> Contender:
