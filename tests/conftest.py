@@ -8,6 +8,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """What a test draws without a generator of its own does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(items):
     """Tests of a GPU need one; without it they say so."""
     if torch.cuda.is_available():

@@ -30,46 +30,62 @@ def assert_agrees(
     leaves: Mapping[str, Tensor],
     draw: torch.Generator,
     tolerance: float,
-    wider: Mapping[str, float] | None = None,
 ) -> None:
     """`run("triton", leaves)` gives the outputs and the gradients of `run("reference", leaves in float64)`.
 
-    The gradients are those of a random sum of all outputs, whose terms are of one size. wider: tolerances of single
-    results, which need a reason where they are given.
+    The gradients are those of a random sum of all outputs, whose terms are of one size. A gradient that is one number
+    (a mass, a mixture) is a sum over all tokens of terms of both signs, of which some draws leave next to nothing, so
+    errors are held against the size that gradients have over several such sums, not in the one that is compared.
     """
-    found: dict[str, dict[str, Tensor]] = {}
-    weights: dict[str, Tensor] = {}
-    for backend in ("reference", "triton"):
-        kept = {
-            name: (x.double() if backend == "reference" else x).detach().requires_grad_()
-            for name, x in leaves.items()
-        }
-        outputs = run(backend, kept)
-        if not weights:
-            weights = {
-                name: torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.device)
-                / x.detach().norm()
-                for name, x in outputs.items()
-            }
-        # A pull has the dtype of what it pulls at; the reference gets the rounded one.
-        total = sum(
-            (x.double() * weights[name].to(leaves_dtype(leaves)).double()).sum()
-            for name, x in outputs.items()
-        )
-        slopes = torch.autograd.grad(total, list(kept.values()), allow_unused=True, materialize_grads=True)
-        found[backend] = {**outputs, **{f"gradient of {name}": x for name, x in zip(kept, slopes)}}
-    exact = found["reference"]
+    exact, sizes, pulls = _reference(run, leaves, draw)
+    kept = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+    found = _with_gradients(run("triton", kept), pulls[0], kept)
     # One key has no gradient in a quotient: what is left of it is held to the size of the others.
-    largest = max(x.detach().double().norm().item() for name, x in exact.items() if "gradient" in name)
+    largest = max(size for name, size in sizes.items() if "gradient" in name)
     ratios = {
-        name: rms_ratio(x, exact[name], largest if exact[name].norm() < 1e-9 * largest else 1e-30)
-        for name, x in found["triton"].items()
+        name: rms_ratio(x, exact[name], largest if sizes[name] < 1e-9 * largest else sizes[name])
+        for name, x in found.items()
     }
-    wider = wider or {}
-    wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= wider.get(name, tolerance)}
-    assert not wrong, f"RMS ratios {ratios}; expected at most {tolerance}, {wider}"
+    wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= tolerance}
+    assert not wrong, f"RMS ratios {ratios}; expected at most {tolerance}"
 
 
-def leaves_dtype(leaves: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype of the tokens."""
-    return leaves["q"].dtype
+PULLS = 4
+"""Random sums of the outputs that say how large gradients are."""
+
+
+def _reference(
+    run: Callable[[str, Mapping[str, Tensor]], Mapping[str, Tensor]],
+    leaves: Mapping[str, Tensor],
+    draw: torch.Generator,
+) -> tuple[dict[str, Tensor], dict[str, float], list[dict[str, Tensor]]]:
+    """Outputs and gradients of the first pull, the size of each over all pulls, and the pulls."""
+    kept = {name: x.double().detach().requires_grad_() for name, x in leaves.items()}
+    outputs = run("reference", kept)
+    dtype = leaves["q"].dtype  # A pull has the dtype of what it pulls at; the reference gets the rounded one.
+    pulls = [
+        {
+            name: (torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.device) / x.detach().norm())
+            .to(dtype)
+            .double()
+            for name, x in outputs.items()
+        }
+        for _ in range(PULLS)
+    ]
+    exact = [_with_gradients(outputs, pull, kept) for pull in pulls]
+    sizes = {
+        name: (sum(each[name].detach().norm().item() ** 2 for each in exact) / PULLS) ** 0.5
+        for name in exact[0]
+    }
+    return exact[0], sizes, pulls
+
+
+def _with_gradients(
+    outputs: Mapping[str, Tensor], pull: Mapping[str, Tensor], leaves: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The outputs and the gradients of their sum, weighed by the pull."""
+    total = sum((x.double() * pull[name]).sum() for name, x in outputs.items())
+    slopes = torch.autograd.grad(
+        total, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return {**outputs, **{f"gradient of {name}": slope for name, slope in zip(leaves, slopes)}}
