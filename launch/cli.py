@@ -66,7 +66,7 @@ COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
 }
 
-_PLAIN_OS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR}
+_PLAIN_OS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 """What the machine refuses and its user can change: a full disk, a quota, permissions, a file for a folder."""
 
 
