@@ -328,6 +328,14 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
         ({"init": {"moments": "runs/dense"}}, "init.moments"),
         ({"uptrain": {}, "init": {"from": "x"}, "schedule": {"steps_after": 5}}, "schedule.steps_after"),
         ({"uptrain": {}, "init": {"from": "x"}, "training": {"eval_samples": 0}}, "training.eval_samples"),
+        (
+            {
+                "uptrain": {},
+                "init": {"from": "x"},
+                "training": {"near_dropout": {"start": 0.3, "steps": 3}},
+            },
+            "training.near_dropout",
+        ),
         ({"objective": {"kind": "distill"}}, "objective.teacher"),
         ({"objective": {"teacher": "x"}}, "objective.teacher"),
         ({"objective": {"kind": "distill", "teacher": "x", "rows": 3}}, "objective.rows"),
