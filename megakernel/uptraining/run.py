@@ -73,6 +73,10 @@ class Uptraining:
             steps = stage.config.training.steps
             if self._steps(stage) < steps:
                 self._note(f"stage {stage.name}: {stage.purpose}, {steps} steps")
+                if (zero := stage.config.parallel.zero_stage) != self.config.parallel.zero_stage:
+                    self._note(
+                        f"with parallel.zero_stage={zero}, which saves weights that are not trained, too"
+                    )
                 stop = Trainer(stage.config, self.mesh, inside=[self.folder]).run()
                 gc.collect()  # engines hold themselves in circles
                 if stop:
