@@ -126,7 +126,8 @@ class Uptraining:
         """
         file, samples = self.folder / BEFORE, measured_on(self.config)
         known = self.ranks.first(lambda: _read(file)) or {}
-        if known.get("measured_on") == samples:
+        is_known = known.get("measured_on") == samples
+        if is_known:
             found = Preflight.read(known["found"])
         else:
             self._note(f"preflight of {source.folder}")
@@ -137,8 +138,9 @@ class Uptraining:
             if found.parity.reason:
                 self._note(f"logits are not compared with those of transformers: {found.parity.reason}")
         self.ranks.first(lambda: write_whole(self.folder / CONFIG, to_yaml(self.config)))
-        tree = {"measured_on": samples, "found": found._asdict()}
-        self.ranks.first(lambda: write_whole(file, json.dumps(tree, indent=1) + "\n"))
+        if not is_known:
+            tree = {"measured_on": samples, "found": found._asdict()}
+            self.ranks.first(lambda: write_whole(file, json.dumps(tree, indent=1) + "\n"))
         return found
 
     def _steps(self, stage: Stage) -> int:
