@@ -26,6 +26,9 @@ class Tokenizer(ABC):
     kind: str
     vocab_size: int
     eod: int
+    bos: int | None = None
+    """What `transformers` begins a text with that has no prompt; None where the tokenizer has no such token."""
+
     probe = _PROBE
     """A text whose ids tell tokenizers of this kind apart."""
 
@@ -121,6 +124,7 @@ class HuggingFaceTokenizer(Tokenizer):
         assert tokenizer.eos_token_id is not None
         self._tokenizer = tokenizer
         self.eod = int(tokenizer.eos_token_id)
+        self.bos = tokenizer.bos_token_id
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:

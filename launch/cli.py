@@ -38,7 +38,7 @@ from launch import (
     uptrain,
 )
 from launch.exit_status import ExitStatus
-from launch.messages import print_error
+from launch.messages import INTERRUPTED, print_error
 from launch.slurm.errors import NotFound, SlurmRefused
 from megakernel.config import NotFinite, RunFailed, UserError
 
@@ -66,7 +66,7 @@ COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
 }
 
-_PLAIN_OS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR}
+_PLAIN_OS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 """What the machine refuses and its user can change: a full disk, a quota, permissions, a file for a folder."""
 
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return ExitStatus.FAILED
     except KeyboardInterrupt:
-        print_error("interrupted")
+        print_error(INTERRUPTED)
         return ExitStatus.FAILED
 
 

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from megakernel.config import UserError
+
 HELP = "read a Hugging Face checkpoint and write the configuration of a model that starts from it"
 EXAMPLE = "megakernel import models/Llama-3.2-1B --to configs/model/llama-1b.yaml"
 
@@ -13,16 +15,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors"
     )
     parser.add_argument(
-        "--to", type=Path, metavar="FILE", help="write the YAML there (default: print it on the console)"
+        "--to",
+        type=Path,
+        metavar="FILE",
+        help="a new file for the YAML (default: print it on the console)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Check that every tensor is there in its shape and none is unknown, and give the model section."""
+    if args.to is not None and args.to.exists():
+        raise UserError(f"--to {args.to} exists already; name a new file, or remove it")
     from megakernel.parallel.device import prepare_device
 
     prepare_device("cpu", local_rank=0)  # before DeepSpeed is imported, which would look for one and say so
     from megakernel.analysis.parameters import parameter_count
+    from megakernel.training.whole_file import write_whole
     from megakernel.uptraining.dense import DenseCheckpoint
     from megakernel.uptraining.dense.fragment import fragment
 
@@ -35,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
         return 0
     args.to.parent.mkdir(parents=True, exist_ok=True)
-    args.to.write_text(text, encoding="utf-8")
+    write_whole(args.to, text)
     print(f"{args.checkpoint}: {checkpoint.config['model_type']}, {count:,} parameters, all tensors there")
     print(f"{args.to}: lay a run on it with `extends: {args.to.name}`")
     return 0

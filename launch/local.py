@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from launch.exit_status import ExitStatus
-from launch.messages import print_error
+from launch.messages import INTERRUPTED, error_lines, print_error
 from launch.rank_process import RankProcess
 from megakernel.parallel.processes import ProcessEnvironment
 
@@ -161,6 +161,8 @@ def _outcome(ranks: Sequence[RankProcess], failure: _Failure | None) -> int:
     is_usage = failure.status == ExitStatus.USAGE
     if is_usage and statuses[0] == ExitStatus.USAGE:
         return ExitStatus.USAGE  # rank 0 has said on this console what has to change
+    if _was_interrupted(ranks[0]) and _was_interrupted(ranks[failure.rank]):
+        return ExitStatus.FAILED  # the same
     rank = ranks[failure.rank]
     print_error(f"{failure.text}; its output is in {rank.log}")
     if failure.rank != 0:
@@ -169,3 +171,8 @@ def _outcome(ranks: Sequence[RankProcess], failure: _Failure | None) -> int:
     if failure.status in (ExitStatus.STALLED, ExitStatus.NOT_FINITE):
         return failure.status
     return ExitStatus.USAGE if is_usage else ExitStatus.FAILED
+
+
+def _was_interrupted(rank: RankProcess) -> bool:
+    """Whether Ctrl-C has ended it before it had anything to save."""
+    return error_lines(INTERRUPTED)[0] in rank.last_lines(_LAST_LINES)

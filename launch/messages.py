@@ -2,8 +2,16 @@
 
 import sys
 
+INTERRUPTED = "interrupted"
+"""What is said of Ctrl-C where there is nothing to save."""
+
+
+def error_lines(text: str) -> list[str]:
+    """`megakernel: error: ...` for each line of the text."""
+    return [f"megakernel: error: {line}" for line in text.splitlines()]
+
 
 def print_error(text: str) -> None:
-    """`megakernel: error: ...` for each line of the text, on stderr."""
-    for line in text.splitlines():
-        print(f"megakernel: error: {line}", file=sys.stderr, flush=True)
+    """The same, on stderr."""
+    for line in error_lines(text):
+        print(line, file=sys.stderr, flush=True)

@@ -196,10 +196,14 @@ def training_request(
 
 
 def _check(config: Config, world_size: int) -> None:
-    """Refuse what would fail on the cluster: processes, the run that is there, and the data."""
+    """Refuse what would fail on the cluster: processes, stages, the run that is there, and the data."""
     from data_pipeline.corpus import Corpora
 
     data_parallel_size(config, world_size)
+    if config.uptrain is not None:
+        from megakernel.uptraining.stages import check_stages  # which imports torch
+
+        check_stages(config)
     recorded = config.run.folder / "config.yaml"
     if recorded.exists():
         check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)

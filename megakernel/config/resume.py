@@ -3,6 +3,7 @@
 The rule: what determines which numbers a run produces is fixed with its first step; where, how fast, how long
 and how closely watched it runs may change with every start. `_FREE` is the whole list of what may change, and
 `_OF_LENGTH` of what may change behind the steps that the run was to have: phases of longer rows may follow.
+`_OF_STAGES` is what may not where the run is an up-training.
 """
 
 from collections.abc import Iterator
@@ -51,6 +52,9 @@ _OF_LENGTH = (
     "model.rope_scaling",
 )
 
+_OF_STAGES = ("training.steps", "init.from", "init.moments")
+"""What any other run may change as it goes on; stages of an up-training have begun with it, and more are to."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -63,9 +67,14 @@ class Difference:
     same_steps: bool = False
     """Whether both mean the same lengths, batches and frequencies in every step that the recorded run was to have."""
 
+    in_stages: bool = False
+    """Whether the run is an up-training."""
+
     @property
     def may_change(self) -> bool:
         """Whether a run may be continued across this difference."""
+        if self.in_stages and self.key in _OF_STAGES:
+            return False
         free = (*_FREE, *_OF_LENGTH) if self.same_steps else _FREE
         return any(self.key == key or self.key.startswith(f"{key}.") for key in free)
 
@@ -74,7 +83,8 @@ def differences(recorded: Config, wanted: Config) -> list[Difference]:
     """Every key whose value differs, in the tree's order; a part that only one side has is one difference."""
     same_steps = _steps(recorded, recorded.training.steps) == _steps(wanted, recorded.training.steps)
     found = _differences(recorded.model_dump(mode="json"), wanted.model_dump(mode="json"), "")
-    return [replace(item, same_steps=same_steps) for item in found]
+    in_stages = wanted.uptrain is not None
+    return [replace(item, same_steps=same_steps, in_stages=in_stages) for item in found]
 
 
 def _steps(config: Config, steps: int) -> list[tuple[Any, ...]]:

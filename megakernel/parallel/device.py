@@ -54,6 +54,15 @@ def free_memory(device: torch.device) -> int:
     return free
 
 
+_OUT_OF_MEMORY = ("out of memory", "allocate memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory, of the host or of a device, is full: libraries raise many types for it."""
+    is_told = any(words in str(error) for words in _OUT_OF_MEMORY)
+    return is_told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
 def quieten_ranks(rank: int) -> None:
     """Keep both libraries' warnings on rank 0 only; errors are shown by every rank."""
     if rank != 0:

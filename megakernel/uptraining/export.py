@@ -21,8 +21,9 @@ from megakernel.training.weight_source import weights
 
 from .dense.checkpoint import CONFIG, embedding_name, our_parts
 from .dense.configs import plain_config
-from .dense.families import FAMILIES
+from .dense.families import FAMILIES, OWN
 from .dense.tokenizer import save_tokenizer
+from .generation_config import FILE, generation_config
 from .shards import write_tensors
 
 _DTYPES = DTYPES | {"float16": torch.float16}
@@ -56,8 +57,11 @@ def export(
         folder = Path(partial) / "model"
         folder.mkdir()
         save_tokenizer(tokenizer, folder)
-        _write(folder / "generation_config.json", source.generation)
         config = source.write_plain(folder) or source.write_own(folder)
+        settings = generation_config(run.config, tokenizer, source.rows)
+        if config["model_type"] == OWN:
+            settings.pop("cache_implementation", None)  # of keys and values, of which its state is none
+        _write(folder / FILE, settings)
         if to.exists():
             to.rmdir()
         os.replace(folder, to)
@@ -71,26 +75,22 @@ class _Source:
         phase = run.config.training.phase_behind(run.checkpoint.step)
         self.run = run
         self.dtype = dtype
-        self.eod = tokenizer.eod
+        self.bos, self.eod = tokenizer.bos, tokenizer.eod
         self.model = _with_position_rows(phase.model(run.config.model), run.config.training.seq_len)
         self.tensors = weights(run.checkpoint, run.config)
         self.seq_len = phase.training.seq_len
         self.rows, _ = self.tensors.shape(embedding_name(self.model))
-        self.ids = tokenizer.vocab_size
-
-    @property
-    def generation(self) -> dict[str, Any]:
-        """generation_config.json. Rows that pad the embedding stand for nothing, and are never drawn."""
-        settings = {"eos_token_id": self.eod, "pad_token_id": self.eod, "do_sample": True}
-        padding = list(range(self.ids, self.rows))
-        return settings | ({"suppress_tokens": padding} if padding else {})
 
     def write_plain(self, folder: Path) -> dict[str, Any] | None:
         """As an architecture of `transformers`; None, with nothing written, where none has the model's parts."""
         config = plain_config(self.model, self.rows, self.seq_len)
         if config is None:
             return None
-        config |= {"eos_token_id": self.eod, "dtype": str(self.dtype).removeprefix("torch.")}
+        config |= {
+            "bos_token_id": self.bos,
+            "eos_token_id": self.eod,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
         _write(folder / CONFIG, config)
         parts = our_parts(FAMILIES[config["model_type"]], self.model)
         write_tensors(folder, self._theirs(parts))

@@ -9,7 +9,7 @@ from torch import Tensor
 from megakernel.config import UserError
 from megakernel.model import LanguageModel
 from megakernel.parallel import Mesh
-from megakernel.parallel.device import free_memory
+from megakernel.parallel.device import free_memory, is_out_of_memory
 from megakernel.training.ranks import Ranks
 from megakernel.training.weight_source import WeightSource
 
@@ -68,14 +68,27 @@ def parity(dense: LanguageModel, source: WeightSource, mesh: Mesh) -> Parity:
         # Of all ranks of the last stage, which gather them.
         ours = None if entering is None else dense.logits(entering[0])[..., :vocab]
 
-    def difference() -> float | None:
+    def measured() -> Parity | None:
         if mesh.rank != measuring:
             return None
         assert ours is not None
-        theirs = _reference_logits(source, tokens, dtype)
-        return float((ours - theirs).abs().max() / theirs.abs().max())
+        return compared(ours, source, tokens)
 
-    return Parity(mesh.gather_objects(Ranks.of(mesh).alike(difference))[measuring])
+    found = mesh.gather_objects(Ranks.of(mesh).alike(measured))[measuring]
+    assert found is not None
+    return found
+
+
+def compared(ours: Tensor, source: WeightSource, tokens: Tensor) -> Parity:
+    """Hold logits (1, N, V) of `tokens` (1, N) against those that `transformers` computes in their dtype.
+
+    Raises UserError where it cannot, for another reason than memory.
+    """
+    try:
+        theirs = _reference_logits(source, tokens, ours.dtype)
+    except MemoryError as error:  # more than its weights, or memory that others took meanwhile
+        return Parity(None, f"transformers ran out of memory ({error})")
+    return Parity(float((ours - theirs).abs().max() / theirs.abs().max()))
 
 
 def too_large(checkpoint: DenseCheckpoint, dtype: torch.dtype, free: int) -> str:
@@ -101,6 +114,8 @@ def _reference_logits(source: WeightSource, tokens: Tensor, dtype: torch.dtype) 
     # It reads configurations of any kind, with code of their own and libraries that need not be there.
     except Exception as error:
         text = " ".join(str(error).split())
+        if is_out_of_memory(error):
+            raise MemoryError(text) from None
         raise UserError(
             f"{source.key}={source.folder}: transformers cannot compute its logits ({type(error).__name__}: {text}); "
             "mend the folder until AutoModelForCausalLM.from_pretrained loads it"

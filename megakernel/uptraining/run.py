@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.corpus import Corpora
-from megakernel.config import Config, ConfigError, Problem, Uptrain, UserError, check_same_run, to_yaml
+from megakernel.config import Config, Uptrain, UserError, check_same_run, to_yaml
 from megakernel.parallel import Mesh
 from megakernel.training.checkpoint_folder import CheckpointFolder
 from megakernel.training.ranks import Ranks
@@ -34,9 +34,6 @@ KEPT = "kept_layers.json"
 
 _REMAINS = ("metrics.jsonl", "checkpoints", "*/config.yaml")
 """What training leaves in its folder; a job that waits has only its submission there."""
-
-_FIXED = ("training.steps", "init.from", "init.moments")
-"""What any other run may change as it goes on: here stages have begun with it, and more are to."""
 
 
 class Uptraining:
@@ -76,6 +73,10 @@ class Uptraining:
             steps = stage.config.training.steps
             if self._steps(stage) < steps:
                 self._note(f"stage {stage.name}: {stage.purpose}, {steps} steps")
+                if (zero := stage.config.parallel.zero_stage) != self.config.parallel.zero_stage:
+                    self._note(
+                        f"with parallel.zero_stage={zero}, which saves weights that are not trained, too"
+                    )
                 stop = Trainer(stage.config, self.mesh, inside=[self.folder]).run()
                 gc.collect()  # engines hold themselves in circles
                 if stop:
@@ -111,16 +112,7 @@ class Uptraining:
     def _refuse_another(self) -> None:
         file = self.folder / CONFIG
         if file.exists():
-            changed = check_same_run(file.read_text(encoding="utf-8"), self.config, self.folder)
-            fixed = [item for item in changed if item.key in _FIXED]
-            if fixed:
-                remedy = f"set it back, or choose another run.name to start beside {self.folder}"
-                raise ConfigError(
-                    [
-                        Problem(item.key, item.wanted, f"was {item.recorded!r} when the stages began", remedy)
-                        for item in fixed
-                    ]
-                )
+            check_same_run(file.read_text(encoding="utf-8"), self.config, self.folder)
         elif any(list(self.folder.glob(remains)) for remains in _REMAINS):
             raise UserError(
                 f"run.name={self.config.run.name}: {self.folder} holds the output of a run but no config.yaml; "
@@ -134,7 +126,8 @@ class Uptraining:
         """
         file, samples = self.folder / BEFORE, measured_on(self.config)
         known = self.ranks.first(lambda: _read(file)) or {}
-        if known.get("measured_on") == samples:
+        is_known = known.get("measured_on") == samples
+        if is_known:
             found = Preflight.read(known["found"])
         else:
             self._note(f"preflight of {source.folder}")
@@ -145,8 +138,9 @@ class Uptraining:
             if found.parity.reason:
                 self._note(f"logits are not compared with those of transformers: {found.parity.reason}")
         self.ranks.first(lambda: write_whole(self.folder / CONFIG, to_yaml(self.config)))
-        tree = {"measured_on": samples, "found": found._asdict()}
-        self.ranks.first(lambda: write_whole(file, json.dumps(tree, indent=1) + "\n"))
+        if not is_known:
+            tree = {"measured_on": samples, "found": found._asdict()}
+            self.ranks.first(lambda: write_whole(file, json.dumps(tree, indent=1) + "\n"))
         return found
 
     def _steps(self, stage: Stage) -> int:

@@ -162,6 +162,8 @@ def _changes(
                     "trained": "mechanism",
                     "lora": None,
                 },
+                # ZeRO 3 saves no weights that stay as they are.
+                "parallel": {"zero_stage": min(config.parallel.zero_stage, 2)},
             },
         )
     parts: list[tuple[str, str, Attention]] = []

@@ -401,7 +401,7 @@ def test_a_stop_file_in_its_folder_ends_the_stage_that_it_is_in(place):
     ("change", "reason"),
     [
         ("uptrain.alpha=0.2", r"uptrain\.alpha=0\.2 was 0\.3 when the run began"),
-        ("init.moments=null", r"init\.moments=None was '\S+/moments' when the stages began"),
+        ("init.moments=null", r"init\.moments=None was '\S+/moments' when the run began"),
     ],
 )
 def test_another_configuration_does_not_go_on_in_its_folder(change, reason, place, finished):

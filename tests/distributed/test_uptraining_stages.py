@@ -164,16 +164,20 @@ def test_their_checkpoints_hold_the_weights_of_one_process(stage, whole, staged)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5, msg=name)
 
 
-def test_a_stage_that_was_stopped_goes_on_in_another_layout(config, whole, staged):
-    """The first of its steps was done by a stage for each layer, the second is by one process."""
+def test_stages_that_were_stopped_go_on_in_another_layout(config, whole, staged):
+    """The first of their steps was done by a stage for each layer, the second is by two processes that cut weights."""
     moved = config.parent / "moved"
     shutil.copytree(staged[0], moved)
-    for lost in ("4-main/checkpoints/step_2", "5-dense"):
+    for lost in ("1-transfer/checkpoints/step_2", "2-base", "4-main/checkpoints/step_2"):
         shutil.rmtree(moved / lost)
-    run_ranks(up_trained, 1, config, ("run.name=moved",), (), timeout=280.0)
-    for tag in ("train/loss", "train/grad_norm", "eval/loss"):
-        left, right = (scalars(metrics(run / "4-main"), tag) for run in (moved, whole))
-        assert left == pytest.approx(right, rel=1e-4, abs=1e-5), tag
+    run_ranks(up_trained, 2, config, ("run.name=moved", "parallel.zero_stage=3"), (), timeout=280.0)
+    for stage in ("1-transfer", "2-base", "4-main"):
+        expected, found = metrics(whole / stage), metrics(moved / stage)
+        for tag in ("train/loss", "train/grad_norm", "eval/loss"):
+            assert scalars(found, tag) == pytest.approx(scalars(expected, tag), rel=1e-4, abs=1e-5), (
+                stage,
+                tag,
+            )
 
 
 def test_their_report_is_that_of_one_process(whole, staged):

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from megakernel.config import ConfigError, check_same_run, differences, to_yaml
+from megakernel.config.merging import merged
 
 from .trees import config
 
@@ -46,6 +47,20 @@ def test_what_determines_the_numbers_may_not(changes, key):
     with pytest.raises(ConfigError, match="when the run began") as caught:
         check_same_run(to_yaml(config()), config(**changes), FOLDER)
     assert key in {problem.key for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"training": {"steps": 200}}, "training.steps"),
+        ({"init": {"from": "models/other"}}, "init.from"),
+        ({"init": {"moments": "runs/dense"}}, "init.moments"),
+    ],
+)
+def test_what_stages_have_begun_with_is_fixed(changes, key):
+    staged = {"init": {"from": "models/dense"}, "uptrain": {}}
+    with pytest.raises(ConfigError, match=f"^{key}=.* when the run began"):
+        check_same_run(to_yaml(config(**staged)), config(**merged(staged, changes)), FOLDER)
 
 
 def test_the_same_configuration_written_in_another_way_is_the_same_run():

@@ -31,6 +31,16 @@ if how == "raise" and rank == 1:
     raise RuntimeError("boom in rank 1")
 if how == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
+if how == "start":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        distributed.barrier()
+        print("a step", flush=True)
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        print("megakernel: error: interrupted", file=sys.stderr, flush=True)
+        os._exit(1)
 if how == "hang" and rank == 0:
     os._exit(0)
 if how == "hang" and rank == 1:

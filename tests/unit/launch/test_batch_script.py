@@ -12,6 +12,7 @@ from launch.slurm.script import Script
 from launch.submit import indices
 from megakernel.config import UserError
 from megakernel.config.cluster import Cluster, Container
+from tests.unit.config import trees
 
 PYXIS = Container(image="/shared/mk.sqsh", mounts=["/shared:/shared"])
 
@@ -90,3 +91,11 @@ def test_what_is_no_list_of_indices_is_refused(text):
 def test_questions_that_exclude_each_other_are_refused(words, capsys):
     assert main(["status", *words]) == 2
     assert "leave one out" in capsys.readouterr().err
+
+
+def test_an_uptraining_that_cannot_be_is_refused_before_it_is_submitted(tmp_path, capsys):
+    flurka = {"preset": "flurka", "compression": {"block_size": 128, "rank": 1}}
+    sections = {"init": {"from": "models/dense"}, "uptrain": {"alpha": 0.3}, "training": {"steps": 5}}
+    config = trees.file(tmp_path, model={"attention": flurka}, **sections)
+    assert main(["submit", str(config), "--dry-run"]) == 2
+    assert "error: training.steps=5 leaves a stage without a step: " in capsys.readouterr().err

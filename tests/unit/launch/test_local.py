@@ -62,6 +62,13 @@ def test_a_signal_reaches_the_ranks_and_their_common_status_is_the_launchers(tmp
     assert launch.finish()[::2] == (status, "")
 
 
+def test_an_interruption_with_nothing_to_save_is_one_line(tmp_path):
+    launch = Launch(tmp_path, "start")
+    launch.wait_for_a_step()
+    launch.process.send_signal(signal.SIGINT)
+    assert launch.finish() == (1, "megakernel: error: interrupted\n", "")
+
+
 def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path):
     launch = Launch(tmp_path, "step")
     launch.wait_for_a_step()

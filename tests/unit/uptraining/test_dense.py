@@ -63,6 +63,23 @@ def test_import_writes_what_a_run_is_laid_on(llama, tmp_path, capsys):
     assert (config.model.num_layers, config.model.vocab_size) == (2, dense_models.VOCABULARY)
 
 
+def test_import_writes_over_nothing(llama, tmp_path, capsys):
+    mine, folder, plain = tmp_path / "mine.yaml", tmp_path / "folder", tmp_path / "plain"
+    for path in (mine, plain):
+        path.write_text("mine: 1\n")
+    folder.mkdir()
+    for taken in (mine, folder):
+        assert main(["import", str(llama), "--to", str(taken)]) == 2
+        said = f"megakernel: error: --to {taken} exists already; name a new file, or remove it\n"
+        assert capsys.readouterr().err.endswith(said)
+    assert (
+        main(["import", str(llama), "--to", str(plain / "model.yaml")]) == 1
+    )  # a file where a folder has to be
+    assert capsys.readouterr().err.count("megakernel: error: ") == 1
+    assert mine.read_text() == plain.read_text() == "mine: 1\n"
+    assert sorted(tmp_path.iterdir()) == [folder, llama, mine, plain]
+
+
 def test_a_model_that_computes_something_else_is_named_key_by_key(llama):
     checkpoint = DenseCheckpoint(llama)
     other = checkpoint.model.model_copy(update={"norm_eps": 0.5, "activation": "gelu", "rope_base": 7.0})

@@ -16,6 +16,7 @@ from megakernel.uptraining import shards
 from megakernel.uptraining.dense import DenseCheckpoint
 from megakernel.uptraining.dense.configs import plain_config
 from megakernel.uptraining.dense.tokenizer import save_tokenizer
+from megakernel.uptraining.generation_config import generation_config
 from tests import dense_models
 from tests.unit.config import trees
 
@@ -72,6 +73,56 @@ def test_only_a_model_that_continues_text_is_exported(tmp_path, capsys):
     assert "model.kind=masked_lm" in (said := capsys.readouterr().err)
     assert "is not exported; give a run of a causal_lm" in said
     assert not (tmp_path / "out").exists()
+
+
+def chosen(folder, *runs, **settings):
+    """generation_config.json of the last of `runs`, the first of which began with a dense model of these settings."""
+    (folder / "dense").mkdir()
+    (folder / "dense/config.json").write_text('{"model_type": "llama"}')
+    (folder / "dense/generation_config.json").write_text(json.dumps(settings))
+    source = folder / "dense"
+    for run in runs:
+        config = trees.config(init={"from": str(source)})
+        (folder / run).mkdir()
+        (folder / run / "config.yaml").write_text(to_yaml(config))
+        source = folder / run
+    return generation_config(config, ByteTokenizer(), 260)
+
+
+OWN_IDS = {"eos_token_id": 256, "pad_token_id": 256, "suppress_tokens": [257, 258, 259]}
+
+
+def test_decoding_is_greedy_where_nobody_chose(tmp_path):
+    assert generation_config(trees.config(), ByteTokenizer(), 260) == OWN_IDS
+    made = {
+        "_from_model_config": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "transformers_version": "5.23.0",
+    }
+    assert chosen(tmp_path, "up", **made) == OWN_IDS
+
+
+def test_what_was_chosen_for_the_dense_model_goes_through_all_stages(tmp_path):
+    given = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "bos_token_id": 1,
+        "eos_token_id": [2, 3],
+        "pad_token_id": 0,
+    }
+    found = chosen(tmp_path, "1-transfer", "2-main", **given, suppress_tokens=[7], transformers_version="5")
+    assert found == given | {"eos_token_id": [2, 3, 256], "suppress_tokens": [7, 257, 258, 259]}
+    (tmp_path / "dense/config.json").unlink()  # the dense model has gone since
+    last = load(tmp_path / "2-main/config.yaml")
+    assert generation_config(last, ByteTokenizer(), 260) == OWN_IDS
+
+
+def test_a_text_begins_with_the_token_that_the_tokenizer_has_for_it():
+    trained = tokenizers.train_bpe(["some words, some more words"] * 9, 270)
+    trained._tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer = tokenizers.HuggingFaceTokenizer(trained._tokenizer)
+    assert generation_config(trees.config(), tokenizer, 128)["bos_token_id"] == trained.vocab_size
 
 
 def test_shards_have_an_index(tmp_path, monkeypatch):

@@ -2,15 +2,19 @@
 
 import json
 import math
+import re
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from megakernel.config import UserError
+from megakernel.parallel.device import is_out_of_memory
 from megakernel.training.weight_source import WeightSource
 from megakernel.uptraining.dense import DenseCheckpoint
 from megakernel.uptraining.identity import Identity
-from megakernel.uptraining.parity import Parity, too_large
+from megakernel.uptraining.parity import Parity, compared, too_large
 from megakernel.uptraining.preflight import Preflight, check
 from tests import dense_models
 from tests.unit.config import trees
@@ -22,6 +26,32 @@ def test_a_reference_that_fills_more_than_half_of_the_free_memory_is_not_loaded(
     assert too_large(checkpoint, torch.float32, 8 * parameters) == ""
     assert "would need 0.0 GiB on one process" in too_large(checkpoint, torch.float32, 8 * parameters - 1)
     assert too_large(checkpoint, torch.bfloat16, 4 * parameters) == ""
+
+
+def test_memory_that_runs_out_in_transformers_is_no_fault_of_the_folder(tmp_path):
+    model, tokens = dense_models.save("llama", tmp_path), torch.arange(8)[None]
+    source = WeightSource("init.from", tmp_path, None)
+    with torch.no_grad():
+        assert compared(model(tokens).logits, source, tokens).difference < 1e-6
+    with no_more_memory():
+        found = compared(torch.ones(1, 8, 384), source, tokens)
+    assert found.difference is None
+    assert re.match(r"transformers ran out of memory \(.*[Cc]annot allocate memory", found.reason)
+    with pytest.raises(RuntimeError) as told:
+        torch.empty(1 << 50)
+    assert is_out_of_memory(told.value)
+    assert not is_out_of_memory(RuntimeError("size mismatch"))
+
+
+@contextmanager
+def no_more_memory():
+    """This process gets no address space beyond what it has: files, for one, are not mapped."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.getpagesize(), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,20 @@ def test_the_scaling_of_longer_rows_takes_the_place_of_the_models():
 def test_a_stage_that_cannot_be_is_refused_before_any_is_run():
     """Also where layers are yet to be chosen, and the stages behind are not known."""
     given = made(layers={"keep": 1}, transfer={"steps": 5})
-    tree = merged(given.model_dump(mode="json"), {"parallel": {"zero_stage": 3}})
+    tree = merged(given.model_dump(mode="json"), {"parallel": {"context": 8, "softmax_exchange": "heads"}})
     with pytest.raises(
-        ConfigError, match=r"^parallel.zero_stage=3 .* \(stage 1-transfer of uptrain\); set at most 2"
+        ConfigError,
+        match=r"^parallel.softmax_exchange=heads needs heads .* \(stage 2-main of uptrain\); set ring",
     ):
         check_stages(validate(tree))
     check_stages(given)
+
+
+@pytest.mark.parametrize(("zero_stage", "of_transfer"), [(1, 1), (3, 2)])
+def test_a_transfer_freezes_weights_and_zero_3_saves_none_of_those(zero_stage, of_transfer):
+    tree = made(transfer={"steps": 5}).model_dump(mode="json")
+    transfer, main = stages(validate(merged(tree, {"parallel": {"zero_stage": zero_stage}})))
+    assert (transfer.config.parallel.zero_stage, main.config.parallel.zero_stage) == (of_transfer, zero_stage)
 
 
 def test_no_row_is_read_twice_and_what_is_compared_reads_the_same():
@@ -328,6 +336,14 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
         ({"init": {"moments": "runs/dense"}}, "init.moments"),
         ({"uptrain": {}, "init": {"from": "x"}, "schedule": {"steps_after": 5}}, "schedule.steps_after"),
         ({"uptrain": {}, "init": {"from": "x"}, "training": {"eval_samples": 0}}, "training.eval_samples"),
+        (
+            {
+                "uptrain": {},
+                "init": {"from": "x"},
+                "training": {"near_dropout": {"start": 0.3, "steps": 3}},
+            },
+            "training.near_dropout",
+        ),
         ({"objective": {"kind": "distill"}}, "objective.teacher"),
         ({"objective": {"teacher": "x"}}, "objective.teacher"),
         ({"objective": {"kind": "distill", "teacher": "x", "rows": 3}}, "objective.rows"),
