@@ -106,8 +106,10 @@ SUMS: dict[str, Implementation] = {
     "reference": _sum_of_losses,
     "liger": Kernels("summed_cross_entropy", load_liger, "summed_cross_entropy"),
 }
-"""Backend -> the sum of the cross entropies of hidden states (T, C) through the `words` first rows of
-(R, C), logits of some tokens at a time."""
+"""Backend -> the sum of the cross entropies of hidden states (T, C) through the first `words` rows of a head (R, C).
+
+Logits are of `rows` tokens at a time.
+"""
 
 
 def _losses(weight: Tensor, hidden: Tensor, targets: Tensor, rows: int, words: int) -> Tensor:
