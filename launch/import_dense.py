@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = DenseCheckpoint(args.checkpoint)
     model = checkpoint.model
     assert model.vocab_size is not None
-    count = parameter_count(model, model.vocab_size, model.max_positions or 0)
+    plain = model.model_copy(update={"vocab_multiple": 1})  # padding is the run's, not the checkpoint's
+    count = parameter_count(plain, model.vocab_size, model.max_positions or 0)
     text = fragment(checkpoint)
     if args.to is None:
         print(text, end="")

@@ -62,8 +62,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **_GROUPED, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=16)
     ),
     "qwen3, tied": Qwen3Config(**_GROUPED, head_dim=16, tie_word_embeddings=True),
+    # An odd number of words, as GPT-2's own.
     "gpt2": GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, initializer_range=0.2
+        vocab_size=VOCABULARY + 3, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, initializer_range=0.2
     ),
     "gpt_neox": GPTNeoXConfig(**_SIZES),
     "gpt_neox, one after the other": GPTNeoXConfig(

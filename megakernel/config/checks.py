@@ -12,7 +12,6 @@ from typing import Any
 from .attention import Attention
 from .data import Data
 from .errors import MISSING, Problem, nearest_multiples
-from .init import Init
 from .model import Model
 from .objective import Objective
 from .parallel import Parallel
@@ -44,8 +43,8 @@ def _disagreements(sections: Mapping[str, Any]) -> Iterator[Problem]:
             yield from rule(*(sections[name] for name in names))
 
 
-def _tensor_ranks_share_evenly(model: Model, parallel: Parallel, init: Init) -> Iterator[Problem]:
-    tensor, tokens = parallel.tensor, model.vocab_size
+def _tensor_ranks_share_evenly(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    tensor = parallel.tensor
     sizes = {
         "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
@@ -56,13 +55,6 @@ def _tensor_ranks_share_evenly(model: Model, parallel: Parallel, init: Init) -> 
         if size is not None and size % tensor:
             reason = f"is not a multiple of parallel.tensor={tensor}"
             remedy = f"set {nearest_multiples(size, tensor)} or change parallel.tensor"
-            if key == "vocab_multiple" and init.source is not None and tokens is not None and tokens % tensor:
-                # Rows of padding would be tokens more that the softmax counts.
-                reason += f", nor are the {tokens} rows of init.from's embedding"
-                remedy = (
-                    "set parallel.tensor: 1 (stages of parallel.pipeline need no even rows), or give the dense model "
-                    f"rows with `resize_token_embeddings(pad_to_multiple_of={tensor})` of transformers"
-                )
             yield Problem(f"model.{key}", size, reason, remedy)
 
 

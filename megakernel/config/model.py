@@ -111,7 +111,7 @@ class Model(Section):
     """Vocabulary; None takes it from the training data's tokenizer."""
 
     vocab_multiple: int = Field(default=128, gt=0)
-    """The embedding is padded to a multiple of this, so that tensor ranks share it evenly."""
+    """Rows of the embedding are padded to a multiple of this, so that tensor ranks share them; padding never counts."""
 
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights; output projections use init_std / sqrt(2 num_layers)."""
@@ -134,6 +134,10 @@ class Model(Section):
         All encoders have both, so that a classifier can start from the weights of a masked language model.
         """
         return 0 if self.is_causal else 2
+
+    def embedding_rows(self, words: int) -> int:
+        """Rows of the embedding of so many words; those behind the words are padding and stand for nothing."""
+        return -(-words // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def has_position_rows(self) -> bool:

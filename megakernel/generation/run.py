@@ -104,7 +104,7 @@ def continued(
     unread = prompt
     for _ in range(max_new_tokens):
         logits = decoder.read(unread)
-        # The embedding is padded: rows beyond the vocabulary stand for nothing.
+        # A model may have more words than its tokenizer: special ones, or those that a dense model came with.
         token = sampling.draw(logits[: tokenizer.vocab_size], draws)
         if token == tokenizer.eod:
             break

@@ -3,7 +3,7 @@
 from .language_model import LanguageModel, cast, layer_list
 from .pipeline import Parted, Pipeline, build_model, stage_layers
 from .self_attention import rotate_by
-from .settings import ModelSettings, padded_vocab_size
+from .settings import ModelSettings
 from .stream import IGNORED
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "build_model",
     "cast",
     "layer_list",
-    "padded_vocab_size",
     "rotate_by",
     "stage_layers",
 ]

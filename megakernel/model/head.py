@@ -1,5 +1,6 @@
 """The vocabulary head: hidden states to the loss, in chunks of tokens so that a sequence's logits never exist whole."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -44,7 +45,7 @@ class OutputHead(nn.Module):
         with drawn_from(settings.seed, "head"):
             self.linear = column_linear(settings)(
                 settings.model.hidden_size,
-                settings.vocab_size,
+                settings.embedding_rows,
                 config=transformer,
                 init_method=transformer.init_method,
                 bias=False,
@@ -63,11 +64,11 @@ def mean_loss(
 
     With a lesson, whose states are (N, B, C'): divergence T^2 KL(teacher || model) + cross_entropy x the labels'.
 
-    weight (V / tp, C); hidden states (N, B, C). Summed over context and data ranks and accumulated micro-batches
-    this is the global mean, whatever the layout (DESIGN decision 11).
+    weight (R / tp, C), padding included; hidden states (N, B, C). Summed over context and data ranks and accumulated
+    micro-batches this is the global mean, whatever the layout (DESIGN decision 11).
     """
     hidden, _, labels, num_targets = stream
-    tp, rows = settings.mesh.tp, settings.loss_chunk_size
+    tp, rows, words = settings.mesh.tp, settings.loss_chunk_size, settings.words_here
     group = None if tp.size == 1 else tp.group
     hidden = for_vocabulary(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
@@ -79,24 +80,25 @@ def mean_loss(
         assert counts is not None
         theirs = for_vocabulary(lesson.hidden, settings).flatten(0, 1)[counts]
         own = replace(lesson, hidden=theirs)
-        summed, parts = summed_lesson(hidden, weight, targets, rows, group, own)
+        summed, parts = summed_lesson(hidden, weight, targets, rows, words, group, own)
         lesson.parts = torch.cat([parts, counts.sum()[None]])
     elif group is None:
         # A vocabulary that lies here whole needs no other rank: whoever is fastest on this device computes the loss.
-        summed = choose(SUMS, None)(hidden, weight, targets, rows)
+        summed = choose(SUMS, None)(hidden, weight, targets, rows, words)
     else:
-        summed = summed_loss(hidden, weight, targets, rows, group)
+        summed = summed_loss(hidden, weight, targets, rows, words, group)
     return summed / num_targets.squeeze()
 
 
 def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: ModelSettings) -> Tensor:
     """Cross entropy of each token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED."""
     hidden = for_vocabulary(hidden, settings).flatten(0, 1)
-    return _losses(weight, hidden, labels.transpose(0, 1).reshape(-1), settings.loss_chunk_size)
+    targets = labels.transpose(0, 1).reshape(-1)
+    return _losses(weight, hidden, targets, settings.loss_chunk_size, settings.words_here)
 
 
-def _sum_of_losses(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-    return _losses(weight, hidden, targets, rows).sum()
+def _sum_of_losses(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, words: int) -> Tensor:
+    return _losses(weight, hidden, targets, rows, words).sum()
 
 
 SUMS: dict[str, Implementation] = {
@@ -104,13 +106,16 @@ SUMS: dict[str, Implementation] = {
     "reference": _sum_of_losses,
     "liger": Kernels("summed_cross_entropy", load_liger, "summed_cross_entropy"),
 }
-"""Backend -> the sum of the cross entropies of hidden states (T, C) through (V, C), logits of some tokens at a time."""
+"""Backend -> the sum of the cross entropies of hidden states (T, C) through the first `words` rows of a head (R, C).
+
+Logits are of `rows` tokens at a time.
+"""
 
 
-def _losses(weight: Tensor, hidden: Tensor, targets: Tensor, rows: int) -> Tensor:
+def _losses(weight: Tensor, hidden: Tensor, targets: Tensor, rows: int, words: int) -> Tensor:
     """Cross entropy (T,) of hidden states (T, C), the logits of `rows` tokens at a time; autograd keeps them."""
     chunks = zip(hidden.split(rows), targets.split(rows))
-    return torch.cat([_chunk_losses(weight, chunk, target) for chunk, target in chunks])
+    return torch.cat([_chunk_losses(weight, chunk, target, words) for chunk, target in chunks])
 
 
 def for_vocabulary(hidden: Tensor, settings: ModelSettings) -> Tensor:
@@ -126,7 +131,8 @@ def for_vocabulary(hidden: Tensor, settings: ModelSettings) -> Tensor:
     return copy_to_tensor_model_parallel_region(hidden, group=group)
 
 
-def _chunk_losses(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
+def _chunk_losses(weight: Tensor, hidden: Tensor, target: Tensor, words: int) -> Tensor:
     counts = target != IGNORED
-    logits = F.linear(hidden, weight)
-    return vocab_parallel_cross_entropy(logits.float(), target.where(counts, 0)).where(counts, 0.0)
+    logits = F.linear(hidden, weight).float()
+    logits[:, words:] = -math.inf
+    return vocab_parallel_cross_entropy(logits, target.where(counts, 0)).where(counts, 0.0)

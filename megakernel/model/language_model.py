@@ -132,12 +132,12 @@ class LanguageModel(nn.Module):
         return stream[0], leaving
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (N, B, C) -> logits (B, N, V) of the tokens that follow."""
+        """Hidden states (N, B, C) -> logits (B, N, V) of the words that may follow."""
         rows = for_vocabulary(hidden, self.settings).transpose(0, 1)
         logits = F.linear(rows, self.output_matrix)
-        if self.settings.mesh.tp.size == 1:
-            return logits
-        return gather_from_tensor_model_parallel_region(logits, group=self.settings.mesh.tp.group)
+        if self.settings.mesh.tp.size > 1:
+            logits = gather_from_tensor_model_parallel_region(logits, group=self.settings.mesh.tp.group)
+        return logits[..., : self.settings.vocab_size]
 
     @property
     def token_embedding(self) -> TokenEmbedding:
@@ -155,7 +155,7 @@ class LanguageModel(nn.Module):
 
     @property
     def output_matrix(self) -> Tensor:
-        """This tensor rank's rows (V / tp, C) of the head."""
+        """This tensor rank's rows (R / tp, C) of the head, padding included."""
         if TIED not in self.tied_modules:
             head = self.walk[-1]
             assert isinstance(head, OutputHead)

@@ -25,7 +25,7 @@ def row_linear(settings: ModelSettings) -> type[Any]:
 
 def embedding(settings: ModelSettings) -> Any:
     """Token ids (B, N) to (B, N, C), or to (N / tp, B, C) under sequence parallelism."""
-    sizes = (settings.vocab_size, settings.model.hidden_size)
+    sizes = (settings.embedding_rows, settings.model.hidden_size)
     transformer = settings.transformer
     if isinstance(settings.mesh, OneProcess):
         weight = torch.empty(sizes)

@@ -60,7 +60,7 @@ class Pipeline(PipelineModule):
 
     @property
     def output_matrix(self) -> Tensor:
-        """This tensor rank's rows (V / tp, C) of the head; on the last stage."""
+        """This tensor rank's rows (R / tp, C) of the head, padding included; on the last stage."""
         if TIED in self.tied_modules:
             return self.tied_modules[TIED].tokens.weight
         return self.forward_funcs[-1].linear.weight

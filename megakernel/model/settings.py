@@ -27,7 +27,7 @@ class ModelSettings:
     """Sizes and layer parts."""
 
     vocab_size: int
-    """Rows of the embedding, padded to model.vocab_multiple."""
+    """Words that there are; the embedding may have rows more, which never count."""
 
     mesh: Mesh | OneProcess
     """Where this process stands among the others, or that there are none."""
@@ -57,6 +57,17 @@ class ModelSettings:
     """Attention backend; None lets the ops decide."""
 
     @property
+    def embedding_rows(self) -> int:
+        """Rows of the embedding and of the head over all tensor ranks, padding included."""
+        return self.model.embedding_rows(self.vocab_size)
+
+    @property
+    def words_here(self) -> int:
+        """How many of this tensor rank's rows stand for a word, the first ones; behind the last word none does."""
+        rows = self.embedding_rows // self.mesh.tp.size
+        return min(max(self.vocab_size - self.mesh.tp.rank * rows, 0), rows)
+
+    @property
     def transformer(self) -> TransformerConfig:
         """The same sizes in Megatron-core's words."""
         model = self.model
@@ -81,11 +92,6 @@ class ModelSettings:
             # Whole matrices are drawn on the CPU and then cut, so that the layout does not change the numbers.
             use_cpu_initialization=True,
         )
-
-
-def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """Rows of the embedding: `vocab_size` rounded up to `multiple`."""
-    return -(-vocab_size // multiple) * multiple
 
 
 @contextmanager

@@ -2,8 +2,12 @@
 
 A chunk's logits exist once, and backward finds the gradients of the states and of the matrix ready: three products of a
 head where keeping all logits takes three and the memory, and computing them again takes four.
+
+Rows that pad the vocabulary take part in the products, whose sizes GPUs are fast with, and in nothing else: their
+logits are -inf, so no probability and no gradient is theirs. A rank may have nothing but such rows.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +31,7 @@ class Lesson:
     """(..., C'), its states before its head, of the model's tokens; of any width."""
 
     weight: Tensor
-    """(V / tp, C'), its head, cut as the model's."""
+    """(R / tp, C'), its head, padded and cut as the model's."""
 
     temperature: float
 
@@ -46,29 +50,37 @@ def summed_loss(
     weight: Tensor,
     targets: Tensor,
     rows: int,
+    words: int,
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """The sum over tokens of the cross entropy in nats, in float32 or wider: ().
 
     Args:
         hidden: states (T, C) before the head.
-        weight: (V / tp, C), this rank's rows of the head. Backward of `hidden` has the part that these rows give.
+        weight: (R / tp, C), this rank's rows of the head. Backward of `hidden` has the part that these rows give.
         targets: (T,) int64; IGNORED ones do not count.
         rows: tokens whose logits may exist at once.
+        words: how many of the rank's rows stand for a word; those behind them are padding.
         group: the ranks that share the vocabulary, in order of its words; None: this one has all.
     """
-    loss, _ = _sums(hidden, weight, targets, rows, group, None)
+    loss, _ = _sums(hidden, weight, targets, rows, words, group, None)
     return loss
 
 
 def summed_lesson(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, group: ProcessGroup | None, lesson: Lesson
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: int,
+    words: int,
+    group: ProcessGroup | None,
+    lesson: Lesson,
 ) -> tuple[Tensor, Tensor]:
     """The same for a loss with a lesson, and its parts (2,) without gradients.
 
     The parts are sums over tokens of the cross entropy and of KL(teacher || model), before they are weighed.
     """
-    return _sums(hidden, weight, targets, rows, group, lesson)
+    return _sums(hidden, weight, targets, rows, words, group, lesson)
 
 
 def _sums(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -85,6 +97,7 @@ class _SummedLoss(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         rows: int,
+        words: int,
         group: ProcessGroup | None,
         lesson: Lesson | None,
         learns: bool,
@@ -98,12 +111,12 @@ class _SummedLoss(torch.autograd.Function):
             of_weight = torch.zeros_like(weight, dtype=dtype)
         parts = torch.zeros(2, dtype=wide(hidden.dtype), device=hidden.device)
         for part in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
-            logits = F.linear(hidden[part], weight).to(parts.dtype)
+            logits = _logits(hidden[part], weight, words, parts.dtype)
             if lesson is None:
                 found, slope = _cross_entropy(logits, targets[part], group)
             else:
-                theirs = F.linear(lesson.hidden[part], lesson.weight).to(parts.dtype)
-                found, slope = _taught(logits, theirs, targets[part], group, lesson)
+                theirs = _logits(lesson.hidden[part], lesson.weight, words, parts.dtype)
+                found, slope = _taught(logits, theirs, targets[part], words, group, lesson)
             parts += found
             slope = slope.to(hidden.dtype)
             if of_hidden is not None:
@@ -124,11 +137,18 @@ class _SummedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (None if slope is None else slope * pulls[0] for slope in ctx.saved_tensors)
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
+
+
+def _logits(hidden: Tensor, weight: Tensor, words: int, dtype: torch.dtype) -> Tensor:
+    """(T, R / tp), -inf at padding."""
+    logits = F.linear(hidden, weight).to(dtype)
+    logits[:, words:] = -math.inf
+    return logits
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """The summed loss, with a place for a divergence (2,), and its gradient, written over the logits (T, V / tp)."""
+    """The summed loss, with a place for a divergence (2,), and its gradient, written over the logits (T, R / tp)."""
     logits -= _highest([logits], group)[0]
     picked, place, here = _pick(logits, targets, group)
     weights = logits.exp_()
@@ -141,7 +161,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) 
 
 
 def _taught(
-    logits: Tensor, theirs: Tensor, targets: Tensor, group: ProcessGroup | None, lesson: Lesson
+    logits: Tensor, theirs: Tensor, targets: Tensor, words: int, group: ProcessGroup | None, lesson: Lesson
 ) -> tuple[Tensor, Tensor]:
     """Both sums (2,) and the gradient of the loss; theirs: the teacher's logits, written over as well."""
     heat = lesson.temperature
@@ -151,7 +171,9 @@ def _taught(
     picked, place, here = _pick(logits, targets, group)
     ours = logits / heat
     theirs_weights = theirs.exp()
-    apart = (theirs.sub_(ours)).mul_(theirs_weights).sum(-1)
+    apart = theirs.sub_(ours)
+    apart[:, words:] = 0  # and not -inf + inf
+    apart = apart.mul_(theirs_weights).sum(-1)
     ours_weights = ours.exp_()
     weights = logits.exp_()
     sums = [part.sum(-1) for part in (weights, ours_weights, theirs_weights)]
@@ -169,10 +191,10 @@ def _taught(
 
 def _pick(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
     """Logits (T,) of the targets among this rank's words, else 0; their columns (T, 1), and whether they are here."""
-    words = logits.shape[-1]
-    first = 0 if group is None else dist.get_rank(group) * words
+    rows = logits.shape[-1]
+    first = 0 if group is None else dist.get_rank(group) * rows
     place = targets[:, None] - first
-    here = (place >= 0) & (place < words)
+    here = (place >= 0) & (place < rows)
     place = place.where(here, 0)
     return logits.gather(-1, place).where(here, 0)[:, 0], place, here
 

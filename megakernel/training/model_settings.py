@@ -1,7 +1,7 @@
 """The configured model as one process builds it."""
 
 from megakernel.config import Config, UserError
-from megakernel.model import ModelSettings, padded_vocab_size
+from megakernel.model import ModelSettings
 from megakernel.parallel import Mesh, OneProcess
 
 
@@ -28,7 +28,7 @@ def model_settings(config: Config, mesh: Mesh | OneProcess, vocab_size: int) -> 
         model = model.model_copy(update={"max_positions": config.training.seq_len})
     return ModelSettings(
         model=model,
-        vocab_size=padded_vocab_size(wanted, model.vocab_multiple),
+        vocab_size=wanted,
         mesh=mesh,
         seed=config.run.seed,
         isolate_documents=config.data.isolate_documents and model.classifier is None,

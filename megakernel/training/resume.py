@@ -59,7 +59,8 @@ def start_from_weights(
     refused = tensors.unlike(model) if isinstance(tensors, DenseCheckpoint) else []
     comparison = engine.load_weights(tensors)
     remedy = "give the model the checkpoint's sizes, or choose another checkpoint"
-    refused += [f"{line}; {remedy}" for line in comparison.misshapen]
+    misfits = [*found.other_words(engine.engine.module.settings.vocab_size), *comparison.misshapen]
+    refused += [f"{line}; {remedy}" for line in misfits]
     if isinstance(tensors, DenseCheckpoint):
         lost = [name for name in comparison.missing if not is_new(name)]
         refused += [f"{name} of the model is not in the checkpoint; {remedy}" for name in lost]

@@ -51,13 +51,13 @@ class WeightSource:
     def tensors(self, model: Model) -> WholeTensors:
         """Its weights under our names, for a model of the same sizes.
 
-        Low-rank updates are folded, and mechanisms' weights made from those of another attention. Of what is as the
-        run left it, AdamW's moments can be read, too.
+        Low-rank updates are folded, mechanisms' weights made from those of another attention, and the vocabulary of a
+        dense model padded as the model's. Of what is as the run left it, AdamW's moments can be read, too.
 
         Raises UserError where E and F of a layer cannot become the model's.
         """
         if self.checkpoint is None:
-            return DenseCheckpoint(self.folder)
+            return DenseCheckpoint(self.folder, model.vocab_multiple)
         return Converted(weights(self.checkpoint, self._config), self.model(), model)
 
     def model(self) -> Model:
@@ -70,6 +70,12 @@ class WeightSource:
         config = self._config
         section = config.training.phase_behind(self.checkpoint.step).model(config.model)
         return section.model_copy(update={"max_positions": section.max_positions or config.training.seq_len})
+
+    def other_words(self, words: int) -> list[str]:
+        """A line if it is a dense model whose vocabulary has not so many words, whatever padding adds to them."""
+        if self.checkpoint is not None or (own := self.model().vocab_size) == words:
+            return []
+        return [f"its vocabulary has {own} words and the model's {words}"]
 
     @cached_property
     def _config(self) -> Config:

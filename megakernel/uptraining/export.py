@@ -19,7 +19,7 @@ from megakernel.training.trained_run import TrainedRun
 from megakernel.training.universal import WEIGHT
 from megakernel.training.weight_source import weights
 
-from .dense.checkpoint import CONFIG, embedding_name, our_parts
+from .dense.checkpoint import CONFIG, our_parts, vocabulary_names
 from .dense.configs import plain_config
 from .dense.families import FAMILIES, OWN
 from .dense.tokenizer import save_tokenizer
@@ -58,7 +58,7 @@ def export(
         folder.mkdir()
         save_tokenizer(tokenizer, folder)
         config = source.write_plain(folder) or source.write_own(folder)
-        settings = generation_config(run.config, tokenizer, source.rows)
+        settings = generation_config(run.config, tokenizer, source.words)
         if config["model_type"] == OWN:
             settings.pop("cache_implementation", None)  # of keys and values, of which its state is none
         _write(folder / FILE, settings)
@@ -79,11 +79,11 @@ class _Source:
         self.model = _with_position_rows(phase.model(run.config.model), run.config.training.seq_len)
         self.tensors = weights(run.checkpoint, run.config)
         self.seq_len = phase.training.seq_len
-        self.rows, _ = self.tensors.shape(embedding_name(self.model))
+        self.words = self.model.vocab_size or tokenizer.vocab_size
 
     def write_plain(self, folder: Path) -> dict[str, Any] | None:
         """As an architecture of `transformers`; None, with nothing written, where none has the model's parts."""
-        config = plain_config(self.model, self.rows, self.seq_len)
+        config = plain_config(self.model, self.words, self.seq_len)
         if config is None:
             return None
         config |= {
@@ -102,7 +102,7 @@ class _Source:
 
         config = MegakernelConfig(
             model=self.model.model_dump(mode="json"),
-            vocab_size=self.rows,
+            vocab_size=self.words,
             max_position_embeddings=self.seq_len,
             isolate_documents=self.run.config.data.isolate_documents,
             eos_token_id=self.eod,
@@ -123,7 +123,9 @@ class _Source:
         return self._read(name.removeprefix("model."))
 
     def _read(self, name: str) -> Tensor:
-        return self.tensors.read(name, [WEIGHT])[WEIGHT]
+        tensor = self.tensors.read(name, [WEIGHT])[WEIGHT]
+        # Rows that pad the vocabulary stay here.
+        return tensor[: self.words] if name in vocabulary_names(self.model) else tensor
 
 
 def _with_position_rows(model: Model, seq_len: int) -> Model:

@@ -22,6 +22,8 @@ def frozen_model(
     source does not have it. Called on all ranks. settings: of the run; its ranks, seed and chunks hold.
     Raises UserError, alike on all ranks, where another weight is missing or has another shape.
     """
+    # Ranks share its words as the run's, with which they are compared.
+    model = model.model_copy(update={"vocab_multiple": settings.model.vocab_multiple})
     own = replace(settings, model=model, recompute="none", offload=False, mlp_chunk_size=None, lora=None)
     mesh = settings.mesh
     assert isinstance(mesh, Mesh)
@@ -30,7 +32,8 @@ def frozen_model(
     shares = cuts(made)
     found = compare(gathered_shapes(made, shares, mesh), tensors)
     lost = [name for name in found.missing if not is_new(name)]
-    wrong = [*found.misshapen, *(f"{name} is not in the checkpoint" for name in lost)]
+    wrong = [*source.other_words(settings.vocab_size), *found.misshapen]
+    wrong += [f"{name} is not in the checkpoint" for name in lost]
     if wrong:
         remedy = (
             "take one of the same sizes, tokenizer and vocabulary (model.vocab_size, model.vocab_multiple)"

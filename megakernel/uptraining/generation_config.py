@@ -15,14 +15,14 @@ _MADE = "_from_model_config"
 """Marks a file that `transformers` made of config.json: nobody chose what it says."""
 
 
-def generation_config(config: Config, tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
+def generation_config(config: Config, tokenizer: Tokenizer, words: int) -> dict[str, Any]:
     """Its keys, for the model of a run.
 
     Those of the dense model that the run began with, directly or through other runs, as long as that is still there; of
-    any other model greedy decoding, the default of `transformers`. A document's end always ends a text. Rows that pad
-    the embedding stand for nothing, and are never chosen.
+    any other model greedy decoding, the default of `transformers`. A document's end always ends a text. Words of the
+    model that its tokenizer does not know are never chosen.
 
-    rows: of the embedding, padding included.
+    words: how many the model has.
     """
     own = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.eod}
     settings = {key: value for key, value in own.items() if value is not None} | _given(config.init.source)
@@ -30,9 +30,9 @@ def generation_config(config: Config, tokenizer: Tokenizer, rows: int) -> dict[s
     ends = ends if isinstance(ends, list) else [ends]
     if tokenizer.eod not in ends:
         settings["eos_token_id"] = [*ends, tokenizer.eod]
-    padding = range(tokenizer.vocab_size, rows)
-    if padding:
-        settings["suppress_tokens"] = sorted({*settings.get("suppress_tokens", ()), *padding})
+    unknown = range(tokenizer.vocab_size, words)
+    if unknown:
+        settings["suppress_tokens"] = sorted({*settings.get("suppress_tokens", ()), *unknown})
     return settings
 
 

@@ -59,14 +59,13 @@ def parity(dense: LanguageModel, source: WeightSource, mesh: Mesh) -> Parity:
     if reasons[measuring]:
         return Parity(None, reasons[measuring])
     model = dense.settings.model
-    vocab = model.vocab_size or dense.settings.vocab_size
     length = min(PARITY_TOKENS, model.max_positions or PARITY_TOKENS)
-    tokens = torch.arange(length, device=mesh.device).mul(7919).remainder(vocab)[None]
+    tokens = torch.arange(length, device=mesh.device).mul(7919).remainder(dense.settings.vocab_size)[None]
     positions = torch.arange(length, device=mesh.device)[None]
     with torch.no_grad():
         entering = before_head(dense, (tokens, positions), mesh)
         # Of all ranks of the last stage, which gather them.
-        ours = None if entering is None else dense.logits(entering[0])[..., :vocab]
+        ours = None if entering is None else dense.logits(entering[0])
 
     def measured() -> Parity | None:
         if mesh.rank != measuring:

@@ -25,7 +25,7 @@ class Teacher:
 
     @property
     def output_matrix(self) -> Tensor:
-        """This tensor rank's rows (V / tp, C) of its head."""
+        """This tensor rank's rows (R / tp, C) of its head, padding included."""
         return self.model.output_matrix
 
     def share(self, student: nn.Module) -> None:

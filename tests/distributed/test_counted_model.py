@@ -10,7 +10,6 @@ from megakernel.analysis.flops import forward_flops
 from megakernel.analysis.parameters import parameter_count
 from megakernel.config import Model
 from megakernel.model import LanguageModel, ModelSettings
-from megakernel.model.settings import padded_vocab_size
 
 from .ranks import cpu_mesh, run_ranks
 
@@ -63,8 +62,7 @@ def parameters_and_flops(models: list[Model]) -> list[tuple[int, int]]:
     counted = []
     with cpu_mesh() as mesh:
         for model in models:
-            rows = padded_vocab_size(VOCAB + model.special_ids, model.vocab_multiple)
-            built = LanguageModel(ModelSettings(model, rows, mesh))
+            built = LanguageModel(ModelSettings(model, VOCAB + model.special_ids, mesh))
             tokens = torch.zeros(1, SEQ_LEN, dtype=torch.long)
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 built(tokens, torch.arange(SEQ_LEN)[None], tokens, torch.ones(1))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -26,12 +27,13 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(place):
-    """What each of four ranks has found out: logits by model, and what reading took."""
+    """What each of four ranks has found out: logits and losses by model, and what reading took."""
     return run_ranks(look, 4, place, list(dense_models.CONFIGS))
 
 
 def look(place, names):
     from megakernel.model import ModelSettings
+    from megakernel.model.head import token_losses
     from megakernel.training.weight_source import WeightSource
     from megakernel.uptraining.frozen import frozen_model
     from megakernel.uptraining.handed_on import before_head
@@ -40,15 +42,17 @@ def look(place, names):
 
         def read(name):
             source = WeightSource.find("init.from", place / name)
-            settings = ModelSettings(source.model(), dense_models.VOCABULARY, mesh)
+            settings = ModelSettings(source.model(), source.model().vocab_size, mesh)
             return frozen_model(settings, source.model(), source, torch.float32)
 
-        logits = {}
+        said = dict.fromkeys(names)
         for name in names:
             model = read(name)
-            entering = before_head(model, (tokens(), torch.arange(dense_models.LENGTH)[None]), mesh)
-            logits[name] = None if entering is None else model.logits(entering[0])
-        return logits, reading(place / "deep", mesh)
+            stream = tokens(), torch.arange(dense_models.LENGTH)[None], labels(name), torch.ones(1)
+            if (entering := before_head(model, stream, mesh)) is not None:
+                losses = token_losses(model.output_matrix, entering[0], labels(name), model.settings)
+                said[name] = model.logits(entering[0]), model.loss(entering), losses.sum()
+        return said, reading(place / "deep", mesh)
 
 
 def reading(folder, mesh):
@@ -80,15 +84,24 @@ def tokens():
     )
 
 
+def labels(name):
+    """The last word among them, which lies before the rows that pad a vocabulary."""
+    last = dense_models.CONFIGS[name].vocab_size - 1
+    return tokens().roll(-1, 1).index_fill(1, torch.arange(3), last)
+
+
 @pytest.mark.parametrize("name", dense_models.CONFIGS)
-def test_logits_over_tensor_ranks_and_stages_are_those_of_transformers(name, place, found):
+def test_logits_and_losses_over_tensor_ranks_and_stages_are_those_of_transformers(name, place, found):
     model = AutoModelForCausalLM.from_pretrained(Path(place, name)).eval()
     with torch.no_grad():
         theirs = model(tokens()).logits
+    loss = F.cross_entropy(theirs[0], labels(name)[0], reduction="sum").item()
     assert [rank[0][name] is None for rank in found] == [True, True, False, False]
-    for logits, _ in found[2:]:
-        error = (logits[name] - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
+    for said, _ in found[2:]:
+        logits, *losses = said[name]
+        error = (logits - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
         assert error < 1e-4
+        assert [x.item() for x in losses] == pytest.approx([loss, loss], rel=1e-5)
 
 
 def test_reading_holds_no_more_than_a_tensor_at_a_time(found):

@@ -43,7 +43,7 @@ def logits(names, folder, dtype):
     found = {}
     with cpu_mesh() as mesh, torch.no_grad():
         for name in names:
-            checkpoint = DenseCheckpoint(Path(folder, name))
+            checkpoint = DenseCheckpoint(Path(folder, name), vocab_multiple=128)
             assert checkpoint.model.vocab_size is not None
             model = LanguageModel(ModelSettings(checkpoint.model, checkpoint.model.vocab_size, mesh)).eval()
             for key, target in model.state_dict().items():
@@ -144,7 +144,12 @@ def test_a_student_whose_window_holds_the_row_is_the_dense_model(starts, tmp_pat
 
 def test_a_model_of_other_sizes_is_refused_with_every_difference(starts, tmp_path):
     config, _ = starts["llama"]
-    overrides = ["model.ffn_hidden_size=64", "model.norm_eps=0.1", f"run.root={tmp_path}"]
+    overrides = [
+        "model.ffn_hidden_size=64",
+        "model.norm_eps=0.1",
+        "model.vocab_size=383",
+        f"run.root={tmp_path}",
+    ]
     with pytest.raises(RankFailedError) as caught:
         train(config, 2, *overrides)
     said = str(caught.value)
@@ -152,6 +157,7 @@ def test_a_model_of_other_sizes_is_refused_with_every_difference(starts, tmp_pat
         f"init.from={config.parent / 'hf'}: model.norm_eps=0.1 is 1e-06 in the checkpoint; set it to that"
         in said
     )
+    assert "its vocabulary has 384 words and the model's 383; give the model the checkpoint's sizes" in said
     assert "1.mlp.linear_fc1.weight is (96, 32) in the checkpoint and (128, 32) in the model" in said
     assert "2.mlp.linear_fc2.weight is (32, 48) in the checkpoint and (32, 64) in the model" in said
 
@@ -195,5 +201,5 @@ def test_a_model_trained_here_speaks_in_transformers(corpus, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     loaded = load(config, softmax)
     assert theirs(model, config, softmax) == pytest.approx(lines[-1]["eval/loss"], rel=1e-5)
-    assert model.config.vocab_size == 384
+    assert model.config.vocab_size == 257
     assert loaded.training.seq_len == model.config.max_position_embeddings

@@ -7,7 +7,7 @@ import torch
 
 from megakernel.analysis.parameters import parameter_count
 from megakernel.config import load
-from megakernel.model import LanguageModel, ModelSettings, padded_vocab_size
+from megakernel.model import LanguageModel, ModelSettings
 from tests.distributed.ranks import cpu_mesh, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -27,8 +27,7 @@ def build_on_meta(paths):
     with cpu_mesh() as mesh, torch.device("meta"):
         for path in paths:
             model = load(path, RUN).model
-            vocab_size = padded_vocab_size(GPT2_VOCAB, model.vocab_multiple)
-            built = LanguageModel(ModelSettings(model=model, vocab_size=vocab_size, mesh=mesh))
+            built = LanguageModel(ModelSettings(model=model, vocab_size=GPT2_VOCAB, mesh=mesh))
             assert all(parameter.is_meta for parameter in built.parameters())
             counts[path.stem] = (
                 sum(p.numel() for p in built.parameters()),

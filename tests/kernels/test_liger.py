@@ -95,11 +95,11 @@ def test_rotation(heads, rows, dtype, draw):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("tokens", "width", "words", "rows"),
-    [(37, 16, 50, 4096), (37, 16, 50, 8), (300, 8, 70, 10), (1, 16, 50, 1)],
+    ("tokens", "width", "words", "padding", "rows"),
+    [(37, 16, 50, 14, 4096), (37, 16, 50, 0, 8), (300, 8, 70, 3, 10), (1, 16, 50, 0, 1)],
 )
-def test_loss(tokens, width, words, rows, dtype, draw):
-    """In one chunk, in some, and in stretches of chunks; a few targets do not count.
+def test_loss(tokens, width, words, padding, rows, dtype, draw):
+    """In one chunk, in some, and in stretches of chunks; a few targets, and rows that pad the words, do not count.
 
     Logits are as wide as those of a new model: one token whose word is nearly certain has hardly a loss or a gradient,
     and what is left of them has lost the digits that its logits were rounded to.
@@ -109,10 +109,10 @@ def test_loss(tokens, width, words, rows, dtype, draw):
 
     def run(backend, hidden, weight):
         if backend == "liger":
-            return [liger.summed_cross_entropy(hidden, weight, targets.to(DEVICE), rows)]
-        return [F.cross_entropy(hidden @ weight.T, targets.to(DEVICE), reduction="sum")]
+            return [liger.summed_cross_entropy(hidden, weight, targets.to(DEVICE), rows, words)]
+        return [F.cross_entropy(hidden @ weight[:words].T, targets.to(DEVICE), reduction="sum")]
 
-    weight = normal(draw, words, width) * width**-0.5
+    weight = normal(draw, words + padding, width) * width**-0.5
     assert_agrees(run, [normal(draw, tokens, width), weight], dtype, draw)
 
 
@@ -121,7 +121,7 @@ def test_loss_of_nothing_is_zero_and_has_gradients(targets):
     hidden, weight = torch.randn(len(targets), 4, device=DEVICE), torch.randn(6, 4, device=DEVICE)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     wanted = torch.tensor(targets, dtype=torch.int64, device=DEVICE)
-    loss = liger.summed_cross_entropy(hidden, weight, wanted, 8)
+    loss = liger.summed_cross_entropy(hidden, weight, wanted, 8, 6)
     assert loss.item() == 0
     assert all(not slope.any() for slope in torch.autograd.grad(loss, [hidden, weight]))
 
@@ -132,13 +132,13 @@ def test_loss_learns_what_is_not_frozen(frozen, draw):
     targets = torch.randint(0, 6, (9,), generator=draw).to(DEVICE)
     learned = (weight if frozen == "hidden" else hidden).requires_grad_()
     losses = (
-        liger.summed_cross_entropy(hidden, weight, targets, 4),
+        liger.summed_cross_entropy(hidden, weight, targets, 4, 6),
         F.cross_entropy(hidden @ weight.T, targets, reduction="sum"),
     )
     found, expected = (torch.autograd.grad(loss, learned)[0] for loss in losses)
     assert rms_ratio(found, expected) <= 1e-5
     with torch.no_grad():
-        assert rms_ratio(liger.summed_cross_entropy(hidden, weight, targets, 4), losses[1]) <= 1e-6
+        assert rms_ratio(liger.summed_cross_entropy(hidden, weight, targets, 4, 6), losses[1]) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_no_more_logits_exist_than_asked_for(tokens, width, words, rows):
     hidden, weight = torch.randn(tokens, width, device=DEVICE), torch.randn(words, width, device=DEVICE)
     with Products(), torch.no_grad():
         liger.summed_cross_entropy(
-            hidden, weight, torch.zeros(tokens, dtype=torch.int64, device=DEVICE), rows
+            hidden, weight, torch.zeros(tokens, dtype=torch.int64, device=DEVICE), rows, words
         )
     assert sum(heights) == tokens
     assert max(heights) <= rows

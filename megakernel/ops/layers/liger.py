@@ -4,6 +4,7 @@ The package is imported when a kernel first runs: neither a CPU nor a GPU needs 
 """
 
 import importlib.util
+import math
 from functools import cache
 from typing import Any
 
@@ -84,7 +85,7 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 
 def summed_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, *, ignored: int = -100
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, words: int, *, ignored: int = -100
 ) -> Tensor:
     """The sum of the cross entropies of hidden W^T and the targets in nats, float32 ().
 
@@ -92,15 +93,21 @@ def summed_cross_entropy(
 
     Args:
         hidden: (T, C).
-        weight: W (V, C), the whole vocabulary.
+        weight: W (R, C), the whole vocabulary and rows that pad it.
         targets: (T,) int64.
         rows: tokens whose logits may exist at once.
+        words: rows of W that stand for a word, the first ones; the others have no part in the sum.
         ignored: the target that does not count.
     """
     if not len(hidden):
         return (hidden @ weight.T).float().sum()
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _SummedCrossEntropy.apply(hidden, weight, targets, rows, ignored, learns)
+    # Fewer rows would do as well, but a GPU is slow with products of an odd number of columns.
+    padding = None
+    if words < len(weight):
+        padding = hidden.new_zeros(len(weight))
+        padding[words:] = -math.inf
+    return _SummedCrossEntropy.apply(hidden, weight, targets, rows, padding, ignored, learns)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -112,7 +119,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, ignored: int, learns: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: int,
+        padding: Tensor | None,
+        ignored: int,
+        learns: bool,
     ) -> Tensor:
         from liger_kernel.ops import fused_linear_cross_entropy_forward
 
@@ -124,6 +138,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 part,
                 weight,
                 wanted,
+                bias=padding,
                 ignore_index=ignored,
                 reduction="sum",
                 accum_dtype=torch.float32,
@@ -144,7 +159,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
         scale = pulls[0]
-        return of_hidden * scale, None if of_weight is None else of_weight * scale, *[None] * 4
+        return of_hidden * scale, None if of_weight is None else of_weight * scale, *[None] * 5
 
 
 def _budget(tokens: int, chunk: int, words: int, width: int) -> int:

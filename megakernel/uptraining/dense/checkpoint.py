@@ -9,6 +9,7 @@ from typing import Any
 
 import safetensors
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.config import Model, UserError, validate_section
@@ -58,8 +59,10 @@ class DenseCheckpoint:
     what is no whole checkpoint of a known family.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, vocab_multiple: int = 1):
+        """vocab_multiple: the rows of the vocabulary are padded to a multiple of this, with zeros."""
         self.folder = folder
+        self.vocab_multiple = vocab_multiple
         self.config = _config(folder)
         self.section = model_section(self.config, f"{folder / CONFIG}")
         self.model = validate_section(Model, self.section, f"{folder / CONFIG}: model")
@@ -99,14 +102,15 @@ class DenseCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of one of our tensors, from the files' headers."""
         part = self.parts[name]
-        return tuple(part.join([torch.empty(self._shape(x), device="meta") for x in part.theirs]).shape)
+        joined = part.join([torch.empty(self._shape(x), device="meta") for x in part.theirs])
+        return tuple(self._padded(name, joined).shape)
 
     def read(self, name: str, keys: Iterable[str] = ("fp32",)) -> dict[str, Tensor]:
         """One of our tensors, in the checkpoint's dtype, as the value of a universal checkpoint's key for weights."""
         if "fp32" not in keys:
             return {}
         part = self.parts[name]
-        return {"fp32": part.join([self._tensor(theirs) for theirs in part.theirs])}
+        return {"fp32": self._padded(name, part.join([self._tensor(theirs) for theirs in part.theirs]))}
 
     def unlike(self, model: Model) -> list[str]:
         """One line for each key of a model section that makes another function of the same weights.
@@ -114,19 +118,17 @@ class DenseCheckpoint:
         Not asked about is what shapes tell, what up-training changes (the attention), and the rotary frequencies,
         which longer rows may change.
         """
-        found = [
+        return [
             f"model.{key}={getattr(model, key)!r} is {getattr(self.model, key)!r} in the checkpoint; set it to that"
             for key in _FUNCTION
             if getattr(model, key) != getattr(self.model, key)
         ]
-        rows, multiple = self.config["vocab_size"], model.vocab_multiple
-        if rows % multiple:
-            found.append(
-                f"model.vocab_multiple={multiple} pads the {rows} rows of the embedding, and the softmax counts them; "
-                f"set {self.model.vocab_multiple} and a parallel.tensor that divides it, or give the dense model "
-                f"rows with `resize_token_embeddings(pad_to_multiple_of={multiple})` of transformers"
-            )
-        return found
+
+    def _padded(self, name: str, tensor: Tensor) -> Tensor:
+        lacking = -len(tensor) % self.vocab_multiple
+        if not lacking or name not in vocabulary_names(self.model):
+            return tensor
+        return F.pad(tensor, (0, 0, 0, lacking))
 
     def _tensor(self, theirs: str) -> Tensor:
         return self._reader(theirs).get_tensor(self._found(theirs))
@@ -174,9 +176,11 @@ class DenseCheckpoint:
             )
 
 
-def embedding_name(model: Model) -> str:
-    """The name of the token embedding, which is also the head where the two are tied."""
-    return "tied_modules.embedding.tokens.weight" if model.tie_embeddings else "0.tokens.weight"
+def vocabulary_names(model: Model) -> tuple[str, ...]:
+    """The names of what has a row for each word: the token embedding, and the head where the two are not tied."""
+    if model.tie_embeddings:
+        return ("tied_modules.embedding.tokens.weight",)
+    return "0.tokens.weight", f"{_first_layer(model) + model.num_layers + 1}.linear.weight"
 
 
 def our_parts(family: Family, model: Model) -> dict[str, Part]:
@@ -185,11 +189,10 @@ def our_parts(family: Family, model: Model) -> dict[str, Part]:
     first = _first_layer(model)
     last = first + model.num_layers
     places = {
-        "embedding": embedding_name(model),
         "positions": "1.weight",
         "norm.weight": f"{last}.norm.weight",
         "norm.bias": f"{last}.norm.bias",
-        "head": f"{last + 1}.linear.weight",
+        **dict(zip(("embedding", "head"), vocabulary_names(model))),
     }
     parts = {places[place]: part for place, part in around.items()}
     for index in range(model.num_layers):
@@ -203,15 +206,16 @@ def _first_layer(model: Model) -> int:
 
 
 def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors that a checkpoint of the model holds."""
+    """Name -> shape of the tensors that files of the model hold, which pad no vocabulary."""
     from megakernel.model import (  # seconds, which an error before need not wait for
         LanguageModel,
         ModelSettings,
     )
 
     assert model.vocab_size is not None
+    plain = model.model_copy(update={"vocab_multiple": 1})
     with torch.device("meta"):
-        built = LanguageModel(ModelSettings(model, model.vocab_size, OneProcess())).state_dict()
+        built = LanguageModel(ModelSettings(plain, model.vocab_size, OneProcess())).state_dict()
     # Megatron-core's layers add entries that are no tensors.
     return {name: tuple(x.shape) for name, x in built.items() if isinstance(x, Tensor)}
 

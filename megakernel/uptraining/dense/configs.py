@@ -6,24 +6,23 @@ from typing import Any
 from megakernel.config import Attention, Model
 
 
-def plain_config(model: Model, rows: int, positions: int) -> dict[str, Any] | None:
+def plain_config(model: Model, words: int, positions: int) -> dict[str, Any] | None:
     """config.json of a causal model, or None where no known architecture has its parts together.
 
-    rows: of the embedding, padding included, which our softmax counts too. positions: the longest row of training; what
-    imported weights knew before stays known.
+    words: of the vocabulary. positions: the longest row of training; what imported weights knew before stays known.
     """
     layers = {model.layer_attention(layer) for layer in range(model.num_layers)}
     if {layer.model_copy(update={"window": None}) for layer in layers} != {Attention(similarity="softmax")}:
         return None
     for fits, config in _KINDS:
         if fits(model):
-            return _common(model, rows) | config(model, max(positions, model.known_seq_len or 0))
+            return _common(model, words) | config(model, max(positions, model.known_seq_len or 0))
     return None
 
 
-def _common(model: Model, rows: int) -> dict[str, Any]:
+def _common(model: Model, words: int) -> dict[str, Any]:
     return {
-        "vocab_size": rows,
+        "vocab_size": words,
         "tie_word_embeddings": model.tie_embeddings,
         "initializer_range": model.init_std,
         "use_cache": True,

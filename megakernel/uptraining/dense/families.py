@@ -54,12 +54,9 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         section = FAMILIES[kind].section(config)
     except _Unlike as error:
         raise UserError(f"{source}: {error}") from None
-    vocab = config["vocab_size"]
     common = {
         "attention": "softmax",
-        "vocab_size": vocab,
-        # As many rows as they have: a row more would be a token more that the softmax counts.
-        "vocab_multiple": max(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if vocab % n == 0),
+        "vocab_size": config["vocab_size"],
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
         "init_std": config.get("initializer_range", 0.02),
     }

@@ -28,7 +28,7 @@ class MegakernelConfig(PreTrainedConfig):
     """The model section of a run's config.yaml, whole, with the rotary frequencies that the weights know."""
 
     vocab_size: int = 0
-    """Rows of the embedding, padding included."""
+    """Words, and rows of the embedding: files pad no vocabulary."""
 
     max_position_embeddings: int = 0
     """Tokens of the longest row of training. Longer rows may be read, unless positions are learned."""

@@ -36,7 +36,8 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: MegakernelConfig):
         super().__init__(config)
         dtype = torch.get_default_dtype()
-        settings = ModelSettings(config.section, config.vocab_size, OneProcess())
+        section = config.section.model_copy(update={"vocab_multiple": 1})
+        settings = ModelSettings(section, config.vocab_size, OneProcess())
         try:
             torch.set_default_dtype(torch.float32)
             self.model = LanguageModel(settings)

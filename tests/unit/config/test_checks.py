@@ -15,10 +15,6 @@ from .trees import config, problems
          "set 88 or 92 or change parallel.tensor"),
         ({"parallel": {"tensor": 4}, "model": {"vocab_multiple": 2}}, "model.vocab_multiple",
          "set 4 or change parallel.tensor"),
-        ({"parallel": {"tensor": 2}, "model": {"vocab_size": 50257, "vocab_multiple": 1}, "init": {"from": "hf/gpt2"}},
-         "model.vocab_multiple",
-         "set parallel.tensor: 1 (stages of parallel.pipeline need no even rows), or give the dense model rows with "
-         "`resize_token_embeddings(pad_to_multiple_of=2)` of transformers"),
         ({"parallel": {"pipeline": 5}}, "parallel.pipeline", "set at most 4"),
         ({"model": {"position": "learned", "max_positions": 511}}, "model.max_positions", "set at least 512"),
         ({"parallel": {"zero_stage": 0}, "training": {"dtype": "bfloat16"}}, "parallel.zero_stage",

@@ -4,10 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megakernel.config import Model
+from megakernel.model import LanguageModel, ModelSettings
 from megakernel.model.stream import IGNORED
 from megakernel.model.vocabulary_loss import Lesson, summed_lesson, summed_loss
+from megakernel.parallel import OneProcess
 
 TOKENS, WIDTH, WORDS = 23, 16, 40
+ROWS = 64
+"""Of the heads, padding included."""
 
 LESSONS = {
     "labels": None,
@@ -22,15 +27,16 @@ BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 def drawn(dtype):
     """States and head of a model and of a narrower teacher, and labels of which some do not count."""
     torch.manual_seed(0)
-    shapes = (TOKENS, WIDTH), (WORDS, WIDTH), (TOKENS, 12), (WORDS, 12)
+    shapes = (TOKENS, WIDTH), (ROWS, WIDTH), (TOKENS, 12), (ROWS, 12)
     targets = torch.randint(WORDS, (TOKENS,))
     targets[3:5] = IGNORED
     return [torch.randn(shape).to(dtype) for shape in shapes], targets
 
 
 def expected(tensors, targets, weights):
-    """The loss and its parts."""
+    """The loss and its parts, of a vocabulary that nothing pads."""
     hidden, head, theirs, their_head = tensors
+    head, their_head = head[:WORDS], their_head[:WORDS]
     logits = (hidden @ head.T)[targets != IGNORED]
     cross_entropy = F.cross_entropy(logits, targets[targets != IGNORED], reduction="sum")
     if weights is None:
@@ -42,10 +48,10 @@ def expected(tensors, targets, weights):
     return loss, (cross_entropy.item(), divergence.item())
 
 
-def found(hidden, head, targets, rows, lesson=None):
+def found(hidden, head, targets, rows, lesson=None, words=WORDS, group=None):
     if lesson is None:
-        return summed_loss(hidden, head, targets, rows), None
-    return summed_lesson(hidden, head, targets, rows, None, lesson)
+        return summed_loss(hidden, head, targets, rows, words, group), None
+    return summed_lesson(hidden, head, targets, rows, words, group, lesson)
 
 
 @pytest.mark.parametrize("rows", [TOKENS, 8], ids=["one chunk", "chunks"])
@@ -70,6 +76,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(dtype, weights, rows):
     for actual, exact in zip(gradients, slopes, strict=True):
         assert actual.dtype == dtype
         assert (actual - exact).norm() <= bound * exact.norm()
+    assert not gradients[1][WORDS:].any()
 
 
 def test_a_model_that_predicts_what_its_teacher_does_has_nothing_to_learn():
@@ -86,15 +93,39 @@ def test_a_model_that_predicts_what_its_teacher_does_has_nothing_to_learn():
 def test_what_is_frozen_costs_no_gradient(learned):
     (hidden, head, *_), targets = drawn(torch.float32)
     (hidden if learned == "states" else head).requires_grad_()
-    summed_loss(hidden, head, targets, 8).backward()
+    summed_loss(hidden, head, targets, 8, WORDS).backward()
     assert (hidden.grad is None, head.grad is None) == (learned == "head", learned == "states")
 
 
 def test_no_tokens_are_no_loss_and_a_gradient_of_zeros():
     (_, head, *_), targets = drawn(torch.float32)
     head.requires_grad_()
-    loss = summed_loss(torch.empty(0, WIDTH, requires_grad=True), head, targets[:0], 8)
+    loss = summed_loss(torch.empty(0, WIDTH, requires_grad=True), head, targets[:0], 8, ROWS)
     loss.backward()
     assert loss.item() == 0.0
     assert head.grad.shape == head.shape
     assert not head.grad.any()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_padding_changes_nothing_that_a_new_model_computes(tied):
+    tokens = torch.randint(WORDS, (2, 9), generator=torch.Generator().manual_seed(1))
+    stream = tokens, torch.arange(9).expand(2, -1), tokens.roll(-1, 1), torch.tensor([18])
+    losses, logits, slopes = [], [], []
+    for multiple in (1, 64):
+        form = Model(
+            num_layers=1,
+            hidden_size=16,
+            num_heads=2,
+            vocab_multiple=multiple,
+            tie_embeddings=tied,
+            init_std=0.5,
+        )
+        model = LanguageModel(ModelSettings(form, WORDS, OneProcess()))
+        losses.append(loss := model(*stream))
+        logits.append(model.logits(model.hidden(*stream[:2])))
+        slopes.append(torch.autograd.grad(loss, [model.token_embedding.tokens.weight, model.output_matrix]))
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*logits)
+    for plain, padded in zip(*slopes, strict=True):
+        torch.testing.assert_close(padded, F.pad(plain, (0, 0, 0, 64 - WORDS)))

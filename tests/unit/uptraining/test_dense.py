@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from launch.cli import main
 from megakernel.config import UserError, load
+from megakernel.training.weight_source import WeightSource
 from megakernel.uptraining.dense import DenseCheckpoint
 from megakernel.uptraining.dense.configs import plain_config
 from tests import dense_models
@@ -89,20 +90,22 @@ def test_a_model_that_computes_something_else_is_named_key_by_key(llama):
     ]
 
 
-def test_rows_that_would_pad_a_vocabulary_are_refused(llama):
-    edit_config(llama, vocab_size=383)
-    edit_tensors(llama, lambda tensors: tensors.update({name: torch.ones(383, 32) for name in EMBEDDINGS}))
-    checkpoint = DenseCheckpoint(llama)
-    assert checkpoint.unlike(checkpoint.model) == []
-    (line,) = checkpoint.unlike(checkpoint.model.model_copy(update={"vocab_multiple": 2}))
-    assert (
-        "model.vocab_multiple=2 pads the 383 rows of the embedding, and the softmax counts them; set 1 "
-        in line
-    )
-    assert "or give the dense model rows with `resize_token_embeddings(pad_to_multiple_of=2)`" in line
+def test_a_vocabulary_is_padded_with_zeros_and_no_other_tensor(llama):
+    plain, padded = DenseCheckpoint(llama), DenseCheckpoint(llama, vocab_multiple=100)
+    for name in plain.names:
+        before, after = (checkpoint.read(name)["fp32"] for checkpoint in (plain, padded))
+        assert padded.shape(name) == after.shape
+        if name in ("0.tokens.weight", "4.linear.weight"):
+            assert after.shape == (400, 32)
+            assert not after[384:].any()
+            after = after[:384]
+        assert torch.equal(before, after)
 
 
-EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
+def test_a_model_of_fewer_words_is_another_even_if_its_padded_rows_are_as_many(llama):
+    source = WeightSource.find("init.from", llama)
+    assert source.other_words(384) == []
+    assert source.other_words(383) == ["its vocabulary has 384 words and the model's 383"]
 
 
 def edit_config(folder, **changes):

@@ -1,0 +1,37 @@
+"""Ranks that share a padded vocabulary have the loss and the gradients of its words, also a rank that has none."""
+
+import pytest
+import torch
+
+from megakernel.model.vocabulary_loss import Lesson
+from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.unit.model.test_vocabulary_loss import LESSONS, drawn, expected, found
+
+HERE = [16, 16, 8, 0]
+"""Words of each rank, of 16 rows."""
+
+
+def losses_over_ranks():
+    """Each rank's loss, with the gradients of the states and of its rows."""
+    results = []
+    with cpu_mesh(tensor=len(HERE)) as mesh:
+        for weights in LESSONS.values():
+            (hidden, head, theirs, their_head), targets = drawn(torch.float64)
+            head, their_head = (x.chunk(len(HERE))[mesh.tp.rank].clone() for x in (head, their_head))
+            lesson = None if weights is None else Lesson(theirs, their_head, **weights)
+            learned = hidden.requires_grad_(), head.requires_grad_()
+            loss, _ = found(*learned, targets, 8, lesson, HERE[mesh.tp.rank], mesh.tp.group)
+            results.append((loss.item(), *torch.autograd.grad(loss, learned)))
+    return results
+
+
+def test_padding_counts_on_no_rank():
+    for *ranks, weights in zip(*run_ranks(losses_over_ranks, len(HERE)), LESSONS.values(), strict=True):
+        tensors, targets = drawn(torch.float64)
+        learned = [x.requires_grad_() for x in tensors[:2]]
+        loss, _ = expected(tensors, targets, weights)
+        of_hidden, of_head = torch.autograd.grad(loss, learned)
+        assert [rank[0] for rank in ranks] == pytest.approx([loss.item()] * len(HERE), rel=1e-12)
+        # Each rank has the part of the states' gradient that its rows give.
+        torch.testing.assert_close(sum(rank[1] for rank in ranks), of_hidden)
+        torch.testing.assert_close(torch.cat([rank[2] for rank in ranks]), of_head)
