@@ -32,12 +32,17 @@ def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
     vocab_size: tokens of the tokenizer, padded here to model.vocab_multiple as the embedding is.
     seq_len: rows of a learned position table where model.max_positions is not set.
     """
-    rows = model.embedding_rows(vocab_size + model.special_ids)
+    rows = embedding_rows(model, vocab_size)
     parts = [embedding(model, rows), positions(model, seq_len), norm(model), head(model, rows)]
     parts += [
         layer_parameters(model, model.layer_attention(layer), seq_len) for layer in range(model.num_layers)
     ]
     return sum(part.cut + part.copied for part in parts)
+
+
+def embedding_rows(model: Model, vocab_size: int) -> int:
+    """Rows of the embedding for a tokenizer of `vocab_size` ids: special ids added, padded."""
+    return model.embedding_rows(vocab_size + model.special_ids)
 
 
 def embedding(model: Model, rows: int) -> Parameters:

@@ -22,7 +22,6 @@ from .uptrain_checks import (
     stages_are_measured,
     stages_lead_to_the_model,
     stages_share_a_schedule,
-    stages_shut_near_windows,
 )
 from .watching import processes_hold_what_is_watched
 
@@ -292,7 +291,6 @@ _RULES: list[Rule] = [
     stages_share_a_schedule,
     stages_are_measured,
     near_windows_have_gates,
-    stages_shut_near_windows,
     _deepspeed_keeps_to_its_own,
     processes_hold_what_is_watched,
 ]

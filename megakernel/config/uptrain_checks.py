@@ -77,13 +77,6 @@ def near_windows_have_gates(uptrain: Uptrain | None, model: Model) -> Iterator[P
         )
 
 
-def stages_shut_near_windows(uptrain: Uptrain | None, training: Training) -> Iterator[Problem]:
-    """In which of them windows are shut depends on which of them have gates."""
-    if uptrain is not None and (dropout := training.near_dropout) is not None:
-        remedy = f"set null, and uptrain.near_dropout: {dropout.start:g}"
-        yield Problem("training.near_dropout", "{...}", "is what stages of uptrain choose", remedy)
-
-
 def longer_rows(
     sections: Mapping[str, Any],
     known: Iterable[Problem],

@@ -190,7 +190,7 @@ def _taught(
 
 
 def _pick(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (T,) of the targets among this rank's words, else 0; their columns (T, 1), and whether they are here."""
+    """Logits (T,) of the targets among this rank's rows, else 0; their columns (T, 1), and whether they are here."""
     rows = logits.shape[-1]
     first = 0 if group is None else dist.get_rank(group) * rows
     place = targets[:, None] - first

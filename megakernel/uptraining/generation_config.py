@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.tokenizers import Tokenizer
-from megakernel.config import Config, UserError, from_yaml
+from megakernel.config import Config, ConfigError, UserError, from_yaml
 
 from .dense import is_dense_checkpoint
 
@@ -18,8 +18,8 @@ _MADE = "_from_model_config"
 def generation_config(config: Config, tokenizer: Tokenizer, words: int) -> dict[str, Any]:
     """Its keys, for the model of a run.
 
-    Those of the dense model that the run began with, directly or through other runs, as long as that is still there; of
-    any other model greedy decoding, the default of `transformers`. A document's end always ends a text. Words of the
+    Those of the dense model that the run began with, directly or through other runs, as long as they are still there;
+    of any other model greedy decoding, the default of `transformers`. A document's end always ends a text. Words of the
     model that its tokenizer does not know are never chosen.
 
     words: how many the model has.
@@ -46,13 +46,18 @@ def _given(source: Path | None) -> dict[str, Any]:
         if file in passed or not file.is_file():
             return {}
         passed.add(file)
-        source = from_yaml(file.read_text(encoding="utf-8"), str(file)).init.source
+        try:
+            source = from_yaml(file.read_text(encoding="utf-8"), str(file)).init.source
+        except ConfigError:  # of a version that knew other keys
+            return {}
     if source is None or not (source / FILE).is_file():
         return {}
     try:
-        given = json.loads((source / FILE).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{source / FILE} is no JSON ({error}); download it again, or remove it") from None
+        given = dict(json.loads((source / FILE).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{source / FILE} is no JSON object ({error}); download it again, or remove it"
+        ) from None
     if given.pop(_MADE, False):
         return {}
     return {key: value for key, value in given.items() if value is not None and key != "transformers_version"}

@@ -107,6 +107,11 @@ def check_stages(config: Config) -> None:
 
     The layers of the dense model count as softmax: what depends on their windows is left to `stages`.
     """
+    if (dropout := config.training.near_dropout) is not None:
+        # No rule of the configuration, because runs of before have recorded both.
+        remedy = f"set null, and uptrain.near_dropout: {dropout.start:g}"
+        reason = "is what stages of uptrain choose, by which of them have gates"
+        raise ConfigError([Problem("training.near_dropout", "{...}", reason, remedy)])
     keep = (config.uptrain or Uptrain()).layers.keep
     dense = config.model.model_copy(update={"attention": Attention(), "attention_pattern": None})
     stages(config, range(keep) if isinstance(keep, int) else keep, dense)

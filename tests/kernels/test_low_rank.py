@@ -60,16 +60,21 @@ def test_eq_2_agrees_with_float64(name, dtype, draw, monkeypatch):
     x = normal(draw, TOKENS, BATCH, COLUMNS, dtype=dtype)
     weights = [normal(draw, COLUMNS, COLUMNS, dtype=dtype) * COLUMNS**-0.5 for _ in range(3)]
     pull = normal(draw, BATCH, HEADS, TOKENS, WIDTH, dtype=dtype)
+
+    def by(backend, dtype):
+        monkeypatch.setenv(dispatch.VARIABLE, backend)
+        return eq_2(FORMS[name], x.to(dtype), [w.to(dtype) for w in weights], pull.to(dtype))
+
+    exact = by("reference", torch.float64)
     # Asked for, kernels refuse what they cannot take: it is they who run.
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
-    found = eq_2(FORMS[name], x, weights, pull)
-    monkeypatch.setenv(dispatch.VARIABLE, "reference")
-    exact = eq_2(FORMS[name], x.double(), [w.double() for w in weights], pull.double())
+    lost = {backend: map(rms_ratio, by(backend, dtype), exact) for backend in ("triton", "chunked")}
     parts = ("output", "dx", "dW_Q", "dW_K", "dW_V", "d[E; F]")
-    # In bfloat16 landmarks and their keys are rounded on the way, too: what a layer of several products may lose.
+    # In bfloat16 landmarks and their keys are rounded on the way, too: what a layer of several products may lose. Some
+    # draws lose more of them whoever computes the rest, by exponential features above all: those of torch's
+    # operations are the measure then.
     allowed = TOLERANCE[dtype] * (2 if dtype == torch.bfloat16 else 1)
-    ratios = {part: rms_ratio(a, b) for part, a, b in zip(parts, found, exact, strict=True)}
-    assert max(ratios.values()) <= allowed, ratios
+    ratios = dict(zip(parts, zip(*lost.values(), strict=True), strict=True))
+    assert all(kernels <= max(allowed, 2 * torchs) for kernels, torchs in ratios.values()), ratios
 
 
 @pytest.mark.parametrize("size", [48, 64, 200])

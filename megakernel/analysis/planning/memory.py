@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megakernel.analysis import parameters
 from megakernel.config import Attention
 
 from . import activations
@@ -141,9 +142,9 @@ def _loss(job: Job) -> float:
     if job.model.classifier is not None:
         return 0.0
     chunk = min(job.config.training.loss_chunk_size, job.tokens)
-    words = job.model.embedding_rows(job.vocab_size + job.model.special_ids) / job.layout.tensor
-    logits = chunk * words * (job.element + FLOAT32)
-    head = words * job.model.hidden_size * (job.element if chunk == job.tokens else job.element + FLOAT32)
+    rows = parameters.embedding_rows(job.model, job.vocab_size) / job.layout.tensor
+    logits = chunk * rows * (job.element + FLOAT32)
+    head = rows * job.model.hidden_size * (job.element if chunk == job.tokens else job.element + FLOAT32)
     hidden = job.tokens * job.model.hidden_size * job.element
     return logits + head + hidden * (2 if job.layout.sequence_parallel else 1)
 

@@ -46,7 +46,7 @@ def _balanced(weights: tuple[int, ...], parts: int) -> list[int]:
 
 def stage_parameters(model: Model, vocab_size: int, seq_len: int, tensor: int, stages: int) -> list[int]:
     """Trained numbers that one device of each stage holds."""
-    rows = model.embedding_rows(vocab_size + model.special_ids)
+    rows = parameters.embedding_rows(model, vocab_size)
     known: dict[int, parameters.Parameters] = {}
 
     def counted(attention: Attention) -> parameters.Parameters:

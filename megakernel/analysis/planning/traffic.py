@@ -230,5 +230,5 @@ def of_step(job: Job, stage: int) -> Iterator[Transfer]:
             gathers = 2 * job.micro_batches if again else 1
             yield Transfer("gradient", "all_gather", count * job.element / ranks, 1, ranks).times(gathers)
     if layout.pipeline > 1 and holds_second_embedding(model) and stage in (0, layout.pipeline - 1):
-        rows = parameters.embedding(model, model.embedding_rows(job.vocab_size + model.special_ids))
+        rows = parameters.embedding(model, parameters.embedding_rows(model, job.vocab_size))
         yield Transfer("pp", "all_reduce", rows.on_rank(layout.tensor) * FLOAT32, 1, 2, backward=True)

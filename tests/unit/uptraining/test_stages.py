@@ -99,6 +99,15 @@ def test_a_stage_that_cannot_be_is_refused_before_any_is_run():
     check_stages(given)
 
 
+def test_windows_are_not_shut_past_the_stages():
+    tree = made().model_dump(mode="json")
+    tree["training"]["near_dropout"] = {"start": 0.3, "steps": 3}
+    with pytest.raises(
+        ConfigError, match=r"training.near_dropout=.* set null, and uptrain.near_dropout: 0.3"
+    ):
+        check_stages(validate(tree))
+
+
 @pytest.mark.parametrize(("zero_stage", "of_transfer"), [(1, 1), (3, 2)])
 def test_a_transfer_freezes_weights_and_zero_3_saves_none_of_those(zero_stage, of_transfer):
     tree = made(transfer={"steps": 5}).model_dump(mode="json")
@@ -336,14 +345,6 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
         ({"init": {"moments": "runs/dense"}}, "init.moments"),
         ({"uptrain": {}, "init": {"from": "x"}, "schedule": {"steps_after": 5}}, "schedule.steps_after"),
         ({"uptrain": {}, "init": {"from": "x"}, "training": {"eval_samples": 0}}, "training.eval_samples"),
-        (
-            {
-                "uptrain": {},
-                "init": {"from": "x"},
-                "training": {"near_dropout": {"start": 0.3, "steps": 3}},
-            },
-            "training.near_dropout",
-        ),
         ({"objective": {"kind": "distill"}}, "objective.teacher"),
         ({"objective": {"teacher": "x"}}, "objective.teacher"),
         ({"objective": {"kind": "distill", "teacher": "x", "rows": 3}}, "objective.rows"),
