@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megakernel.model.head import SUMS
 from megakernel.model.vocabulary_loss import Lesson
 from tests.distributed.ranks import cpu_mesh, run_ranks
 from tests.unit.model.test_vocabulary_loss import LESSONS, drawn, expected, found
@@ -12,7 +13,7 @@ HERE = [16, 16, 8, 0]
 
 
 def losses_over_ranks():
-    """Each rank's loss, with the gradients of the states and of its rows."""
+    """Each rank's loss, with the gradients of the states and of its rows; and what evaluation measures."""
     results = []
     with cpu_mesh(tensor=len(HERE)) as mesh:
         for weights in LESSONS.values():
@@ -22,11 +23,17 @@ def losses_over_ranks():
             learned = hidden.requires_grad_(), head.requires_grad_()
             loss, _ = found(*learned, targets, 8, lesson, HERE[mesh.tp.rank], mesh.tp.group)
             results.append((loss.item(), *torch.autograd.grad(loss, learned)))
-    return results
+        (hidden, head, *_), targets = drawn(torch.float32)
+        own = head.chunk(len(HERE))[mesh.tp.rank]
+        measured = SUMS["reference"](hidden, own, targets, 8, HERE[mesh.tp.rank])
+    return results, measured.item()
 
 
 def test_padding_counts_on_no_rank():
-    for *ranks, weights in zip(*run_ranks(losses_over_ranks, len(HERE)), LESSONS.values(), strict=True):
+    trained, measured = zip(*run_ranks(losses_over_ranks, len(HERE)), strict=True)
+    right, _ = expected(*drawn(torch.float32), None)
+    assert measured == pytest.approx([right.item()] * len(HERE), rel=1e-6)
+    for *ranks, weights in zip(*trained, LESSONS.values(), strict=True):
         tensors, targets = drawn(torch.float64)
         learned = [x.requires_grad_() for x in tensors[:2]]
         loss, _ = expected(tensors, targets, weights)
