@@ -40,7 +40,7 @@ from launch import (
 from launch.exit_status import ExitStatus
 from launch.messages import INTERRUPTED, print_error
 from launch.slurm.errors import NotFound, SlurmRefused
-from megakernel.config import NotFinite, RunFailed, UserError
+from megakernel.config import InUse, NotFinite, RunFailed, UserError
 
 COMMANDS: dict[str, ModuleType] = {
     "prepare": prepare,
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.REFUSED
     except UserError as error:
         print_error(str(error))
-        return ExitStatus.USAGE
+        return ExitStatus.IN_USE if isinstance(error, InUse) else ExitStatus.USAGE
     except RunFailed as error:
         print_error(str(error))
         return ExitStatus.NOT_FINITE if isinstance(error, NotFinite) else ExitStatus.FAILED

@@ -36,5 +36,8 @@ class ExitStatus(IntEnum):
     NOT_FINITE = 89
     """The loss or its gradients were not finite in too many steps in a row; the configuration has to change."""
 
+    IN_USE = 90
+    """Another process writes into the run's folder; a batch script may start the run again once that one has ended."""
+
     TERMINATED = 143
     """Ended by TERM after saving; the same command goes on, but nothing starts it by itself."""

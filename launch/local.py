@@ -23,6 +23,8 @@ SETTLE_SECONDS = 2.0
 """What ends one rank often ends all, each with its own message; ending them sooner would cut those off."""
 
 _LEAVING = (ExitStatus.DONE, ExitStatus.STOPPED, ExitStatus.TERMINATED)
+_REFUSED = (ExitStatus.USAGE, ExitStatus.IN_USE)
+_TELLING = (*_REFUSED, ExitStatus.STALLED, ExitStatus.NOT_FINITE)
 _POLL_SECONDS = 0.02
 _LAST_LINES = 12
 
@@ -43,8 +45,8 @@ def run_ranks(
     after one has left without the others, the others are ended and the first failure is printed. A rank that
     is ended has SETTLE_SECONDS to leave by itself, then gets TERM, and after `grace_seconds` KILL.
 
-    0, 85 or 143 where all ranks agree on it, 2, 86 or 89 where the first failure is a usage error, a step that made no
-    progress or a loss that is not finite, else 1.
+    0, 85 or 143 where all ranks agree on it; 2, 86, 89 or 90 where the first failure is a usage error, a step that made
+    no progress, a loss that is not finite or a run folder in use; else 1.
     """
     with _recorded_signals() as received:
         ranks = [
@@ -158,9 +160,8 @@ def _outcome(ranks: Sequence[RankProcess], failure: _Failure | None) -> int:
         ends = ", ".join(f"rank {rank}: {status}" for rank, status in enumerate(statuses))
         print_error(f"the ranks ended with different exit status ({ends})")
         return ExitStatus.FAILED
-    is_usage = failure.status == ExitStatus.USAGE
-    if is_usage and statuses[0] == ExitStatus.USAGE:
-        return ExitStatus.USAGE  # rank 0 has said on this console what has to change
+    if failure.status in _REFUSED and statuses[0] == failure.status:
+        return failure.status  # rank 0 has said on this console what has to change
     if _was_interrupted(ranks[0]) and _was_interrupted(ranks[failure.rank]):
         return ExitStatus.FAILED  # the same
     rank = ranks[failure.rank]
@@ -168,9 +169,7 @@ def _outcome(ranks: Sequence[RankProcess], failure: _Failure | None) -> int:
     if failure.rank != 0:
         for line in rank.last_lines(_LAST_LINES):
             print(f"    {line}", file=sys.stderr, flush=True)
-    if failure.status in (ExitStatus.STALLED, ExitStatus.NOT_FINITE):
-        return failure.status
-    return ExitStatus.USAGE if is_usage else ExitStatus.FAILED
+    return failure.status if failure.status in _TELLING else ExitStatus.FAILED
 
 
 def _was_interrupted(rank: RankProcess) -> bool:

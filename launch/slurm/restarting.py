@@ -9,6 +9,14 @@ from launch.exit_status import ExitStatus
 STANDSTILL = 2
 """Restarts in a row without a step saved, after which another would not help either."""
 
+_AGAIN = (
+    ExitStatus.STOPPED,
+    ExitStatus.STALLED,
+    ExitStatus.UNFIT,
+    ExitStatus.OUT_OF_MEMORY,
+    ExitStatus.IN_USE,
+)
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -46,12 +54,12 @@ def decide(
 
 
 def _is_interruption(status: int) -> bool:
-    """What befalls a sound run: a request to make room, a step that stands still, a process that is killed.
+    """What befalls a sound run: a request to make room, a step that stands still, a process that is killed, or one of
+    an earlier start, on a node that Slurm has lost, that may still be writing.
 
     Memory that runs out may have been filled slowly; where it is too small from the beginning, restarts save nothing.
     """
-    again = (ExitStatus.STOPPED, ExitStatus.STALLED, ExitStatus.UNFIT, ExitStatus.OUT_OF_MEMORY)
-    return status in again or (status > 128 and status != ExitStatus.TERMINATED)
+    return status in _AGAIN or (status > 128 and status != ExitStatus.TERMINATED)
 
 
 def _end(status: int) -> str:
@@ -64,6 +72,7 @@ def _end(status: int) -> str:
         ExitStatus.UNFIT: "a node is not fit",
         ExitStatus.OUT_OF_MEMORY: "ran out of memory, of which --mem gives more",
         ExitStatus.NOT_FINITE: "the loss or its gradients stayed non-finite",
+        ExitStatus.IN_USE: "another process writes into the run's folder",
         ExitStatus.TERMINATED: "ended on request",
     }
     if status in list(ExitStatus):

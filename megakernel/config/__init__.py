@@ -3,7 +3,7 @@
 from .attention import PRESETS, Attention, FeatureMap, Near, expand_preset
 from .compression import BlockCompression, Compression, LinformerCompression, PoolCompression
 from .data import Corpus, Data, Masking
-from .errors import MISSING, ConfigError, NotFinite, Problem, RunFailed, UserError
+from .errors import MISSING, ConfigError, InUse, NotFinite, Problem, RunFailed, UserError
 from .length import LengthPhase, Phase
 from .load import from_yaml, load, to_yaml
 from .lora import Lora
@@ -32,6 +32,7 @@ __all__ = [
     "Data",
     "Difference",
     "FeatureMap",
+    "InUse",
     "KeptLayers",
     "LengthPhase",
     "LengthStage",

@@ -14,6 +14,10 @@ class UserError(ValueError):
     """Something the user can change: the command line prints its text alone and ends with status 2."""
 
 
+class InUse(UserError):
+    """What was asked for is sound, but another process is at it: the same command works once that one has ended."""
+
+
 class RunFailed(RuntimeError):
     """Something that befell a sound run: the command line prints its text alone and ends with status 1."""
 
@@ -55,6 +59,10 @@ class ConfigError(UserError):
     def __init__(self, problems: Sequence[Problem]):
         self.problems = list(problems)
         super().__init__("\n".join(map(str, self.problems)))
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str]]:
+        """To another process its text goes alone: the values of its problems may be of any kind."""
+        return UserError, (str(self),)
 
 
 def nearest_first(word: str, known: Iterable[str]) -> str:

@@ -42,9 +42,6 @@ class Ranks:
         if self.rank == 0:
             try:
                 result = action()
-            except UserError as error:
-                # Its text is all that the command line shows; subclasses need not survive pickling.
-                result = UserError(str(error))
             except (ValueError, OSError) as error:
                 result = error
         result = self._exchange(result)[0]

@@ -53,7 +53,7 @@ def start_from_weights(
     """
     found = ranks.first(lambda: WeightSource.find("init.from", source))
     digest, corpus = corpora.tokenizer_hash, corpora.train[0].folder
-    if remark := ranks.first(lambda: check_tokenizer(source, digest, corpus)):
+    if remark := ranks.first(lambda: check_tokenizer(found.key, source, digest, corpus)):
         note(remark)
     tensors = found.tensors(model)
     refused = tensors.unlike(model) if isinstance(tensors, DenseCheckpoint) else []

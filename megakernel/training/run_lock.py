@@ -7,7 +7,7 @@ import socket
 import time
 from pathlib import Path
 
-from megakernel.config import UserError
+from megakernel.config import InUse
 
 WAIT_SECONDS = 10.0
 """How long a start waits for another one in its folder: one that was told to end may still be ending."""
@@ -32,7 +32,7 @@ class RunLock:
     ):
         """folder: of the run; its file `lock` says who holds it.
 
-        Raises UserError where another process does for longer than `wait_seconds`, or `lease_seconds` on another host.
+        Raises InUse where another process does for longer than `wait_seconds`, or `lease_seconds` on another host.
         """
         self._file = (folder / "lock").open("a+", encoding="utf-8")
         begun = time.monotonic()
@@ -42,7 +42,7 @@ class RunLock:
             here = holder.endswith(f" on {socket.gethostname()}")
             if time.monotonic() - begun > (wait_seconds if here else lease_seconds):
                 self._file.close()
-                raise UserError(
+                raise InUse(
                     f"run.name={folder.name}: {holder} writes into {folder}; wait until it ends, stop it, or choose "
                     "another run.name"
                 )

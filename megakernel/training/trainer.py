@@ -63,7 +63,7 @@ class Trainer:
         evaluates = config.training.eval_samples > 0
         self.validation = ValidationBatches(config, self.corpora, **reading(mesh)) if evaluates else None
         settings = model_settings(config, mesh, self.corpora.vocab_size)
-        self.engine = Engine(config, settings, model_maker(config, self.ranks))
+        self.engine = Engine(config, settings, model_maker(config, self.corpora, self.ranks))
         self.work = LocalWork(self.engine.engine.module, mesh)
         self.checkpoints = CheckpointFolder(
             self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_every, self.ranks

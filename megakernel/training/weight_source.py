@@ -72,8 +72,9 @@ class WeightSource:
         return section.model_copy(update={"max_positions": section.max_positions or config.training.seq_len})
 
     def other_words(self, words: int) -> list[str]:
-        """A line if it is a dense model whose vocabulary has not so many words, whatever padding adds to them."""
-        if self.checkpoint is not None or (own := self.model().vocab_size) == words:
+        """A line if its configuration names another number of words, whatever padding adds to both."""
+        own = self.model().vocab_size
+        if own in (None, words):  # None: as many as its tokenizer has, which is compared with the data's
             return []
         return [f"its vocabulary has {own} words and the model's {words}"]
 

@@ -53,8 +53,10 @@ def _given(source: Path | None) -> dict[str, Any]:
     if source is None or not (source / FILE).is_file():
         return {}
     try:
-        given = dict(json.loads((source / FILE).read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        given = json.loads((source / FILE).read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise ValueError(f"a {type(given).__name__}")
+    except ValueError as error:
         raise UserError(
             f"{source / FILE} is no JSON object ({error}); download it again, or remove it"
         ) from None

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+from data_pipeline.corpus import Corpora
 from megakernel.config import Config
 from megakernel.model import ModelSettings, Parted, build_model
 from megakernel.parallel import Mesh
@@ -10,21 +12,30 @@ from megakernel.training.dtypes import DTYPES
 from megakernel.training.ranks import Ranks
 from megakernel.training.weight_source import WeightSource
 
+from .dense.tokenizer import check_tokenizer
 from .distilled import DistilledModel, DistilledPipeline
 from .frozen import frozen_model
 from .teacher import Teacher
 from .transferred import TransferModel, TransferPipeline
 
 
-def model_maker(config: Config, ranks: Ranks) -> Callable[[ModelSettings, Callable[[], float]], Parted]:
+def model_maker(
+    config: Config, corpora: Corpora, ranks: Ranks
+) -> Callable[[ModelSettings, Callable[[], float]], Parted]:
     """What makes the model of a process, or its stage of one, as `build_model` does.
 
-    Raises UserError, alike on all ranks, for a teacher that is not there.
+    Raises UserError, alike on all ranks, for a teacher that is not there or has another tokenizer than the data.
     """
     folder = config.objective.teacher
     if folder is None:
         return build_model
-    return partial(_with_teacher, config, ranks.first(lambda: WeightSource.find("objective.teacher", folder)))
+    return partial(_with_teacher, config, ranks.first(lambda: _teacher(folder, corpora)))
+
+
+def _teacher(folder: Path, corpora: Corpora) -> WeightSource:
+    source = WeightSource.find("objective.teacher", folder)
+    check_tokenizer(source.key, folder, corpora.tokenizer_hash, corpora.train[0].folder)
+    return source
 
 
 def _with_teacher(

@@ -94,7 +94,7 @@ class Uptraining:
     def _check_tokenizer(self, source: Path) -> None:
         corpora = Corpora(self.config.data)
         # What there is to remark, the first stage says.
-        check_tokenizer(source, corpora.tokenizer_hash, corpora.train[0].folder)
+        check_tokenizer("init.from", source, corpora.tokenizer_hash, corpora.train[0].folder)
 
     def _reads(self, moments: Path, source: WeightSource) -> bool:
         """Whether a stage still has to begin with these moments; one that has a checkpoint goes on with its own."""

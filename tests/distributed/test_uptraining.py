@@ -370,13 +370,16 @@ def test_a_finished_one_measures_other_samples_and_needs_no_moments(place, finis
     assert report["identity"]["dense"] == pytest.approx(found, abs=1e-6)
 
 
-def test_another_tokenizer_is_refused_before_a_folder_is_made(place):
+def test_another_tokenizer_is_refused(place):
     other = shutil.copytree(place / "dense", place / "other")
     shutil.rmtree(other / "tokenizer")
     tokenizers.train_bpe(["some words, some more words"] * 9, 270).save(other / "tokenizer")
     with pytest.raises(RankFailedError, match=r"init.from=\S+/other has another tokenizer than data.train="):
         uptrain(place / "stages.yaml", 1, "run.name=refused", f"init.from={other}")
     assert not (place / "refused").exists()
+    teacher = ["objective.kind=distill", f"objective.teacher={other}"]
+    with pytest.raises(RankFailedError, match=r"objective.teacher=\S+/other has another tokenizer than"):
+        train(place / "student.yaml", 1, "run.name=another-teacher", *teacher)
 
 
 def test_what_preflight_refuses_can_be_mended_in_the_same_folder(place):

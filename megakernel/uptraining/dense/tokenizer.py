@@ -20,11 +20,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         tokenizer.save(folder)
 
 
-def check_tokenizer(source: Path, digest: str, corpus: Path) -> str | None:
+def check_tokenizer(key: str, source: Path, digest: str, corpus: Path) -> str | None:
     """Refuse data of another tokenizer than a model has learned with: its ids would stand for other words.
 
     Args:
-        source: what init.from names: a run, one of its checkpoints, or a dense model.
+        key: of the configuration, which names the source.
+        source: a run, one of its checkpoints, or a dense model.
         digest: `Tokenizer.hash` of the data.
         corpus: the data's folder.
 
@@ -39,7 +40,7 @@ def check_tokenizer(source: Path, digest: str, corpus: Path) -> str | None:
         return f"{source} has no tokenizer: whether {corpus} was prepared with the same one is not known"
     if tokenizers.load(folder).hash != digest:
         raise UserError(
-            f"init.from={source} has another tokenizer than data.train={corpus}; prepare the data with "
+            f"{key}={source} has another tokenizer than data.train={corpus}; prepare the data with "
             f"`megakernel prepare --tokenizer {folder}`"
         )
     return None

@@ -1,6 +1,8 @@
+import pickle
+
 import pytest
 
-from megakernel.config import PRESETS, Attention, ConfigError, load
+from megakernel.config import PRESETS, Attention, ConfigError, UserError, load
 from megakernel.config.errors import nearest_first
 
 from . import trees
@@ -34,6 +36,14 @@ def test_all_problems_of_a_file_come_at_once_one_line_each(tmp_path):
     }
     assert len(str(caught.value).splitlines()) == len(caught.value.problems)
     assert all(problem.reason and problem.remedy for problem in caught.value.problems)
+
+
+def test_its_text_goes_to_other_processes():
+    with pytest.raises(ConfigError) as caught:
+        trees.config(modle={"x": 1}, training={"steps": 0})
+    there = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(there, UserError)
+    assert str(there) == str(caught.value)
 
 
 @pytest.mark.parametrize(

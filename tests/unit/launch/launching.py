@@ -29,6 +29,9 @@ print(f"rank {rank} of {total.item():.0f} with {os.environ['OMP_NUM_THREADS']} t
 
 if how == "raise" and rank == 1:
     raise RuntimeError("boom in rank 1")
+if how == "in use":
+    print("megakernel: error: process 7 writes there", file=sys.stderr, flush=True)
+    os._exit(90)
 if how == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "start":

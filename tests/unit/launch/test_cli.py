@@ -13,7 +13,7 @@ from ..config import trees
 
 
 def test_the_exit_statuses_are_those_other_tools_rely_on():
-    assert [int(status) for status in ExitStatus] == [0, 1, 2, 3, 4, 85, 86, 87, 88, 89, 143]
+    assert [int(status) for status in ExitStatus] == [0, 1, 2, 3, 4, 85, 86, 87, 88, 89, 90, 143]
 
 
 def test_the_version_is_the_packages(capsys):

@@ -39,6 +39,12 @@ def test_a_rank_that_fails_ends_the_others_and_is_named_with_its_last_lines(tmp_
     assert any(line.endswith("RuntimeError: boom in rank 1") for line in rest)
 
 
+def test_ranks_that_find_their_folder_in_use_say_so_once(tmp_path):
+    status, out, err = Launch(tmp_path, "in use").finish()
+    assert (status, err) == (90, "")
+    assert out.endswith("\nmegakernel: error: process 7 writes there\n")
+
+
 def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path):
     status, _, err = Launch(tmp_path, "killed").finish()
     assert status == 1

@@ -15,6 +15,7 @@ from launch.slurm.restarting import decide
         (ExitStatus.STALLED, True),
         (ExitStatus.UNFIT, True),
         (ExitStatus.OUT_OF_MEMORY, True),
+        (ExitStatus.IN_USE, True),
         (ExitStatus.NOT_FINITE, False),
         (137, True),  # KILL
         (140, True),  # USR2, before the process could listen to it

@@ -1,6 +1,6 @@
 import pytest
 
-from megakernel.config import UserError
+from megakernel.config import InUse, UserError
 from megakernel.training.ranks import RankFailed, Ranks
 
 from .threads import on_ranks
@@ -16,7 +16,7 @@ def test_only_rank_0_acts_first_and_all_get_its_result():
     assert acted == [0]
 
 
-@pytest.mark.parametrize("kind", [ValueError, PermissionError])
+@pytest.mark.parametrize("kind", [ValueError, PermissionError, InUse])
 def test_an_error_of_rank_0_is_raised_alike_on_all(kind):
     def refuse():
         raise kind("run.root is not writable")

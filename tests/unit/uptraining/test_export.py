@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer
 from launch.cli import main
-from megakernel.config import Model, load, to_yaml
+from megakernel.config import Model, UserError, load, to_yaml
 from megakernel.training.checkpoint import Progress, write_manifest
 from megakernel.uptraining import shards
 from megakernel.uptraining.dense import DenseCheckpoint
@@ -116,6 +116,22 @@ def test_what_was_chosen_for_the_dense_model_goes_through_all_stages(tmp_path):
     (tmp_path / "dense/config.json").unlink()  # the dense model has gone since
     last = load(tmp_path / "2-main/config.yaml")
     assert generation_config(last, ByteTokenizer(), 260) == OWN_IDS
+
+
+def test_a_run_of_a_version_with_other_keys_tells_nothing_of_its_dense_model(tmp_path):
+    chosen(tmp_path, "first", "second", bos_token_id=1)
+    last = load(tmp_path / "second/config.yaml")
+    assert generation_config(last, ByteTokenizer(), 260) == OWN_IDS | {"bos_token_id": 1}
+    (tmp_path / "first/config.yaml").write_text("of: another version\n")
+    assert generation_config(last, ByteTokenizer(), 260) == OWN_IDS
+
+
+@pytest.mark.parametrize("text", ["[]", '{"bos_token_id": 1', "\x00"])
+def test_a_broken_file_of_the_dense_model_is_told(text, tmp_path):
+    chosen(tmp_path, "run", bos_token_id=1)
+    (tmp_path / "dense/generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=r"generation_config.json is no JSON object .*; download it again"):
+        generation_config(load(tmp_path / "run/config.yaml"), ByteTokenizer(), 260)
 
 
 def test_a_text_begins_with_the_token_that_the_tokenizer_has_for_it():

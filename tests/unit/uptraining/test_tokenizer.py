@@ -35,13 +35,13 @@ def sources(bpe, tmp_path):
 
 
 def test_the_same_tokenizer_is_taken_without_a_word(sources, bpe):
-    assert [check_tokenizer(source, bpe.hash, DATA) for source in sources] == [None] * 3
+    assert [check_tokenizer("init.from", source, bpe.hash, DATA) for source in sources] == [None] * 3
 
 
 def test_another_is_refused_in_one_line_with_the_command_that_helps(sources):
     for source, folder in sources.items():
         with pytest.raises(UserError) as caught:
-            check_tokenizer(source, ByteTokenizer().hash, DATA)
+            check_tokenizer("init.from", source, ByteTokenizer().hash, DATA)
         assert str(caught.value) == (
             f"init.from={source} has another tokenizer than data.train={DATA}; prepare the data with "
             f"`megakernel prepare --tokenizer {folder}`"
@@ -49,7 +49,7 @@ def test_another_is_refused_in_one_line_with_the_command_that_helps(sources):
 
 
 def test_weights_without_a_tokenizer_are_taken_with_a_remark(tmp_path):
-    remark = check_tokenizer(tmp_path, ByteTokenizer().hash, DATA)
+    remark = check_tokenizer("init.from", tmp_path, ByteTokenizer().hash, DATA)
     assert (
         remark == f"{tmp_path} has no tokenizer: whether {DATA} was prepared with the same one is not known"
     )
@@ -57,7 +57,7 @@ def test_weights_without_a_tokenizer_are_taken_with_a_remark(tmp_path):
 
 def test_bytes_are_bytes_in_either_form(tmp_path):
     save_tokenizer(ByteTokenizer(), tmp_path)
-    assert check_tokenizer(tmp_path, ByteTokenizer().hash, DATA) is None
+    assert check_tokenizer("init.from", tmp_path, ByteTokenizer().hash, DATA) is None
 
 
 @pytest.mark.parametrize(

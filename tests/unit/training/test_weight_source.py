@@ -1,0 +1,21 @@
+"""What a run's configuration tells of its weights."""
+
+import pytest
+
+from megakernel.config import to_yaml
+from megakernel.training.checkpoint import Progress, write_manifest
+from megakernel.training.weight_source import WeightSource
+
+from ..config import trees
+
+
+@pytest.mark.parametrize(
+    ("own", "misfits"),
+    [(300, ["its vocabulary has 300 words and the model's 310"]), (310, []), (None, [])],
+)
+def test_a_run_of_other_words_is_another_even_if_its_padded_rows_are_as_many(own, misfits, tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step_1"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(to_yaml(trees.config(model={"vocab_size": own})))
+    write_manifest(checkpoint, Progress(1, 1, 1, {}, {}), {})
+    assert WeightSource.find("objective.teacher", tmp_path).other_words(310) == misfits
