@@ -111,7 +111,8 @@ class Trainer:
                     watchdog.expect_start()
                 with watchdog.step(step):
                     self._step(step, batches)
-                stop = Stop(self.mesh.agree(requests.pending()))
+                    with self.mesh.progress.waiting("agreement to go on"):
+                        stop = Stop(self.mesh.agree(requests.pending()))
                 if stop:
                     requests.accept(stop)
                     self._record("signalled", signal=stop.name, step=step + 1)
@@ -207,6 +208,7 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         if self.validation is None:
             return
+        self.mesh.progress.reach("evaluation")
         with self.throughput.aside():
             measured = self.engine.evaluate(list(self.validation))
         scalars = {f"eval/{name}": value for name, value in measured.items()}
@@ -224,6 +226,7 @@ class Trainer:
         return {f"{tag}/bits_per_byte": bits_per_byte(loss, self.corpora, split)}
 
     def _save(self, step: int) -> None:
+        self.mesh.progress.reach("saving")
         samples, tokens = self._consumed(step)
         progress = Progress(
             step=step,

@@ -60,7 +60,8 @@ class Watchdog:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around optimizer step `step`, counted from 0."""
+        """Around all that optimizer step `step`, counted from 0, waits for; what follows may take its time: evaluations
+        and saves, in which a process that waits has the collectives' timeout alone."""
         progress = self._mesh.progress
         progress.step = step
         progress.reach("loading data")

@@ -1,4 +1,4 @@
-"""A rank that fails or hangs while states are exchanged ends the job, and is named."""
+"""A rank that fails or hangs while others wait for it ends the job, and is named."""
 
 import sys
 
@@ -15,36 +15,41 @@ from megakernel.parallel.processes import ProcessEnvironment
 
 place = {{name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}}
 config = load({config!r}, {overrides!r})
-from megakernel.parallel import prepare_device
+from megakernel.parallel import Mesh, prepare_device
 prepare_device("cpu", place["local_rank"])
-from megakernel.parallel import state_exchange
+from megakernel.parallel.state_exchange import Gathered
 
-start, calls = state_exchange.Gathered.start, []
+meant, calls = {method}, []
 
 def meet_a_fault(self, *arguments):
     calls.append(self)
-    # In its third step, whatever the number of layers.
     if place["rank"] == 1 and len(calls) == {call}:
         {fault}
-    start(self, *arguments)
+    return meant(self, *arguments)
 
-state_exchange.Gathered.start = meet_a_fault
+{method} = meet_a_fault
 
 from megakernel.training.pretrain import pretrain
 sys.exit(pretrain(config, ProcessEnvironment(**place, master_port=int(os.environ["MASTER_PORT"]))))
 """
-EXCHANGES = 3
-"""Of a forward pass: the model's softmax layer trades heads instead."""
+EXCHANGE = ("Gathered.start", 2 * 3 + 2)
+"""In the third step: three layers exchange a state, the softmax layer trades heads instead."""
+
+AGREEMENT = ("Mesh.agree", 3)
+"""Behind the last exchange of the third step: whether one of the ranks was asked to stop."""
 
 
-def run_with(fault, corpus, folder):
-    """Train on two context ranks of which one meets a fault in its third step; exit status."""
+def run_with(fault, corpus, folder, place=EXCHANGE):
+    """Train on two context ranks of which one meets a fault in a method's N-th call; exit status."""
+    method, call = place
     config = write_config(folder, corpus)
     overrides = (
         "parallel.context=2 parallel.state_exchange=gather parallel.stall_minutes=0.05 training.eval_samples=0 "
         "training.global_batch_size=2"
     )
-    script = RANK.format(config=str(config), overrides=overrides.split(), call=2 * EXCHANGES + 2, fault=fault)
+    script = RANK.format(
+        config=str(config), overrides=overrides.split(), method=method, call=call, fault=fault
+    )
     return run_ranks([sys.executable, "-c", script], 2, folder / "logs", grace_seconds=1.0)
 
 
@@ -57,6 +62,16 @@ def test_a_rank_that_hangs_in_an_exchange_is_named_by_the_others(fault, corpus, 
     assert "of step 3, others wait in 'exchange of state'" in line
     # Its own log shows where.
     assert "meet_a_fault" in (tmp_path / "logs" / "rank_1.log").read_text()
+
+
+def test_a_rank_that_stops_between_two_steps_is_named_by_the_others(corpus, tmp_path, capfd):
+    # It does not watch over itself any more, as one that sleeps does.
+    stop = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    assert run_with(stop, corpus, tmp_path, AGREEMENT) == ExitStatus.STALLED
+    said = capfd.readouterr()
+    line = next(line for line in said.out.splitlines() + said.err.splitlines() if "no progress" in line)
+    assert "rank 1 on " in line
+    assert "no longer answers" in line
 
 
 def test_a_rank_that_fails_in_an_exchange_is_named_by_the_launcher(corpus, tmp_path, capfd):

@@ -105,15 +105,17 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
 
 @pytest.mark.timeout(600)
 def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place, of_two):
-    jobs = submit("run.yaml --name chain -N 2 --chain 3 --env SLURM_WAIT=5 parallel.stall_minutes=0.2")
+    # Between saves: a rank that hangs in one is noticed by the collectives' timeout alone.
+    saves, limit = "checkpoint.every=30", "parallel.stall_minutes=0.2"
+    jobs = submit("run.yaml --name chain -N 2 --chain 3 --env SLURM_WAIT=5", saves, limit)
     assert len(jobs) == 3
-    until_step("chain", 12)
+    until_step("chain", 32)
     kill(jobs[0], 1, signal.SIGSTOP)
     until(lambda: "ended" in story("chain", jobs[0]))
     # The ranks that wait have ended the job; the one they waited for had to be killed.
     assert "rank 1 on " in megakernel(f"logs {jobs[0]} --rank all --stderr --grep progress").out
     until(lambda: "started" in story("chain", jobs[1]))
-    until_step("chain", 30)
+    until_step("chain", 50)
     assert megakernel("cancel chain").status == 0  # this link alone
     until(lambda: status("chain")["jobs"][jobs[1]] == "CANCELLED")
     until(lambda: status("chain")["jobs"][jobs[2]] == "COMPLETED")
