@@ -6,7 +6,6 @@ from pathlib import Path
 from data_pipeline.corpus import Corpora
 from megakernel.config import Model, UserError
 from megakernel.uptraining.dense import DenseCheckpoint
-from megakernel.uptraining.dense.tokenizer import check_tokenizer
 
 from .checkpoint_folder import CheckpointFolder
 from .engine import Engine
@@ -52,8 +51,7 @@ def start_from_weights(
     prepared with another tokenizer.
     """
     found = ranks.first(lambda: WeightSource.find("init.from", source))
-    digest, corpus = corpora.tokenizer_hash, corpora.train[0].folder
-    if remark := ranks.first(lambda: check_tokenizer(found.key, source, digest, corpus)):
+    if remark := ranks.first(lambda: found.check_tokenizer(corpora)):
         note(remark)
     tensors = found.tensors(model)
     refused = tensors.unlike(model) if isinstance(tensors, DenseCheckpoint) else []

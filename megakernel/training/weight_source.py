@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from data_pipeline.corpus import Corpora
 from megakernel.config import Config, Model, UserError, from_yaml
 from megakernel.uptraining.conversion import Converted
 from megakernel.uptraining.dense import DenseCheckpoint, is_dense_checkpoint
+from megakernel.uptraining.dense.tokenizer import check_tokenizer
 from megakernel.uptraining.folding import without_updates
 
 from .checkpoint import Checkpoint
@@ -70,6 +72,13 @@ class WeightSource:
         config = self._config
         section = config.training.phase_behind(self.checkpoint.step).model(config.model)
         return section.model_copy(update={"max_positions": section.max_positions or config.training.seq_len})
+
+    def check_tokenizer(self, corpora: Corpora) -> str | None:
+        """Refuse data of another tokenizer than it has learned with; a remark where it has none to compare with.
+
+        Raises UserError for another one.
+        """
+        return check_tokenizer(self.key, self.folder, corpora.tokenizer_hash, corpora.train[0].folder)
 
     def other_words(self, words: int) -> list[str]:
         """A line if its configuration names another number of words, whatever padding adds to both."""

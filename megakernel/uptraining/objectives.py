@@ -12,7 +12,6 @@ from megakernel.training.dtypes import DTYPES
 from megakernel.training.ranks import Ranks
 from megakernel.training.weight_source import WeightSource
 
-from .dense.tokenizer import check_tokenizer
 from .distilled import DistilledModel, DistilledPipeline
 from .frozen import frozen_model
 from .teacher import Teacher
@@ -34,7 +33,7 @@ def model_maker(
 
 def _teacher(folder: Path, corpora: Corpora) -> WeightSource:
     source = WeightSource.find("objective.teacher", folder)
-    check_tokenizer(source.key, folder, corpora.tokenizer_hash, corpora.train[0].folder)
+    source.check_tokenizer(corpora)
     return source
 
 

@@ -17,7 +17,6 @@ from megakernel.training.trainer import Trainer
 from megakernel.training.weight_source import WeightSource
 from megakernel.training.whole_file import write_whole
 
-from .dense.tokenizer import check_tokenizer
 from .preflight import Preflight, preflight
 from .report_events import write_events
 from .stages import Stage, stages
@@ -60,7 +59,8 @@ class Uptraining:
         assert folder is not None
         # What is not there or does not fit is said before anything is written, and not when a stage begins with it.
         source = self.ranks.first(lambda: WeightSource.find("init.from", folder))
-        self.ranks.first(lambda: self._check_tokenizer(folder))
+        # What there is to remark on its tokenizer, the first stage says.
+        self.ranks.first(lambda: source.check_tokenizer(Corpora(self.config.data)))
         moments = self.config.init.moments
         if moments is not None and self._reads(moments, source):
             self.ranks.first(lambda: find_moments(moments))
@@ -90,11 +90,6 @@ class Uptraining:
             self.ranks.first(lambda: write_events(report, RunFolder(self.config).tensorboard))
         self._note(report.markdown())
         return 0
-
-    def _check_tokenizer(self, source: Path) -> None:
-        corpora = Corpora(self.config.data)
-        # What there is to remark, the first stage says.
-        check_tokenizer("init.from", source, corpora.tokenizer_hash, corpora.train[0].folder)
 
     def _reads(self, moments: Path, source: WeightSource) -> bool:
         """Whether a stage still has to begin with these moments; one that has a checkpoint goes on with its own."""

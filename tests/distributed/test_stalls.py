@@ -53,11 +53,16 @@ def run_with(fault, corpus, folder, place=EXCHANGE):
     return run_ranks([sys.executable, "-c", script], 2, folder / "logs", grace_seconds=1.0)
 
 
+def no_progress(capfd):
+    """The line in which a rank says whom it waits for."""
+    said = capfd.readouterr()
+    return next(line for line in said.out.splitlines() + said.err.splitlines() if "no progress" in line)
+
+
 @pytest.mark.parametrize("fault", ["time.sleep(600)", "while True: pass"])
 def test_a_rank_that_hangs_in_an_exchange_is_named_by_the_others(fault, corpus, tmp_path, capfd):
     assert run_with(fault, corpus, tmp_path) == ExitStatus.STALLED
-    said = capfd.readouterr()
-    line = next(line for line in said.out.splitlines() + said.err.splitlines() if "no progress" in line)
+    line = no_progress(capfd)
     assert "rank 1 on " in line
     assert "of step 3, others wait in 'exchange of state'" in line
     # Its own log shows where.
@@ -68,8 +73,7 @@ def test_a_rank_that_stops_between_two_steps_is_named_by_the_others(corpus, tmp_
     # It does not watch over itself any more, as one that sleeps does.
     stop = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
     assert run_with(stop, corpus, tmp_path, AGREEMENT) == ExitStatus.STALLED
-    said = capfd.readouterr()
-    line = next(line for line in said.out.splitlines() + said.err.splitlines() if "no progress" in line)
+    line = no_progress(capfd)
     assert "rank 1 on " in line
     assert "no longer answers" in line
 
