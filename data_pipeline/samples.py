@@ -84,6 +84,7 @@ class CorpusSamples:
         for epoch in range(-(-samples // self.per_epoch)):
             folder = self._index_folder(epoch)
             if folder.is_dir():
+                _check_arrays(folder)
                 continue
             partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
             try:
@@ -160,6 +161,7 @@ class CorpusSamples:
         if epoch not in self._epochs:
             while len(self._epochs) >= _OPEN_EPOCHS:
                 self._epochs.popitem(last=False)
+            _check_arrays(self._index_folder(epoch))
             self._epochs[epoch] = self._dataset(epoch, self._index_folder(epoch))
         return self._epochs[epoch]
 
@@ -184,6 +186,18 @@ class CorpusSamples:
     def _index_folder(self, epoch: int) -> Path:
         content = self._corpus.record(self._split).bin.sha256[:16]
         return self._cache / f"{self._split}-{content}-length{self._seq_len}-seed{self._seed}-epoch{epoch}"
+
+
+def _check_arrays(folder: Path) -> None:
+    """Refuse what GPTDataset would unpickle, or could not map: a corpus may come from anywhere with its cache."""
+    for file in folder.glob("*.npy"):
+        try:
+            np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            reason = f"{file.name} is no array of numbers: {error}"
+            raise UserError(
+                f"{folder} is no index of samples ({reason}); delete it to have it made anew"
+            ) from None
 
 
 def _joined(files: IndexedDataset, parts: list[tuple[int, int, int]], dtype: type[np.generic]) -> np.ndarray:

@@ -236,7 +236,7 @@ class Trainer:
             versions=package_versions(),
         )
         with self.throughput.aside():
-            self.checkpoints.save(progress, self.engine.save)
+            self.checkpoints.save(progress, self.engine.save, self.engine.write_errors.take_written)
         self._record("saved", step=step)
 
     def _consumed(self, steps: int) -> tuple[int, int]:

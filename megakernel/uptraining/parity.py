@@ -108,7 +108,10 @@ def _reference_logits(source: WeightSource, tokens: Tensor, dtype: torch.dtype) 
 
     logging.disable_progress_bar()  # of weights that lie on this machine
     try:
-        reference = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype).to(tokens.device).eval()
+        reference = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=dtype, trust_remote_code=False, use_safetensors=True
+        )
+        reference = reference.to(tokens.device).eval()
         logits: Tensor = reference(tokens).logits
     # It reads configurations of any kind, with code of their own and libraries that need not be there.
     except Exception as error:

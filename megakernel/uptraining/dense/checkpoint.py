@@ -249,7 +249,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
     from transformers import AutoConfig  # seconds, which an error need not wait for
 
     try:
-        return AutoConfig.from_pretrained(folder).to_dict()
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     # Its checks of values raise many types.
     except Exception as error:
         reason = " ".join(str(error).split())
