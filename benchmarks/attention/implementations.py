@@ -1,4 +1,4 @@
-"""Who is measured: our ops as a model calls them, and what others offer for the same."""
+"""The implementations that are measured: our ops as a model calls them, and what others offer for the same."""
 
 import importlib.util
 from collections.abc import Callable
@@ -12,21 +12,20 @@ from megakernel.attention import ALL_HEADS, HeadShard, build
 from megakernel.ops import kernel_attention
 from megakernel.parallel.device import free_memory
 
-from .cases import Case
-from .cost import attention_of
+from .cases import Case, attention_of
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of q, k and v (B, H, N, d), or (B, N, H, d) for a contender with `tokens_first`."""
+"""Attention of q, k and v (B, H, N, d), or (B, N, H, d) for an implementation with `tokens_first`."""
 
 FLA = "flash-linear-attention"
 """The package; its module is `fla`."""
 
 SHARE = 0.5
-"""Of the device's free memory that a contender whose memory grows with N d^2 may take."""
+"""Of the device's free memory that an implementation whose memory grows with N d^2 may take."""
 
 
 @dataclass(frozen=True)
-class Contender:
+class Implementation:
     """An implementation of one attention."""
 
     name: str
@@ -56,7 +55,7 @@ class Contender:
         """Why it does not run here, or None."""
         if self.needs_fla:
             if importlib.util.find_spec("fla") is None:
-                return f"{FLA} is not installed: pip install 'megakernel[bench]'"
+                return f"{FLA} is not installed: pip install -e '.[bench]'"
             if device.type != "cuda":
                 return f"{FLA} needs a GPU"
         if self.holds_states:
@@ -68,20 +67,24 @@ class Contender:
 
 
 def core_of(
-    contender: Contender, case: Case, device: torch.device, shard: HeadShard = ALL_HEADS
+    implementation: Implementation, case: Case, device: torch.device, shard: HeadShard = ALL_HEADS
 ) -> tuple[Core, list[nn.Parameter]]:
     """The function that runs, for the heads of a shard, and what it learns, in float32."""
-    if contender.build is not None:
-        return contender.build(), []
-    return preset_core(contender, case, device, torch.float32, shard)
+    if implementation.build is not None:
+        return implementation.build(), []
+    return preset_core(implementation, case, device, torch.float32, shard)
 
 
 def preset_core(
-    contender: Contender, case: Case, device: torch.device, dtype: torch.dtype, shard: HeadShard = ALL_HEADS
+    implementation: Implementation,
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype,
+    shard: HeadShard = ALL_HEADS,
 ) -> tuple[Core, list[nn.Parameter]]:
-    """The same attention by our modules, with weights of `dtype`, whoever the contender is."""
-    form = attention_of(contender.preset, case)
-    if not contender.normalize:
+    """The same attention by our modules, with weights of `dtype`, whoever the implementation is."""
+    form = attention_of(implementation.preset, case)
+    if not implementation.normalize:
         assert form.feature_map is not None
         return _unnormalized(form.feature_map.name), []
     module = build(form, num_heads=case.heads, head_dim=case.head_dim, heads=shard).to(device, dtype).eval()
@@ -126,8 +129,8 @@ def _eager() -> Core:
     return run
 
 
-def _from_fla(name: str, function: str, normalize: bool) -> Contender:
-    return Contender(
+def _from_fla(name: str, function: str, normalize: bool) -> Implementation:
+    return Implementation(
         name,
         "linear",
         normalize=normalize,
@@ -137,27 +140,27 @@ def _from_fla(name: str, function: str, normalize: bool) -> Contender:
     )
 
 
-CONTENDERS = {
-    contender.name: contender
-    for contender in (
-        Contender("kernel elu", "linear", is_ours=True),
-        Contender("kernel elu, not normalized", "linear", is_ours=True, normalize=False),
-        Contender("kernel hedgehog", "hedgehog", is_ours=True),
-        Contender("kernel favor", "performer", is_ours=True),
-        Contender("FLuRKA", "flurka", is_ours=True),
-        Contender("FLuRKA's low-rank parent", "linformer_causal", is_ours=True),
-        Contender("SDPA", "softmax"),
+IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("kernel elu", "linear", is_ours=True),
+        Implementation("kernel elu, not normalized", "linear", is_ours=True, normalize=False),
+        Implementation("kernel hedgehog", "hedgehog", is_ours=True),
+        Implementation("kernel favor", "performer", is_ours=True),
+        Implementation("FLuRKA", "flurka", is_ours=True),
+        Implementation("FLuRKA's low-rank parent", "linformer_causal", is_ours=True),
+        Implementation("SDPA", "softmax"),
         _from_fla("fla chunk", "chunk_linear_attn", normalize=True),
         _from_fla("fla chunk, not normalized", "chunk_linear_attn", normalize=False),
         _from_fla("fla fused_chunk", "fused_chunk_linear_attn", normalize=True),
         _from_fla("fla fused_chunk, not normalized", "fused_chunk_linear_attn", normalize=False),
-        Contender("eager elu", "linear", build=_eager, holds_states=True),
+        Implementation("eager elu", "linear", build=_eager, holds_states=True),
         *(
-            Contender(preset, preset, is_ours=preset != "softmax")
+            Implementation(preset, preset, is_ours=preset != "softmax")
             for preset in ("flurka_rnn", "flurka_performer", "linformer", "linear", "performer", "softmax")
         ),
     )
 }
-"""Contender by name. FLuRKA's kernel parent is `kernel hedgehog`, whose feature map it has.
+"""Implementation by name. FLuRKA's kernel parent is `kernel hedgehog`, whose feature map it has.
 
 Those named like a preset are whole layers of the `paper` suite."""

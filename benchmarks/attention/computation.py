@@ -1,4 +1,4 @@
-"""A contender with its inputs, ready to run."""
+"""An implementation with its inputs, ready to run."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,15 +11,14 @@ from torch import Tensor
 from megakernel.attention import ALL_HEADS, HeadShard, build
 from megakernel.attention.low_rank import LowRankAttention
 
-from .cases import FFN_WIDTH, Case
-from .contenders import Contender, core_of, preset_core
-from .cost import attention_of
+from .cases import FFN_WIDTH, Case, attention_of
+from .implementations import Implementation, core_of, preset_core
 
 Gradients = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Subject:
+class Computation:
     """One computation, forward and backward."""
 
     forward: Callable[[], Tensor]
@@ -27,7 +26,7 @@ class Subject:
     leaves: tuple[Tensor, ...]
     """Inputs, then weights; those that need gradients."""
 
-    pull: Tensor
+    grad_output: Tensor
     """The gradient of the output."""
 
     inputs: int
@@ -44,7 +43,7 @@ class Subject:
     def train(self) -> tuple[Tensor, Gradients]:
         """The output and the gradients of the leaves."""
         out = self.forward()
-        return out.detach(), torch.autograd.grad(out, self.leaves, self.pull, allow_unused=True)
+        return out.detach(), torch.autograd.grad(out, self.leaves, self.grad_output, allow_unused=True)
 
 
 def draw(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -59,40 +58,40 @@ def draw(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=random, device=device, dtype=dtype) for _ in range(count)]
 
 
-def subject(
-    contender: Contender, case: Case, drawn: Sequence[Tensor], shard: HeadShard = ALL_HEADS
-) -> Subject:
-    """The contender on the tensors of `draw`, for the heads of a shard that these tensors hold."""
+def computation(
+    implementation: Implementation, case: Case, drawn: Sequence[Tensor], shard: HeadShard = ALL_HEADS
+) -> Computation:
+    """The implementation on the tensors of `draw`, for the heads of a shard that these tensors hold."""
     if case.is_layer:
-        return _layer(contender, case, drawn)
-    core, weights = core_of(contender, case, drawn[0].device, shard)
-    if contender.tokens_first:
+        return _layer(implementation, case, drawn)
+    core, weights = core_of(implementation, case, drawn[0].device, shard)
+    if implementation.tokens_first:
         drawn = [x.transpose(1, 2).contiguous() for x in drawn]
     q, k, v = (x.detach().requires_grad_() for x in drawn[:3])
-    return Subject(lambda: core(q, k, v), (q, k, v, *weights), drawn[3], 3, contender.tokens_first)
+    return Computation(lambda: core(q, k, v), (q, k, v, *weights), drawn[3], 3, implementation.tokens_first)
 
 
 def expected(
-    contender: Contender,
+    implementation: Implementation,
     case: Case,
     drawn: Sequence[Tensor],
     dtype: torch.dtype,
     shard: HeadShard = ALL_HEADS,
-) -> Subject:
-    """What the contender ought to give, by our modules in `dtype`."""
+) -> Computation:
+    """What the implementation ought to give, by our modules in `dtype`."""
     drawn = [x.to(dtype) for x in drawn]
     if case.is_layer:
-        return _layer(contender, case, drawn)
-    core, weights = preset_core(contender, case, drawn[0].device, dtype, shard)
+        return _layer(implementation, case, drawn)
+    core, weights = preset_core(implementation, case, drawn[0].device, dtype, shard)
     q, k, v = (x.detach().requires_grad_() for x in drawn[:3])
-    return Subject(lambda: core(q, k, v), (q, k, v, *weights), drawn[3], 3)
+    return Computation(lambda: core(q, k, v), (q, k, v, *weights), drawn[3], 3)
 
 
-def _layer(contender: Contender, case: Case, drawn: Sequence[Tensor]) -> Subject:
+def _layer(implementation: Implementation, case: Case, drawn: Sequence[Tensor]) -> Computation:
     """A transformer layer of the paper's models, without norms and biases."""
-    x, pull = drawn[0].detach().requires_grad_(), drawn[1]
+    x, grad_output = drawn[0].detach().requires_grad_(), drawn[1]
     core = build(
-        attention_of(contender.preset, case),
+        attention_of(implementation.preset, case),
         num_heads=case.heads,
         head_dim=case.head_dim,
         causal=False,
@@ -121,4 +120,4 @@ def _layer(contender: Contender, case: Case, drawn: Sequence[Tensor]) -> Subject
         return F.linear(F.gelu(F.linear(y, up)), down)
 
     weights = (queries, keys, values, output, up, down, *core.parameters())
-    return Subject(forward, (x, *weights), pull, 1)
+    return Computation(forward, (x, *weights), grad_output, 1)

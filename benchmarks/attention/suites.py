@@ -20,11 +20,11 @@ class Suite:
 
     cases: tuple[Case, ...]
 
-    contenders: tuple[str, ...]
-    """Names in `contenders.CONTENDERS`, or presets of a layer where the cases are layers."""
+    implementations: tuple[str, ...]
+    """Names in `implementations.IMPLEMENTATIONS`, or presets of a layer where the cases are layers."""
 
     against: str
-    """The contender whose time the others are divided by."""
+    """The implementation whose time the others are divided by."""
 
     device: str
     """Type of device that it is meant for."""
@@ -35,7 +35,7 @@ class Suite:
     """Cases differ in N alone, each twice the one before: what a doubling costs is shown."""
 
     def narrowed(self, max_tokens: int | None, only: Sequence[str]) -> "Suite":
-        """The cases of at most `max_tokens` tokens, B times N, and the contenders in `only`; None and empty: all.
+        """The cases of at most `max_tokens` tokens, B times N, and the implementations in `only`; None and empty: all.
 
         UserError where nothing is left or a name is unknown.
         """
@@ -44,11 +44,11 @@ class Suite:
             fewest = min(case.all_tokens for case in self.cases)
             raise UserError(f"--max-tokens {max_tokens} leaves no case; set at least {fewest}")
         for name in only:
-            if name not in self.contenders:
-                known = ", ".join(self.contenders)
-                raise UserError(f"--only {name!r} is no contender of the suite; choose among {known}")
-        contenders = tuple(name for name in self.contenders if not only or name in only)
-        return replace(self, cases=cases, contenders=contenders)
+            if name not in self.implementations:
+                known = ", ".join(self.implementations)
+                raise UserError(f"--only {name!r} is no implementation of the suite; choose among {known}")
+        implementations = tuple(name for name in self.implementations if not only or name in only)
+        return replace(self, cases=cases, implementations=implementations)
 
 
 CHUNK_ROW = 4096

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.attention import SUITES, machine, measuring
 from launch.cli import main
 from launch.exit_status import ExitStatus
-from megakernel.analysis.speed import SUITES, machine, measuring
 from megakernel.config import RunFailed
 
 
@@ -55,30 +55,10 @@ def test_the_cpu_suite_writes_a_table_of_what_it_measured(tmp_path, capsys):
     assert len(short) == len(long) == 2
     assert all(len(row) == len(short[0]) for row in (*short, *long))
     measured = dict(zip(long[0], long[1]))
-    assert measured["contender"] == "FLuRKA"
+    assert measured["implementation"] == "FLuRKA"
     assert float(measured["forward + backward ms"].replace(",", "")) > 0
     assert measured["time per doubling"].endswith("x")
     assert float(measured["error"]) <= 1e-5
-
-
-def test_predictions_are_marked_and_need_no_device(tmp_path, capsys):
-    out = tmp_path / "page.md"
-    assert main(["bench", "attention", "--predict", "--max-tokens", "16384", "--out", str(out)]) == 0
-    page = out.read_text()
-    assert "Nothing on this page was measured" in page
-    targets, *cases = tables(page)
-    assert targets[0][-1] == "kept"
-    assert {row[-1] for row in targets[1:]} == {
-        "yes",
-        "no",
-        "—",
-    }  # those of a million tokens are not known here
-    assert len(cases) == 4  # two widths, as one row and as many
-    for table in cases:
-        assert all("*predicted*" in column for column in table[0] if " ms" in column or "floor" in column)
-        linear = next(row for row in table if row[:2] == ["kernel elu", "forward"])
-        assert "—" not in linear
-        assert next(row for row in table if row[0] == "SDPA")[5:9] == ["—"] * 4
 
 
 @pytest.mark.parametrize(
@@ -88,9 +68,8 @@ def test_predictions_are_marked_and_need_no_device(tmp_path, capsys):
         (["--suite", "cpu", "--max-tokens", "1000"], "--max-tokens 1000 leaves no case"),
         (
             ["--suite", "cpu", "--only", "flash"],
-            "--only 'flash' is no contender of the suite; choose among kernel elu",
+            "--only 'flash' is no implementation of the suite; choose among kernel elu",
         ),
-        (["--suite", "cpu", "--predict"], "--predict is for one H200"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(options, complaint, capsys):
@@ -101,7 +80,7 @@ def test_what_cannot_be_measured_is_one_line(options, complaint, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_suite_for_a_gpu_says_that_there_is_none(capsys):
     assert main(["bench", "attention", "--suite", "default"]) == ExitStatus.USAGE
-    assert "needs a GPU and torch sees none; take --suite cpu or add --predict" in capsys.readouterr().err
+    assert "needs a GPU and torch sees none; take --suite cpu" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
@@ -113,7 +92,7 @@ def test_the_default_suite_measures_ours_and_others_on_a_gpu(tmp_path):
     page = out.read_text()
     assert f"{torch.cuda.get_device_name()}, bfloat16; driver " in page
     for table in tables(page):
-        assert [row[0] for row in table] == ["contender", "kernel elu", "FLuRKA", "SDPA"]
+        assert [row[0] for row in table] == ["implementation", "kernel elu", "FLuRKA", "SDPA"]
 
 
 @pytest.mark.gpu
@@ -138,11 +117,14 @@ def test_a_failed_check_leaves_no_page(tmp_path, monkeypatch, capsys):
     assert not out.exists()
 
 
-def test_every_case_of_the_suites_is_one_that_its_contenders_take():
+def test_every_case_of_the_suites_is_one_that_its_implementations_take():
     """Shapes alone: what a GPU will be asked for is sound before one is rented."""
-    from megakernel.analysis.speed.contenders import CONTENDERS
-    from megakernel.analysis.speed.cost import needed
+    from benchmarks.attention.cases import needed
+    from benchmarks.attention.implementations import IMPLEMENTATIONS
 
     for suite in SUITES.values():
         for case in suite.cases:
-            assert all(needed(CONTENDERS[name].preset, case, 2, True).flops > 0 for name in suite.contenders)
+            assert all(
+                needed(IMPLEMENTATIONS[name].preset, case, 2, True).flops > 0
+                for name in suite.implementations
+            )

@@ -1,7 +1,4 @@
-"""`megakernel bench attention` for a checkout that is not installed.
-
-python -m benchmarks.attention --suite default
-"""
+"""`python -m benchmarks.attention --suite default`: `megakernel bench attention` where nothing is installed."""
 
 import sys
 

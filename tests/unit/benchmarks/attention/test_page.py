@@ -5,17 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megakernel.analysis.speed.cases import Case
-from megakernel.analysis.speed.check import Verdict
-from megakernel.analysis.speed.machine import Machine
-from megakernel.analysis.speed.measuring import Row, Survey, Times
-from megakernel.analysis.speed.memory import Peak
-from megakernel.analysis.speed.page import markdown, measured_page, number
-from megakernel.analysis.speed.suites import SUITES
-from megakernel.analysis.speed.targets import DEFAULT, Timed
+from benchmarks.attention.cases import Case
+from benchmarks.attention.check import Comparison
+from benchmarks.attention.machine import Machine
+from benchmarks.attention.measuring import Peak, Row, Survey, Times
+from benchmarks.attention.page import markdown, measured_page, number
+from benchmarks.attention.suites import SUITES
+from benchmarks.attention.targets import DEFAULT, Timed
 
 CPU = torch.device("cpu")
-RIGHT = Verdict(3e-7, "output", 1e-5)
+RIGHT = Comparison(3e-7, "output", 1e-5)
 
 
 def row(name, seconds, mebibytes):

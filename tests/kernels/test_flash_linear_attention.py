@@ -6,14 +6,13 @@ import pytest
 import torch
 from triton.runtime import autotuner
 
-from megakernel.analysis.speed import others
-from megakernel.analysis.speed.cases import Case
-from megakernel.analysis.speed.check import check
-from megakernel.analysis.speed.contenders import CONTENDERS
+from benchmarks.attention.cases import Case
+from benchmarks.attention.check import check
+from benchmarks.attention.implementations import IMPLEMENTATIONS
 
 from .comparing import DEVICE
 
-NAMES = [name for name, contender in CONTENDERS.items() if contender.needs_fla]
+NAMES = [name for name, implementation in IMPLEMENTATIONS.items() if implementation.needs_fla]
 
 
 class Counter(int):
@@ -47,19 +46,9 @@ def test_flash_linear_attention_agrees_with_float64(name, case, interpreter):
     """Output and gradients, normalized and not."""
     # On a GPU fla's products of float32 are TF32's, of 11 bits.
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    verdict = check(CONTENDERS[name], case, torch.device(DEVICE), dtype)
-    assert verdict.is_right, str(verdict)
+    comparison = check(IMPLEMENTATIONS[name], case, torch.device(DEVICE), dtype)
+    assert comparison.is_right, str(comparison)
 
 
-def test_all_of_its_contenders_are_here():
+def test_all_of_its_implementations_are_here():
     assert len(NAMES) == 4
-
-
-def test_its_launches_and_torch_s_ops_count_what_they_read_and_write():
-    case = Case(2, 1024, heads=4, head_dim=64)
-    forward, both = (others.launched("fla chunk, not normalized", case, 2, back) for back in (False, True))
-    vectors = [one.cost.bytes / (2 * 1024 * 4 * 64 * 2) for one in both]
-    # elu and + 1 of q and of k; k, v and a state for every 64 tokens; q, k, v, these states and the output.
-    assert vectors[: len(forward)] == [2, 2, 2, 2, 3, 5]
-    # States in float32 now, of keys and of queries; q, k, v, do, both, dq and dk; the same for dv; and through elu.
-    assert vectors[len(forward) :] == [4, 4, 10, 6, 3, 3]

@@ -1,4 +1,4 @@
-"""Whether a contender computes what it says, before its time is believed."""
+"""Whether an implementation computes what it says, before its time is believed."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -12,8 +12,8 @@ from megakernel.attention import ALL_HEADS, HeadShard
 from megakernel.ops.dispatch import EVERYWHERE, VARIABLE
 
 from .cases import Case
-from .contenders import Contender
-from .subject import Subject, draw, expected, subject
+from .computation import Computation, computation, draw, expected
+from .implementations import Implementation
 
 CHECKED = 4096
 """Tokens of a row that is compared with float64 whole."""
@@ -23,8 +23,8 @@ CHECKED_LAYER = 1024
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The largest error of a contender, as RMS ratio |found - exact| / |exact|."""
+class Comparison:
+    """The largest error of an implementation, as RMS ratio |found - exact| / |exact|."""
 
     error: float
     what: str
@@ -42,14 +42,14 @@ class Verdict:
         return f"{self.what}: error {self.error:.1e} {relation} {self.tolerance:.0e}"
 
 
-def tolerance(contender: Contender, case: Case, dtype: torch.dtype) -> float:
+def tolerance(implementation: Implementation, case: Case, dtype: torch.dtype) -> float:
     """What rounding allows: the project's bounds for its ops; twice bfloat16's for layers of several products."""
     if dtype == torch.float32:
         return 1e-5
-    return 1e-2 if contender.is_ours and not case.is_layer else 2e-2
+    return 1e-2 if implementation.is_ours and not case.is_layer else 2e-2
 
 
-def check(contender: Contender, case: Case, device: torch.device, dtype: torch.dtype) -> Verdict:
+def check(implementation: Implementation, case: Case, device: torch.device, dtype: torch.dtype) -> Comparison:
     """Compare output and gradients on short rows with float64, and longer rows in part.
 
     In part: of causal attention one head, computed in float64 as well, and of a layer everything against float32. What
@@ -57,40 +57,40 @@ def check(contender: Contender, case: Case, device: torch.device, dtype: torch.d
     """
     most = CHECKED_LAYER if case.is_layer else CHECKED
     short = replace(case, batch=1, tokens=min(case.tokens, most))
-    errors = _errors(contender, short, draw(short, device, dtype))
+    errors = _errors(implementation, short, draw(short, device, dtype))
     worst, what = max(errors)
-    if case != short and contender.preset != "softmax":
-        spot, name = max(_spot(contender, case, draw(case, device, dtype)))
+    if case != short and implementation.preset != "softmax":
+        spot, name = max(_spot(implementation, case, draw(case, device, dtype)))
         if spot > worst:
             worst, what = spot, f"{name} at {case}"
-    return Verdict(worst, what, tolerance(contender, case, dtype))
+    return Comparison(worst, what, tolerance(implementation, case, dtype))
 
 
-def _errors(contender: Contender, case: Case, drawn: Sequence[Tensor]) -> list[tuple[float, str]]:
-    found = _tensors(subject(contender, case, drawn))
+def _errors(implementation: Implementation, case: Case, drawn: Sequence[Tensor]) -> list[tuple[float, str]]:
+    found = _tensors(computation(implementation, case, drawn))
     with _chunked():
-        exact = _tensors(expected(contender, case, drawn, torch.float64))
-    # A contender may lack the weights of ours: names pair what both have.
+        exact = _tensors(expected(implementation, case, drawn, torch.float64))
+    # An implementation may lack the weights of ours: names pair what both have.
     return [(rms_ratio(found[name], exact[name]), name) for name in found]
 
 
-def _spot(contender: Contender, case: Case, drawn: Sequence[Tensor]) -> list[tuple[float, str]]:
+def _spot(implementation: Implementation, case: Case, drawn: Sequence[Tensor]) -> list[tuple[float, str]]:
     if case.is_layer:
-        found = _tensors(subject(contender, case, drawn))
+        found = _tensors(computation(implementation, case, drawn))
         with _chunked():
-            exact = _tensors(expected(contender, case, drawn, torch.float32))
+            exact = _tensors(expected(implementation, case, drawn, torch.float32))
         return [(rms_ratio(found[name], exact[name]), name) for name in found]
     head = case.heads - 1
-    whole = _tensors(subject(contender, case, drawn))
+    whole = _tensors(computation(implementation, case, drawn))
     part = [x[-1:, head : head + 1] for x in drawn]
-    shard = HeadShard(head, case.heads) if contender.normalize else ALL_HEADS
+    shard = HeadShard(head, case.heads) if implementation.normalize else ALL_HEADS
     with _chunked():
-        exact = _tensors(expected(contender, case, part, torch.float64, shard))
+        exact = _tensors(expected(implementation, case, part, torch.float64, shard))
     names = ("output", "dq", "dk", "dv")
     return [(rms_ratio(whole[name][-1:, head : head + 1], exact[name]), name) for name in names]
 
 
-def _tensors(one: Subject) -> dict[str, Tensor]:
+def _tensors(one: Computation) -> dict[str, Tensor]:
     """The output and the gradients by name, with heads before tokens."""
     out, gradients = one.train()
     inputs = ("dq", "dk", "dv") if one.inputs == 3 else ("dx",)

@@ -1,4 +1,4 @@
-"""What a device can do: bytes per second and FLOP/s, measured on it or taken from its datasheet."""
+"""What a device can do: bytes per second and FLOP/s, measured on it."""
 
 import importlib
 import os
@@ -37,15 +37,6 @@ class Machine:
 
     source: str
     """Where both numbers come from."""
-
-
-H200 = Machine(
-    "one NVIDIA H200 SXM",
-    4.8e12,
-    989e12,
-    "NVIDIA H200 Tensor Core GPU datasheet: 4.8 TB/s, and half of the 1,979 TFLOP/s of bfloat16 with sparsity",
-)
-"""The device that predictions are made for."""
 
 
 def measured(device: torch.device, dtype: torch.dtype) -> Machine:

@@ -14,7 +14,7 @@ FEW, MANY = 2**14, 2**20
 
 
 class Timed(NamedTuple):
-    """A contender on a case, forward and backward."""
+    """An implementation on a case, forward and backward."""
 
     seconds: float
 
@@ -26,7 +26,7 @@ class Timed(NamedTuple):
 
 
 Figures = Mapping[tuple[str, Case], Timed]
-"""By contender and case; one that did not run is not there."""
+"""By implementation and case; one that did not run is not there."""
 
 
 @dataclass(frozen=True)
