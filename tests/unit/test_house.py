@@ -1,5 +1,6 @@
 """The rules of living in this house that a machine can hold."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,41 @@ def test_every_module_is_named_after_what_it_does():
 def test_every_file_can_be_read_in_one_sitting():
     lengths = {path: len((REPOSITORY / path).read_text().splitlines()) for path in SOURCES}
     assert {path: length for path, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_the_map_names_files_that_exist():
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text()
+    tops = "megakernel|launch|data_pipeline|configs|tests|slurm|benchmarks|docs"
+    named = set(re.findall(rf"`((?:{tops})/[\w./]*)`", text))
+    assert len(named) > 40
+    assert sorted(path for path in named if not (REPOSITORY / path).exists()) == []
+
+
+def test_cited_sections_of_the_formulas_exist():
+    formulas = (REPOSITORY / "docs/formulas.md").read_text()
+    sections = set(re.findall(r"^## (\d+)\.", formulas, re.MULTILINE))
+    cited = {
+        (path, section)
+        for path in SOURCES
+        for numbers in re.findall(
+            r"docs/formulas\.md, (\d+(?:[^.\d)]{1,5}\d+)*)", (REPOSITORY / path).read_text()
+        )
+        for section in re.findall(r"\d+", numbers)
+    }
+    assert len(cited) > 20
+    assert [citation for citation in cited if citation[1] not in sections] == []
+
+
+def test_no_page_outside_of_the_repository_is_cited():
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.split()
+    outside = re.compile(
+        r"\b(DESIGN|MECHANISMS|VOCABULARY|KERNELS|SLURM)(\.md\b| section| decision)|\.\./shared"
+    )
+    texts = [path for path in files if path.endswith((".py", ".md", ".yaml", ".cfg", ".txt", ".sbatch"))]
+    found = [path for path in texts if outside.search((REPOSITORY / path).read_text(encoding="utf-8"))]
+    assert [path for path in found if path != "tests/unit/test_house.py"] == []
 
 
 def test_every_folder_of_sources_is_a_package():
