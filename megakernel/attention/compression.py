@@ -1,4 +1,4 @@
-"""E and F of a layer: what shortens keys and values along the sequence (MECHANISMS section 3)."""
+"""E and F of a layer: what shortens keys and values along the sequence (docs/formulas.md, 3)."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Several keys at one position, and attention that weighs every pair (MECHANISMS sections 5 and 6)."""
+"""Several keys at one position, and attention that weighs every pair (docs/formulas.md, 5 and 6)."""
 
 from collections.abc import Callable
 from typing import Any
