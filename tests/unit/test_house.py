@@ -79,3 +79,14 @@ def test_what_answers_at_once_imports_no_heavy_library(module):
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     assert result.stdout == "[]\n"
+
+
+def test_no_test_needs_a_file_outside_of_the_repository():
+    tests = [*(REPOSITORY / "tests").rglob("*.py")]
+    # Folders above a file up to and with the repository's own.
+    above = {path: len(path.relative_to(REPOSITORY).parts) for path in tests}
+    asked = {
+        path: re.findall(r"__file__\)(?:\.resolve\(\))?\.parents\[(\d+)\]", path.read_text())
+        for path in tests
+    }
+    assert [path for path in tests if any(int(n) >= above[path] for n in asked[path])] == []
