@@ -1,5 +1,6 @@
 """The rules of living in this house that a machine can hold."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,12 @@ def test_every_file_can_be_read_in_one_sitting():
 def test_every_folder_of_sources_is_a_package():
     folders = {path.parent for path in SOURCES}
     assert [folder for folder in folders if not (REPOSITORY / folder / "__init__.py").exists()] == []
+
+
+def test_nobody_is_sent_to_the_public_index_for_this_package():
+    pages = [*SOURCES, "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    sends = re.compile(r"pip install '?megakernel\b")
+    assert [path for path in pages if sends.search((REPOSITORY / path).read_text())] == []
 
 
 @pytest.mark.parametrize("module", ["megakernel.config", "launch.cli"])

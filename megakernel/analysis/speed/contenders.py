@@ -56,7 +56,7 @@ class Contender:
         """Why it does not run here, or None."""
         if self.needs_fla:
             if importlib.util.find_spec("fla") is None:
-                return f"{FLA} is not installed: pip install 'megakernel[bench]'"
+                return f"{FLA} is not installed: pip install -e '.[bench]'"
             if device.type != "cuda":
                 return f"{FLA} needs a GPU"
         if self.holds_states:
