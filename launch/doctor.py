@@ -96,9 +96,7 @@ def _liger_kernel() -> Finding:
     try:
         return Finding("liger-kernel", metadata.version("liger-kernel"))
     except metadata.PackageNotFoundError:
-        remedy = (
-            "fuses norms, SwiGLU, RoPE and the loss on GPUs: pip install 'megakernel[gpu]' -c constraints.txt"
-        )
+        remedy = "fuses norms, SwiGLU, RoPE and the loss on GPUs: pip install -e '.[gpu]' -c constraints.txt"
         return Finding("liger-kernel", "none", "optional", remedy)
 
 

@@ -30,5 +30,8 @@ def run(args: argparse.Namespace) -> int:
     config = export(args.run_folder, args.to, step=args.step, dtype=args.dtype)
     print(f"{args.to}: {config['architectures'][0]} in {config['dtype']}, with its tokenizer")
     if "auto_map" in config:
-        print("load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)")
+        print(
+            "load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True), where Megakernel is "
+            "installed from its source checkout (pip install PATH)"
+        )
     return 0

@@ -71,6 +71,12 @@ def test_every_folder_of_sources_is_a_package():
     assert [folder for folder in folders if not (REPOSITORY / folder / "__init__.py").exists()] == []
 
 
+def test_nobody_is_sent_to_the_public_index_for_this_package():
+    pages = [*SOURCES, "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    sends = re.compile(r"pip install '?megakernel\b")
+    assert [path for path in pages if sends.search((REPOSITORY / path).read_text())] == []
+
+
 @pytest.mark.parametrize("module", ["megakernel.config", "launch.cli"])
 def test_what_answers_at_once_imports_no_heavy_library(module):
     heavy = ("torch", "megatron", "deepspeed", "datasets", "transformers", "tokenizers", "pyarrow", "triton")

@@ -11,9 +11,24 @@ from megakernel.uptraining.dense.families import OWN
 CODE_FILE = "modeling_megakernel.py"
 """What `trust_remote_code=True` runs: it takes the classes from the installed package."""
 
-_CODE = '''"""The model of this folder is made of the layers of the package `megakernel`, which has to be installed."""
+_CODE = '''"""The model of this folder is made of layers of the package that exported it, which has to be installed."""
 
-from megakernel.uptraining.pretrained import MegakernelConfig, MegakernelForCausalLM
+import importlib.util
+import os
+
+INSTALL = (
+    "this model needs the package that exported it: `pip install PATH` of its source checkout or `pip install git+URL` "
+    "of its repository; the `megakernel` of the public index is another project"
+)
+
+_found = importlib.util.find_spec("megakernel")  # the other package is not run to find out that it is another
+_places = _found.submodule_search_locations or [] if _found else []
+if not any(os.path.isdir(os.path.join(place, "uptraining", "pretrained")) for place in _places):
+    raise ImportError(INSTALL)
+try:  # of imports elsewhere `transformers` says what to install, by their name
+    from megakernel.uptraining.pretrained import MegakernelConfig, MegakernelForCausalLM
+except ImportError as error:
+    raise ImportError(f"{INSTALL} ({error})") from error
 
 __all__ = ["MegakernelConfig", "MegakernelForCausalLM"]
 '''

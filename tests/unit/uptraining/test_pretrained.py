@@ -1,6 +1,9 @@
 """Our models behind the interface of `transformers`: cache, padding, documents, loss, files."""
 
 import copy
+import importlib.machinery
+import sys
+import types
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from megakernel.config import Model, UserError
 from megakernel.uptraining.pretrained import MegakernelConfig, MegakernelForCausalLM
@@ -221,6 +225,21 @@ def test_a_folder_names_its_code(mixed, tmp_path):
     assert "from megakernel.uptraining.pretrained import" in (tmp_path / "modeling_megakernel.py").read_text()
     assert config.section == mixed.config.section
     assert (config.hidden_size, config.num_hidden_layers) == (32, 4)
+
+
+@pytest.mark.parametrize("installed", ["nothing", "the package of the public index"])
+def test_a_folder_says_which_package_it_needs_and_runs_no_other(installed, mixed, tmp_path, monkeypatch):
+    mixed.save_pretrained(tmp_path)
+    other = None
+    if installed != "nothing":  # it has the name alone
+        other = types.ModuleType("megakernel")
+        other.__spec__ = importlib.machinery.ModuleSpec("megakernel", None, is_package=True)
+        other.__spec__.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "megakernel", other)
+    with pytest.raises(
+        ImportError, match=r"`pip install PATH` of its source checkout .* is another project$"
+    ):
+        get_class_from_dynamic_module("modeling_megakernel.MegakernelConfig", str(tmp_path))
 
 
 MASK = torch.tensor([[1, 1, 0, 1]])
