@@ -8,6 +8,7 @@ from collections.abc import Callable
 from launch import local
 from launch.config_arguments import add_config_arguments
 from launch.environment import joined
+from launch.messages import make_output_a_courtesy
 from megakernel.config import Config, UserError, check_same_run, data_parallel_size
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.run_lock import RunLock
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace, config: Config, work: Callable[[Config, Proces
     if process is None:
         return _start(config, args, world_size)
     hold_requests()
+    make_output_a_courtesy()
     os.environ.update(process.variables())  # DeepSpeed and torch.distributed read them
     return work(config, process)
 
