@@ -2,11 +2,19 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data_pipeline import tokenizers
-from megakernel.config import Config, Difference, UserError, check_same_run, to_yaml
+from megakernel.config import (
+    NOT_FINITE,
+    UNPROVEN,
+    Config,
+    Difference,
+    UserError,
+    check_same_run,
+    to_yaml,
+)
 
 from .environment import environment_text
 from .ranks import Ranks
@@ -36,6 +44,15 @@ def naming_root(config: Config) -> Iterator[None]:
         ) from None
 
 
+def free_learning_rates(run: Path) -> None:
+    """Write down that steps were not finite, so that the next start may lower learning rates."""
+    file = run / "config.yaml"
+    with suppress(OSError):
+        text = file.read_text(encoding="utf-8")
+        if not text.startswith((UNPROVEN, NOT_FINITE)):
+            write_whole(file, NOT_FINITE + text)
+
+
 class RunFolder:
     """The places in the folder of one run. All ranks may name them; rank 0 writes, checkpoints apart."""
 
@@ -51,6 +68,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.tokenizer = tokenizer_folder(self.path)
         self._lock: RunLock | None = None
+        self._fixed = False
 
     def open(self, devices: Sequence[str]) -> list[Difference]:
         """Make the folder, or go on in that of the same run; called on every rank before anything is written.
@@ -63,6 +81,13 @@ class RunFolder:
         for one that another start writes into, and for a folder that cannot be written.
         """
         return self._ranks.first(lambda: self._open(devices))
+
+    def fix(self) -> None:
+        """From here on, a step or a save behind it, the configuration is that of the run. Called on rank 0."""
+        if not self._fixed:
+            with suppress(OSError):  # the next step comes here again
+                write_whole(self.config_file, to_yaml(self._config))
+                self._fixed = True
 
     def keep_tokenizer(self, source: Path, digest: str) -> None:
         """Keep the corpus's tokenizer with the run, so that the run can be used without the corpus.
@@ -90,7 +115,13 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.path)
             changes = self._changes()  # whoever wrote here until now may have changed it
-            write_whole(self.config_file, to_yaml(self._config))
+            text = self.config_file.read_text(encoding="utf-8") if self.config_file.exists() else UNPROVEN
+            head = next((head for head in (UNPROVEN, NOT_FINITE) if text.startswith(head)), "")
+            if head == UNPROVEN:
+                for folder in (self.tokenizer, self.tensorboard):
+                    shutil.rmtree(folder, ignore_errors=True)
+            write_whole(self.config_file, head + to_yaml(self._config))
+            self._fixed = not head
             for folder in (self.tensorboard, self.logs, self.checkpoints):
                 folder.mkdir(exist_ok=True)
             with self.environment_file.open("a", encoding="utf-8") as history:
