@@ -1,8 +1,8 @@
 """runs/NAME: what a run leaves on disk, and whether a start may go on in it."""
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from data_pipeline import tokenizers
@@ -15,6 +15,7 @@ from megakernel.config import (
     check_same_run,
     to_yaml,
 )
+from megakernel.config.errors import written_to
 
 from .environment import environment_text
 from .ranks import Ranks
@@ -30,18 +31,6 @@ def stop_file(run: Path) -> Path:
 def tokenizer_folder(run: Path) -> Path:
     """Where a run keeps its tokenizer."""
     return run / "tokenizer"
-
-
-@contextmanager
-def naming_root(config: Config) -> Iterator[None]:
-    """Around the first files of a run: UserError, with run.root, for what the file system refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"run.root={config.run.root} cannot hold the run ({error}); "
-            "make it writable, free space or choose another run.root"
-        ) from None
 
 
 def free_learning_rates(run: Path) -> None:
@@ -110,7 +99,7 @@ class RunFolder:
             )
 
     def _open(self, devices: Sequence[str]) -> list[Difference]:
-        with naming_root(self._config):
+        with written_to("run.root", self._config.run.root):
             self._changes()  # a refusal leaves everything as it is
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.path)

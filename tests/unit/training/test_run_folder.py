@@ -104,7 +104,7 @@ def test_logs_of_the_launcher_may_be_there_before(tmp_path):
 def test_a_root_that_cannot_be_written_is_one_line_with_key_and_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        UserError, match=r"^run\.root=.*cannot hold the run.*choose another run\.root$"
+        UserError, match=r"^run\.root=.*cannot be written.*choose another run\.root$"
     ) as error:
         RunFolder(configuration(tmp_path / "file" / "runs")).open(["cpu"])
     assert "\n" not in str(error.value)
