@@ -19,7 +19,8 @@ distributed.init_process_group("gloo")
 rank = distributed.get_rank()
 received = []
 asked = torch.zeros(1)
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+ends = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+for number in ends:
     signal.signal(number, lambda number, frame: received.append(number))
 held = open(f"{sys.argv[2]}/rank_{rank}.lock", "w")
 fcntl.flock(held, fcntl.LOCK_EX)
@@ -58,8 +59,8 @@ while how == "step":
     print("a step", flush=True)
 distributed.barrier()
 distributed.destroy_process_group()
-signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
-sys.exit({0: 0, signal.SIGTERM: 143}.get(int(asked), 85))
+signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+sys.exit({0: 0, signal.SIGTERM: 143, signal.SIGHUP: 143}.get(int(asked), 85))
 """
 
 LAUNCH = """
