@@ -17,6 +17,7 @@ from tests.slurm.submitting import (
     losses,
     megakernel,
     metrics,
+    process_of,
     status,
     story,
     submit,
@@ -80,7 +81,7 @@ def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(p
 
 @pytest.mark.timeout(600)
 def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_elsewhere(place, of_two):
-    (job,) = submit("run.yaml --name killed -N 2 --env SLURM_WAIT=5")
+    (job,) = submit("run.yaml --name killed -N 2 --env SLURM_WAIT=5 --env HF_TOKEN=hunter2")
     until_step("killed", 15)
     kill(job, 1, signal.SIGKILL)
     until(lambda: story("killed", job)[-1] == "requeued")
@@ -89,6 +90,7 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
 
     until(lambda: story("killed", job)[-1] == "started")
     until_step("killed", 40)
+    assert b"HF_TOKEN=hunter2" in Path(f"/proc/{process_of(job, 1)}/environ").read_bytes().split(b"\0")
     assert "saves and ends" in megakernel("cancel killed --save").out
     ended = until_state("killed", "FAILED", "CANCELLED")
     assert ended["why"] == "ended on request"
