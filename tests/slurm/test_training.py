@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch.exit_status import ExitStatus
@@ -187,6 +188,21 @@ def test_an_array_prepares_a_corpus_for_each_part_of_the_text(place):
     assert json.loads(said.out)["runs"] == ["runs/parts-0", "runs/parts-1"]
     for number in (0, 1):
         assert f"part-{number}.jsonl" in Path(f"parts/{number}/manifest.json").read_text()
+
+
+@pytest.mark.parametrize(("host", "way"), [("", "127.0.0.1:{0} -J"), ("0.0.0.0", "127.0.0.1:{0} LOGIN")])
+def test_tensorboard_listens_to_its_node_alone_unless_told(host, way, place):
+    script = Path(__file__).parents[2] / "slurm" / "tensorboard.sbatch"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    typed = ["env", f"PATH={path}", "sbatch", "--parsable", script, ".", *host.split()]
+    job = subprocess.run(typed, capture_output=True, text=True, check=True).stdout.strip()
+    log = Path(f"tensorboard-{job}.log")
+    until(lambda: log.exists() and "TensorBoard 2" in log.read_text())
+    port = 20000 + int(job) * 7 % 12000
+    sockets = [one for one in psutil.net_connections("tcp") if one.laddr.port == port]
+    subprocess.run(["scancel", job], check=True)
+    assert {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN} == {host or "127.0.0.1"}
+    assert f"ssh -N -L 6006:{way.format(port)}" in log.read_text()
 
 
 def test_nodes_are_looked_at_without_training(place):
