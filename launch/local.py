@@ -69,10 +69,12 @@ def _environments(nproc: int, env: Mapping[str, str]) -> Iterator[dict[str, str]
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     threads = max(1, len(os.sched_getaffinity(0)) // nproc)
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     for rank in range(nproc):
         place = ProcessEnvironment(rank, nproc, rank, nproc, master_port=port)
         # Without OMP_NUM_THREADS each rank takes every core, and they get in each other's way.
-        yield {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **env, **place.variables()}
+        usual = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback, "PYTHONUNBUFFERED": "1"}
+        yield {**usual, **env, **place.variables()}
 
 
 @contextmanager

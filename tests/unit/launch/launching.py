@@ -10,12 +10,19 @@ REPOSITORY = Path(__file__).parents[3]
 
 RANK = """
 import fcntl, os, signal, sys
+from datetime import timedelta
 
+import psutil
 import torch
 from torch import distributed
 
+from launch.environment import joined
+from megakernel.parallel.rendezvous import meet
+
 how = sys.argv[1]
-distributed.init_process_group("gloo")
+place = joined()
+store = meet(place, timedelta(seconds=60))
+distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
 rank = distributed.get_rank()
 received = []
 asked = torch.zeros(1)
@@ -28,6 +35,9 @@ total = torch.ones(1)
 distributed.all_reduce(total)
 print(f"rank {rank} of {total.item():.0f} with {os.environ['OMP_NUM_THREADS']} threads", flush=True)
 
+if how == "listen":
+    sockets = psutil.Process().net_connections("tcp")
+    print(sorted({socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}), flush=True)
 if how == "raise" and rank == 1:
     raise RuntimeError("boom in rank 1")
 if how == "in use":

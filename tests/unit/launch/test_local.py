@@ -18,6 +18,12 @@ def test_all_ranks_done_is_done_with_rank_0_on_the_console_and_every_rank_in_its
     assert launch.log(1).endswith("rank 1 of 2 with 3 threads\n")
 
 
+def test_nobody_outside_this_machine_reaches_the_ranks(tmp_path):
+    launch = Launch(tmp_path, "listen")
+    assert launch.finish()[1].splitlines()[1:] == ["['127.0.0.1']"]
+    assert launch.log(1).endswith("\n['127.0.0.1']\n")
+
+
 def test_ranks_share_the_cores_unless_told_otherwise(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     _, out, _ = Launch(tmp_path, "finish").finish()
