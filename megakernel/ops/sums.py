@@ -72,10 +72,25 @@ def finish_of(feature_map: FeatureMap | str, normalize: bool) -> Finish:
 
 def _quotient(sums: Sums, least: float) -> tuple[Tensor, Tensor]:
     """The mean, and where weights add up to less than `least`, which gives 0."""
-    numerator, denominator = sums.values[..., :-1], sums.values[..., -1:]
-    empty = denominator.abs() < least
-    # A division, and none by 0: the gradient of a reciprocal is a square, which overflows first.
-    return numerator / denominator.masked_fill(empty, torch.inf), empty[..., 0]
+    empty = sums.values[..., -1].abs() < least
+    return _Mean.apply(sums.values, empty), empty
+
+
+class _Mean(torch.autograd.Function):
+    """A quotient whose gradient has one over the denominator once: its square, as a reciprocal's, would overflow."""
+
+    @staticmethod
+    def forward(ctx, values, empty):
+        inverse = values[..., -1].masked_fill(empty, torch.inf).reciprocal()[..., None]
+        out = values[..., :-1] * inverse
+        ctx.save_for_backward(out, inverse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        out, inverse = ctx.saved_tensors
+        return torch.cat([grad, -(grad * out).sum(-1, keepdim=True)], -1) * inverse, None
 
 
 def in_range(

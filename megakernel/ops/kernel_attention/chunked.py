@@ -92,14 +92,24 @@ def attend(
 
 
 def _in_order(
-    run, finish: Finish, inputs: Tensors, state: KernelState, begins: tuple[Exchange, ...], positions: Positions
+    run,
+    finish: Finish,
+    inputs: Tensors,
+    state: KernelState,
+    begins: tuple[Exchange, ...],
+    positions: Positions,
 ) -> tuple[tuple[Tensor, ...], KernelState]:
     """Tokens see what lies before them."""
     return run(partial(_attend, finish), inputs, state)
 
 
 def _pieces(
-    run, finish: Finish, inputs: Tensors, state: KernelState, begins: tuple[Exchange, ...], positions: Positions
+    run,
+    finish: Finish,
+    inputs: Tensors,
+    state: KernelState,
+    begins: tuple[Exchange, ...],
+    positions: Positions,
 ) -> tuple[tuple[Tensor, ...], KernelState]:
     """The same, and what `begins` fetches from before, while the local sums are made."""
     q, *keys = inputs
@@ -191,7 +201,7 @@ def _read(
 ):
     """What the state gives to the queries that read it (None: all), added to the sums they have already."""
     q, reads, *sums = inputs
-    heads, length, kv_heads = q.shape[1], q.shape[2], state.sums.shape[1]
+    length, kv_heads = q.shape[2], state.sums.shape[1]
     queries = phi.of_queries(chunk_queries(q.to(state.sums.dtype), kv_heads, length))
     entering = KernelState(state.sums[:, :, None], state.log_scale[:, :, None])
     total = read_states(queries, entering, None if reads is None else reads[:, :, None])
