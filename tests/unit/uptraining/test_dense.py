@@ -197,10 +197,6 @@ FAULTS = {
         lambda f: edit_config(f, hidden_act="relu"),
         "hidden_act='relu' has no counterpart here; only 'silu' is read",
     ),
-    "a layer that is neither full nor sliding": (
-        lambda f: edit_config(f, sliding_window=8, layer_types=["full_attention", "chunked_attention"]),
-        "layer_types has 'chunked_attention'; only full_attention and sliding_attention are read",
-    ),
     "frequencies that are not ours": (
         lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "rope_type='dynamic' has no counterpart here",
