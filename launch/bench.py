@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.messages import console
 from megakernel.config import UserError
 
 if TYPE_CHECKING:
@@ -80,14 +81,13 @@ def _predicted(suite: "Suite", command: str) -> str:
 
 def _measured(suite: "Suite", repeats: int, command: str) -> str:
     import torch
-    from rich.console import Console
 
     from megakernel.analysis import speed
 
     device = torch.device("cpu")
     if suite.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    stderr = Console(stderr=True)
+    stderr = console(stderr=True)
     with stderr.status("measuring") as status:
         tell = status.update if stderr.is_terminal else stderr.print
         survey = speed.survey(suite, device, repeats, tell)
