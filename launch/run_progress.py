@@ -82,8 +82,10 @@ class RunProgress:
                 problems.append(why_unreadable(name, error))
                 return otherwise
 
-        logged = part("metrics.jsonl", _last_logged, {})
-        steps, tokens = part("config.yaml", _whole, (None, None))
+        nothing: dict[str, Any] = {}
+        unknown: tuple[int | None, int | None] = None, None
+        logged = part("metrics.jsonl", _last_logged, nothing)
+        steps, tokens = part("config.yaml", _whole, unknown)
         ended = part(events.FILE, lambda _: _ended(run), "")
         beat = _heartbeat(run)
         speed, done = logged.get("throughput/tokens_per_sec"), logged.get("train/tokens")
@@ -214,10 +216,10 @@ def _is_number(value: Any) -> bool:
 def _heartbeat(run: Path) -> dict[str, Any]:
     try:
         beat = json.loads((run / heartbeat.FILE).read_text())
-        known = {"time": float(beat["time"]), "host": str(beat["host"]), "process": int(beat["process"])}
-        if not 0 < known["process"] < 1 << 31:
+        process, slowest = int(beat["process"]), beat.get("slowest")
+        if not 0 < process < 1 << 31:
             return {}
-        slowest = beat.get("slowest")
+        known = {"time": float(beat["time"]), "host": str(beat["host"]), "process": process}
         return {**beat, **known, "slowest": slowest if isinstance(slowest, dict) else {}}
     except UNREADABLE:
         return {}
