@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from launch.messages import console
 from megakernel.config import UserError
 
 HELP = "measure attention: time, peak memory and share of what the device could do, against other implementations"
@@ -43,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, write the page and print it."""
     import torch
-    from rich.console import Console
 
     attention = _from_checkout()
     name = args.suite or ("default" if torch.cuda.is_available() else "cpu")
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cpu")
     if suite.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    stderr = Console(stderr=True)
+    stderr = console(stderr=True)
     with stderr.status("measuring") as status:
         tell = status.update if stderr.is_terminal else stderr.print
         survey = attention.survey(suite, device, args.repeats, tell)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import megakernel
+from launch.messages import console
 
 HELP = "show versions and devices, and what is missing on this machine"
 EXAMPLE = "megakernel doctor"
@@ -46,9 +46,8 @@ def run(args: argparse.Namespace) -> int:
     marks = {"good": ("ok", "green"), "optional": ("-", "yellow"), "missing": ("missing", "bold red")}
     for finding in findings:
         mark, style = marks[finding.state]
-        # As Text: a path or a requirement such as `.[dev]` is no markup.
-        table.add_row(Text(mark, style), Text(finding.what), Text(finding.found), Text(finding.remedy, style))
-    Console().print(table)
+        table.add_row(Text(mark, style), finding.what, finding.found, Text(finding.remedy, style))
+    console().print(table)
     return 1 if any(finding.state == "missing" for finding in findings) else 0
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from megakernel.config import UserError
+from megakernel.config.errors import written_to
 
 HELP = "read a Hugging Face checkpoint and write the configuration of a model that starts from it"
 EXAMPLE = "megakernel import models/Llama-3.2-1B --to configs/model/llama-1b.yaml"
@@ -50,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
         print(f"{args.checkpoint}: {compared}", file=sys.stderr)
         return 0
-    args.to.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(args.to, text)
+    with written_to("--to", args.to):
+        args.to.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(args.to, text)
     print(f"{args.checkpoint}: {checkpoint.config['model_type']}, {count:,} parameters, all tensors there")
     print(f"{args.checkpoint}: {compared}")
     print(f"{args.to}: lay a run on it with `extends: {args.to.name}`")

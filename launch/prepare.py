@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
-
 from data_pipeline.manifest import Manifest
 from data_pipeline.prepare import Request, prepare
+from launch.messages import console
 
 HELP = "tokenize text into a folder that training reads"
 EXAMPLE = "megakernel prepare --source stdlib --tokenizer byte --out data/stdlib"
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         include=tuple(args.include),
         max_documents=args.max_documents,
     )
-    console = Console(stderr=True)
+    stderr = console(stderr=True)
     # An orderly exit, so that a prepare ended by a scheduler leaves no half-made folder.
     previous = signal.signal(signal.SIGTERM, _exit_on_term)
     try:
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             # Megatron tells every process that imports it which GPU libraries are absent.
             warnings.filterwarnings("ignore", module=r"megatron\.")
             manifest = prepare(
-                request, args.out, workers=args.workers, overwrite=args.overwrite, console=console
+                request, args.out, workers=args.workers, overwrite=args.overwrite, console=stderr
             )
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         said = f"{args.out} is already prepared with these arguments; nothing to do"
     else:
         said = _summary(args.out, manifest)
-    console.print(said, markup=False, soft_wrap=True)
+    stderr.print(said, soft_wrap=True)
     return 0
 
 
