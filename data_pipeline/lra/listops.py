@@ -41,13 +41,13 @@ class ListOps(Task):
     min_length: int = Field(default=500, ge=0)
     """Tokens that an expression has more than."""
 
-    max_length: int = Field(default=2_000, ge=1)
+    max_length: int = Field(default=2_000, ge=1, le=10_000_000)
     """Tokens that it has fewer than."""
 
-    max_depth: int = Field(default=10, ge=1)
+    max_depth: int = Field(default=10, ge=1, le=100)
     """Depth, counted from 1 at the root, whose nodes are digits."""
 
-    max_args: int = Field(default=10, ge=2)
+    max_args: int = Field(default=10, ge=2, le=1_000)
     """Most arguments of an operator; the fewest are 2."""
 
     def example(self, draw: random.Random, index: int) -> Document:

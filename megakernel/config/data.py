@@ -77,7 +77,7 @@ class Data(Section):
     index_cache: Path | None = None
     """Folder of Megatron's sample indices; None takes `.index_cache` inside the first corpus."""
 
-    num_workers: int = Field(default=1, ge=0)
+    num_workers: int = Field(default=1, ge=0, le=1_000)
     """Background processes that read samples, per rank; 0 reads in the training process."""
 
     @property
