@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.numbers import Number
 from megakernel.config import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure nothing: count bytes and FLOPs, and predict the times of one H200 from its datasheet",
     )
-    parser.add_argument("--repeats", type=int, default=30, metavar="R", help="runs of each (default: 30)")
+    parser.add_argument(
+        "--repeats",
+        type=Number(int, most=1_000_000),
+        default=30,
+        metavar="R",
+        help="runs of each (default: 30)",
+    )
     parser.add_argument(
         "--max-tokens", type=int, metavar="T", help="leave out cases of more tokens, B times N"
     )

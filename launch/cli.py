@@ -39,6 +39,7 @@ from launch import (
 )
 from launch.exit_status import ExitStatus
 from launch.messages import INTERRUPTED, print_error
+from launch.numbers import NumberParser
 from launch.slurm.errors import NotFound, SlurmRefused
 from megakernel.config import InUse, NotFinite, RunFailed, UserError
 
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.FAILED
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(NumberParser):
     """Says in one line what is wrong, where argparse would print all options before it."""
 
     def error(self, message: str) -> NoReturn:

@@ -4,7 +4,6 @@ import argparse
 import os
 import signal
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from data_pipeline.manifest import Manifest
 from data_pipeline.prepare import Request, prepare
+from launch.numbers import Number
 
 HELP = "tokenize text into a folder that training reads"
 EXAMPLE = "megakernel prepare --source stdlib --tokenizer byte --out data/stdlib"
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the documents held out for validation (default %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=_at_least(0), default=Request.seed, help="which documents are held out, or made"
+        "--seed", type=Number(int, 0), default=Request.seed, help="which documents are held out, or made"
     )
     parser.add_argument("--text-key", default=Request.text_key, help="column that holds the text of a row")
     parser.add_argument(
@@ -64,10 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GLOB",
         help="names of files to read inside directories ('*.py')",
     )
-    parser.add_argument("--max-documents", type=_at_least(1), help="read only the first documents")
+    parser.add_argument("--max-documents", type=Number(int, 1), help="read only the first documents")
     parser.add_argument(
         "--workers",
-        type=_at_least(1),
+        type=Number(int, 1, 1_000),
         default=os.cpu_count() or 1,
         help="processes that tokenize (default %(default)s)",
     )
@@ -106,16 +106,6 @@ def run(args: argparse.Namespace) -> int:
         said = _summary(args.out, manifest)
     console.print(said, markup=False, soft_wrap=True)
     return 0
-
-
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
-        return value
-
-    return integer
 
 
 def _exit_on_term(signum: int, frame: FrameType | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from launch import local
 from launch.config_arguments import add_config_arguments
 from launch.environment import joined
+from launch.numbers import Number
 from megakernel.config import Config, UserError, check_same_run, data_parallel_size
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.run_lock import RunLock
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument(
         "--nproc",
-        type=int,
+        type=Number(int, most=1_000),
         metavar="N",
         help="processes to start on this machine, one per GPU (default 1); not under torchrun or srun",
     )
