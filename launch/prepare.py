@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="SOURCE",
-        help="directories and files (.jsonl, .ndjson and .parquet hold a document per row, any other UTF-8 "
-        "file is one document), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; with "
-        "--labels package, functions of eight of its packages), task:NAME[:key=value,...], examples that are made here "
-        "(docs/evaluation.md), or a labelled task (docs/benchmarks.md): lra:listops, lra:pathfinder, sparsity are made "
-        "(options: lra:listops:train=1000,max_length=200); lra:text, lra:retrieval, lra:image, glue:TASK are read from "
-        "their published files (glue:cola:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)",
+        help="directories and files (.jsonl, .ndjson, .parquet and, with --labels, .tsv hold a document per row, any "
+        "other UTF-8 file is one document), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; "
+        "with --labels package, functions of eight of its packages), task:NAME[:key=value,...], examples that are made "
+        "here (docs/evaluation.md), or a labelled task (docs/benchmarks.md): lra:listops, lra:pathfinder, sparsity are "
+        "made (options: lra:listops:train=1000,max_length=200); lra:listops, lra:text, lra:retrieval, lra:image and "
+        "glue:TASK are read from their published files (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)",
     )
     parser.add_argument(
         "--tokenizer",
