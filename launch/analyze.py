@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.messages import console
+from launch.numbers import Number
 from launch.run_arguments import add_run_arguments
 from megakernel.analysis.pictures.catalogue import ALL, ANALYSES
 
@@ -41,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seq-len", type=int, metavar="L", help="tokens per sample (default: those of the run, 512 at most)"
     )
     parser.add_argument(
-        "--draws", type=int, default=100, metavar="D", help="draws of noise (default %(default)s)"
+        "--draws",
+        type=Number(int, most=1_000_000),
+        default=100,
+        metavar="D",
+        help="draws of noise (default %(default)s)",
     )
     parser.add_argument(
         "--out",

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from launch.messages import console
+from launch.numbers import Number
 from megakernel.config import UserError
 
 HELP = "measure attention: time, peak memory and share of what the device could do, against other implementations"
@@ -26,9 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: causal attention, 16k to 1M tokens; paper: whole layers at the FLuRKA paper's settings; "
         "cpu: 1k to 32k tokens without a GPU (default: default, without a GPU cpu)",
     )
-    parser.add_argument("--repeats", type=int, default=30, metavar="R", help="runs of each (default: 30)")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="T", help="leave out cases of more tokens, B times N"
+        "--repeats",
+        type=Number(int, most=1_000_000),
+        default=30,
+        metavar="R",
+        help="runs of each (default: 30)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=Number(int), metavar="T", help="leave out cases of more tokens, B times N"
     )
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="this implementation alone; repeatable"

@@ -46,6 +46,7 @@ from launch import (
 from launch.environment import check_backend
 from launch.exit_status import ExitStatus
 from launch.messages import INTERRUPTED, print_error
+from launch.numbers import NumberParser
 from launch.slurm.errors import NotFound, SlurmRefused
 from megakernel.config import InUse, NotFinite, RunFailed, UserError
 from megakernel.config.errors import REFUSED_BY_DISK
@@ -177,7 +178,7 @@ def _forget_what_cannot_be_printed() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(NumberParser):
     """Says in one line what is wrong, where argparse would print all options before it."""
 
     def error(self, message: str) -> NoReturn:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.messages import console
+from launch.numbers import Number
 from launch.run_arguments import add_run_arguments
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--draws",
-        type=int,
+        type=Number(int, most=1_000_000),
         metavar="D",
         help="average probabilities over D draws of the noise that training redraws",
     )

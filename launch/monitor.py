@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from launch.messages import console
+from launch.numbers import Number
 from launch.run_arguments import add_root_argument
 from launch.run_progress import RunProgress, time_left
 from launch.slurm.errors import NotFound, SlurmRefused
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--every",
-        type=float,
+        type=Number(float, most=86_400),
         default=5.0,
         metavar="S",
         help="seconds between two looks (default %(default)s)",

@@ -9,6 +9,7 @@ from typing import Any
 
 from launch.config_arguments import add_config_arguments, load_config
 from launch.messages import console
+from launch.numbers import Number
 from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu
 from megakernel.config import Config, UserError
@@ -18,6 +19,9 @@ EXAMPLE = "megakernel plan configs/pretrain-7b.yaml --gpus 64 --gpu h100"
 
 ASSUMED_VOCABULARY = 50_257
 """GPT-2's tokens, where neither the configuration nor prepared data says how many there are."""
+
+MOST_DEVICES = 1_000_000
+"""More than any machine has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--network",
-        type=float,
+        type=Number(float, most=1_000_000),
         metavar="GBIT",
         help="Gbit/s of each device between nodes (default: datasheet)",
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="devices of a node (default: datasheet)"
+        "--gpus-per-node",
+        type=Number(int, most=MOST_DEVICES),
+        metavar="N",
+        help="devices of a node (default: datasheet)",
     )
 
 
@@ -94,12 +101,14 @@ def _write_page(
 
 def device_counts(text: str) -> list[int]:
     """`64` -> [64]; `8..4096` -> the powers of two from 8 to 4096."""
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    found = re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9}))?", text)
     if not found:
         raise UserError(f"--gpus {text} is neither a number nor a range; write 64 or 8..4096")
     first, last = int(found[1]), int(found[2] or found[1])
-    if not 1 <= first <= last:
-        raise UserError(f"--gpus {text} holds no number of devices; write 64 or 8..4096")
+    if not 1 <= first <= last <= MOST_DEVICES:
+        raise UserError(
+            f"--gpus {text} holds no number of devices from 1 to {MOST_DEVICES:,}; write 64 or 8..4096"
+        )
     if found[2] is None:
         return [first]
     counts = [2**exponent for exponent in range(last.bit_length()) if first <= 2**exponent <= last]

@@ -9,6 +9,7 @@ from launch import local
 from launch.config_arguments import add_config_arguments
 from launch.environment import joined
 from launch.messages import make_output_a_courtesy
+from launch.numbers import Number
 from megakernel.config import Config, UserError, check_same_run, data_parallel_size
 from megakernel.config.errors import written_to
 from megakernel.parallel.processes import ProcessEnvironment
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument(
         "--nproc",
-        type=int,
+        type=Number(int, most=1_000),
         metavar="N",
         help="processes to start on this machine, one per GPU (default 1); not under torchrun or srun",
     )

@@ -74,7 +74,7 @@ def parse(text: str, source: str) -> Any:
         where = f"{source}:{mark.line + 1}" if mark else source
         reason = f"is not YAML ({error.problem or error.context})"
         raise ConfigError([Problem(where, MISSING, reason, "correct the line")]) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # Python reads no number of thousands of digits
         raise ConfigError(
             [Problem(source, MISSING, f"is not YAML ({' '.join(str(error).split())})", "correct it")]
         ) from None
