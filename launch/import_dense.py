@@ -26,9 +26,6 @@ def run(args: argparse.Namespace) -> int:
     """Check that every tensor is there in its shape and none is unknown, and give the model section."""
     if args.to is not None and args.to.exists():
         raise UserError(f"--to {args.to} exists already; name a new file, or remove it")
-    from megakernel.parallel.device import prepare_device
-
-    prepare_device("cpu", local_rank=0)  # before DeepSpeed is imported, which would look for one and say so
     from megakernel.analysis.parameters import parameter_count
     from megakernel.training.whole_file import write_whole
     from megakernel.uptraining.dense import DenseCheckpoint
