@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 from launch.run_progress import saved_step
 from megakernel.config.cluster import Cluster
 from megakernel.training import events
+from megakernel.training.environment import recorded_variables
 from megakernel.training.whole_file import write_whole
 
 from .errors import NotFound
 
 FILE = "run.json"
 SETTINGS = "settings.json"
+SECRETS = "environment"
+"""Beside the settings: the job's variables that may be secrets, as lines of shell that its owner alone can read."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +131,22 @@ class JobFolder:
 
 def write_settings(folder: Path, settings: Settings) -> None:
     """Write down what a submission is made of."""
-    (folder / SETTINGS).write_text(json.dumps(asdict(settings), indent=1) + "\n")
+    variables = settings.cluster["environment"]
+    known = recorded_variables(variables)
+    record = asdict(settings) | {"cluster": settings.cluster | {"environment": known}}
+    (folder / SETTINGS).write_text(json.dumps(record, indent=1) + "\n")
+    (folder / SECRETS).touch(mode=0o600)
+    lines = (f"{name}={shlex.quote(value)}\n" for name, value in variables.items() if name not in known)
+    (folder / SECRETS).write_text("".join(lines))
 
 
 def read_settings(folder: Path) -> Settings:
     """What the submission in `folder` was made of."""
-    return Settings(**json.loads((folder / SETTINGS).read_text()))
+    settings = Settings(**json.loads((folder / SETTINGS).read_text()))
+    if (folder / SECRETS).exists():  # submissions of earlier versions have none
+        pairs = (word.partition("=") for word in shlex.split((folder / SECRETS).read_text()))
+        settings.cluster["environment"] |= {name: value for name, _, value in pairs}
+    return settings
 
 
 def all_runs(root: Path) -> list[JobFolder]:

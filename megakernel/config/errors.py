@@ -1,7 +1,9 @@
 """What a user did that does not work: one line each, with the key, its value, the reason and the remedy."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+import errno
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
@@ -63,6 +65,37 @@ class ConfigError(UserError):
     def __reduce__(self) -> tuple[type[UserError], tuple[str]]:
         """To another process its text goes alone: the values of its problems may be of any kind."""
         return UserError, (str(self),)
+
+
+REFUSED_BY_DISK = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.EIO,
+}
+"""What a file system refuses, and its user can change."""
+
+
+@contextmanager
+def written_to(key: str, place: object) -> Iterator[None]:
+    """Around what goes where a key or option says: UserError, with it, for what the file system refuses."""
+    try:
+        yield
+    except OSError as error:
+        # Where a folder is to be made, there is none above it, as in /proc.
+        if error.errno not in {*REFUSED_BY_DISK, errno.ENOENT}:
+            raise
+        named = f"{key} {place}" if key.startswith("-") else f"{key}={place}"
+        raise UserError(
+            f"{named} cannot be written ({error}); make it writable, free space or choose another {key}"
+        ) from None
 
 
 def nearest_first(word: str, known: Iterable[str]) -> str:

@@ -54,7 +54,7 @@ def mean_loss(
     With a lesson, whose states are (N, B, C'): divergence T^2 KL(teacher || model) + cross_entropy x the labels'.
 
     weight (R / tp, C), padding included; hidden states (N, B, C). Summed over context and data ranks and accumulated
-    micro-batches this is the global mean, whatever the layout (DESIGN decision 11).
+    micro-batches this is the global mean, whatever the layout.
     """
     hidden, _, labels, num_targets = stream
     tp, rows, words = settings.mesh.tp, settings.loss_chunk_size, settings.words_here

@@ -1,4 +1,4 @@
-"""Feature maps phi of similarity `kernel` (MECHANISMS section 2).
+"""Feature maps phi of similarity `kernel` (docs/formulas.md, 2).
 
 Each map takes x (B, H_kv, C, L, d), L tokens in each of C chunks, and the projection of its key head, if it
 has one.

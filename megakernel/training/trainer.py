@@ -32,7 +32,7 @@ from .profiler import Profiler, kept_when_memory_runs_out
 from .ranks import Ranks
 from .reading import reading
 from .resume import resume, start_from_weights, start_with_moments
-from .run_folder import RunFolder, stop_file
+from .run_folder import RunFolder, free_learning_rates, stop_file
 from .schedule import learning_rate
 from .stop import Stop
 from .stop_requests import StopRequests
@@ -168,7 +168,12 @@ class Trainer:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         if result.skipped:
             self._note(f"step {step} skipped: loss {result.loss}, gradient norm {result.grad_norm}")
+        elif self.mesh.rank == 0:
+            self.folder.fix()
         if self.skipped_in_a_row >= self.config.training.max_skipped_steps:
+            if self.mesh.rank == 0:
+                for run in (self.folder.path, *self.inside):
+                    free_learning_rates(run)
             raise NotFinite(
                 f"training.max_skipped_steps={self.skipped_in_a_row}: that many steps in a row had a loss or gradient "
                 f"that is not finite, up to step {step}; no checkpoint holds them. Lower optimizer.lr, or pass over "
@@ -236,7 +241,10 @@ class Trainer:
             versions=package_versions(),
         )
         with self.throughput.aside():
-            self.checkpoints.save(progress, self.engine.save)
+            # A streak of skipped steps may end the run, which then goes on from before it.
+            self.checkpoints.save(progress, self.engine.save, prune=not self.skipped_in_a_row)
+        if self.mesh.rank == 0:
+            self.folder.fix()
         self._record("saved", step=step)
 
     def _consumed(self, steps: int) -> tuple[int, int]:

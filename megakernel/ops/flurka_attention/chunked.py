@@ -206,10 +206,10 @@ def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, T
         rank = landmarks.shape[3]
         flat = form.far_rotary(landmarks.flatten(2, 3), centre.repeat_interleave(rank, 1))
         landmarks = flat.unflatten(2, (-1, rank))
-    mass = ends.any(-1)[:, None, :, None, None] * (b / landmarks.shape[3])
+    mass = ends.any(-1)[:, None, :, None, None].to(keys.dtype) * (b / landmarks.shape[3])
     if group.weights.far_mass is not None:
         mass = mass * torch.exp(group.weights.far_mass.to(keys.dtype))[:, None, None, None]
-    pooled = F.pad(pool_values @ values[..., :window, :], (0, 1), value=1.0) * mass.to(keys.dtype)
+    pooled = F.pad(pool_values @ values[..., :window, :], (0, 1), value=1.0) * mass
 
     chunk, runs, size = torch.arange(places.shape[1], device=at.device), layout.runs, layout.size
     at = (at + chunk % runs * size)[..., None].expand(-1, -1, landmarks.shape[3])

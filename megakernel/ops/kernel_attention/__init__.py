@@ -54,7 +54,7 @@ def kernel_attention(
     exchange_after: Exchange | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, KernelState]:
-    """Attention with the kernel phi(q).phi(k), linear in the number of tokens (MECHANISMS section 2).
+    """Attention with the kernel phi(q).phi(k), linear in the number of tokens (docs/formulas.md, 2).
 
     Args:
         q: (B, H, N, d).
