@@ -22,9 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write it and say what it is."""
-    from megakernel.parallel.device import prepare_device
-
-    prepare_device("cpu", local_rank=0)  # before DeepSpeed is imported, which would look for one and say so
     from megakernel.uptraining.export import export
 
     config = export(args.run_folder, args.to, step=args.step, dtype=args.dtype)

@@ -28,11 +28,8 @@ def run(args: argparse.Namespace) -> int:
     """Check that every tensor is there in its shape and none is unknown, and logits; give the model section."""
     if args.to is not None and args.to.exists():
         raise UserError(f"--to {args.to} exists already; name a new file, or remove it")
-    from megakernel.parallel.device import prepare_device
+    import torch
 
-    device = prepare_device(
-        "cpu", local_rank=0
-    )  # before DeepSpeed is imported, which would look for one and say so
     from megakernel.analysis.parameters import parameter_count
     from megakernel.training.whole_file import write_whole
     from megakernel.uptraining.dense import DenseCheckpoint
@@ -45,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     plain = model.model_copy(update={"vocab_multiple": 1})  # padding is the run's, not the checkpoint's
     count = parameter_count(plain, model.vocab_size, model.max_positions or 0)
     text = fragment(checkpoint)
-    compared = of_folder(checkpoint, str(args.checkpoint), device)
+    compared = of_folder(checkpoint, str(args.checkpoint), torch.device("cpu"))
     compared.check(str(args.checkpoint))
     if args.to is None:
         print(text, end="")

@@ -9,7 +9,7 @@ import torch
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, UserError
-from megakernel.parallel.device import prepare_device
+from megakernel.parallel.device import choose_device
 from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
 
@@ -66,20 +66,18 @@ def _generate(
     sampling: Sampling,
     seed: int,
 ) -> Iterator[str]:
-    # Megatron-core and DeepSpeed look for a device, and say so, when they are imported.
-    device = prepare_device("cpu" if run.config.training.device == "cpu" else "auto", local_rank=0)
     from megakernel.training.one_process import one_process_model
 
-    with one_process_model(run, tokenizer.vocab_size, device) as model:
-        yield from continued(
-            model,
-            tokenizer,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            isolate_documents=run.config.data.isolate_documents,
-        )
+    device = choose_device("cpu" if run.config.training.device == "cpu" else "auto")
+    yield from continued(
+        one_process_model(run, tokenizer.vocab_size, device),
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        isolate_documents=run.config.data.isolate_documents,
+    )
 
 
 def continued(
