@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from launch import local
 from launch.config_arguments import add_config_arguments
@@ -48,4 +49,7 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
         check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)
         RunLock(config.run.folder)  # of which the ranks take another: whoever holds it keeps logs of its own
     command = [sys.executable, "-m", "launch.cli", args.command, args.config, *args.overrides]
+    processes = f"{world_size} process{'es' * (world_size > 1)}"
+    with suppress(OSError):  # at once, for the libraries take their time
+        os.write(1, f"{args.command}: starting {processes}, logs in {config.run.folder / 'logs'}\n".encode())
     return local.run_ranks(command, world_size, config.run.folder / "logs")
