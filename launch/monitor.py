@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from launch.messages import console
 from launch.numbers import Number
-from launch.run_arguments import add_root_argument
+from launch.run_arguments import add_root_argument, folders_of
 from launch.run_progress import RunProgress, time_left
 from launch.slurm.errors import NotFound, SlurmRefused
 from launch.slurm.job_folder import JobFolder
@@ -18,6 +18,7 @@ from launch.slurm.live import known_to_slurm
 from launch.slurm.states import JobState
 from launch.slurm.status import status_or_why
 from megakernel.config import UserError
+from megakernel.config.errors import nearest_first
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -147,13 +148,13 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
 
 def _named(text: str, root: Path) -> list[Path]:
     """The run that a folder or a name means; of an up-training, its stages."""
-    for folder in (Path(text), root / text):
+    for folder in folders_of(text, root):
         if _is_run(folder):
             return [folder]
         if found := sorted(_stages(folder)):
             return found
-    known = ", ".join(str(run.relative_to(root)) for run in sorted(_runs_in(root))) or f"none yet in {root}"
-    raise NotFound(f"{text} is no run; runs: {known}")
+    names = (str(run.relative_to(root)) for run in _runs_in(root))
+    raise NotFound(f"{text} is no run; runs: {nearest_first(text, names, most=5) or f'none yet in {root}'}")
 
 
 def _runs_in(root: Path) -> Iterator[Path]:

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from launch import local
 from launch.config_arguments import add_config_arguments
@@ -56,4 +57,7 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
     with written_to("run.root", config.run.root):
         logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "launch.cli", args.command, args.config, *args.overrides]
+    processes = f"{world_size} process{'es' * (world_size > 1)}"
+    with suppress(OSError):  # at once, for the libraries take their time
+        os.write(1, f"{args.command}: starting {processes}, logs in {logs}\n".encode())
     return local.run_ranks(command, world_size, logs)

@@ -88,6 +88,7 @@ class RunProgress:
         steps, tokens = part("config.yaml", _whole, unknown)
         ended = part(events.FILE, lambda _: _ended(run), "")
         beat = _heartbeat(run)
+        alive = _is_alive(beat)
         speed, done = logged.get("throughput/tokens_per_sec"), logged.get("train/tokens")
         return cls(
             step=logged.get("step"),
@@ -99,8 +100,8 @@ class RunProgress:
             seconds_left=(tokens - done) / speed if tokens and done is not None and speed else None,
             heartbeat=max(0.0, time.time() - beat["time"]) if beat else None,
             place=beat.get("place"),
-            health=_health(logged, beat.get("slowest", {})),
-            alive=_is_alive(beat),
+            health=_health(logged, beat.get("slowest", {}), alive),
+            alive=alive,
             ended=ended,
             unreadable="; ".join(problems),
         )
@@ -144,14 +145,15 @@ def time_left(seconds: float | None) -> str:
         return ""
 
 
-def _health(logged: dict[str, Any], slowest: dict[str, Any]) -> str:
+def _health(logged: dict[str, Any], slowest: dict[str, Any], alive: bool) -> str:
+    """Of a run that has ended only what stays true: who was slow in its last steps does not matter any more."""
     said = []
-    straggle = logged.get("health/straggle")
+    straggle = logged.get("health/straggle") if alive else None
     if straggle is not None and straggle >= _WORTH_SAYING:
         rank = int(logged.get("health/slowest_rank", -1))
         host = f" on {slowest.get('host')}" if slowest.get("rank") == rank else ""
         said.append(f"rank {rank}{host} takes {straggle:.2f} x the median")
-    share = logged.get("health/data_share")
+    share = logged.get("health/data_share") if alive else None
     if share is not None and share >= _WORTH_SAYING - 1:
         said.append(f"{share:.0%} of a step waits for data")
     if skipped := int(logged.get("train/skipped_steps") or 0):

@@ -101,10 +101,12 @@ def written_to(key: str, place: object) -> Iterator[None]:
         ) from None
 
 
-def nearest_first(word: str, known: Iterable[str]) -> str:
-    """The known words as a list for a remedy, those most like `word` first."""
+def nearest_first(word: str, known: Iterable[str], most: int | None = None) -> str:
+    """The known words as a list for a remedy, those most like `word` first, and `most` of them at most."""
     likeness = {item: difflib.SequenceMatcher(None, word, item).ratio() for item in known}
-    return ", ".join(sorted(likeness, key=lambda item: -likeness[item]))
+    ordered = sorted(likeness, key=lambda item: (-likeness[item], item))
+    left = len(ordered[most:]) if most is not None else 0
+    return ", ".join(ordered[:most]) + (f" ... ({left} more)" if left else "")
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -69,6 +69,11 @@ def test_a_run_says_how_far_it_is(run):
     )
 
 
+def test_of_a_run_that_has_ended_nobody_is_slow(run):
+    write(run, saved=100, **LOGGED)
+    assert RunProgress.read(run).health == "2 steps skipped"
+
+
 def test_nothing_is_said_of_ranks_that_keep_step(run):
     even = {"health/straggle": 1.02, "health/data_share": 0.01, "train/skipped_steps": 0.0}
     write(run, **LOGGED | even)
