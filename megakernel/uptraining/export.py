@@ -50,7 +50,7 @@ def export(
         )
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to} is in use; name a new folder")
-    tokenizer = tokenizers.load(tokenizer_folder(run_folder))
+    tokenizer = tokenizers.load(tokenizer_folder(run_folder), add_bos=run.config.data.add_bos)
     source = _Source(run, tokenizer, _DTYPES[dtype or run.config.training.dtype])
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent) as partial:
