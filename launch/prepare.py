@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.cpu_count() or 1,
         help="processes that tokenize (default %(default)s)",
     )
+    parser.add_argument(
+        "--add-bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin every document with the tokenizer's beginning-of-sequence token, or with none (default: as the "
+        "tokenizer itself begins a text)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a folder prepared in another way")
 
 
@@ -86,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         split=args.split,
         include=tuple(args.include),
         max_documents=args.max_documents,
+        add_bos=args.add_bos,
     )
     stderr = console(stderr=True)
     # An orderly exit, so that a prepare ended by a scheduler leaves no half-made folder.
@@ -112,7 +119,11 @@ def _exit_on_term(signum: int, frame: FrameType | None) -> None:
 
 
 def _summary(out: Path, manifest: Manifest) -> str:
-    lines = [f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}"]
+    bos = manifest.tokenizer.bos
+    begun = "" if bos is None else f", documents begin with token {bos} (BOS)"
+    lines = [
+        f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}{begun}"
+    ]
     lines += [
         f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes / 1e6:,.1f} MB"
         + (f", {split.scored.tokens:,} tokens of answers" if split.scored else "")

@@ -35,7 +35,8 @@ def generate_text(
 
     Args:
         folder: folder of the run.
-        prompt: text to continue. An empty one is a new document: the model then continues its end-of-document token.
+        prompt: text to continue. An empty one is a new document: the model then continues BOS, or where documents do
+            not begin with it the end of the document before.
         max_new_tokens: most tokens to add.
         sampling: how tokens are drawn.
         seed: of the draws; the same arguments give the same text.
@@ -52,8 +53,8 @@ def generate_text(
         raise UserError(
             f"model.kind={run.config.model.kind} of {folder} continues no text; give a run of a causal_lm"
         )
-    tokenizer = tokenizers.load(tokenizer_folder(folder))
-    tokens = tokenizer.encode(prompt) or [tokenizer.eod]
+    tokenizer = tokenizers.load(tokenizer_folder(folder), add_bos=run.config.data.add_bos)
+    tokens = tokenizer.prompt(prompt)
     check_positions(run.config, len(tokens), max_new_tokens, "max_new_tokens")
     return _generate(run, tokenizer, tokens, max_new_tokens, sampling, seed)
 

@@ -78,7 +78,13 @@ class WeightSource:
 
         Raises UserError for another one.
         """
-        return check_tokenizer(self.key, self.folder, corpora.tokenizer_hash, corpora.train[0].folder)
+        return check_tokenizer(
+            self.key,
+            self.folder,
+            corpora.tokenizer_hash,
+            corpora.train[0].folder,
+            add_bos=corpora.bos is not None,
+        )
 
     def other_words(self, words: int) -> list[str]:
         """A line if its configuration names another number of words, whatever padding adds to both."""
