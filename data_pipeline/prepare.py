@@ -29,7 +29,7 @@ from data_pipeline.manifest import FILE as MANIFEST
 from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
 from data_pipeline.sources import BENCHMARKS, HUB, Source, open_source
 from data_pipeline.tokenizers import Tokenizer
-from megakernel.config.errors import UserError
+from megakernel.config.errors import UserError, written_to
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ def prepare(
         raise UserError(
             f"--second-text-key {request.second_text_key} needs labels beside it; add --labels KEY"
         )
-    if out.exists():
+    with written_to("--out", out):
+        is_there = out.exists()
+    if is_there:
         _check_prepared(out)
         if not overwrite:
             _check_made_by(request, out)
@@ -110,7 +112,7 @@ def prepare(
         raise UserError(
             f"--source {' '.join(request.source)} has no end; say how many with --max-documents N"
         )
-    with _appearing_whole(out) as folder:
+    with written_to("--out", out), _appearing_whole(out) as folder:
         with console.status("tokenizer"):
             texts = (text for document in _documents(source, request) for text in document.texts)
             tokenizer = tokenizers.make(request.tokenizer, texts)

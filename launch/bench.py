@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from launch.messages import console
+from launch.numbers import Number
 from megakernel.config import UserError
 
 HELP = "measure attention: time, peak memory and share of what the device could do, against other implementations"
@@ -25,9 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: causal attention, 16k to 1M tokens; paper: whole layers at the FLuRKA paper's settings; "
         "cpu: 1k to 32k tokens without a GPU (default: default, without a GPU cpu)",
     )
-    parser.add_argument("--repeats", type=int, default=30, metavar="R", help="runs of each (default: 30)")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="T", help="leave out cases of more tokens, B times N"
+        "--repeats",
+        type=Number(int, most=1_000_000),
+        default=30,
+        metavar="R",
+        help="runs of each (default: 30)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=Number(int), metavar="T", help="leave out cases of more tokens, B times N"
     )
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="this implementation alone; repeatable"
@@ -43,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, write the page and print it."""
     import torch
-    from rich.console import Console
 
     attention = _from_checkout()
     name = args.suite or ("default" if torch.cuda.is_available() else "cpu")
@@ -56,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device("cpu")
     if suite.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    stderr = Console(stderr=True)
+    stderr = console(stderr=True)
     with stderr.status("measuring") as status:
         tell = status.update if stderr.is_terminal else stderr.print
         survey = attention.survey(suite, device, args.repeats, tell)

@@ -6,6 +6,7 @@ heavy libraries inside `run`, so that help and configuration errors come at once
 
 import argparse
 import atexit
+import errno
 import gc
 import os
 import sys
@@ -42,8 +43,10 @@ from launch import (
     sweep,
     uptrain,
 )
+from launch.environment import check_backend
 from launch.exit_status import ExitStatus
 from launch.messages import INTERRUPTED, print_error
+from launch.numbers import NumberParser
 from launch.slurm.errors import NotFound, SlurmRefused
 from megakernel.config import InUse, NotFinite, RunFailed, UserError
 from megakernel.config.errors import REFUSED_BY_DISK
@@ -82,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             parse(sys.argv[1:] if argv is None else argv, args)
+            check_backend()
             status = int(COMMANDS[args.command].run(args))
         except SystemExit as error:
             if isinstance(error.__context__, BrokenPipeError):  # of which Rich makes an exit
@@ -121,9 +125,18 @@ def _is_of_disk(error: Exception) -> bool:
 def _refusal(error: Exception) -> str:
     """What the file system refuses its user can change."""
     assert isinstance(error, OSError)
-    if error.filename is None:
-        return f"the output cannot be written ({error.strerror}); write it to another place, or free space"
-    return f"{error.filename}: {error.strerror}; make it writable, free space or name another place"
+    named = error.filename
+    if named is None:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            named = "the output"
+    remedy = (
+        "shorten it"
+        if error.errno == errno.ENAMETOOLONG
+        else "make it writable, free space or name another place"
+    )
+    return f"{named or 'a file'} cannot be written or read ({error.strerror}); {remedy}"
 
 
 def _unforeseen(error: Exception, args: argparse.Namespace) -> str:
@@ -165,7 +178,7 @@ def _forget_what_cannot_be_printed() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(NumberParser):
     """Says in one line what is wrong, where argparse would print all options before it."""
 
     def error(self, message: str) -> NoReturn:
@@ -173,8 +186,8 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(ExitStatus.USAGE)
 
 
-def parse(argv: Sequence[str], args: argparse.Namespace | None = None) -> argparse.Namespace:
-    """The arguments of one command, in `args`; SystemExit, after a message, where they make no sense."""
+def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argparse.Namespace:
+    """The arguments of one command; SystemExit, after a message, where they make no sense."""
     parser = _Parser(prog="megakernel", description=megakernel.__doc__)
     parser.add_argument("--version", action="version", version=f"megakernel {megakernel.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -187,7 +200,8 @@ def parse(argv: Sequence[str], args: argparse.Namespace | None = None) -> argpar
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
-    args, rest = parser.parse_known_args(argv, args)
+    args = argparse.Namespace() if into is None else into
+    _, rest = parser.parse_known_args(argv, args)
     # argparse gives up on positionals behind an option: `pretrain CONFIG --nproc 2 training.steps=5`.
     unknown = [item for item in rest if item.startswith("-") or not hasattr(args, "overrides")]
     if unknown:

@@ -74,6 +74,8 @@ def _environments(nproc: int, env: Mapping[str, str]) -> Iterator[dict[str, str]
         place = ProcessEnvironment(rank, nproc, rank, nproc, master_port=port)
         # Without OMP_NUM_THREADS each rank takes every core, and they get in each other's way.
         usual = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback, "PYTHONUNBUFFERED": "1"}
+        if rank == 0 and os.isatty(1):
+            usual["FORCE_COLOR"] = "1"  # it writes into a pipe, which this process copies to the terminal
         yield {**usual, **env, **place.variables()}
 
 

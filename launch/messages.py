@@ -4,7 +4,10 @@ import io
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 INTERRUPTED = "interrupted"
 """What is said of Ctrl-C where there is nothing to save."""
@@ -25,6 +28,13 @@ def show_error_lines(lines: Iterable[str]) -> None:
     with suppress(OSError):
         for line in lines:
             print(line, file=sys.stderr, flush=True)
+
+
+def console(**options: Any) -> "Console":
+    """A terminal that shows text as it is: names, paths and messages from outside are no markup."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, **options)
 
 
 class _Courtesy(io.FileIO):

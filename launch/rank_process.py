@@ -1,8 +1,10 @@
 """One rank as a child process, with its log."""
 
 import ctypes
+import io
 import os
 import queue
+import re
 import selectors
 import signal
 import subprocess
@@ -12,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _PR_SET_PDEATHSIG = 1
 _PATIENCE_SECONDS = 5.0
@@ -22,6 +24,26 @@ _LIBC = ctypes.CDLL(None)
 def _die_with_the_launcher() -> None:
     """Runs in the child: a launcher that is killed outright leaves no ranks behind that go on writing."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_OF_A_TERMINAL = re.compile(rb"\x1b\[K[^\r\n]*\r|\x1b\[[0-9;]*[mK]")
+"""A line that another takes the place of, and colours."""
+
+
+class _Lines(io.FileIO):
+    """A file that takes from what was written for a terminal the lines that stay, without their colours."""
+
+    _rest = b""
+
+    def write(self, data: Any, /) -> int:
+        whole, newline, self._rest = (self._rest + bytes(data)).rpartition(b"\n")
+        super().write(_OF_A_TERMINAL.sub(b"", whole) + newline)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().write(_OF_A_TERMINAL.sub(b"", self._rest))
+        super().close()
 
 
 class RankProcess:
@@ -34,7 +56,7 @@ class RankProcess:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, on_console: bool):
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        file = log.open("ab", buffering=0)
+        file = _Lines(log, "ab")
         file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
         self._log_start = file.tell()
         self._process = subprocess.Popen(

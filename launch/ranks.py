@@ -4,11 +4,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from launch import local
 from launch.config_arguments import add_config_arguments
 from launch.environment import joined
 from launch.messages import make_output_a_courtesy
+from launch.numbers import Number
 from megakernel.config import Config, UserError, check_same_run, data_parallel_size
 from megakernel.config.errors import written_to
 from megakernel.parallel.processes import ProcessEnvironment
@@ -21,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument(
         "--nproc",
-        type=int,
+        type=Number(int, most=1_000),
         metavar="N",
         help="processes to start on this machine, one per GPU (default 1); not under torchrun or srun",
     )
@@ -55,4 +57,7 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
     with written_to("run.root", config.run.root):
         logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "launch.cli", args.command, args.config, *args.overrides]
+    processes = f"{world_size} process{'es' * (world_size > 1)}"
+    with suppress(OSError):  # at once, for the libraries take their time
+        os.write(1, f"{args.command}: starting {processes}, logs in {logs}\n".encode())
     return local.run_ranks(command, world_size, logs)

@@ -75,9 +75,9 @@ class Data(Section):
     """Tokens a causal_lm is trained on: all, or of corpora of tasks (`prepare --source task:`) the answers alone."""
 
     index_cache: Path | None = None
-    """Folder of Megatron's sample indices; None takes `.index_cache` inside the first corpus."""
+    """Folder of sample indices, deleted when unused for 30 days; None takes `.index_cache` inside the first corpus."""
 
-    num_workers: int = Field(default=1, ge=0)
+    num_workers: int = Field(default=1, ge=0, le=1_000)
     """Background processes that read samples, per rank; 0 reads in the training process."""
 
     @property

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,9 +89,11 @@ def written_to(key: str, place: object) -> Iterator[None]:
     """Around what goes where a key or option says: UserError, with it, for what the file system refuses."""
     try:
         yield
-    except OSError as error:
-        # Where a folder is to be made, there is none above it, as in /proc.
-        if error.errno not in {*REFUSED_BY_DISK, errno.ENOENT}:
+    except Exception as error:
+        # Rust's libraries have exceptions of their own; a folder cannot be made where there is none above it (/proc).
+        in_rust = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(in_rust[1]) if in_rust else error.errno if isinstance(error, OSError) else None
+        if number not in {*REFUSED_BY_DISK, errno.ENOENT}:
             raise
         named = f"{key} {place}" if key.startswith("-") else f"{key}={place}"
         raise UserError(
@@ -98,10 +101,12 @@ def written_to(key: str, place: object) -> Iterator[None]:
         ) from None
 
 
-def nearest_first(word: str, known: Iterable[str]) -> str:
-    """The known words as a list for a remedy, those most like `word` first."""
+def nearest_first(word: str, known: Iterable[str], most: int | None = None) -> str:
+    """The known words as a list for a remedy, those most like `word` first, and `most` of them at most."""
     likeness = {item: difflib.SequenceMatcher(None, word, item).ratio() for item in known}
-    return ", ".join(sorted(likeness, key=lambda item: -likeness[item]))
+    ordered = sorted(likeness, key=lambda item: (-likeness[item], item))
+    left = len(ordered[most:]) if most is not None else 0
+    return ", ".join(ordered[:most]) + (f" ... ({left} more)" if left else "")
 
 
 def nearest_multiples(value: int, unit: int) -> str:

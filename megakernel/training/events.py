@@ -42,7 +42,7 @@ def in_job(env: Mapping[str, str] = os.environ) -> bool:
 def read(run: Path) -> list[dict[str, Any]]:
     """The events of a run in the order in which they were written; a line cut short by a full disk is left out."""
     try:
-        lines = (run / FILE).read_text(encoding="utf-8").splitlines()
+        lines = (run / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     return [event for line in lines if (event := _parsed(line)) is not None]
@@ -50,6 +50,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
-        return json.loads(line)
+        event = json.loads(line)
     except ValueError:
         return None
+    return event if isinstance(event, dict) and {"time", "event"} <= event.keys() else None

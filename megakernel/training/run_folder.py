@@ -90,8 +90,9 @@ class RunFolder:
         if not self.tokenizer.exists():
             staged = self.tokenizer.with_name(self.tokenizer.name + ".partial")
             shutil.rmtree(staged, ignore_errors=True)
-            shutil.copytree(source, staged)
-            staged.rename(self.tokenizer)
+            with written_to("run.root", self._config.run.root):
+                shutil.copytree(source, staged)
+                staged.rename(self.tokenizer)
         elif tokenizers.load(self.tokenizer).hash != digest:
             raise UserError(
                 f"data.train holds a corpus of another tokenizer ({source}) than the run began with; prepare it with "

@@ -3,8 +3,11 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megakernel.config import Config, UserError, from_yaml
+from megakernel.config.errors import nearest_first
+from megakernel.config.section import Section
 
 from .checkpoint import Checkpoint, step_of
 from .checkpoint_folder import CheckpointFolder
@@ -28,13 +31,40 @@ class TrainedRun:
 
         Raises UserError for a folder that is none of a run, and as `find_checkpoint` does.
         """
-        config_file = folder / "config.yaml"
-        if not config_file.is_file():
+        if not (folder / "config.yaml").is_file():
             raise UserError(
                 f"{folder} is not the folder of a run (it has no config.yaml); {_runs_beside(folder)}"
             )
-        config = from_yaml(config_file.read_text(encoding="utf-8"), str(config_file))
-        return cls(config, find_checkpoint(folder, step))
+        return cls(recorded_config(folder), find_checkpoint(folder, step))
+
+
+def recorded_config(folder: Path) -> Config:
+    """The configuration of a run. Its relative paths count from where the run was started, wherever one looks from.
+
+    That is the folder in which run.root/run.name is the run's, also after it was moved as a whole. Where run.root is
+    absolute, or the run was taken out of it, they count from the working folder.
+    """
+    file = folder / "config.yaml"
+    config = from_yaml(file.read_text(encoding="utf-8"), str(file))
+    here, named = folder.resolve(), config.run.folder
+    if named.is_absolute() or here.parts[-len(named.parts) :] != named.parts:
+        return config
+    start = here.parents[len(named.parts) - 1]
+    if start == Path.cwd():
+        return config
+    return _counted_from(start, config).model_copy(update={"run": config.run})
+
+
+def _counted_from(start: Path, value: Any) -> Any:
+    if isinstance(value, Path):
+        return start / value
+    if isinstance(value, list):
+        return [_counted_from(start, item) for item in value]
+    if isinstance(value, Section):
+        return value.model_copy(
+            update={name: _counted_from(start, getattr(value, name)) for name in type(value).model_fields}
+        )
+    return value
 
 
 def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
@@ -88,5 +118,6 @@ def _at_step(root: Path, step: int) -> Checkpoint:
 
 
 def _runs_beside(folder: Path) -> str:
-    runs = sorted(str(path.parent) for path in folder.parent.glob("*/config.yaml"))
-    return f"choose one of {', '.join(runs)}" if runs else "make one with `megakernel pretrain CONFIG`"
+    runs = [str(path.parent) for path in folder.parent.glob("*/config.yaml")]
+    choice = f"choose one of {nearest_first(str(folder), runs, most=5)}"
+    return choice if runs else "make one with `megakernel pretrain CONFIG`"

@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Model, UserError
+from megakernel.config.errors import written_to
 from megakernel.model import cast
 from megakernel.training.dtypes import DTYPES
 from megakernel.training.run_folder import tokenizer_folder
@@ -53,20 +55,27 @@ def export(
         raise UserError(f"--to {to} is in use; name a new folder")
     tokenizer = tokenizers.load(tokenizer_folder(run_folder))
     source = _Source(run, tokenizer, _DTYPES[dtype or run.config.training.dtype])
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent) as partial:
-        folder = Path(partial) / "model"
-        folder.mkdir()
+    with written_to("--to", to), _appearing_whole(to) as folder:
         save_tokenizer(tokenizer, folder)
         config = source.write_plain(folder) or source.write_own(folder)
         settings = generation_config(run.config, tokenizer, source.words)
         if config["model_type"] == OWN:
             settings.pop("cache_implementation", None)  # of keys and values, of which its state is none
         _write(folder / FILE, settings)
+    return config
+
+
+@contextmanager
+def _appearing_whole(to: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `to` at the end."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent) as partial:
+        folder = Path(partial) / "model"
+        folder.mkdir()
+        yield folder
         if to.exists():
             to.rmdir()
         os.replace(folder, to)
-    return config
 
 
 class _Source:

@@ -72,7 +72,7 @@ class Report:
     """See `Parity`."""
 
     parity_reason: str
-    """Why it is None; empty where it is not."""
+    """Why it is None, or not of all layers."""
 
     identity: Identity | None
     """See `Preflight`."""
@@ -130,7 +130,9 @@ class Report:
         if self.trained_on is not None:
             more = " of the dense model trained on |"
             place = "; the last column, of the gap to what the dense model became on as many tokens"
-        parity = f"not measured: {self.parity_reason}" if self.parity is None else f"{self.parity:.1e}"
+        parity = f"not measured: {self.parity_reason}"
+        if self.parity is not None:
+            parity = f"{self.parity:.1e}" + (f" ({self.parity_reason})" if self.parity_reason else "")
         lines = [
             f"# Up-training {self.config}",
             "",

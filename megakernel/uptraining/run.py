@@ -131,8 +131,7 @@ class Uptraining:
             # Of a number of layers nobody knows yet which they are.
             plan = stages(self.config, keep if isinstance(keep, list) else [], source.model())
             found = preflight(validation, source, wanted_model(self.config, plan))
-            if found.parity.reason:
-                self._note(f"logits are not compared with those of transformers: {found.parity.reason}")
+            self._note(str(found.parity))
         self.ranks.first(lambda: write_whole(self.folder / CONFIG, to_yaml(self.config)))
         if not is_known:
             tree = {"measured_on": samples, "found": found._asdict()}

@@ -1,3 +1,4 @@
+import os
 import shlex
 import subprocess
 import sys
@@ -30,7 +31,9 @@ def test_every_command_explains_itself_with_an_example_that_parses(name, capsys,
     with pytest.raises(SystemExit) as caught:
         main([name, "--help"])
     assert caught.value.code == 0
-    example = capsys.readouterr().out.partition("example:\n  ")[2].splitlines()[0]
+    shown = capsys.readouterr().out
+    assert "%%" not in shown
+    example = shown.partition("example:\n  ")[2].splitlines()[0]
     program, *arguments = shlex.split(example)
     assert (program, arguments[0]) == ("megakernel", name)
     monkeypatch.setattr(COMMANDS[name], "run", lambda args: 0)
@@ -140,6 +143,20 @@ def test_what_nobody_has_foreseen_is_one_line_and_its_traceback_is_in_the_logs(
     assert said == "megakernel: error: KeyError: 'bug'"
     assert Path(file).parent == (tmp_path / "there/logs" if run == "there" else tmp_path)
     assert "Traceback (most recent call last)" in Path(file).read_text()
+
+
+def test_the_doctor_tells_what_sbatch_complains_of(monkeypatch, tmp_path, capsys):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(
+        "#!/bin/sh\necho 'sbatch: fatal: Could not establish a configuration source' >&2\nexit 1\n"
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    assert main(["doctor"]) == ExitStatus.DONE
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "Slurm" in line]
+    assert line.startswith("-  ")
+    assert "sbatch cannot reach Slurm" in line
 
 
 def test_the_doctor_finds_this_machine_fit():

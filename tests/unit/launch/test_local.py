@@ -1,4 +1,6 @@
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .launching import Launch
+from .launching import LAUNCH, REPOSITORY, Launch
 
 
 def test_all_ranks_done_is_done_with_rank_0_on_the_console_and_every_rank_in_its_log(tmp_path):
@@ -22,6 +24,31 @@ def test_nobody_outside_this_machine_reaches_the_ranks(tmp_path):
     launch = Launch(tmp_path, "listen")
     assert launch.finish()[1].splitlines()[1:] == ["['127.0.0.1']"]
     assert launch.log(1).endswith("\n['127.0.0.1']\n")
+
+
+WATCHED = """
+from megakernel.training.console import Console
+console = Console(4, total_tokens=4)
+console.note("begin")
+console.progress(1)
+console.progress(2)
+console.note("end")
+"""
+
+
+def test_a_terminal_has_colours_and_a_line_that_moves_and_the_log_has_lines(tmp_path):
+    (tmp_path / "rank.py").write_text(WATCHED)
+    ours, theirs = pty.openpty()
+    typed = [sys.executable, "-c", LAUNCH, str(tmp_path), "", "1", "60"]
+    env = {**os.environ, "TERM": "xterm"}
+    subprocess.run(typed, cwd=REPOSITORY, env=env, stdout=theirs, check=True, timeout=60)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert shown.count("\n") == 2
+    assert "\x1b[33mbegin\x1b[0m" in shown
+    assert re.search(r"\x1b\[K\S*step 2/4\S*  \S*━{15}╌{15}\S*\r\x1b\[K", shown)
+    assert (tmp_path / "logs/rank_0.log").read_text().splitlines()[1:] == ["begin", "end"]
 
 
 def test_ranks_share_the_cores_unless_told_otherwise(tmp_path, monkeypatch):

@@ -45,7 +45,11 @@ def test_a_reader_who_has_seen_enough_is_no_error(command, monkeypatch, capsys):
         ("{command} nosuch=1 2>&1 | head -n 0", 2, ""),
         ("{command} >&- 2>&- <&- ; exit $?", 0, ""),
         ("{command} nosuch=1 2>&- ; exit $?", 2, ""),
-        ("{command} >/dev/full ; exit $?", 1, "the output cannot be written (No space left on device)"),
+        (
+            "{command} >/dev/full ; exit $?",
+            1,
+            "the output cannot be written or read (No space left on device)",
+        ),
         ("{command} nosuch=1 2>/dev/full ; exit $?", 2, ""),
     ],
 )
