@@ -38,9 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation, token by token."""
     from megakernel.generation import Sampling, generate_text
+    from megakernel.training.trained_run import student
 
     text = generate_text(
-        args.run_folder,
+        student(args.run_folder),
         args.prompt,
         max_new_tokens=args.max_new_tokens,
         sampling=Sampling(args.temperature, args.top_k, args.top_p),

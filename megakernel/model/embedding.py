@@ -63,9 +63,9 @@ class LearnedPositions(AddedPositions):
         rows = settings.model.max_positions
         assert rows is not None
         with drawn_from(settings.seed, "positions"):
-            self.weight = nn.Parameter(
-                torch.randn(rows, settings.model.hidden_size) * settings.model.init_std
-            )
+            weight = torch.empty(rows, settings.model.hidden_size, device=settings.device)
+            self.weight = nn.Parameter(weight)
+            settings.draw(self.weight)
 
     def rows(self, positions: Tensor) -> Tensor:
         """See AddedPositions."""

@@ -29,7 +29,7 @@ def column_linear(
     skip_bias_add: see `apply`. stride: parts of the rows, each of which is shared.
     """
     if isinstance(settings.mesh, OneProcess):
-        return WholeLinear(inputs, outputs, bias, settings.draw)
+        return WholeLinear(inputs, outputs, bias, settings.draw, settings.device)
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     return ColumnParallelLinear(
@@ -48,7 +48,7 @@ def column_linear(
 def row_linear(settings: ModelSettings, inputs: int, outputs: int, *, bias: bool) -> Any:
     """A matrix whose columns tensor ranks share, at the end of a branch; its bias is left to `apply`'s caller."""
     if isinstance(settings.mesh, OneProcess):
-        return WholeLinear(inputs, outputs, bias, settings.draw_output)
+        return WholeLinear(inputs, outputs, bias, settings.draw_output, settings.device)
     from megatron.core.tensor_parallel import RowParallelLinear
 
     return RowParallelLinear(
@@ -73,7 +73,7 @@ def embedding(settings: ModelSettings) -> Any:
     """Token ids (B, N) to (B, N, C), or to (N / tp, B, C) under sequence parallelism."""
     sizes = (settings.embedding_rows, settings.model.hidden_size)
     if isinstance(settings.mesh, OneProcess):
-        weight = torch.empty(sizes)
+        weight = torch.empty(sizes, device=settings.device)
         settings.draw(weight)
         return nn.Embedding.from_pretrained(weight, freeze=False)
     from megatron.core.tensor_parallel import VocabParallelEmbedding
@@ -90,10 +90,12 @@ def embedding(settings: ModelSettings) -> Any:
 class WholeLinear(nn.Linear):
     """What Megatron-core's column and row parallel matrices are in one process, without asking for groups."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, draw: Callable[[Tensor], Any]):
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, draw: Callable[[Tensor], Any], device: str | None
+    ):
         """draw: fills the matrix; the bias begins at 0."""
         self._draw = draw
-        super().__init__(inputs, outputs, bias)
+        super().__init__(inputs, outputs, bias, device)
 
     def reset_parameters(self) -> None:
         """Draw the matrix; nothing else is drawn, so that weights are those of every layout."""

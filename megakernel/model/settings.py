@@ -55,6 +55,9 @@ class ModelSettings:
     lora: Lora | None = None
     """Low-rank updates of the attention's projections; None: there are none."""
 
+    shapes_only: bool = False
+    """Whether matrices take no memory: of a model of one process that is asked for names, shapes and dtypes alone."""
+
     backend: str | None = None
     """Attention backend; None lets the ops decide."""
 
@@ -70,14 +73,19 @@ class ModelSettings:
         return min(max(self.vocab_size - self.mesh.tp.rank * rows, 0), rows)
 
     @property
+    def device(self) -> str | None:
+        """Where matrices are made; None: where torch makes tensors."""
+        return "meta" if self.shapes_only else None
+
+    @property
     def draw(self) -> Callable[[Tensor], Any]:
         """Fills a matrix with numbers of standard deviation init_std."""
-        return partial(nn.init.normal_, std=self.model.init_std)
+        return partial(_draw, std=self.model.init_std)
 
     @property
     def draw_output(self) -> Callable[[Tensor], Any]:
         """The same for a matrix at the end of a branch: smaller, the more branches add up."""
-        return partial(nn.init.normal_, std=self.model.init_std / math.sqrt(2 * self.model.num_layers))
+        return partial(_draw, std=self.model.init_std / math.sqrt(2 * self.model.num_layers))
 
     @property
     def transformer(self) -> "TransformerConfig":
@@ -96,6 +104,11 @@ class ModelSettings:
             # Whole matrices are drawn on the CPU and then cut, so that the layout does not change the numbers.
             use_cpu_initialization=True,
         )
+
+
+def _draw(matrix: Tensor, std: float) -> None:
+    if not matrix.is_meta:  # there is nothing to fill, and torch would import its compiler to say so
+        nn.init.normal_(matrix, std=std)
 
 
 @contextmanager

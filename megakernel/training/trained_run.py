@@ -1,6 +1,7 @@
 """A run as one finds it: its configuration and one of its checkpoints. Loads no torch, so that errors come at once."""
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,20 +86,34 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
 
 
 def stage_folders(folder: Path) -> list[Path]:
-    """The runs inside the folder of an up-training that have saved, its main stages first, the last before others.
-
-    Empty for any other folder.
-    """
+    """The runs inside the folder of an up-training that have saved, in order; empty for any other folder."""
     saved = {
         path: int(number)
         for path in folder.glob("*-*")
         if (number := path.name.partition("-")[0]).isdigit() and any(path.glob("checkpoints/step_*"))
     }
-    return sorted(saved, key=lambda path: (path.name.endswith(_WANTED), saved[path]), reverse=True)
+    return sorted(saved, key=lambda path: saved[path])
 
 
-_WANTED = ("-main", "-length")
-"""Ends of the names of stages that train the model of the up-training's configuration."""
+_CONTROLS = ("-scratch", "-dense")
+"""Ends of the names of stages that are trained for comparison alone."""
+
+
+def student(folder: Path) -> Path:
+    """The run of an up-training's student: its last stage that is finished, controls apart.
+
+    `folder` itself where it is a run, or has no such stage.
+    """
+    if (folder / "checkpoints").is_dir():
+        return folder
+    for stage in reversed(stage_folders(folder)):
+        if stage.name.endswith(_CONTROLS):
+            continue
+        with suppress(UserError):  # of one that cannot be used; what there is instead is said where none can
+            run = TrainedRun.find(stage)
+            if run.checkpoint.step >= run.config.training.steps:
+                return stage
+    return folder
 
 
 def _stages_instead(folder: Path) -> str | None:

@@ -15,6 +15,7 @@ from data_pipeline import tokenizers
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Model, UserError
 from megakernel.config.errors import written_to
+from megakernel.model import cast
 from megakernel.training.dtypes import DTYPES
 from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
@@ -107,7 +108,7 @@ class _Source:
 
     def write_own(self, folder: Path) -> dict[str, Any]:
         """As `MegakernelForCausalLM`."""
-        from .pretrained import MegakernelConfig, MegakernelForCausalLM
+        from .pretrained_config import MegakernelConfig
 
         config = MegakernelConfig(
             model=self.model.model_dump(mode="json"),
@@ -115,21 +116,18 @@ class _Source:
             max_position_embeddings=self.seq_len,
             isolate_documents=self.run.config.data.isolate_documents,
             eos_token_id=self.eod,
-            architectures=[MegakernelForCausalLM.__name__],
+            architectures=["MegakernelForCausalLM"],
+            dtype=self.dtype,
         )
-        with torch.device("meta"):  # its tensors' names and dtypes, without memory
-            like = MegakernelForCausalLM._from_config(config, dtype=self.dtype).state_dict()
+        like = cast(config.language_model(shapes_only=True), self.dtype).state_dict()
         config.save_pretrained(folder)
-        write_tensors(folder, ((name, self._own(name).to(x.dtype)) for name, x in like.items()))
+        write_tensors(folder, ((f"model.{name}", self._read(name).to(x.dtype)) for name, x in like.items()))
         return config.to_dict()
 
     def _theirs(self, parts: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(parts):
             split = parts[name].split(self._read(name))
             yield from zip(parts[name].theirs, (tensor.to(self.dtype) for tensor in split))
-
-    def _own(self, name: str) -> Tensor:
-        return self._read(name.removeprefix("model."))
 
     def _read(self, name: str) -> Tensor:
         tensor = self.tensors.read(name, [WEIGHT])[WEIGHT]

@@ -232,10 +232,8 @@ def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
     assert model.vocab_size is not None
     plain = model.model_copy(update={"vocab_multiple": 1})
-    with torch.device("meta"):
-        built = LanguageModel(ModelSettings(plain, model.vocab_size, OneProcess())).state_dict()
-    # Megatron-core's layers add entries that are no tensors.
-    return {name: tuple(x.shape) for name, x in built.items() if isinstance(x, Tensor)}
+    built = LanguageModel(ModelSettings(plain, model.vocab_size, OneProcess(), shapes_only=True))
+    return {name: tuple(x.shape) for name, x in built.state_dict().items()}
 
 
 def _in_one_layer(name: str, model: Model) -> str:

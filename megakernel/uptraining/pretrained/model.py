@@ -12,12 +12,10 @@ from transformers.utils.generic import can_return_tuple
 
 from megakernel.attention.generator import HiddenLayer
 from megakernel.attention.mixture import KeyMixture
-from megakernel.model import LanguageModel, ModelSettings, cast
 from megakernel.model.layer import TransformerLayer
-from megakernel.parallel import OneProcess
+from megakernel.uptraining.pretrained_config import MegakernelConfig
 
 from .cache import StateCache
-from .configuration import MegakernelConfig
 from .places import Places, read_on
 
 CHUNK = 2048
@@ -39,15 +37,7 @@ class MegakernelForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: MegakernelConfig):
         super().__init__(config)
-        dtype = torch.get_default_dtype()
-        section = config.section.model_copy(update={"vocab_multiple": 1})
-        settings = ModelSettings(section, config.vocab_size, OneProcess())
-        try:
-            torch.set_default_dtype(torch.float32)
-            self.model = LanguageModel(settings)
-        finally:
-            torch.set_default_dtype(dtype)
-        cast(self.model, dtype)
+        self.model = config.language_model()
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -6,7 +6,8 @@ import pytest
 
 from launch.cli import main
 from megakernel.config import UserError, load
-from megakernel.training.trained_run import recorded_config
+from megakernel.training.checkpoint import Progress, write_manifest
+from megakernel.training.trained_run import recorded_config, student
 from megakernel.training.weight_source import WeightSource
 from tests.unit.config import trees
 
@@ -30,15 +31,33 @@ def uptraining(tmp_path):
     "command",
     ["evaluate RUN", "generate RUN --prompt x", "export RUN --to OUT", "export RUN --to OUT --step 3"],
 )
-def test_an_uptraining_names_its_stages_the_model_first(command, uptraining, tmp_path, capsys):
+def test_an_uptraining_names_its_stages_in_order(command, uptraining, tmp_path, capsys):
     words = command.replace("RUN", str(uptraining)).replace("OUT", str(tmp_path / "out")).split()
     assert main(words) == 2
-    stages = ", ".join(str(uptraining / name) for name in ("9-main", "11-scratch", "2-base", "1-transfer"))
+    stages = ", ".join(str(uptraining / name) for name in ("1-transfer", "2-base", "9-main", "11-scratch"))
     said = capsys.readouterr().err
     assert f"has no checkpoint; it is an up-training: give the run of a stage, {stages}" in said
     assert said.count("\n") == 1
     with pytest.raises(UserError, match="it is an up-training: give the run of a stage, "):
         WeightSource.find("init.from", uptraining)
+
+
+@pytest.mark.parametrize(
+    ("steps", "chosen"),
+    [
+        ({"1-transfer": 4, "2-base": 4, "9-main": 4, "11-scratch": 4}, "9-main"),
+        ({"1-transfer": 4, "2-base": 4, "9-main": 3}, "2-base"),
+        ({"1-transfer": 3}, None),
+    ],
+)
+def test_the_student_is_the_last_stage_that_is_finished(steps, chosen, tmp_path):
+    for stage, step in steps.items():
+        checkpoint = tmp_path / stage / "checkpoints" / f"step_{step}"
+        checkpoint.mkdir(parents=True)
+        trees.file(tmp_path / stage, "config.yaml", training={"steps": 4})
+        write_manifest(checkpoint, Progress(step, step, step, {}, {}), {})
+    assert student(tmp_path) == (tmp_path if chosen is None else tmp_path / chosen)
+    assert student(tmp_path / "1-transfer") == tmp_path / "1-transfer"
 
 
 def test_a_run_that_has_not_saved_is_to_train_on(tmp_path):

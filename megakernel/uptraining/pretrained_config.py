@@ -1,11 +1,17 @@
-"""config.json of an exported model: our model section, and what others ask of a configuration."""
+"""config.json of an exported model: our model section, and what others ask of a configuration.
+
+Not in `pretrained/`, whose import loads the models of `transformers`: an export needs none of them.
+"""
 
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from megakernel.config import Model, UserError, validate_section
+from megakernel.model import LanguageModel, ModelSettings, cast
+from megakernel.parallel import OneProcess
 from megakernel.uptraining.dense.families import OWN
 
 CODE_FILE = "modeling_megakernel.py"
@@ -80,6 +86,18 @@ class MegakernelConfig(PreTrainedConfig):
         if self.model is None:
             raise UserError("config.json has no `model`; export the run again with `megakernel export`")
         return validate_section(Model, self.model, "config.json: model")
+
+    def language_model(self, *, shapes_only: bool = False) -> LanguageModel:
+        """The layers, in torch's default dtype as a run casts them; drawn in float32, or without memory."""
+        section = self.section.model_copy(update={"vocab_multiple": 1})
+        dtype = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float32)
+            settings = ModelSettings(section, self.vocab_size, OneProcess(), shapes_only=shapes_only)
+            model = LanguageModel(settings)
+        finally:
+            torch.set_default_dtype(dtype)
+        return cast(model, dtype)
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Write config.json and, beside it, the code that `trust_remote_code=True` runs."""
