@@ -95,8 +95,9 @@ def run(args: argparse.Namespace) -> int:
         add_bos=args.add_bos,
     )
     stderr = console(stderr=True)
-    # An orderly exit, so that a prepare ended by a scheduler leaves no half-made folder.
-    previous = signal.signal(signal.SIGTERM, _exit_on_term)
+    # An orderly exit, so that a prepare ended by a scheduler or with its terminal leaves no half-made folder.
+    ends = [end for end in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(end) != signal.SIG_IGN]
+    previous = {end: signal.signal(end, _exit_on_term) for end in ends}
     try:
         with warnings.catch_warnings():
             # Megatron tells every process that imports it which GPU libraries are absent.
@@ -105,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
                 request, args.out, workers=args.workers, overwrite=args.overwrite, console=stderr
             )
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for end, handler in previous.items():
+            signal.signal(end, handler)
     if manifest is None:
         said = f"{args.out} is already prepared with these arguments; nothing to do"
     else:
