@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.byte_level import is_byte_level
+from data_pipeline.hub import unreachable
 from megakernel.config.errors import UserError
 
 BPE_EOD = "<|endoftext|>"
@@ -17,7 +19,8 @@ PIXEL_FILE = "pixel_tokenizer.json"
 UNKNOWN_WORD = "<|unknown|>"
 ADD_BOS = "add_bos"
 """Key of tokenizer_config.json under which `Tokenizer.add_bos` is kept."""
-
+MOST_MERGED = 4_000_000
+"""Ids of a BPE: its trainer ends the process where it cannot allocate room for all of them at once."""
 # Digits, spaces, line ends, accents, wide scripts and an emoji: tokenizers that split, normalize or merge
 # differently give other ids, however their files are written.
 _PROBE = "def f(x):\n\treturn  x+1 # 3.14, don't\r\nÀ é ü ß Ω 漢字 한 👍🏽 \u00a0 <|endoftext|>"
@@ -206,7 +209,13 @@ def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
     try:
         # Given, so that no config.json is looked at that names code to run: a tokenizer needs none of it.
         config = PreTrainedConfig() if _names_code(Path(folder)) else None
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder),
+            config=config,
+            trust_remote_code=False,
+            local_files_only=unreachable(str(folder), "model")
+            is not None,  # what was fetched before is still found
+        )
     # transformers tells a missing file, an unreachable hub and a malformed file by many types.
     except Exception as error:
         raise UserError(
@@ -291,8 +300,12 @@ def make(
         return train_words(_up_to(documents, sample_characters))
     if name != "bpe":
         return load(spec, add_bos=add_bos, own_rule=True)
-    if not size.isdecimal() or int(size) < 257:
-        raise UserError(f"--tokenizer {spec}: a byte-level BPE needs a size of at least 257; write bpe:8192")
+    if not re.fullmatch("[0-9]{1,9}", size) or not 257 <= int(size) <= MOST_MERGED:
+        shown = spec if len(spec) < 40 else f"{spec[:40]}..."
+        raise UserError(
+            f"--tokenizer {shown}: a byte-level BPE needs a size of at least 257 and at most {MOST_MERGED:,}; "
+            "write bpe:8192"
+        )
     return train_bpe(_up_to(documents, sample_characters), int(size))
 
 

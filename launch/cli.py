@@ -45,8 +45,8 @@ from launch import (
 )
 from launch.environment import check_backend
 from launch.exit_status import ExitStatus
-from launch.numbers import NumberParser
 from launch.messages import INTERRUPTED, make_courtesies, print_error
+from launch.numbers import NumberParser
 from launch.slurm.errors import NotFound, SlurmRefused
 from megakernel.config import InUse, NotFinite, RunFailed, UserError
 from megakernel.config.errors import REFUSED_BY_DISK
