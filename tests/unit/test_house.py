@@ -1,5 +1,6 @@
 """The rules of living in this house that a machine can hold."""
 
+import ast
 import configparser
 import re
 import subprocess
@@ -68,6 +69,20 @@ def test_no_page_outside_of_the_repository_is_cited():
     texts = [path for path in files if path.endswith((".py", ".md", ".yaml", ".cfg", ".txt", ".sbatch"))]
     found = [path for path in texts if outside.search((REPOSITORY / path).read_text(encoding="utf-8"))]
     assert [path for path in found if path != "tests/unit/test_house.py"] == []
+
+
+def test_one_file_alone_patches_another_library():
+    ours = {*ROOMS, *sys.stdlib_module_names}
+    patching = set()
+    for path in SOURCES:
+        nodes = list(ast.walk(ast.parse((REPOSITORY / path).read_text())))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        theirs = {name.split(".")[0] for name in names} - ours
+        for node in nodes:
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Attribute) and ast.unparse(target).split(".")[0] in theirs:
+                    patching.add(str(path))
+    assert patching == {"megakernel/parallel/device.py"}
 
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
