@@ -38,6 +38,7 @@ _FUNCTION = (
     "norm_eps",
     "qk_norm",
     "parallel_residual",
+    "normalized_residual",
     "position",
     "rotary_share",
     "tie_embeddings",
