@@ -131,8 +131,9 @@ def compared(ours: Tensor, named: str, folder: Path, config: "PreTrainedConfig |
 
     config: instead of its config.json. Raises UserError where it cannot, for another reason than memory.
     """
+    _, length, words = ours.shape
     try:
-        theirs = _reference_logits(folder, config, made_tokens(*ours.shape[1:], ours.device), named)
+        theirs = _reference_logits(folder, config, made_tokens(length, words, ours.device), named)
     except MemoryError as error:  # more than its weights, or memory that others took meanwhile
         return Parity(None, f"transformers ran out of memory ({error})")
     return Parity(float((ours - theirs).abs().max() / theirs.abs().max()))
