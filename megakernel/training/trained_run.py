@@ -85,6 +85,23 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     return found.checkpoint
 
 
+def finished(config: Config) -> str | None:
+    """A line that says so of a run that has its last checkpoint; None of one that is still to train.
+
+    Raises UserError where there are checkpoints and none is good.
+    """
+    folder, steps = config.run.folder, config.training.steps
+    found = CheckpointFolder(folder / "checkpoints", keep=1).newest_good().checkpoint
+    if found is None or found.step < steps:
+        return None
+    return is_done(folder, found.step, steps)
+
+
+def is_done(folder: Path, done: int, steps: int) -> str:
+    """What is said of a run that has nothing left to train."""
+    return f"{folder} is done: {done} of {steps} steps; raise training.steps to train on"
+
+
 def stage_folders(folder: Path) -> list[Path]:
     """The runs inside the folder of an up-training that have saved, in order; empty for any other folder."""
     saved = {

@@ -38,6 +38,7 @@ from .schedule import learning_rate
 from .stop import Stop
 from .stop_requests import StopRequests
 from .throughput import Throughput
+from .trained_run import is_done
 from .watchdog import Watchdog
 
 
@@ -84,9 +85,7 @@ class Trainer:
         steps = self.config.training.steps
         done = self._begin()
         if done >= steps:
-            self._note(
-                f"{self.folder.path} is done: {done} of {steps} steps; raise training.steps to train on"
-            )
+            self._note(is_done(self.folder.path, done, steps))
             return Stop.NONE
         self._introduce(done)
         with ExitStack() as stack:
