@@ -64,9 +64,10 @@ def run(args: argparse.Namespace) -> int:
         text = args.prompt if args.prompt_file is None else _read("--prompt-file", args.prompt_file)
         rows = [{"prompt": text}]
     from megakernel.generation import Sampling, generate_texts
+    from megakernel.training.trained_run import student
 
     texts = generate_texts(
-        args.run_folder,
+        student(args.run_folder),
         [row["prompt"] for row in rows],
         max_new_tokens=args.max_new_tokens,
         sampling=Sampling(args.temperature, args.top_k, args.top_p),

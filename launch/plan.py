@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.config_arguments import add_config_arguments, load_config
+from launch.messages import console
 from launch.numbers import Number
 from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu
@@ -84,8 +85,6 @@ def _write_page(
     at: int,
     gpu: Gpu,
 ) -> None:
-    from rich.console import Console
-
     from megakernel.analysis.planning.page import page
 
     given = [args.config, *args.overrides, "--gpus", args.gpus, "--gpu", args.gpu]
@@ -93,7 +92,7 @@ def _write_page(
         value = getattr(args, option)
         given += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
     command = shlex.join(["megakernel", "plan", *given])
-    with Console(stderr=True).status("planning"):
+    with console(stderr=True).status("planning"):
         text = page(config, *vocabulary, counts, at, gpu, command)
     args.page.parent.mkdir(parents=True, exist_ok=True)
     args.page.write_text(text, encoding="utf-8")

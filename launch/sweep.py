@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
     )
     parser.add_argument(
-        "--array", metavar="[SPEC]%%K", help="at most K at a time, and which points (default: all at once)"
+        "--array", metavar="[SPEC]%K", help="at most K at a time, and which points (default: all at once)"
     )
     add_outcome_options(parser)
 

@@ -131,6 +131,14 @@ class Cluster(Section):
             has_option = name.replace("-", "_") in type(self).model_fields or name in _OTHER_OPTIONS
             if has_option and value is not None:
                 yield Problem(f"sbatch.{name}", value, "has an option of its own", f"give --{name}")
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+                yield Problem(
+                    "sbatch", repr(name), "is no name of an option", "write its long name without --"
+                )
+        for key, text in _texts(self.model_dump(exclude={"setup"})):
+            if not text.isprintable():
+                reason = "has a character that cannot be printed, where a script would break"
+                yield Problem(key, repr(text), reason, "write it on one plain line")
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 yield Problem("environment", name, "is no name of a variable", "write NAME=VALUE")
@@ -145,6 +153,15 @@ class Cluster(Section):
             for key, given in ignored.items():
                 if given:
                     yield Problem(key, given, reason, "leave it out or set executor to slurm")
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a tree, with its key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
 
 
 def load_cluster(path: Path, changes: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Cluster:

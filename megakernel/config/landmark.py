@@ -1,4 +1,4 @@
-"""Attention through landmarks of a whole row: Skyformer and Nyströmformer (MECHANISMS section 5)."""
+"""Attention through landmarks of a whole row: Skyformer and Nyströmformer (docs/formulas.md, 5)."""
 
 from collections.abc import Iterator
 from typing import Literal

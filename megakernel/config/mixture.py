@@ -1,4 +1,4 @@
-"""Mixture keys: several keys at one position (MECHANISMS section 6)."""
+"""Mixture keys: several keys at one position (docs/formulas.md, 6)."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal

@@ -10,7 +10,7 @@ import torch
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, UserError
-from megakernel.parallel.device import prepare_device
+from megakernel.parallel.device import choose_device
 from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
 
@@ -36,7 +36,8 @@ def generate_text(
 
     Args:
         folder: folder of the run.
-        prompt: text to continue. An empty one is a new document: the model then continues its end-of-document token.
+        prompt: text to continue. An empty one is a new document: the model then continues BOS, or where documents do
+            not begin with it the end of the document before.
         max_new_tokens: most tokens to add.
         sampling: how tokens are drawn.
         seed: of the draws; the same arguments give the same text.
@@ -72,11 +73,11 @@ def generate_texts(
         raise UserError(
             f"model.kind={run.config.model.kind} of {folder} continues no text; give a run of a causal_lm"
         )
-    tokenizer = tokenizers.load(tokenizer_folder(folder))
+    tokenizer = tokenizers.load(tokenizer_folder(folder), add_bos=run.config.data.add_bos)
     tokens = []
     for prompt in prompts:
         _check_text(prompt)
-        tokens.append(tokenizer.encode(prompt) or [tokenizer.eod])
+        tokens.append(tokenizer.prompt(prompt))
         check_positions(run.config, len(tokens[-1]), max_new_tokens, "max_new_tokens")
     return _generate(run, tokenizer, tokens, max_new_tokens, sampling, seed)
 
@@ -98,21 +99,20 @@ def _generate(
     sampling: Sampling,
     seed: int,
 ) -> Iterator[Iterator[str]]:
-    # Megatron-core and DeepSpeed look for a device, and say so, when they are imported.
-    device = prepare_device("cpu" if run.config.training.device == "cpu" else "auto", local_rank=0)
     from megakernel.training.one_process import one_process_model
 
-    with one_process_model(run, tokenizer.vocab_size, device) as model:
-        for prompt in prompts:
-            yield continued(
-                model,
-                tokenizer,
-                prompt,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                seed=seed,
-                isolate_documents=run.config.data.isolate_documents,
-            )
+    device = choose_device("cpu" if run.config.training.device == "cpu" else "auto")
+    model = one_process_model(run, tokenizer.vocab_size, device)
+    for prompt in prompts:
+        yield continued(
+            model,
+            tokenizer,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            isolate_documents=run.config.data.isolate_documents,
+        )
 
 
 def continued(

@@ -54,9 +54,10 @@ class CheckpointFolder:
         """
         return self._ranks.first(self._newest_good)
 
-    def save(self, progress: Progress, write: Callable[[Path], None]) -> Path:
+    def save(self, progress: Progress, write: Callable[[Path], None], prune: bool = True) -> Path:
         """Save a checkpoint and give its folder; a good one of the same step is left as it is.
 
+        prune: delete those that are too old; else they wait for the next save.
         write: called on every rank with the folder to fill (it exists). It must return or raise on every
         rank even where one of them cannot write.
         Raises SaveFailed, alike on all ranks; what was saved before, and `latest`, are then untouched.
@@ -72,7 +73,8 @@ class CheckpointFolder:
         except OSError as error:
             reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
             raise SaveFailed(self._ranks.first(lambda: self._give_up(final.name, reason))) from None
-        self._ranks.first(lambda: self._prune(progress.step))
+        if prune:
+            self._ranks.first(lambda: self._prune(progress.step))
         return final
 
     def _remove_leftovers(self) -> list[Path]:

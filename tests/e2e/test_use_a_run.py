@@ -12,6 +12,7 @@ from launch.cli import main
 from launch.exit_status import ExitStatus
 from megakernel.evaluation import evaluate_run
 from megakernel.generation import Sampling, generate_text
+from tests.disk import files_of_at_most
 from tests.distributed.training_run import metrics, train, write_config
 
 SEQ_LEN = 128
@@ -270,3 +271,11 @@ def test_what_cannot_be_is_one_line_with_the_remedy(folder, command, explanation
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("megakernel: error: ")
     assert explanation in line
+
+
+def test_an_export_to_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, capsys):
+    with files_of_at_most(20_000):
+        assert main(["export", str(run), "--to", str(tmp_path / "model")]) == ExitStatus.USAGE
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith(f"megakernel: error: --to {tmp_path / 'model'} cannot be written (")
+    assert list(tmp_path.iterdir()) == []

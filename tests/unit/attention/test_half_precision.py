@@ -1,4 +1,4 @@
-"""Property 8 of MECHANISMS section 8: bf16 inputs of scale 10 on rows of 65,536 tokens."""
+"""Property 8 of docs/formulas.md, 8: bf16 inputs of scale 10 on rows of 65,536 tokens."""
 
 import pytest
 import torch
