@@ -214,7 +214,9 @@ def _reference_logits(folder: Path, config: "PreTrainedConfig | None", tokens: T
     logging.set_verbosity_error()  # a part leaves weights alone
     try:
         given = {} if config is None else {"config": config}
-        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **given)
+        reference = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, **given
+        )
         reference.config.return_dict = True
         logits: Tensor = reference.to(tokens.device).eval()(tokens).logits
     # It reads configurations of any kind, with code of their own and libraries that need not be there.

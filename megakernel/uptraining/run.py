@@ -59,12 +59,13 @@ class Uptraining:
         folder = self.config.init.source
         assert folder is not None
         # What is not there or does not fit is said before anything is written, and not when a stage begins with it.
-        source = self.ranks.first(lambda: WeightSource.find("init.from", folder))
+        source = WeightSource.find("init.from", folder, self.ranks)
+        corpora = Corpora(self.config.data)
         # What there is to remark on its tokenizer, the first stage says.
-        self.ranks.first(lambda: source.check_tokenizer(Corpora(self.config.data)))
+        self.ranks.first(lambda: source.check_tokenizer(corpora))
         moments = self.config.init.moments
         if moments is not None and self._reads(moments, source):
-            self.ranks.first(lambda: find_moments(moments))
+            find_moments(moments, self.ranks)
         self.ranks.first(self._open)
         validation = Validation(self.config, self.mesh)
         before = self._before(validation, source)
