@@ -14,6 +14,7 @@ from megakernel.training.ranks import Ranks
 from megakernel.training.resume import find_moments
 from megakernel.training.run_folder import RunFolder
 from megakernel.training.run_lock import RunLock
+from megakernel.training.trained_run import student
 from megakernel.training.trainer import Trainer
 from megakernel.training.weight_source import WeightSource
 from megakernel.training.whole_file import write_whole
@@ -91,6 +92,11 @@ class Uptraining:
         if self.config.logging.tensorboard:
             self.ranks.first(lambda: write_events(report, RunFolder(self.config).tensorboard))
         self._note(report.markdown())
+        evaluate, export = (
+            f"evaluate {student(self.folder)}",
+            f"export {self.folder} --to models/{self.folder.name}",
+        )
+        self._note(f"done; next: megakernel {evaluate}   megakernel {export}")
         return 0
 
     def _reads(self, moments: Path, source: WeightSource) -> bool:
