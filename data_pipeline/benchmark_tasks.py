@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from data_pipeline.generated import Generated, Task
 from data_pipeline.glue import TASKS as GLUE
 from data_pipeline.glue import Glue
 from data_pipeline.lra.image import Image
-from data_pipeline.lra.listops import ListOps
+from data_pipeline.lra.listops import ListOps, PublishedListOps
 from data_pipeline.lra.pathfinder import Pathfinder
 from data_pipeline.lra.retrieval import Retrieval
 from data_pipeline.lra.text import Text
@@ -20,6 +21,7 @@ OPTION = "--source"
 
 GENERATED: dict[str, type[Task]] = {task.NAME: task for task in (ListOps, Pathfinder, Sparsity)}
 READ: dict[str, Callable[[str], Source]] = {
+    "lra:listops": PublishedListOps,
     "lra:text": Text,
     "lra:retrieval": Retrieval,
     "lra:image": Image,
@@ -30,13 +32,15 @@ READ: dict[str, Callable[[str], Source]] = {
 def open_benchmark(spec: str, seed: int, workers: int) -> Source:
     """The source of `lra:TASK...`, `glue:TASK:WHERE` or `sparsity[:OPTIONS]`.
 
-    What is made takes options key=value,... and depends on seed; what is read takes a folder or hf:NAME. Raises
-    UserError for a task that is none of them, for wrong options, and for folders that do not hold it.
+    What is made takes options key=value,... and depends on seed; what is read takes a folder or hf:NAME; lra:listops
+    takes either. Raises UserError for a task that is none of them, for wrong options, and for folders that do not
+    hold it.
     """
     family, _, rest = spec.partition(":")
     task, _, where = rest.partition(":")
     name, rest = (family, rest) if family == "sparsity" else (f"{family}:{task}", where)
-    if name in GENERATED:
+    is_read = name in READ and bool(rest) and ("=" not in rest or Path(rest).is_dir())
+    if name in GENERATED and not is_read:
         texts = options_of(name, rest, OPTION) if rest else {}
         return Generated(make(GENERATED[name], name, texts, OPTION), seed, workers)
     if name not in READ:

@@ -52,6 +52,7 @@ class Corpora:
         ]
         _check_one_tokenizer(self.train, "data.train", self.train[0])
         _check_one_tokenizer(self.validation, validation_key, self.train[0])
+        self._add_bos = data.add_bos
 
     @property
     def vocab_size(self) -> int:
@@ -62,6 +63,11 @@ class Corpora:
     def eod(self) -> int:
         """The token that ends documents."""
         return self.train[0].manifest.tokenizer.eod
+
+    @property
+    def bos(self) -> int | None:
+        """The token that every document begins with; None where there is none."""
+        return self.train[0].manifest.tokenizer.bos
 
     @property
     def tokenizer_hash(self) -> str:
@@ -75,8 +81,8 @@ class Corpora:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The corpora's tokenizer."""
-        return tokenizers.load(self.tokenizer_folder)
+        """The corpora's tokenizer, with data.add_bos."""
+        return tokenizers.load(self.tokenizer_folder, add_bos=self._add_bos)
 
     def bytes_per_token(self, split: str) -> float:
         """UTF-8 bytes of text per token, each corpus by its share of the tokens.
@@ -139,4 +145,10 @@ def _check_one_tokenizer(corpora: Iterable[PreparedCorpus], key: str, first: Pre
                 f"{key}={corpus.folder} was prepared with another tokenizer ({mine.kind}, "
                 f"{mine.vocab_size} ids) than {first.folder} ({other.kind}, {other.vocab_size} ids); "
                 f"prepare it with --tokenizer {first.folder / 'tokenizer'}"
+            )
+        if corpus.manifest.tokenizer.bos != first.manifest.tokenizer.bos:
+            flag = "--no-add-bos" if first.manifest.tokenizer.bos is None else "--add-bos"
+            raise UserError(
+                f"{key}={corpus.folder} begins documents with token {corpus.manifest.tokenizer.bos}, {first.folder} "
+                f"with {first.manifest.tokenizer.bos} (None: no BOS); prepare it with {flag}"
             )

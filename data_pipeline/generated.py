@@ -17,8 +17,8 @@ _CHUNK = 200
 """Examples that a process makes at a time: a second's work at most."""
 
 
-Count = Annotated[int, Field(ge=0, description="Examples of the split")]
-Some = Annotated[int, Field(ge=1, description="Examples of the split")]
+Count = Annotated[int, Field(ge=0, le=1_000_000_000, description="Examples of the split")]
+Some = Annotated[int, Field(ge=1, le=1_000_000_000, description="Examples of the split")]
 
 
 class Task(Section):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data_pipeline.document import Columns, Document, Label
 from data_pipeline.published import Published
-from data_pipeline.sources import hub_documents
+from data_pipeline.sources import class_of, hub_documents, tsv_names, tsv_rows
 from megakernel.config.errors import UserError
 
 
@@ -87,18 +87,16 @@ class Glue(Published):
 
     def _rows(self, file: Path) -> Iterator[Document]:
         form = self._form
-        with file.open(encoding="utf-8", newline="\n") as lines:
-            names = form.names or tuple(next(lines, "").rstrip("\r\n").split("\t"))
-            if missing := [name for name in (*form.texts, form.label) if name not in names]:
-                raise UserError(
-                    f"{file} has no column {missing[0]!r} among {', '.join(names)}; give the file of GLUE"
-                )
-            for line in lines:
-                values = dict(zip(names, fields := line.rstrip("\r\n").split("\t")))
-                if len(fields) != len(names) or (label := self._label(values[form.label])) is None:
-                    self.skipped["no labelled sentences"] += 1
-                    continue
-                yield Document(tuple(values[name] for name in form.texts), label)
+        names = form.names or tsv_names(file)
+        if missing := [name for name in (*form.texts, form.label) if name not in names]:
+            raise UserError(
+                f"{file} has no column {missing[0]!r} among {', '.join(names)}; give the file of GLUE"
+            )
+        for row in tsv_rows(file, names, headed=not form.names):
+            if row is None or (label := self._label(row[form.label])) is None:
+                self.skipped["no labelled sentences"] += 1
+            else:
+                yield Document(tuple(row[name] for name in form.texts), label)
 
     def _label(self, text: str) -> Label | float | None:
         """A class, a number, or None for neither. MNLI writes - where its annotators did not agree."""
@@ -107,6 +105,4 @@ class Glue(Published):
                 return float(text)
             except ValueError:
                 return None
-        if text.isdecimal():
-            return int(text)
-        return None if text in ("", "-") else text
+        return None if text in ("", "-") else class_of(text)

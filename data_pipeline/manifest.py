@@ -53,7 +53,7 @@ class SplitRecord(_Record):
     documents: int
 
     tokens: int
-    """The end of each document included."""
+    """The end of each document included, and its BOS where it has one."""
 
     bytes: int
     """Of text, in UTF-8."""
@@ -72,6 +72,9 @@ class TokenizerRecord(_Record):
     vocab_size: int
     eod: int
     hash: str
+
+    bos: int | None = None
+    """What every document begins with; None: nothing, as in folders of earlier versions, which do not say so."""
 
 
 class LabelsRecord(_Record):

@@ -29,7 +29,7 @@ from data_pipeline.manifest import FILE as MANIFEST
 from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
 from data_pipeline.sources import BENCHMARKS, HUB, Source, open_source
 from data_pipeline.tokenizers import Tokenizer
-from megakernel.config.errors import UserError
+from megakernel.config.errors import UserError, written_to
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class Request:
     max_documents: int | None = None
     """Read no more than these first documents."""
 
+    add_bos: bool | None = None
+    """Whether documents begin with the tokenizer's BOS; None: as its own rule says."""
+
     @property
     def columns(self) -> Columns:
         """What is read of a table."""
@@ -93,7 +96,9 @@ def prepare(
         raise UserError(
             f"--second-text-key {request.second_text_key} needs labels beside it; add --labels KEY"
         )
-    if out.exists():
+    with written_to("--out", out):
+        is_there = out.exists()
+    if is_there:
         _check_prepared(out)
         if not overwrite:
             _check_made_by(request, out)
@@ -110,10 +115,10 @@ def prepare(
         raise UserError(
             f"--source {' '.join(request.source)} has no end; say how many with --max-documents N"
         )
-    with _appearing_whole(out) as folder:
+    with written_to("--out", out), _appearing_whole(out) as folder:
         with console.status("tokenizer"):
             texts = (text for document in _documents(source, request) for text in document.texts)
-            tokenizer = tokenizers.make(request.tokenizer, texts)
+            tokenizer = tokenizers.make(request.tokenizer, texts, add_bos=request.add_bos)
             tokenizer.save(folder / "tokenizer")
         source.encoded_by(tokenizer)
         splits, labels = _write_splits(source, request, tokenizer, workers, folder, console)
@@ -121,7 +126,11 @@ def prepare(
             source=source.describe(),
             arguments=request.arguments(),
             tokenizer=TokenizerRecord(
-                kind=tokenizer.kind, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, hash=tokenizer.hash
+                kind=tokenizer.kind,
+                vocab_size=tokenizer.vocab_size,
+                eod=tokenizer.eod,
+                hash=tokenizer.hash,
+                bos=next(iter(tokenizer.prefix), None),
             ),
             splits=splits,
             labels=labels,
@@ -210,6 +219,8 @@ def _check_prepared(out: Path) -> None:
 def _check_made_by(request: Request, out: Path) -> None:
     manifest = Manifest.read(out)
     wanted = request.arguments()
+    if wanted["add_bos"] == (manifest.tokenizer.bos is not None):  # also in what says nothing of it
+        del wanted["add_bos"]
     changed = [key for key, value in wanted.items() if manifest.arguments.get(key) != value]
     if changed:
         key = changed[0]

@@ -11,8 +11,11 @@ piece of a sequence should read that piece.
 """
 
 import os
+import re
 import shutil
+import time
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +31,14 @@ from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.packing import Packing, packing
 from data_pipeline.token_files import scored_prefix
 from megakernel.config.errors import UserError
+
+MOST_PASSES = 10_000
+"""Over a corpus, each with an index of its own: more teach nothing, and fill a disk with small files."""
+
+_UNUSED_DAYS = 30
+"""After which no start of a run has used an index and it is deleted; a run that reads it after all makes it again."""
+
+_INDEX_NAME = re.compile(r"\w+-[0-9a-f]{16}-length\d+-seed\d+-epoch\d+(\.partial-\d+)?")
 
 _OPEN_EPOCHS = 2
 """A batch straddles two epochs at most, unless an epoch is shorter than a batch."""
@@ -78,27 +89,63 @@ class CorpusSamples:
             self._scored = IndexedDataset(str(scored_prefix(corpus.prefix(split))))
         self._epochs: OrderedDict[int, GPTDataset] = OrderedDict()
         self.per_epoch = (corpus.record(split).tokens - 1) // seq_len
+        self.bos = corpus.manifest.tokenizer.bos
 
     def build(self, samples: int) -> None:
-        """Make the indices of the first `samples` samples, those that are not there yet."""
-        for epoch in range(-(-samples // self.per_epoch)):
-            folder = self._index_folder(epoch)
-            if folder.is_dir():
-                _check_arrays(folder)
-                continue
-            partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-            try:
-                self._dataset(epoch, partial)
-                partial.rename(folder)
-            except OSError as error:
-                # Another job that built the same index meanwhile has built the same files.
-                if not folder.is_dir():
-                    raise UserError(
-                        f"data.index_cache={self._cache} cannot be written ({error.strerror}); "
-                        "set it to a writable folder"
-                    ) from error
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+        """Make the indices of the first `samples` samples, those that are not there yet, and delete unused ones.
+
+        Raises UserError for more passes over the corpus than MOST_PASSES, or than the disk has room for.
+        """
+        passes = -(-samples // self.per_epoch)
+        self._check_room(samples, passes)
+        for epoch in range(passes):
+            self._build(epoch)
+        _delete_unused(self._cache)
+
+    def _check_room(self, samples: int, passes: int) -> None:
+        missing = sum(not self._index_folder(epoch).is_dir() for epoch in range(min(passes, MOST_PASSES)))
+        needed = missing * self.index_bytes
+        cache = self._cache.absolute()
+        free = shutil.disk_usage(next(place for place in (cache, *cache.parents) if place.is_dir())).free
+        if passes > MOST_PASSES:
+            reason = f"more than the {MOST_PASSES:,} that are indexed"
+        elif needed > free:
+            sizes = (
+                f"{needed / 1e6:,.1f} MB of data.index_cache={self._cache}, where {free / 1e6:,.1f} are free"
+            )
+            reason = f"whose indices take {sizes}"
+        else:
+            return
+        raise UserError(
+            f"training.steps x training.global_batch_size ask {self._corpus.folder} for {samples:,} rows of "
+            f"{self._seq_len} tokens, {passes:,} passes over it, {reason}; lower one of the two, or prepare more text"
+        )
+
+    @property
+    def index_bytes(self) -> int:
+        """What the index of one epoch takes on the disk, in whole blocks of its four small files at least."""
+        return 4 * len(self._tokens) + 12 * self.per_epoch + 4 * 4096
+
+    def _build(self, epoch: int) -> None:
+        folder = self._index_folder(epoch)
+        if folder.is_dir():
+            _check_arrays(folder)
+            with suppress(OSError):  # of a cache that is only read
+                os.utime(folder)
+            return
+        partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+        try:
+            self._dataset(epoch, partial)
+            partial.rename(folder)
+        except OSError as error:
+            # Another job that built the same index meanwhile has built the same files.
+            if not folder.is_dir():
+                raise UserError(
+                    f"data.index_cache={self._cache} cannot be written ({error.strerror}); "
+                    "set it to a writable folder"
+                ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
     def __getitem__(self, index: int) -> Tensor:
         """Sample `index`: (seq_len + 1,) int64."""
@@ -125,17 +172,18 @@ class CorpusSamples:
         return Piece(tokens, start - max(int(begins[begun]), int(offset)), scored)
 
     def others(self, index: int, length: int, rng: np.random.Generator) -> Tensor:
-        """So many tokens (length,) of documents drawn among those that sample `index` has no part of, without ends.
+        """So many tokens (length,) of documents drawn among those that sample `index` has no part of.
 
-        Raises UserError where the sample has a part of each.
+        Without BOS and ends. Raises UserError where the sample has a part of each.
         """
         epoch, row = divmod(index, self.per_epoch)
         plan = self._epoch(epoch)
         place = plan.shuffle_index[row]
         (first, _), (last, _) = plan.sample_index[place], plan.sample_index[place + 1]
         own = set(plan.document_index[first : last + 1].tolist())
-        # A document may be its end alone.
-        if not (np.delete(self._tokens.sequence_lengths, list(own)) > 1).any():
+        first_token = int(self.bos is not None)
+        # A document may have no token of its own.
+        if not (np.delete(self._tokens.sequence_lengths, list(own)) > first_token + 1).any():
             raise UserError(
                 f"{self._corpus.folder} has no document in its {self._split} split beside those of a row of "
                 f"{self._seq_len} tokens; prepare more documents, or give shorter rows"
@@ -144,10 +192,10 @@ class CorpusSamples:
         missing = length
         while missing > 0:
             document = int(rng.integers(len(self._tokens)))
-            size = min(int(self._tokens.sequence_lengths[document]) - 1, missing)
-            if document in own or size == 0:
+            size = min(int(self._tokens.sequence_lengths[document]) - first_token - 1, missing)
+            if document in own or size <= 0:
                 continue
-            parts.append(self._tokens.get(document, offset=0, length=size))
+            parts.append(self._tokens.get(document, offset=first_token, length=size))
             missing -= size
         return torch.from_numpy(np.concatenate(parts, dtype=np.int64))
 
@@ -161,7 +209,7 @@ class CorpusSamples:
         if epoch not in self._epochs:
             while len(self._epochs) >= _OPEN_EPOCHS:
                 self._epochs.popitem(last=False)
-            _check_arrays(self._index_folder(epoch))
+            self._build(epoch)
             self._epochs[epoch] = self._dataset(epoch, self._index_folder(epoch))
         return self._epochs[epoch]
 
@@ -186,6 +234,15 @@ class CorpusSamples:
     def _index_folder(self, epoch: int) -> Path:
         content = self._corpus.record(self._split).bin.sha256[:16]
         return self._cache / f"{self._split}-{content}-length{self._seq_len}-seed{self._seed}-epoch{epoch}"
+
+
+def _delete_unused(cache: Path) -> None:
+    """Delete the indices of a cache that no run has begun with lately, and what interrupted ones left half made."""
+    for folder in cache.glob("*-epoch*"):
+        with suppress(OSError):
+            age = time.time() - folder.stat().st_mtime
+            if age > _UNUSED_DAYS * 86_400 and _INDEX_NAME.fullmatch(folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_arrays(folder: Path) -> None:

@@ -6,13 +6,15 @@ Documents are streamed: no source holds more than a batch of rows or one part of
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from data_pipeline import standard_library
 from data_pipeline.document import Columns, Document, Label
+from data_pipeline.hub import unreachable
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.errors import UserError
 
@@ -24,6 +26,9 @@ TABLES = {
     ".parquet": "parquet",
 }
 """File endings whose rows are documents; any other file is one document."""
+
+TABS = ".tsv"
+"""What a table of fields between tabs ends in; it is one where --labels names a column, else a text."""
 
 LONGEST_DOCUMENT = 64 * 2**20
 """Characters; a longer text file becomes several documents, cut at line ends."""
@@ -79,7 +84,8 @@ class Files(Source):
 
     def __init__(self, files: list[Path], columns: Columns, description: dict[str, Any]):
         """Open nothing yet; the files exist."""
-        super().__init__(None if any(map(table_kind, files)) else len(files))
+        has_rows = columns.label is not None or any(map(table_kind, files))
+        super().__init__(None if has_rows else len(files))
         self._files = files
         self._columns = columns
         self._description = description
@@ -93,8 +99,21 @@ class Files(Source):
             if kind := table_kind(file):
                 where = {"path": kind, "data_files": str(file), "split": "train"}
                 yield from _rows(where, self._columns, str(file))
+            elif self._columns.label is not None:
+                yield from self._tabs(file, self._columns.label)
             else:
                 yield from self._text(file)
+
+    def _tabs(self, file: Path, label: str) -> Iterator[Document]:
+        names, columns = tsv_names(file), self._columns
+        if columns.texts == Columns().texts and len(names) == 2 and label in names:
+            columns = Columns(tuple(name for name in names if name != label), label)
+        _check_columns(names, columns)
+        for row in tsv_rows(file, names):
+            if row is None or not row[label]:
+                self.skipped["no labelled row"] += 1
+            else:
+                yield Document(tuple(row[name] for name in columns.texts), class_of(row[label]))
 
     def _text(self, file: Path) -> Iterator[Document]:
         with file.open(encoding="utf-8", newline="") as stream:
@@ -191,10 +210,8 @@ def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]
 
 def hub_rows(spec: str, split: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of a split of hf:NAME[:CONFIG], with these columns as `datasets` decodes them."""
-    from datasets import load_dataset
-
     try:
-        for row in load_dataset(**_hub(spec, split), streaming=True):
+        for row in _streamed(_hub(spec, split), spec):
             yield {key: row[key] for key in keys}
     except Exception as error:
         raise _unreadable(spec, error) from error
@@ -205,16 +222,42 @@ def _hub(spec: str, split: str) -> dict[str, Any]:
     return {"path": name, "name": config or None, "split": split}
 
 
+def tsv_names(file: Path) -> tuple[str, ...]:
+    """The columns that the first line of a file names, between tabs."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        return tuple(next(lines, "").rstrip("\r\n").split("\t"))
+
+
+def tsv_rows(file: Path, names: Sequence[str], headed: bool = True) -> Iterator[dict[str, str] | None]:
+    """Each row, unquoted, by the names of its columns; None for one that is not UTF-8 or has other fields.
+
+    headed: the first line is no row.
+    """
+    with file.open("rb") as lines:
+        for line in islice(lines, int(headed), None):
+            try:
+                fields = line.decode().rstrip("\r\n").split("\t")
+            except UnicodeDecodeError:
+                fields = []
+            yield dict(zip(names, fields)) if len(fields) == len(names) else None
+
+
+def class_of(text: str) -> Label:
+    """A class as a text names it: digits are a number."""
+    return int(text) if text.isdecimal() else text
+
+
 def table_kind(file: Path) -> str | None:
     """The `datasets` reader of a table, None for a plain text file."""
     return next((kind for ending, kind in TABLES.items() if file.name.endswith(ending)), None)
 
 
 def _files(files: list[Path], columns: Columns, description: dict[str, Any]) -> Files:
-    if columns.label is not None and (plain := [file for file in files if table_kind(file) is None]):
+    plain = [file for file in files if table_kind(file) is None and not file.name.endswith(TABS)]
+    if columns.label is not None and plain:
         raise UserError(
             f"--labels {columns.label} is a column of tables and {plain[0]} is none; "
-            f"give files that end in {', '.join(TABLES)}, or choose them with --include"
+            f"give files that end in {', '.join((*TABLES, TABS))}, or choose them with --include"
         )
     return Files(files, columns, description)
 
@@ -243,14 +286,20 @@ def _part(stream: TextIO) -> str:
 
 def _rows(where: dict[str, Any], columns: Columns, name: str) -> Iterator[Document]:
     """The rows of a streamed dataset; UserError where it cannot be read or its columns hold something else."""
-    from datasets import load_dataset
-
     try:
-        for rows in load_dataset(**where, streaming=True).iter(batch_size=256):
+        for rows in _streamed(where, name).iter(batch_size=256):
             yield from _documents(rows, columns)
     # datasets, pyarrow, fsspec and the hub client share no exception type for "this cannot be read".
     except Exception as error:
         raise _unreadable(name, error) from error
+
+
+def _streamed(where: dict[str, Any], name: str) -> Any:
+    if name.startswith(f"{HUB}:") and (reason := unreachable(where["path"], "dataset")):
+        raise ConnectionError(f"{reason}; give files, or try again when the hub can be reached")
+    from datasets import load_dataset
+
+    return load_dataset(**where, streaming=True)
 
 
 def _unreadable(name: str, error: Exception) -> UserError:
@@ -260,11 +309,15 @@ def _unreadable(name: str, error: Exception) -> UserError:
 
 def _documents(rows: Mapping[str, Sequence[Any]], columns: Columns) -> Iterator[Document]:
     """The documents of a table; UserError where it lacks a column, or one holds something else."""
-    for key in columns.names:
-        if key not in rows:
-            raise UserError(f"no column {key!r} among {', '.join(rows)}; set --{_option(key, columns)}")
+    _check_columns(rows, columns)
     for values in zip(*(rows[key] for key in columns.names)):
         yield _document(values, columns)
+
+
+def _check_columns(names: Collection[str], columns: Columns) -> None:
+    for key in columns.names:
+        if key not in names:
+            raise UserError(f"no column {key!r} among {', '.join(names)}; set --{_option(key, columns)}")
 
 
 def _document(values: tuple[Any, ...], columns: Columns) -> Document:

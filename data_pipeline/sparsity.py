@@ -36,7 +36,7 @@ class Sparsity(Task):
     p: float = Field(default=0.5, gt=0, lt=1)
     """Probability that a pair counts; the paper's are 0.1, 0.5 and 0.9."""
 
-    length: int = Field(default=200, ge=1)
+    length: int = Field(default=200, ge=1, le=1_000_000_000)
     """Pairs of a row."""
 
     def example(self, draw: random.Random, index: int) -> Document:

@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.messages import console
+from launch.numbers import Number
 from launch.run_arguments import add_run_arguments
 from megakernel.analysis.pictures.catalogue import ALL, ANALYSES
 
@@ -40,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seq-len", type=int, metavar="L", help="tokens per sample (default: those of the run, 512 at most)"
     )
     parser.add_argument(
-        "--draws", type=int, default=100, metavar="D", help="draws of noise (default %(default)s)"
+        "--draws",
+        type=Number(int, most=1_000_000),
+        default=100,
+        metavar="D",
+        help="draws of noise (default %(default)s)",
     )
     parser.add_argument(
         "--out",
@@ -52,13 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do the analyses one after the other, and print a summary of each."""
-    from rich.console import Console
-
     from megakernel.analysis.pictures.run import analyze_run
 
-    console = Console(highlight=False)
-    stderr = Console(stderr=True)
-    with stderr.status("loading") as status:
+    out = console(highlight=False)
+    with console(stderr=True).status("loading") as status:
         results = analyze_run(
             args.run_folder,
             args.what,
@@ -70,15 +73,15 @@ def run(args: argparse.Namespace) -> int:
             begin=lambda analysis: status.update(analysis.name),
         )
         for result in results:
-            _print(result, console)
+            _print(result, out)
     return 0
 
 
-def _print(result: "Result", console: "Console") -> None:
+def _print(result: "Result", out: "Console") -> None:
     if result.analysis.value:
-        console.print(_summary(result))
+        out.print(_summary(result))
     pictures = len(result.pictures)
-    console.print(f"{result.table}, {pictures} picture{'s' * (pictures != 1)}", soft_wrap=True)
+    out.print(f"{result.table}, {pictures} picture{'s' * (pictures != 1)}", soft_wrap=True)
 
 
 def _summary(result: "Result") -> "Table":

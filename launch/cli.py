@@ -8,8 +8,14 @@ import argparse
 import atexit
 import errno
 import gc
+import os
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -37,10 +43,13 @@ from launch import (
     sweep,
     uptrain,
 )
+from launch.environment import check_backend
 from launch.exit_status import ExitStatus
-from launch.messages import INTERRUPTED, print_error
+from launch.messages import INTERRUPTED, make_courtesies, print_error
+from launch.numbers import NumberParser
 from launch.slurm.errors import NotFound, SlurmRefused
 from megakernel.config import InUse, NotFinite, RunFailed, UserError
+from megakernel.config.errors import REFUSED_BY_DISK
 
 COMMANDS: dict[str, ModuleType] = {
     "prepare": prepare,
@@ -66,17 +75,26 @@ COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
 }
 
-_PLAIN_OS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
-"""What the machine refuses and its user can change: a full disk, a quota, permissions, a file for a folder."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status, as `ExitStatus` defines it."""
-    args = parse(sys.argv[1:] if argv is None else argv)
     # Else Python searches all that the libraries have made for garbage before it exits: seconds, for nothing.
     atexit.register(gc.freeze)
+    _open_missing_streams()
+    make_courtesies("stderr")
+    args = argparse.Namespace()
     try:
-        return int(COMMANDS[args.command].run(args))
+        try:
+            parse(sys.argv[1:] if argv is None else argv, args)
+            check_backend()
+            status = int(COMMANDS[args.command].run(args))
+        except SystemExit as error:
+            if isinstance(error.__context__, BrokenPipeError):  # of which Rich makes an exit
+                raise error.__context__ from None
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+        return status
     except NotFound as error:
         print_error(str(error))
         return ExitStatus.NOT_FOUND
@@ -89,19 +107,73 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as error:
         print_error(str(error))
         return ExitStatus.NOT_FINITE if isinstance(error, NotFinite) else ExitStatus.FAILED
-    except OSError as error:
-        if error.errno not in _PLAIN_OS_ERRORS:
-            raise
-        print_error(str(error))
-        return ExitStatus.FAILED
     except BrokenPipeError:
-        return ExitStatus.FAILED
+        return ExitStatus.NOBODY_READS
     except KeyboardInterrupt:
         print_error(INTERRUPTED)
         return ExitStatus.FAILED
+    except Exception as error:
+        print_error(_refusal(error) if _is_of_disk(error) else _unforeseen(error, args))
+        return ExitStatus.FAILED
+    finally:
+        _forget_what_cannot_be_printed()
 
 
-class _Parser(argparse.ArgumentParser):
+def _is_of_disk(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in REFUSED_BY_DISK
+
+
+def _refusal(error: Exception) -> str:
+    """What the file system refuses its user can change."""
+    assert isinstance(error, OSError)
+    remedy = (
+        "shorten it"
+        if error.errno == errno.ENAMETOOLONG
+        else "make it writable, free space or name another place"
+    )
+    return f"{error.filename or 'the output'} cannot be written or read ({error.strerror}); {remedy}"
+
+
+def _unforeseen(error: Exception, args: argparse.Namespace) -> str:
+    """One line of what a library threw, or we did by mistake; whoever has to mend it finds the traceback in a file."""
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    if len(said) > _MOST_SAID:
+        said = said[: _MOST_SAID - 3] + "..."
+    name = f"traceback-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    run = getattr(args, "run_folder", None)
+    for folder in (Path(run) / "logs" if run else None, Path(tempfile.gettempdir())):
+        with suppress(OSError, ValueError):
+            if folder is not None and folder.is_dir():
+                (folder / name).write_text(f"{sys.argv}\n{traceback.format_exc()}", encoding="utf-8")
+                return f"{said}; the traceback is in {folder / name}"
+    return f"{said}\n{traceback.format_exc()}"
+
+
+_MOST_SAID = 300
+
+
+def _open_missing_streams() -> None:
+    """Where a shell closed one (`>&-`), the next file that is opened would take its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null == number:
+                os.set_inheritable(null, True)
+            else:
+                os.dup2(null, number)
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
+def _forget_what_cannot_be_printed() -> None:
+    """Else Python tries once more when it ends, and says so."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class _Parser(NumberParser):
     """Says in one line what is wrong, where argparse would print all options before it."""
 
     def error(self, message: str) -> NoReturn:
@@ -109,7 +181,7 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(ExitStatus.USAGE)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argparse.Namespace:
     """The arguments of one command; SystemExit, after a message, where they make no sense."""
     parser = _Parser(prog="megakernel", description=megakernel.__doc__)
     parser.add_argument("--version", action="version", version=f"megakernel {megakernel.__version__}")
@@ -123,7 +195,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
-    args, rest = parser.parse_known_args(argv)
+    args = argparse.Namespace() if into is None else into
+    _, rest = parser.parse_known_args(argv, args)
     # argparse gives up on positionals behind an option: `pretrain CONFIG --nproc 2 training.steps=5`.
     unknown = [item for item in rest if item.startswith("-") or not hasattr(args, "overrides")]
     if unknown:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 
 from launch.config_arguments import add_config_arguments, load_config
+from launch.messages import console
 from megakernel.config import Config, UserError, to_yaml
 from megakernel.config.section import Section
 
@@ -28,10 +29,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     text = to_yaml(config)
     if sys.stdout.isatty():
-        from rich.console import Console
         from rich.syntax import Syntax
 
-        Console().print(Syntax(text, "yaml", background_color="default"))
+        console().print(Syntax(text, "yaml", background_color="default"))
     else:
         print(text, end="")
     return 0

@@ -4,18 +4,19 @@ import argparse
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import megakernel
+from launch.messages import console
+from launch.slurm.errors import SlurmRefused
+from launch.slurm.programs import ask
 
 HELP = "show versions and devices, and what is missing on this machine"
 EXAMPLE = "megakernel doctor"
@@ -46,9 +47,8 @@ def run(args: argparse.Namespace) -> int:
     marks = {"good": ("ok", "green"), "optional": ("-", "yellow"), "missing": ("missing", "bold red")}
     for finding in findings:
         mark, style = marks[finding.state]
-        # As Text: a path or a requirement such as `.[dev]` is no markup.
-        table.add_row(Text(mark, style), Text(finding.what), Text(finding.found), Text(finding.remedy, style))
-    Console().print(table)
+        table.add_row(Text(mark, style), finding.what, finding.found, Text(finding.remedy, style))
+    console().print(table)
     return 1 if any(finding.state == "missing" for finding in findings) else 0
 
 
@@ -96,9 +96,7 @@ def _liger_kernel() -> Finding:
     try:
         return Finding("liger-kernel", metadata.version("liger-kernel"))
     except metadata.PackageNotFoundError:
-        remedy = (
-            "fuses norms, SwiGLU, RoPE and the loss on GPUs: pip install 'megakernel[gpu]' -c constraints.txt"
-        )
+        remedy = "fuses norms, SwiGLU, RoPE and the loss on GPUs: pip install -e '.[gpu]' -c constraints.txt"
         return Finding("liger-kernel", "none", "optional", remedy)
 
 
@@ -161,11 +159,12 @@ def _system() -> Iterator[Finding]:
     yield Finding(
         "disk here", f"{free:.0f} GiB free", "good" if free >= 5 else "optional", "" if free >= 5 else remedy
     )
-    sbatch = shutil.which("sbatch")
-    version = _first_line([sbatch, "--version"]) if sbatch else "none"
-    yield Finding("Slurm", version, "good" if sbatch else "optional", "" if sbatch else "only for clusters")
+    yield _slurm()
 
 
-def _first_line(command: list[str]) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return (result.stdout or result.stderr).partition("\n")[0]
+def _slurm() -> Finding:
+    try:
+        return Finding("Slurm", ask("sbatch", "--version").strip())
+    except SlurmRefused as error:
+        is_there = shutil.which("sbatch") is not None
+        return Finding("Slurm", str(error) if is_there else "none", "optional", "only for clusters")

@@ -8,8 +8,22 @@ from megakernel.config import UserError
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.events import in_job
 
+_LAST_PORT = 65_535
+
 _FIRST_PORT, _PORTS = 20_000, 12_000
 """Below Linux's ephemeral ports, which start at 32768."""
+
+
+_BACKENDS = ("chunked", "reference", "triton")
+
+
+def check_backend(env: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError for a MEGAKERNEL_BACKEND that no op has, before anything is loaded for it."""
+    name = env.get("MEGAKERNEL_BACKEND")
+    if name and name not in _BACKENDS:
+        raise UserError(
+            f"MEGAKERNEL_BACKEND={name} is no backend; set it to {', '.join(_BACKENDS)}, or unset it"
+        )
 
 
 def joined(env: Mapping[str, str] = os.environ) -> ProcessEnvironment | None:
@@ -18,7 +32,9 @@ def joined(env: Mapping[str, str] = os.environ) -> ProcessEnvironment | None:
         return _of_torchrun(env)
     # A batch script carries SLURM_PROCID too; only a step that srun started has an id of its own. A step of
     # one task is an interactive shell, which starts what it needs itself, unless the job is one of ours.
-    if "SLURM_STEP_ID" in env and (int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 or in_job(env)):
+    if "SLURM_STEP_ID" in env and (
+        _number({"SLURM_STEP_NUM_TASKS": "1", **env}, "SLURM_STEP_NUM_TASKS", 1) > 1 or in_job(env)
+    ):
         return _of_slurm(env)
     return None
 
@@ -29,15 +45,24 @@ def _of_torchrun(env: Mapping[str, str]) -> ProcessEnvironment:
         raise UserError(
             f"RANK and WORLD_SIZE are set but {' and '.join(missing)} is not; start with torchrun or srun"
         )
-    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    size = _number(env, "WORLD_SIZE", 1)
+    rank = _number(env, "RANK", 0, size - 1)
     return ProcessEnvironment(
         rank=rank,
         world_size=size,
-        local_rank=int(env.get("LOCAL_RANK", rank)),
-        local_world_size=int(env.get("LOCAL_WORLD_SIZE", size)),
+        local_rank=_number(env, "LOCAL_RANK", 0) if "LOCAL_RANK" in env else rank,
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1) if "LOCAL_WORLD_SIZE" in env else size,
         master_address=env["MASTER_ADDR"],
-        master_port=int(env["MASTER_PORT"]),
+        master_port=_number(env, "MASTER_PORT", 1, _LAST_PORT),
     )
+
+
+def _number(env: Mapping[str, str], name: str, least: int, most: int | None = None) -> int:
+    text = env[name]
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        wanted = f"{least} or more" if most is None else f"{least} to {most}"
+        raise UserError(f"{name}={text} is no number from {wanted}; unset it, or start with torchrun or srun")
+    return int(text)
 
 
 def _of_slurm(env: Mapping[str, str]) -> ProcessEnvironment:
@@ -49,7 +74,7 @@ def _of_slurm(env: Mapping[str, str]) -> ProcessEnvironment:
         local_rank=int(env["SLURM_LOCALID"]),
         local_world_size=_tasks_on_node(env["SLURM_STEP_TASKS_PER_NODE"], int(env["SLURM_NODEID"])),
         master_address=env.get("MASTER_ADDR") or _address_of_first_node(env),
-        master_port=int(env.get("MASTER_PORT") or port),
+        master_port=_number(env, "MASTER_PORT", 1, _LAST_PORT) if env.get("MASTER_PORT") else port,
     )
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.messages import console
+from launch.numbers import Number
 from launch.run_arguments import add_run_arguments
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--draws",
-        type=int,
+        type=Number(int, most=1_000_000),
         metavar="D",
         help="average probabilities over D draws of the noise that training redraws",
     )
@@ -113,16 +115,14 @@ def _baseline(args: argparse.Namespace) -> "Iterator[Result]":
 @contextmanager
 def _bar() -> "Iterator[tuple[Progress, TaskID]]":
     """A bar on stderr, on a terminal alone."""
-    from rich.console import Console
     from rich.progress import Progress
 
-    stderr = Console(stderr=True)
+    stderr = console(stderr=True)
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         yield bar, bar.add_task("evaluating", total=None)
 
 
 def _print(result: "Result") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     shown = result.table()
@@ -134,8 +134,8 @@ def _print(result: "Result") -> None:
     if shown.total is not None:
         table.add_section()
         table.add_row(*shown.total, style="bold")
-    console = Console(highlight=False)
-    console.print(shown.title, markup=False, soft_wrap=True)
-    console.print(table)
+    out = console(highlight=False)
+    out.print(shown.title, soft_wrap=True)
+    out.print(table)
     for line in shown.below:
-        console.print(line, style="bold", markup=False)
+        out.print(line, style="bold")

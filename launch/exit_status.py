@@ -39,5 +39,8 @@ class ExitStatus(IntEnum):
     IN_USE = 90
     """Another process writes into the run's folder; a batch script may start the run again once that one has ended."""
 
+    NOBODY_READS = 141
+    """Whoever read the output has closed it, as `head` does: 128 and the number of PIPE, as of any program."""
+
     TERMINATED = 143
     """Ended by TERM after saving; the same command goes on, but nothing starts it by itself."""

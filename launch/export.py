@@ -22,13 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write it and say what it is."""
-    from megakernel.parallel.device import prepare_device
-
-    prepare_device("cpu", local_rank=0)  # before DeepSpeed is imported, which would look for one and say so
+    from megakernel.training.trained_run import student
     from megakernel.uptraining.export import export
 
-    config = export(args.run_folder, args.to, step=args.step, dtype=args.dtype)
+    folder = student(args.run_folder)
+    config = export(folder, args.to, step=args.step, dtype=args.dtype)
+    if folder != args.run_folder:
+        print(f"{folder}: the student of the up-training {args.run_folder}")
     print(f"{args.to}: {config['architectures'][0]} in {config['dtype']}, with its tokenizer")
     if "auto_map" in config:
-        print("load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)")
+        print(
+            "load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True), where Megakernel is "
+            "installed from its source checkout (pip install PATH)"
+        )
     return 0

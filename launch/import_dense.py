@@ -1,9 +1,11 @@
 """`megakernel import`: what a dense checkpoint is, as the model section of a run that starts from it."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from megakernel.config import UserError
+from megakernel.config.errors import written_to
 
 HELP = "read a Hugging Face checkpoint and write the configuration of a model that starts from it"
 EXAMPLE = "megakernel import models/Llama-3.2-1B --to configs/model/llama-1b.yaml"
@@ -23,16 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check that every tensor is there in its shape and none is unknown, and give the model section."""
+    """Check that every tensor is there in its shape and none is unknown, and logits; give the model section."""
     if args.to is not None and args.to.exists():
         raise UserError(f"--to {args.to} exists already; name a new file, or remove it")
-    from megakernel.parallel.device import prepare_device
+    import torch
 
-    prepare_device("cpu", local_rank=0)  # before DeepSpeed is imported, which would look for one and say so
     from megakernel.analysis.parameters import parameter_count
     from megakernel.training.whole_file import write_whole
     from megakernel.uptraining.dense import DenseCheckpoint
     from megakernel.uptraining.dense.fragment import fragment
+    from megakernel.uptraining.parity import of_folder
 
     checkpoint = DenseCheckpoint(args.checkpoint)
     model = checkpoint.model
@@ -40,11 +42,16 @@ def run(args: argparse.Namespace) -> int:
     plain = model.model_copy(update={"vocab_multiple": 1})  # padding is the run's, not the checkpoint's
     count = parameter_count(plain, model.vocab_size, model.max_positions or 0)
     text = fragment(checkpoint)
+    compared = of_folder(checkpoint, str(args.checkpoint), torch.device("cpu"))
+    compared.check(str(args.checkpoint))
     if args.to is None:
         print(text, end="")
+        print(f"{args.checkpoint}: {compared}", file=sys.stderr)
         return 0
-    args.to.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(args.to, text)
+    with written_to("--to", args.to):
+        args.to.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(args.to, text)
     print(f"{args.checkpoint}: {checkpoint.config['model_type']}, {count:,} parameters, all tensors there")
+    print(f"{args.checkpoint}: {compared}")
     print(f"{args.to}: lay a run on it with `extends: {args.to.name}`")
     return 0

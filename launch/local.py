@@ -16,8 +16,9 @@ from launch.messages import INTERRUPTED, error_lines, print_error
 from launch.rank_process import RankProcess
 from megakernel.parallel.processes import ProcessEnvironment
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals to this process that every rank gets, to act on together at its next step."""
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""Signals to this process that every rank gets, to act on together at its next step; those of them that it ignores,
+as `nohup` makes it ignore HUP, nobody gets."""
 
 SETTLE_SECONDS = 2.0
 """What ends one rank often ends all, each with its own message; ending them sooner would cut those off."""
@@ -40,10 +41,10 @@ def run_ranks(
 ) -> int:
     """Run `command` as ranks 0 to nproc - 1 of one world; the exit status of the whole.
 
-    Each rank finds its place in torchrun's variables. Rank 0 writes to this console; what rank K writes is
-    in log_folder/rank_K.log. Signals in FORWARDED reach every rank. When a rank fails, or `leave_seconds`
-    after one has left without the others, the others are ended and the first failure is printed. A rank that
-    is ended has SETTLE_SECONDS to leave by itself, then gets TERM, and after `grace_seconds` KILL.
+    Each rank finds its place in torchrun's variables. What rank K writes is in log_folder/rank_K.log; this console
+    shows that of rank 0 as well, as far as it can be written. Signals in FORWARDED reach every rank. When a rank
+    fails, or `leave_seconds` after one has left without the others, the others are ended and the first failure is
+    printed. A rank that is ended has SETTLE_SECONDS to leave by itself, then gets TERM, and after `grace_seconds` KILL.
 
     0, 85 or 143 where all ranks agree on it; 2, 86, 89 or 90 where the first failure is a usage error, a step that made
     no progress, a loss that is not finite or a run folder in use; else 1.
@@ -69,10 +70,14 @@ def _environments(nproc: int, env: Mapping[str, str]) -> Iterator[dict[str, str]
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     threads = max(1, len(os.sched_getaffinity(0)) // nproc)
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     for rank in range(nproc):
         place = ProcessEnvironment(rank, nproc, rank, nproc, master_port=port)
         # Without OMP_NUM_THREADS each rank takes every core, and they get in each other's way.
-        yield {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **env, **place.variables()}
+        usual = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback, "PYTHONUNBUFFERED": "1"}
+        if rank == 0 and os.isatty(1):
+            usual["FORCE_COLOR"] = "1"  # it writes into a pipe, which this process copies to the terminal
+        yield {**usual, **env, **place.variables()}
 
 
 @contextmanager
@@ -83,7 +88,8 @@ def _recorded_signals() -> Iterator[list[int]]:
     def record(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
 
-    previous = {signum: signal.signal(signum, record) for signum in FORWARDED}
+    heard = [signum for signum in FORWARDED if signal.getsignal(signum) != signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, record) for signum in heard}
     try:
         yield received
     finally:

@@ -5,18 +5,20 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from launch.run_arguments import add_root_argument
-from launch.run_progress import RunProgress
+from launch.messages import console
+from launch.numbers import Number
+from launch.run_arguments import add_root_argument, folders_of
+from launch.run_progress import RunProgress, time_left
 from launch.slurm.errors import NotFound, SlurmRefused
 from launch.slurm.job_folder import JobFolder
 from launch.slurm.live import known_to_slurm
 from launch.slurm.states import JobState
-from launch.slurm.status import status_of
+from launch.slurm.status import status_or_why
 from megakernel.config import UserError
+from megakernel.config.errors import nearest_first
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--every",
-        type=float,
+        type=Number(float, most=86_400),
         default=5.0,
         metavar="S",
         help="seconds between two looks (default %(default)s)",
@@ -51,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show runs until Ctrl-C, or once."""
-    from rich.console import Console
     from rich.live import Live
 
     if args.every <= 0:
@@ -61,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     named = [folder for text in args.runs for folder in _named(text, args.root)]
     if not named and not args.root.is_dir():
         raise NotFound(f"{args.root} does not exist; give --root, or train a run first")
-    console = Console(highlight=False)
+    out = console(highlight=False)
     if args.once:
-        console.print(_table(_lines(named, args.root)))
+        out.print(_table(_lines(named, args.root)))
         return 0
     if not args.no_tensorboard:
         from launch.tensorboard_server import start_tensorboard
@@ -71,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"TensorBoard: {start_tensorboard(args.root, named, args.host, args.port)}", flush=True)
     try:
         if not sys.stdout.isatty():
-            console.print(_table(_lines(named, args.root)))
+            out.print(_table(_lines(named, args.root)))
             while True:
                 time.sleep(args.every)
-        with Live(console=console, auto_refresh=False) as live:
+        with Live(console=out, auto_refresh=False) as live:
             while True:
                 live.update(_table(_lines(named, args.root)), refresh=True)
                 time.sleep(args.every)
@@ -105,10 +106,10 @@ def _lines(named: Sequence[Path], root: Path) -> Iterator[_Line]:
         if folder in submitted and refusal:
             why = refusal
         elif folder in submitted:
-            status = status_of(submitted[folder], by_slurm)
+            status = status_or_why(submitted[folder], by_slurm)
             state, why = status.state, status.why
         name = str(folder.relative_to(root)) if folder.is_relative_to(root) else str(folder)
-        yield _Line(name, state, known, ", ".join(filter(None, (known.health, why))))
+        yield _Line(name, state, known, ", ".join(filter(None, (known.health, why, known.unreadable))))
 
 
 def _table(lines: Iterator[_Line]) -> "Table":
@@ -119,7 +120,7 @@ def _table(lines: Iterator[_Line]) -> "Table":
         table.add_column(title, justify=justify, no_wrap=title != "remarks")
     for line in lines:
         known = line.known
-        runs = line.state == "RUNNING" and known.seconds_left is not None
+        runs = line.state == "RUNNING"
         table.add_row(
             line.name,
             line.state,
@@ -127,7 +128,7 @@ def _table(lines: Iterator[_Line]) -> "Table":
             "" if known.loss is None else f"{known.loss:.4f}",
             "" if known.tokens_per_sec is None else f"{known.tokens_per_sec:,.0f}",
             "" if known.mfu is None else f"{known.mfu:.1%}",
-            str(timedelta(seconds=round(known.seconds_left or 0.0))) if runs else "",
+            time_left(known.seconds_left) if runs else "",
             line.why,
         )
     return table
@@ -147,13 +148,13 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
 
 def _named(text: str, root: Path) -> list[Path]:
     """The run that a folder or a name means; of an up-training, its stages."""
-    for folder in (Path(text), root / text):
+    for folder in folders_of(text, root):
         if _is_run(folder):
             return [folder]
         if found := sorted(_stages(folder)):
             return found
-    known = ", ".join(str(run.relative_to(root)) for run in sorted(_runs_in(root))) or f"none yet in {root}"
-    raise NotFound(f"{text} is no run; runs: {known}")
+    names = (str(run.relative_to(root)) for run in _runs_in(root))
+    raise NotFound(f"{text} is no run; runs: {nearest_first(text, names, most=5) or f'none yet in {root}'}")
 
 
 def _runs_in(root: Path) -> Iterator[Path]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.config_arguments import add_config_arguments, load_config
+from launch.messages import console
+from launch.numbers import Number
 from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu
 from megakernel.config import Config, UserError
@@ -17,6 +19,9 @@ EXAMPLE = "megakernel plan configs/pretrain-7b.yaml --gpus 64 --gpu h100"
 
 ASSUMED_VOCABULARY = 50_257
 """GPT-2's tokens, where neither the configuration nor prepared data says how many there are."""
+
+MOST_DEVICES = 1_000_000
+"""More than any machine has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--network",
-        type=float,
+        type=Number(float, most=1_000_000),
         metavar="GBIT",
         help="Gbit/s of each device between nodes (default: datasheet)",
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="devices of a node (default: datasheet)"
+        "--gpus-per-node",
+        type=Number(int, most=MOST_DEVICES),
+        metavar="N",
+        help="devices of a node (default: datasheet)",
     )
 
 
@@ -77,8 +85,6 @@ def _write_page(
     at: int,
     gpu: Gpu,
 ) -> None:
-    from rich.console import Console
-
     from megakernel.analysis.planning.page import page
 
     given = [args.config, *args.overrides, "--gpus", args.gpus, "--gpu", args.gpu]
@@ -86,7 +92,7 @@ def _write_page(
         value = getattr(args, option)
         given += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
     command = shlex.join(["megakernel", "plan", *given])
-    with Console(stderr=True).status("planning"):
+    with console(stderr=True).status("planning"):
         text = page(config, *vocabulary, counts, at, gpu, command)
     args.page.parent.mkdir(parents=True, exist_ok=True)
     args.page.write_text(text, encoding="utf-8")
@@ -95,12 +101,14 @@ def _write_page(
 
 def device_counts(text: str) -> list[int]:
     """`64` -> [64]; `8..4096` -> the powers of two from 8 to 4096."""
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    found = re.fullmatch(r"(\d{1,9})(?:\.\.(\d{1,9}))?", text)
     if not found:
         raise UserError(f"--gpus {text} is neither a number nor a range; write 64 or 8..4096")
     first, last = int(found[1]), int(found[2] or found[1])
-    if not 1 <= first <= last:
-        raise UserError(f"--gpus {text} holds no number of devices; write 64 or 8..4096")
+    if not 1 <= first <= last <= MOST_DEVICES:
+        raise UserError(
+            f"--gpus {text} holds no number of devices from 1 to {MOST_DEVICES:,}; write 64 or 8..4096"
+        )
     if found[2] is None:
         return [first]
     counts = [2**exponent for exponent in range(last.bit_length()) if first <= 2**exponent <= last]

@@ -2,7 +2,9 @@
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from launch.messages import console
 from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu, Plan, Planned, Point
 from megakernel.analysis.planning.page import number
@@ -14,42 +16,44 @@ REASONS = 8
 
 def show_plan(plan: Plan, config: Config, gpu: Gpu, vocabulary: str, top: int) -> None:
     """The best layouts of one number of devices, the best of them by part, and why others are out."""
-    console = wide_console()
-    console.print(
-        f"[bold]{config.run.name}[/] on {plan.devices} x {gpu.name}: [bold]predicted[/], not measured"
-    )
-    show_assumptions(console, config, gpu, vocabulary)
+    out = _wide_console()
+    _show_title(out, config, f"{plan.devices} x {gpu.name}")
+    show_assumptions(out, config, gpu, vocabulary)
     if plan.best is None:
-        console.print("[red]no layout fits[/]")
+        out.print("no layout fits", style="red")
     else:
         shown = plan.fitting[:top]
-        console.print(_layouts(shown, gpu))
-        console.print(_by_part("memory per device, GB", [one.memory.parts for one in shown], 1e9))
+        out.print(_layouts(shown, gpu))
+        out.print(_by_part("memory per device, GB", [one.memory.parts for one in shown], 1e9))
         steps = [one.step for one in shown if one.step is not None]
-        console.print(_by_part("step, seconds", [step.parts for step in steps], 1.0))
-        console.print(_by_part("sent per device and step, GB", [step.sent for step in steps], 1e9))
-    _show_others(console, plan, gpu)
+        out.print(_by_part("step, seconds", [step.parts for step in steps], 1.0))
+        out.print(_by_part("sent per device and step, GB", [step.sent for step in steps], 1e9))
+    _show_others(out, plan, gpu)
 
 
-def wide_console() -> Console:
+def _wide_console() -> Console:
     """stdout; a file or a pipe, which has no width, gets lines as long as they are."""
-    width = None if Console().is_terminal else 200
-    return Console(width=width, soft_wrap=True)
+    return console(width=None if console().is_terminal else 200, soft_wrap=True)
 
 
-def show_assumptions(console: Console, config: Config, gpu: Gpu, vocabulary: str) -> None:
+def _show_title(out: Console, config: Config, devices: str) -> None:
+    words = (config.run.name, "bold"), f" on {devices}: ", ("predicted", "bold"), ", not measured"
+    out.print(Text.assemble(*words))
+
+
+def show_assumptions(out: Console, config: Config, gpu: Gpu, vocabulary: str) -> None:
     """What the numbers rest on, and how far they were off."""
     training = config.training
     peak = gpu.peak_of(2 if training.dtype == "bfloat16" else 4)
-    console.print(
+    out.print(
         f"{training.global_batch_size:,} rows x {training.seq_len:,} tokens per step, {training.dtype}; {vocabulary}"
     )
-    console.print(
+    out.print(
         f"{gpu.memory / 1e9:g} GB, {gpu.bandwidth / 1e12:g} TB/s, {peak / 1e12:g} TFLOP/s, {gpu.link / 1e9:g} GB/s "
         f"to {gpu.per_node - 1} neighbours and {gpu.network / 1e9:g} GB/s to other nodes ({gpu.source})"
     )
-    console.print(f"rates ({planning.ASSUMED.source}): {planning.ASSUMED.as_text()}")
-    console.print(f"measured on a CPU: {', '.join(planning.ACCURACY.values())}")
+    out.print(f"rates ({planning.ASSUMED.source}): {planning.ASSUMED.as_text()}")
+    out.print(f"measured on a CPU: {', '.join(planning.ACCURACY.values())}")
 
 
 def _layouts(shown: list[Planned], gpu: Gpu) -> Table:
@@ -81,36 +85,34 @@ def _by_part(title: str, columns: list[dict[str, float]], unit: float) -> Table:
     return table
 
 
-def _show_others(console: Console, plan: Plan, gpu: Gpu) -> None:
+def _show_others(out: Console, plan: Plan, gpu: Gpu) -> None:
     if plan.too_large:
-        console.print(f"{len(plan.too_large)} cuts do not fit into {gpu.memory / 1e9:g} GB, the nearest:")
+        out.print(f"{len(plan.too_large)} cuts do not fit into {gpu.memory / 1e9:g} GB, the nearest:")
         for one in plan.too_large[:REASONS]:
             name, most = max(one.memory.parts.items(), key=lambda part: part[1])
             over = one.memory.beyond(gpu) / 1e9
-            console.print(
+            out.print(
                 f"  {one.layout}: {over:.1f} GB too many, {most / 1e9:.1f} GB of them {name}", style="dim"
             )
     if plan.refused:
-        console.print(f"{sum(plan.refused.values())} cuts are none:")
+        out.print(f"{sum(plan.refused.values())} cuts are none:")
         for reason, count in plan.refused.most_common(REASONS):
-            console.print(f"  {count} x {reason}", style="dim", markup=False)
+            out.print(f"  {count} x {reason}", style="dim")
         if len(plan.refused) > REASONS:
-            console.print(f"  and {len(plan.refused) - REASONS} reasons more, in --json", style="dim")
+            out.print(f"  and {len(plan.refused) - REASONS} reasons more, in --json", style="dim")
 
 
 def show_scaling(
     config: Config, vocabulary_size: int, counts: list[int], at: int, gpu: Gpu, vocabulary: str
 ) -> None:
     """The best layouts of each number of devices, for a run that stays and for runs that grow."""
-    console = wide_console()
-    console.print(
-        f"[bold]{config.run.name}[/] on {counts[0]} to {counts[-1]} x {gpu.name}: [bold]predicted[/], not measured"
-    )
-    show_assumptions(console, config, gpu, vocabulary)
+    out = _wide_console()
+    _show_title(out, config, f"{counts[0]} to {counts[-1]} x {gpu.name}")
+    show_assumptions(out, config, gpu, vocabulary)
     for way, title in planning.WAYS.items():
-        with Console(stderr=True).status(f"planning {title}"):
+        with console(stderr=True).status(f"planning {title}"):
             points = list(planning.scaling(config, vocabulary_size, counts, way, gpu, at=at))
-        console.print(scaling_table(title, points))
+        out.print(scaling_table(title, points))
 
 
 def scaling_table(title: str, points: list[Point]) -> Table:

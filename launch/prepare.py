@@ -4,14 +4,13 @@ import argparse
 import os
 import signal
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
-
 from data_pipeline.manifest import Manifest
 from data_pipeline.prepare import Request, prepare
+from launch.messages import console
+from launch.numbers import Number
 
 HELP = "tokenize text into a folder that training reads"
 EXAMPLE = "megakernel prepare --source stdlib --tokenizer byte --out data/stdlib"
@@ -24,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="SOURCE",
-        help="directories and files (.jsonl, .ndjson and .parquet hold a document per row, any other UTF-8 "
-        "file is one document), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; with "
-        "--labels package, functions of eight of its packages), task:NAME[:key=value,...], examples that are made here "
-        "(docs/evaluation.md), or a labelled task (docs/benchmarks.md): lra:listops, lra:pathfinder, sparsity are made "
-        "(options: lra:listops:train=1000,max_length=200); lra:text, lra:retrieval, lra:image, glue:TASK are read from "
-        "their published files (glue:cola:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)",
+        help="directories and files (.jsonl, .ndjson, .parquet and, with --labels, .tsv hold a document per row, any "
+        "other UTF-8 file is one document), hf:NAME[:CONFIG] for a dataset of the hub, stdlib (this Python's library; "
+        "with --labels package, functions of eight of its packages), task:NAME[:key=value,...], examples that are made "
+        "here (docs/evaluation.md), or a labelled task (docs/benchmarks.md): lra:listops, lra:pathfinder, sparsity are "
+        "made (options: lra:listops:train=1000,max_length=200); lra:listops, lra:text, lra:retrieval, lra:image and "
+        "glue:TASK are read from their published files (lra:listops:FOLDER) or the hub (glue:cola:hf:NAME:CONFIG)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the documents held out for validation (default %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=_at_least(0), default=Request.seed, help="which documents are held out, or made"
+        "--seed", type=Number(int, 0), default=Request.seed, help="which documents are held out, or made"
     )
     parser.add_argument("--text-key", default=Request.text_key, help="column that holds the text of a row")
     parser.add_argument(
@@ -64,12 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GLOB",
         help="names of files to read inside directories ('*.py')",
     )
-    parser.add_argument("--max-documents", type=_at_least(1), help="read only the first documents")
+    parser.add_argument("--max-documents", type=Number(int, 1), help="read only the first documents")
     parser.add_argument(
         "--workers",
-        type=_at_least(1),
+        type=Number(int, 1, 1_000),
         default=os.cpu_count() or 1,
         help="processes that tokenize (default %(default)s)",
+    )
+    parser.add_argument(
+        "--add-bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin every document with the tokenizer's beginning-of-sequence token, or with none (default: as the "
+        "tokenizer itself begins a text)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a folder prepared in another way")
 
@@ -87,35 +92,28 @@ def run(args: argparse.Namespace) -> int:
         split=args.split,
         include=tuple(args.include),
         max_documents=args.max_documents,
+        add_bos=args.add_bos,
     )
-    console = Console(stderr=True)
-    # An orderly exit, so that a prepare ended by a scheduler leaves no half-made folder.
-    previous = signal.signal(signal.SIGTERM, _exit_on_term)
+    stderr = console(stderr=True)
+    # An orderly exit, so that a prepare ended by a scheduler or with its terminal leaves no half-made folder.
+    ends = [end for end in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(end) != signal.SIG_IGN]
+    previous = {end: signal.signal(end, _exit_on_term) for end in ends}
     try:
         with warnings.catch_warnings():
             # Megatron tells every process that imports it which GPU libraries are absent.
             warnings.filterwarnings("ignore", module=r"megatron\.")
             manifest = prepare(
-                request, args.out, workers=args.workers, overwrite=args.overwrite, console=console
+                request, args.out, workers=args.workers, overwrite=args.overwrite, console=stderr
             )
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for end, handler in previous.items():
+            signal.signal(end, handler)
     if manifest is None:
         said = f"{args.out} is already prepared with these arguments; nothing to do"
     else:
         said = _summary(args.out, manifest)
-    console.print(said, markup=False, soft_wrap=True)
+    stderr.print(said, soft_wrap=True)
     return 0
-
-
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
-        return value
-
-    return integer
 
 
 def _exit_on_term(signum: int, frame: FrameType | None) -> None:
@@ -123,7 +121,11 @@ def _exit_on_term(signum: int, frame: FrameType | None) -> None:
 
 
 def _summary(out: Path, manifest: Manifest) -> str:
-    lines = [f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}"]
+    bos = manifest.tokenizer.bos
+    begun = "" if bos is None else f", documents begin with token {bos} (BOS)"
+    lines = [
+        f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}{begun}"
+    ]
     lines += [
         f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes / 1e6:,.1f} MB"
         + (f", {split.scored.tokens:,} tokens of answers" if split.scored else "")

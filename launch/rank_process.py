@@ -1,17 +1,23 @@
 """One rank as a child process, with its log."""
 
 import ctypes
+import io
 import os
+import queue
+import re
+import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _PR_SET_PDEATHSIG = 1
+_PATIENCE_SECONDS = 5.0
 _LIBC = ctypes.CDLL(None)
 
 
@@ -20,16 +26,38 @@ def _die_with_the_launcher() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+_OF_A_TERMINAL = re.compile(rb"\x1b\[K[^\r\n]*\r|\x1b\[[0-9;]*[mK]")
+"""A line that another takes the place of, and colours."""
+
+
+class _Lines(io.FileIO):
+    """A file that takes from what was written for a terminal the lines that stay, without their colours."""
+
+    _rest = b""
+
+    def write(self, data: Any, /) -> int:
+        whole, newline, self._rest = (self._rest + bytes(data)).rpartition(b"\n")
+        super().write(_OF_A_TERMINAL.sub(b"", whole) + newline)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            with suppress(OSError):  # a disk that is full
+                super().write(_OF_A_TERMINAL.sub(b"", self._rest))
+        super().close()
+
+
 class RankProcess:
     """A running rank.
 
-    command, env: what to run. log: file its output is appended to. on_console: show the output here as well.
+    command, env: what to run. log: file its output is appended to. on_console: show the output here as well, each
+    stream where it belongs.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, on_console: bool):
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        file = log.open("ab", buffering=0)
+        file = _Lines(log, "ab")
         file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
         self._log_start = file.tell()
         self._process = subprocess.Popen(
@@ -37,16 +65,20 @@ class RankProcess:
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if on_console else file,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE if on_console else subprocess.STDOUT,
             # A terminal's Ctrl-C would reach the ranks past the launcher, and a second time through it.
             start_new_session=True,
             preexec_fn=_die_with_the_launcher if sys.platform == "linux" else None,
         )
-        self._copier: threading.Thread | None = None
-        if self._process.stdout is not None:
-            arguments = (self._process.stdout.fileno(), file)
-            self._copier = threading.Thread(target=_copy_to_console_and, args=arguments, daemon=True)
-            self._copier.start()
+        self._to_show: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        if on_console:
+            self._threads = [
+                threading.Thread(target=self._copy, args=(file,), daemon=True),
+                threading.Thread(target=_show, args=(self._to_show,), daemon=True),
+            ]
+            for thread in self._threads:
+                thread.start()
         else:
             file.close()
 
@@ -65,11 +97,17 @@ class RankProcess:
             self._process.wait()
 
     def close(self) -> None:
-        """Wait until all output is written; a process the rank left behind cannot hold this up for long."""
-        if self._copier is not None:
-            self._copier.join(timeout=5.0)
-        if self._process.stdout is not None and (self._copier is None or not self._copier.is_alive()):
-            self._process.stdout.close()
+        """Wait until all output is written; neither a process the rank left behind nor a console that nobody reads
+        can hold this up for long."""
+        if not self._threads:
+            return
+        copier, shower = self._threads
+        copier.join(timeout=_PATIENCE_SECONDS)
+        self._to_show.put(None)
+        waiting = None
+        while shower.is_alive() and waiting != self._to_show.qsize():
+            waiting = self._to_show.qsize()
+            shower.join(timeout=_PATIENCE_SECONDS)
 
     def last_lines(self, count: int) -> list[str]:
         """The last lines it has written since it started, empty ones left out."""
@@ -78,15 +116,32 @@ class RankProcess:
             lines = file.read().decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-count:]
 
+    def _copy(self, log: BinaryIO) -> None:
+        """Take what the rank writes as it comes, for a rank whose pipe is full stands still."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        with (
+            log,
+            self._process.stdout as out,
+            self._process.stderr as err,
+            selectors.DefaultSelector() as ready,
+        ):
+            ready.register(out, selectors.EVENT_READ, 1)
+            ready.register(err, selectors.EVENT_READ, 2)
+            while ready.get_map():
+                for key, _ in ready.select():
+                    if chunk := os.read(key.fd, 1 << 16):
+                        with suppress(OSError):  # a disk that is full
+                            log.write(chunk)
+                        self._to_show.put((key.data, chunk))
+                    else:
+                        ready.unregister(key.fileobj)
 
-def _copy_to_console_and(source: int, log: BinaryIO) -> None:
-    console: BinaryIO | None = sys.stdout.buffer
-    with log:
-        while chunk := os.read(source, 1 << 16):
-            log.write(chunk)
-            try:
-                if console is not None:
-                    console.write(chunk)
-                    console.flush()
-            except BrokenPipeError:
-                console = None  # `megakernel pretrain ... | head` goes on training
+
+def _show(chunks: "queue.SimpleQueue[tuple[int, bytes] | None]") -> None:
+    """Write to the console at the pace of whoever reads it: one that is full, gone or stopped holds no rank up."""
+    while (item := chunks.get()) is not None:
+        stream, chunk = item
+        with suppress(OSError):
+            while chunk:
+                chunk = chunk[os.write(stream, chunk) :]

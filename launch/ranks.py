@@ -4,14 +4,19 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from launch import local
 from launch.config_arguments import add_config_arguments
 from launch.environment import joined
+from launch.messages import make_courtesies
+from launch.numbers import Number
 from megakernel.config import Config, UserError, check_same_run, data_parallel_size
+from megakernel.config.errors import written_to
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.run_lock import RunLock
 from megakernel.training.stop_requests import hold_requests
+from megakernel.training.trained_run import finished
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument(
         "--nproc",
-        type=int,
+        type=Number(int, most=1_000),
         metavar="N",
         help="processes to start on this machine, one per GPU (default 1); not under torchrun or srun",
     )
@@ -37,7 +42,9 @@ def run(args: argparse.Namespace, config: Config, work: Callable[[Config, Proces
     data_parallel_size(config, world_size)
     if process is None:
         return _start(config, args, world_size)
+    args.run_folder = config.run.folder  # whose logs get the traceback of what nobody has foreseen
     hold_requests()
+    make_courtesies("stdout")  # a run needs no console
     os.environ.update(process.variables())  # DeepSpeed and torch.distributed read them
     return work(config, process)
 
@@ -47,5 +54,14 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
     if recorded.exists():  # an error now is one line; later it is one of every rank
         check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)
         RunLock(config.run.folder)  # of which the ranks take another: whoever holds it keeps logs of its own
+        if (done := finished(config)) is not None:  # which needs none of the libraries
+            print(done)
+            return 0
+    logs = config.run.folder / "logs"
+    with written_to("run.root", config.run.root):
+        logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "launch.cli", args.command, args.config, *args.overrides]
-    return local.run_ranks(command, world_size, config.run.folder / "logs")
+    processes = f"{world_size} process{'es' * (world_size > 1)}"
+    with suppress(OSError):  # at once, for the libraries take their time
+        os.write(1, f"{args.command}: starting {processes}, logs in {logs}\n".encode())
+    return local.run_ranks(command, world_size, logs)

@@ -15,9 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the universal form of one checkpoint beside it."""
-    from megakernel.parallel.device import prepare_device
-
-    prepare_device("cpu", local_rank=0)  # before DeepSpeed is imported, which would look for one and say so
     from megakernel.training.reshape import reshape_run
 
     print(f"{reshape_run(args.run_folder, step=args.step)} can be continued on any layout")

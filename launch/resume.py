@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from launch.numbers import Number
 from launch.run_arguments import add_job_run_arguments
 from launch.slurm.job_folder import JobFolder, find_run
 from launch.slurm.live import live_jobs
 from launch.slurm.options import add_cluster_options, cluster_of
-from launch.submit import add_outcome_options, carry_out, training_request
+from launch.submit import MOST_MEMBERS, add_outcome_options, carry_out, training_request
 from megakernel.config import UserError, load
 
 HELP = "submit a run again, from its newest checkpoint"
@@ -34,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
     )
     parser.add_argument(
-        "--chain", type=int, default=1, metavar="N", help="N jobs that go on one after the other"
+        "--chain",
+        type=Number(int, 1, MOST_MEMBERS),
+        default=1,
+        metavar="N",
+        help="N jobs that go on one after the other",
     )
     add_outcome_options(parser)
 

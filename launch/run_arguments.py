@@ -3,10 +3,27 @@
 import argparse
 from pathlib import Path
 
+RUNS = Path("runs")
+"""Where the folders of runs are unless a command is told."""
+
+
+def folders_of(text: str, root: Path = RUNS) -> tuple[Path, Path]:
+    """Where a run may lie that was named on a command line: that folder, or the one of that name under `root`."""
+    return Path(text), root / text
+
+
+def _trained_run(text: str) -> Path:
+    plain, named = folders_of(text)
+    if (plain / "config.yaml").is_file() or (plain.exists() and not (named / "config.yaml").is_file()):
+        return plain
+    return plain if len(plain.parts) > 1 and not named.exists() else named
+
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare RUN and which of its checkpoints."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of a run, such as runs/demo")
+    parser.add_argument(
+        "run_folder", type=_trained_run, metavar="RUN", help=f"a run: its folder, or its name in {RUNS}"
+    )
     parser.add_argument(
         "--step", type=int, metavar="S", help="checkpoint of this step (default: the newest good one)"
     )
@@ -24,7 +41,7 @@ def add_root_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--root",
         type=Path,
-        default=Path("runs"),
+        default=RUNS,
         metavar="DIR",
         help="folder of all runs (default %(default)s)",
     )

@@ -1,12 +1,15 @@
 """How far a run is, by what it has written into its folder."""
 
 import json
+import math
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megakernel.config import from_yaml
 from megakernel.training import events, heartbeat
@@ -17,8 +20,16 @@ _TAIL = 1 << 16
 _SILENT_SECONDS = 6 * heartbeat.BEAT_SECONDS
 """A process that has not told where it is for so long is gone, or its disk is."""
 
+_MOST_OF_A_REASON = 200
+
 _WORTH_SAYING = 1.1
 """Times the median from which on the slowest rank is news."""
+
+
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading a file that holds anything may raise."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,12 +67,28 @@ class RunProgress:
     ended: str
     """What the run wrote down last of its end; empty where nothing."""
 
+    unreadable: str
+    """Files that cannot be read, and why; empty where there are none."""
+
     @classmethod
     def read(cls, run: Path) -> "RunProgress":
-        """That of the run in a folder, which may be empty yet."""
-        logged = _last_logged(run / "metrics.jsonl")
-        steps, tokens = _whole(run / "config.yaml")
+        """That of the run in a folder, which may be empty yet, and whose files may hold anything."""
+        problems: list[str] = []
+
+        def part(name: str, read: Callable[[Path], T], otherwise: T) -> T:
+            try:
+                return read(run / name)
+            except UNREADABLE as error:
+                problems.append(why_unreadable(name, error))
+                return otherwise
+
+        nothing: dict[str, Any] = {}
+        unknown: tuple[int | None, int | None] = None, None
+        logged = part("metrics.jsonl", _last_logged, nothing)
+        steps, tokens = part("config.yaml", _whole, unknown)
+        ended = part(events.FILE, lambda _: _ended(run), "")
         beat = _heartbeat(run)
+        alive = _is_alive(beat)
         speed, done = logged.get("throughput/tokens_per_sec"), logged.get("train/tokens")
         return cls(
             step=logged.get("step"),
@@ -73,9 +100,10 @@ class RunProgress:
             seconds_left=(tokens - done) / speed if tokens and done is not None and speed else None,
             heartbeat=max(0.0, time.time() - beat["time"]) if beat else None,
             place=beat.get("place"),
-            health=_health(logged, beat.get("slowest", {})),
-            alive=_is_alive(beat),
-            ended=_ended(run),
+            health=_health(logged, beat.get("slowest", {}), alive),
+            alive=alive,
+            ended=ended,
+            unreadable="; ".join(problems),
         )
 
     @property
@@ -99,18 +127,33 @@ def saved_step(run: Path) -> int:
     """Optimizer steps behind the newest checkpoint; 0 where there is none."""
     try:
         return int((run / "checkpoints" / "latest").read_text().removeprefix("step_"))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return 0
 
 
-def _health(logged: dict[str, Any], slowest: dict[str, Any]) -> str:
+def why_unreadable(name: str, error: Exception) -> str:
+    """What is wrong with a file, on one short line."""
+    reason = " ".join(str((error.strerror if isinstance(error, OSError) else None) or error).split())
+    return f"{name} cannot be read ({reason[:_MOST_OF_A_REASON]})"
+
+
+def time_left(seconds: float | None) -> str:
+    """Hours, minutes and seconds."""
+    try:
+        return "" if seconds is None else str(timedelta(seconds=round(seconds)))
+    except OverflowError:
+        return ""
+
+
+def _health(logged: dict[str, Any], slowest: dict[str, Any], alive: bool) -> str:
+    """Of a run that has ended only what stays true: who was slow in its last steps does not matter any more."""
     said = []
-    straggle = logged.get("health/straggle")
+    straggle = logged.get("health/straggle") if alive else None
     if straggle is not None and straggle >= _WORTH_SAYING:
-        rank = int(logged["health/slowest_rank"])
-        host = f" on {slowest['host']}" if slowest.get("rank") == rank else ""
+        rank = int(logged.get("health/slowest_rank", -1))
+        host = f" on {slowest.get('host')}" if slowest.get("rank") == rank else ""
         said.append(f"rank {rank}{host} takes {straggle:.2f} x the median")
-    share = logged.get("health/data_share")
+    share = logged.get("health/data_share") if alive else None
     if share is not None and share >= _WORTH_SAYING - 1:
         said.append(f"{share:.0%} of a step waits for data")
     if skipped := int(logged.get("train/skipped_steps") or 0):
@@ -135,7 +178,7 @@ def _is_alive(beat: dict[str, Any]) -> bool:
 def _ended(run: Path) -> str:
     """Why it failed, where that was the last thing that befell it."""
     last = next(reversed(events.read(run)), None)
-    return last["why"] if last is not None and last["event"] == "failed" else ""
+    return str(last.get("why", "")) if last is not None and last["event"] == "failed" else ""
 
 
 def _whole(file: Path) -> tuple[int | None, int | None]:
@@ -158,14 +201,27 @@ def _last_logged(metrics: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for line in lines:
         try:
-            values |= json.loads(line)
+            parsed = json.loads(line)
         except ValueError:
             continue  # the first one is cut, the last one may be
+        if isinstance(parsed, dict):
+            values |= {tag: value for tag, value in parsed.items() if value is None or _is_number(value)}
+    if len(lines) > 1 and not values:
+        raise ValueError("no line of its end is one of metrics")
     return values
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _heartbeat(run: Path) -> dict[str, Any]:
     try:
-        return json.loads((run / heartbeat.FILE).read_text())
-    except (FileNotFoundError, ValueError):
+        beat = json.loads((run / heartbeat.FILE).read_text())
+        process, slowest = int(beat["process"]), beat.get("slowest")
+        if not 0 < process < 1 << 31:
+            return {}
+        known = {"time": float(beat["time"]), "host": str(beat["host"]), "process": process}
+        return {**beat, **known, "slowest": slowest if isinstance(slowest, dict) else {}}
+    except UNREADABLE:
         return {}

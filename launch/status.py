@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from launch.messages import console
 from launch.run_arguments import add_job_run_arguments
 from launch.slurm.job_folder import all_runs, find_run
 from launch.slurm.live import known_to_slurm
-from launch.slurm.status import RunStatus, status_of
+from launch.slurm.status import RunStatus, status_or_why
 from megakernel.config import UserError
 
 HELP = "say where submitted runs stand: state, why, step, loss, speed, nodes"
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     while True:
         runs = all_runs(args.root) if args.run is None else [find_run(args.run, args.root)]
         by_slurm = known_to_slurm(runs)
-        found = [status_of(run, by_slurm) for run in runs]
+        found = [status_or_why(run, by_slurm) for run in runs]
         if args.watch:
             print("\x1b[2J\x1b[H", end="")
         _show(found, args)
@@ -59,7 +60,6 @@ def _show(found: Sequence[RunStatus], args: argparse.Namespace) -> None:
 
 
 def _table(found: Sequence[RunStatus]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -74,9 +74,9 @@ def _table(found: Sequence[RunStatus]) -> None:
             "" if status.loss is None else f"{status.loss:.4f}",
             "" if status.tokens_per_sec is None else f"{status.tokens_per_sec:,.0f}",
             str(status.restarts),
-            status.why,
+            ", ".join(filter(None, (status.why, status.unreadable))),
         )
-    Console(highlight=False).print(table)
+    console(highlight=False).print(table)
 
 
 _COLUMNS: dict[str, Literal["left", "right"]] = {

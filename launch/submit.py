@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.numbers import Number
 from launch.slurm.options import add_cluster_options, cluster_of
 from launch.slurm.programs import require
 from launch.slurm.script import INDEX
@@ -59,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
     )
     parser.add_argument(
-        "--chain", type=int, default=1, metavar="N", help="N jobs that go on one after the other"
+        "--chain",
+        type=Number(int, 1, MOST_MEMBERS),
+        default=1,
+        metavar="N",
+        help="N jobs that go on one after the other",
     )
     parser.add_argument("--array", metavar="SPEC", help="a run for each index, such as 0-7 or 0-99%%4")
     add_outcome_options(parser)
@@ -144,8 +149,8 @@ def _tell(jobs: "list[Job]", runs: list[str]) -> None:
 
 
 def _training(args: argparse.Namespace) -> "Request":
-    if args.chain < 1 or (args.chain > 1 and args.array):
-        raise UserError(f"--chain {args.chain} cannot be; give 1 or more, and no --array beside it")
+    if args.chain > 1 and args.array:
+        raise UserError(f"--chain {args.chain} cannot be beside --array {args.array}; leave one of them out")
     if args.chain > 1 and args.requeue is None:
         args.requeue = False  # the next link goes on
     overrides = [*args.overrides, *([f"run.name={args.name}"] if args.name else [])]
@@ -153,7 +158,7 @@ def _training(args: argparse.Namespace) -> "Request":
     if args.array is None:
         runs = {None: load(args.config, overrides)}
         return training_request(runs, cluster_of(args), dependency=args.dependency, chain=args.chain)
-    members = _members(args.array)
+    members = indices(args.array)
     runs = {
         index: load(args.config, [text.replace(INDEX, str(index)) for text in overrides]) for index in members
     }
@@ -210,21 +215,19 @@ def _check(config: Config, world_size: int) -> None:
     Corpora(config.data, validation=config.training.eval_samples > 0)
 
 
-def _members(array: str) -> list[int]:
-    members = indices(array)
-    if len(members) > MOST_MEMBERS:
-        raise UserError(f"--array {array} asks for {len(members)} jobs; give at most {MOST_MEMBERS} at once")
-    return members
-
-
 def indices(array: str) -> list[int]:
     """The members of an array as Slurm counts them: `0-7`, `1,3,5`, `0-10:2`, each with `%K` behind it."""
     found: list[int] = []
-    for part in array.partition("%")[0].split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
-        if match is None or int(match[3] or 1) < 1 or int(match[2] or match[1]) < int(match[1]):
+    parts, percent, at_a_time = array.partition("%")
+    for part in parts.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", part)
+        sound = not percent or re.fullmatch("0*[1-9][0-9]{0,8}", at_a_time)
+        if not match or not sound or int(match[3] or 1) < 1 or int(match[2] or match[1]) < int(match[1]):
             raise UserError(f"--array {array} is no list of indices; write 0-7, 1,3,5 or 0-99%4")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
+        members = range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
+        if (number := len(found) + len(members)) > MOST_MEMBERS:
+            raise UserError(f"--array {array} asks for {number} jobs; give at most {MOST_MEMBERS} at once")
+        found += members
     return found
 
 
@@ -233,7 +236,7 @@ def _other_command(args: argparse.Namespace) -> "Request":
     from launch.slurm.submission import Member, Request
 
     command = [args.config, *args.overrides]
-    numbers = _members(args.array) if args.array else []
+    numbers = indices(args.array) if args.array else []
     # A command line that makes no sense is told now.
     parse([word.replace(INDEX, str(numbers[0])) for word in command] if numbers else command)
     cluster = cluster_of(args)

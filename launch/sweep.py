@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ a sweep file:
     optimizer.lr: [1e-3, 3e-3]    # the last key varies fastest
     model.attention: [flurka, softmax]"""
 
+MOST_POINTS = 100_000
+"""Of a grid, of which `--array` chooses those of one submission."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
@@ -34,28 +38,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
     )
     parser.add_argument(
-        "--array", metavar="[SPEC]%%K", help="at most K at a time, and which points (default: all at once)"
+        "--array", metavar="[SPEC]%K", help="at most K at a time, and which points (default: all at once)"
     )
     add_outcome_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check every point, then submit all."""
-    points = _points(args.sweep, args.overrides)
+    tree = _read(args.sweep)
+    points = _assignments(tree["grid"])
     chosen, percent, limit = (args.array or "").partition("%")
-    wanted = indices(chosen) if chosen else list(points)
-    missing = [index for index in wanted if index not in points]
+    array = (chosen or f"0-{len(points) - 1}") + percent + limit
+    wanted = indices(array)
+    missing = [index for index in wanted if index >= len(points)]
     if missing:
         raise UserError(
             f"--array {args.array} asks for point {missing[0]}; the grid has 0 to {len(points) - 1}"
         )
-    array = (chosen or f"0-{len(points) - 1}") + percent + limit
-    indices(array)
-    runs: dict[int | None, Config] = {index: points[index] for index in wanted}
+    named = [*args.overrides, f"run.name={tree['name']}"]
+    runs: dict[int | None, Config] = {
+        index: load(tree["config"], [*named, *points[index]]) for index in wanted
+    }
     request = training_request(runs, cluster_of(args), array, dependency=args.dependency)
     if not (args.json or args.dry_run):
         for index in wanted:
-            print(f"{request.base}-{index}: {' '.join(_assignments(args.sweep)[index])}", flush=True)
+            print(f"{request.base}-{index}: {' '.join(points[index])}", flush=True)
     return carry_out(request, args)
 
 
@@ -69,12 +76,13 @@ def _read(path: Path) -> dict[str, Any]:
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: grid.{key}={values!r} is no list of values; write [A, B]")
+    if (points := math.prod(map(len, grid.values()))) > MOST_POINTS:
+        raise UserError(f"{path}: grid has {points:,} points; leave at most {MOST_POINTS:,}")
     return tree
 
 
-def _assignments(path: Path) -> list[list[str]]:
+def _assignments(grid: dict[str, list[Any]]) -> list[list[str]]:
     """The keys of each point as overrides."""
-    grid = _read(path)["grid"]
     return [
         [f"{key}={_on_one_line(value)}" for key, value in zip(grid, values)]
         for values in itertools.product(*grid.values())
@@ -84,9 +92,3 @@ def _assignments(path: Path) -> list[list[str]]:
 def _on_one_line(value: Any) -> str:
     # JSON is YAML, but for the names of what is neither text nor finite.
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _points(path: Path, overrides: list[str]) -> dict[int, Config]:
-    tree = _read(path)
-    named = [*overrides, f"run.name={tree['name']}"]
-    return {index: load(tree["config"], [*named, *keys]) for index, keys in enumerate(_assignments(path))}

@@ -8,10 +8,38 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--seed", default="0", help="of what tests draw: a number, or `random` to explore (default: 0)"
+    )
+
+
+def pytest_configure(config):
+    # Workers of pytest-xdist draw with the number that their controller chose.
+    if config.option.seed == "random":
+        config.option.seed = str(int.from_bytes(os.urandom(4)))
+
+
+def pytest_report_header(config):
+    return f"seed: {config.option.seed} (--seed N draws again, --seed random explores)"
+
+
+@pytest.fixture
+def seed(request) -> int:
+    """What --seed says."""
+    return int(request.config.option.seed)
+
+
 @pytest.fixture(autouse=True)
-def same_numbers():
+def same_numbers(seed):
     """What a test draws without a generator of its own does not depend on the tests before it."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture
+def draw(seed) -> torch.Generator:
+    """Random numbers of the test."""
+    return torch.Generator().manual_seed(seed)
 
 
 def pytest_collection_modifyitems(items):

@@ -2,12 +2,15 @@
 
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.document import Document
 from data_pipeline.glue import TASKS
+from data_pipeline.lra.listops import ListOps
 
 WORDS = ["a", "dull", "film", "brilliant", "déjà", "vu", "and", "then", "nothing", "happens"]
 
@@ -57,6 +60,32 @@ def cifar(folder: Path, of_each: int = 10) -> Path:
         }
         (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
     return folder
+
+
+def listops(folder: Path, of_each: int = 6) -> tuple[Path, dict[str, list[Document]]]:
+    """basic_{train,val,test}.tsv, and what stands in them; each step of an expression is in parentheses."""
+    task = ListOps(train=1, validation=0, test=0, min_length=5, max_length=60)
+    folder.mkdir(parents=True)
+    written: dict[str, list[Document]] = {}
+    for split in ("train", "val", "test"):
+        documents = [task.example(random.Random(f"{split}{number}"), number) for number in range(of_each)]
+        lines = ["Source\tTarget"]
+        lines += [f"{_in_parentheses(iter(row.texts[0].split()))}\t{row.label}" for row in documents]
+        (folder / f"basic_{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        written[split] = documents
+    return folder, written
+
+
+def _in_parentheses(symbols: Iterator[str]) -> str:
+    tree = next(symbols)
+    if not tree.startswith("["):
+        return tree
+    for symbol in iter(symbols.__next__, None):
+        symbol = _in_parentheses(chain([symbol], symbols)) if symbol != "]" else symbol
+        tree = f"( {tree} {symbol} )"
+        if symbol == "]":
+            break
+    return tree
 
 
 _HEADERS = {

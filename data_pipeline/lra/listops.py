@@ -4,17 +4,20 @@ The rules are those of the published generator (google-research/long-range-arena
 node is an operator with probability 0.25, else a digit; at the greatest depth it is a digit. Operator, number of
 arguments and digits are uniform. An expression is drawn again until its length lies between the bounds, both excluded.
 Its length counts each operator twice, for the bracket that closes it. Parentheses, which the published files write
-around every argument, are stripped there when they are read, and never written here.
+around every argument, are stripped there when they are read, and here too; none are written.
 """
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
 
 from data_pipeline.document import Document
 from data_pipeline.generated import Count, Some, Task
+from data_pipeline.published import Published
+from data_pipeline.sources import tsv_rows
 from megakernel.config.errors import Problem
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -22,6 +25,9 @@ OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 
 END = "]"
 OPERATOR_PROBABILITY = 0.25
+
+_FILES = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
+_DIGITS = [str(digit) for digit in range(10)]
 
 
 class _TooLongError(Exception):
@@ -41,13 +47,13 @@ class ListOps(Task):
     min_length: int = Field(default=500, ge=0)
     """Tokens that an expression has more than."""
 
-    max_length: int = Field(default=2_000, ge=1)
+    max_length: int = Field(default=2_000, ge=1, le=10_000_000)
     """Tokens that it has fewer than."""
 
-    max_depth: int = Field(default=10, ge=1)
+    max_depth: int = Field(default=10, ge=1, le=100)
     """Depth, counted from 1 at the root, whose nodes are digits."""
 
-    max_args: int = Field(default=10, ge=2)
+    max_args: int = Field(default=10, ge=2, le=1_000)
     """Most arguments of an operator; the fewest are 2."""
 
     def example(self, draw: random.Random, index: int) -> Document:
@@ -89,6 +95,28 @@ class ListOps(Task):
         if len(tokens) >= self.max_length:
             raise _TooLongError
         return _value(operator, arguments)
+
+
+class PublishedListOps(Published):
+    """Expressions from a folder in the published form: `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv`."""
+
+    HUB = False
+    classes = ListOps.CLASSES
+
+    def __init__(self, where: str):
+        """where: folder. Raises UserError where one of the files is missing."""
+        super().__init__(
+            ListOps.NAME, where, _FILES.values(), "the folder listops-1000 of the arena's release"
+        )
+
+    def _read_files(self, folder: Path) -> Iterator[Document]:
+        for split, name in _FILES.items():
+            for row in tsv_rows(folder / name, ("Source", "Target")):
+                if row is None or row["Target"] not in _DIGITS:
+                    self.skipped["no expression with its value"] += 1
+                    continue
+                symbols = [symbol for symbol in row["Source"].split() if symbol not in ("(", ")")]
+                yield Document((" ".join(symbols),), int(row["Target"]), split)
 
 
 def _value(operator: str, arguments: list[int]) -> int:

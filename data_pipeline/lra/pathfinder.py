@@ -61,10 +61,10 @@ class Pathfinder(Task):
     contour: int = Field(default=14, ge=2, le=16)
     """Dashes of each of the two contours."""
 
-    distractors: int = Field(default=5, ge=0)
+    distractors: int = Field(default=5, ge=0, le=1_000)
     """Other contours, where they find room."""
 
-    distractor: int = Field(default=4, ge=1)
+    distractor: int = Field(default=4, ge=1, le=1_000)
     """Dashes of each."""
 
     seed_distance: int = Field(default=7, ge=5, le=10)

@@ -18,7 +18,7 @@ _SLOT = symbols.WORD + 1
 class _Words(Task):
     """A shuffled list of words, of which those that stand most often are asked for."""
 
-    length: int = Field(default=4096, ge=2)
+    length: int = Field(default=4096, ge=2, le=1_000_000_000)
     """Tokens of an example, the end of its document among them."""
 
     asked: int = Field(default=3, ge=1, le=100)

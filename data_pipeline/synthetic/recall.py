@@ -24,7 +24,7 @@ class Mqar(Task):
 
     NAME: ClassVar[str] = "mqar"
 
-    length: int = Field(default=128, ge=2)
+    length: int = Field(default=128, ge=2, le=1_000_000_000)
     """Tokens of an example, the end of its document among them."""
 
     pairs: int = Field(default=8, ge=1)
@@ -90,7 +90,7 @@ class Copy(Task):
 
     NAME: ClassVar[str] = "copy"
 
-    length: int = Field(default=128, ge=2)
+    length: int = Field(default=128, ge=2, le=1_000_000_000)
     """Tokens of an example, the end of its document among them."""
 
     alphabet: int = Field(default=26, ge=2, le=26)
@@ -121,7 +121,7 @@ class Induction(Task):
 
     NAME: ClassVar[str] = "induction"
 
-    length: int = Field(default=128, ge=2)
+    length: int = Field(default=128, ge=2, le=1_000_000_000)
     """Tokens of an example, the end of its document among them."""
 
     alphabet: int = Field(default=26, ge=2, le=26)

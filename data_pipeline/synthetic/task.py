@@ -28,7 +28,7 @@ class Task(Section):
     NAME: ClassVar[str]
     """What `--task` and `--source task:` call it."""
 
-    length: int = Field(default=1024, ge=2)
+    length: int = Field(default=1024, ge=2, le=1_000_000_000)
     """Tokens of an example, the end of its document among them."""
 
     seed: int = Field(default=0, ge=0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
 from megakernel.training import events
+from megakernel.training.environment import recorded_variables
 
 from .errors import SlurmRefused
 from .job_folder import JobFolder, read_settings
@@ -25,9 +26,9 @@ def begin(submission: Path, nodes: str) -> None:
     run = JobFolder(submission.parents[1])
     events.record(run.path, "started", nodes=nodes, submission=submission.name)
     print(f"== job {os.environ[events.JOB_VARIABLE]}, restart {restart()}, on {nodes}", flush=True)
-    for name in sorted(os.environ):
+    for name, value in recorded_variables(os.environ).items():
         if name.startswith(("NCCL_", "GLOO_", "MASTER_")):
-            print(f"{name}={os.environ[name]}", flush=True)
+            print(f"{name}={value}", flush=True)
 
 
 def unfit_nodes(submission: Path, preflight: Path, nodes: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.parallel.rendezvous import meet
 
 from .slow_nodes import Timing, rounds
 
@@ -26,13 +27,7 @@ def time_collectives(place: ProcessEnvironment, node: str, mib: int) -> Iterator
     node: name of this machine. mib: size of the float32 tensor that is summed, MiB. A failure is a Timing too.
     """
     try:
-        store = dist.TCPStore(
-            place.master_address,
-            place.master_port,
-            is_master=place.rank == 0,
-            timeout=2 * GIVE_UP,
-            wait_for_workers=False,
-        )
+        store = meet(place, 2 * GIVE_UP, wait=False)
     except RuntimeError as error:
         yield Timing(place.rank, node, [node], None, _one_line(error))
         return

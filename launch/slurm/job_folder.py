@@ -2,19 +2,27 @@
 
 import json
 import re
+import shlex
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.run_progress import saved_step
+from launch.run_arguments import folders_of
+from launch.run_progress import UNREADABLE, saved_step, why_unreadable
+from megakernel.config import UserError
 from megakernel.config.cluster import Cluster
+from megakernel.config.errors import nearest_first
 from megakernel.training import events
+from megakernel.training.environment import recorded_variables
 from megakernel.training.whole_file import write_whole
 
 from .errors import NotFound
 
 FILE = "run.json"
 SETTINGS = "settings.json"
+SECRETS = "environment"
+"""Beside the settings: the job's variables that may be secrets, as lines of shell that its owner alone can read."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +84,19 @@ class JobFolder:
         return self._file.exists()
 
     def jobs(self) -> list[Job]:
-        """Every job, oldest first."""
+        """Every job, oldest first. Raises UserError where the record of them cannot be read."""
         if not self.exists:
             return []
-        return [Job(**job) for job in json.loads(self._file.read_text())["jobs"]]
+        try:
+            return [Job(**job) for job in json.loads(self._file.read_text())["jobs"]]
+        except UNREADABLE as error:
+            raise UserError(f"{why_unreadable(str(self._file), error)}; restore or remove it") from None
+
+    def jobs_if_readable(self) -> list[Job]:
+        """The same, none where the record cannot be read: one run does not hide the others."""
+        with suppress(UserError):
+            return self.jobs()
+        return []
 
     def add(self, jobs: list[Job]) -> None:
         """Write down new jobs."""
@@ -127,12 +144,22 @@ class JobFolder:
 
 def write_settings(folder: Path, settings: Settings) -> None:
     """Write down what a submission is made of."""
-    (folder / SETTINGS).write_text(json.dumps(asdict(settings), indent=1) + "\n")
+    variables = settings.cluster["environment"]
+    known = recorded_variables(variables)
+    record = asdict(settings) | {"cluster": settings.cluster | {"environment": known}}
+    (folder / SETTINGS).write_text(json.dumps(record, indent=1) + "\n")
+    (folder / SECRETS).touch(mode=0o600)
+    lines = (f"{name}={shlex.quote(value)}\n" for name, value in variables.items() if name not in known)
+    (folder / SECRETS).write_text("".join(lines))
 
 
 def read_settings(folder: Path) -> Settings:
     """What the submission in `folder` was made of."""
-    return Settings(**json.loads((folder / SETTINGS).read_text()))
+    settings = Settings(**json.loads((folder / SETTINGS).read_text()))
+    if (folder / SECRETS).exists():  # submissions of earlier versions have none
+        pairs = (word.partition("=") for word in shlex.split((folder / SECRETS).read_text()))
+        settings.cluster["environment"] |= {name: value for name, _, value in pairs}
+    return settings
 
 
 def all_runs(root: Path) -> list[JobFolder]:
@@ -142,12 +169,12 @@ def all_runs(root: Path) -> list[JobFolder]:
 
 def find_run(text: str, root: Path) -> JobFolder:
     """The run that a folder, a name under `root`, or the id of one of its jobs means. Raises NotFound."""
-    for path in (Path(text), root / text):
+    for path in folders_of(text, root):
         if (path / FILE).exists():
             return JobFolder(path)
     if re.fullmatch(r"\d+(_\d+)?", text):
         for run in all_runs(root):
-            if any(job.id == text or job.id.split("_")[0] == text for job in run.jobs()):
+            if any(job.id == text or job.id.split("_")[0] == text for job in run.jobs_if_readable()):
                 return run
-    known = ", ".join(run.name for run in all_runs(root)) or f"none yet in {root}"
+    known = nearest_first(text, (run.name for run in all_runs(root)), most=5) or f"none yet in {root}"
     raise NotFound(f"{text} is no submitted run, and no job of one; submitted runs: {known}")

@@ -11,7 +11,7 @@ from .states import JobState, job_states
 
 def known_to_slurm(runs: Iterable[JobFolder]) -> dict[str, JobState]:
     """The jobs of these runs that Slurm knows, asked once for all. Raises SlurmRefused where it cannot be reached."""
-    return job_states(job.id for run in runs for job in run.jobs() if job.executor == "slurm")
+    return job_states(job.id for run in runs for job in run.jobs_if_readable() if job.executor == "slurm")
 
 
 def states_of(run: JobFolder, known: Mapping[str, JobState] | None = None) -> dict[str, JobState]:

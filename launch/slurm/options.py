@@ -50,7 +50,13 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         "--container", metavar="IMG", help="image to run in, with the file's runtime (default pyxis)"
     )
     group.add_argument("--mounts", metavar="SRC:DST[,...]", help="folders that the container sees")
-    group.add_argument("--env", action="append", default=[], metavar="K=V", help="a variable of the job")
+    group.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="K[=V]",
+        help="a variable of the job; without a value that of this shell, which no history keeps",
+    )
     group.add_argument(
         "--sbatch", action="append", default=[], metavar="K[=V]", help="any other option of sbatch"
     )
@@ -77,19 +83,26 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     if container:
         changes["container"] = container
     if args.env:
-        changes["environment"] = dict(_pair(item, "--env") for item in args.env)
+        changes["environment"] = dict(_variable(item) for item in args.env)
     if args.sbatch:
-        changes["sbatch"] = dict(_pair(item, "--sbatch", lone=True) for item in args.sbatch)
+        changes["sbatch"] = dict(_sbatch_option(item) for item in args.sbatch)
     if args.setup:
         changes["setup"] = args.setup
     return changes
 
 
-def _pair(item: str, option: str, lone: bool = False) -> tuple[str, Any]:
+def _variable(item: str) -> tuple[str, str]:
+    name, equals, value = item.partition("=")
+    if not equals and name not in os.environ:
+        raise UserError(f"--env {item} is not set in this shell; export it, or write --env NAME=VALUE")
+    return name, value if equals else os.environ[name]
+
+
+def _sbatch_option(item: str) -> tuple[str, Any]:
     key, equals, value = item.partition("=")
-    if not key or not (equals or lone):
-        raise UserError(f"{option} {item} is no pair; write {option} NAME=VALUE")
-    return key.lstrip("-") if lone else key, value if equals else True
+    if not key:
+        raise UserError(f"--sbatch {item} is no option; write --sbatch NAME or --sbatch NAME=VALUE")
+    return key.lstrip("-"), value if equals else True
 
 
 def _file(name: str) -> Path:

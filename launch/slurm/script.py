@@ -3,12 +3,15 @@
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megakernel.config import UserError
 from megakernel.config.cluster import Cluster
+from megakernel.training.environment import recorded_variables
+
+from .job_folder import SECRETS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -55,9 +58,7 @@ class Script:
             "run": shlex.quote(str(self.run)) + index,
             "submission": self.submission,
             "python": shlex.quote(sys.executable),
-            "environment": "".join(
-                f"export {name}={shlex.quote(value)}\n" for name, value in cluster.environment.items()
-            ),
+            "environment": "".join(_variables(cluster)),
             "setup": "".join(f"{line}\n" for line in cluster.setup),
             "srun": " ".join(_srun_options(cluster)),
             "inside": " ".join(_inside(cluster)),
@@ -100,7 +101,19 @@ class Script:
         return {key: value for key, value in wanted.items() if value is not None and value is not False}
 
 
+def _variables(cluster: Cluster) -> Iterator[str]:
+    """Lines that set the job's variables; of what may be secret the script has the names alone."""
+    known = recorded_variables(cluster.environment)
+    for name, value in known.items():
+        yield f"export {name}={shlex.quote(value)}\n"
+    if secrets := [name for name in cluster.environment if name not in known]:
+        yield f'set -a  # {" ".join(secrets)}\n. "$submission/{SECRETS}" || exit\nset +a\n'
+
+
 def _directive(key: str, value: Value) -> str:
+    # Whatever the quotes, sbatch and the shell end a directive where its line ends.
+    if not str(value).isprintable():
+        raise UserError(f"{key}={value!r} has a character that cannot be printed; write it on one plain line")
     return f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
 
 

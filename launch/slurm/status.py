@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
-from launch.run_progress import RunProgress
+from launch.run_progress import UNREADABLE, RunProgress, time_left, why_unreadable
+from megakernel.config import UserError
 
 from .job_folder import JobFolder
 from .live import states_of
@@ -72,6 +72,9 @@ class RunStatus:
     jobs: dict[str, str]
     """Every job with its state."""
 
+    unreadable: str
+    """Files of the run that cannot be read, and why; empty where there are none."""
+
     @property
     def progress(self) -> str:
         """Steps done of all."""
@@ -98,6 +101,7 @@ class RunStatus:
             "tokens/s": "" if self.tokens_per_sec is None else f"{self.tokens_per_sec:,.0f}",
             "heartbeat": beat or "",
             "health": self.health,
+            "unreadable": self.unreadable,
             "nodes": self.nodes,
             "jobs": ", ".join(f"{job} {state}" for job, state in self.jobs.items())
             if len(self.jobs) > 1
@@ -133,7 +137,36 @@ def status_of(run: JobFolder, by_slurm: Mapping[str, JobState]) -> RunStatus:
         health=known.health,
         nodes=job.nodes or (started[-1].get("nodes", "") if started else ""),
         jobs={id: state.state for id, state in states.items()},
+        unreadable=known.unreadable,
     )
+
+
+def status_or_why(run: JobFolder, by_slurm: Mapping[str, JobState]) -> RunStatus:
+    """`status_of`; of a run whose record cannot be read, why: it is one of many that are shown."""
+    try:
+        return status_of(run, by_slurm)
+    except UNREADABLE as error:
+        known = RunProgress.read(run.path)
+        return RunStatus(
+            run=str(run.path),
+            job="",
+            state="UNREADABLE",
+            why=str(error) if isinstance(error, UserError) else why_unreadable(str(run.path), error),
+            eta="",
+            restarts=0,
+            step=known.step,
+            steps=known.steps,
+            saved=known.saved,
+            stage=None,
+            loss=known.loss,
+            tokens_per_sec=known.tokens_per_sec,
+            heartbeat=None,
+            place=None,
+            health=known.health,
+            nodes="",
+            jobs={},
+            unreadable=known.unreadable,
+        )
 
 
 def _current(states: dict[str, JobState]) -> JobState:
@@ -154,13 +187,13 @@ def _why(job: JobState, events: list[dict[str, Any]]) -> str:
 
 
 def _last_end(events: list[dict[str, Any]]) -> str:
-    ends = [event["why"] for event in events if event["event"] == "ended"]
+    ends = [str(event.get("why", "")) for event in events if event["event"] == "ended"]
     return ends[-1] if ends else ""
 
 
 def _eta(job: JobState, seconds_left: float | None) -> str:
     if job.is_pending:
         return f"starts {job.start}" if job.start else ""
-    if not job.is_live or seconds_left is None:
+    if not job.is_live:
         return ""
-    return str(timedelta(seconds=round(seconds_left)))
+    return time_left(seconds_left)

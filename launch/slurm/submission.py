@@ -133,7 +133,7 @@ def _write(request: Request) -> None:
     for member in request.members:
         folder = request.folder(member)
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(mode=0o700, parents=True)  # what was typed and changed is its owner's affair
             (member.run / "logs").mkdir(exist_ok=True)
             write_settings(folder, settings)
             if member.config is not None:
@@ -142,6 +142,7 @@ def _write(request: Request) -> None:
                 code = write_snapshot(folder / "code")
             else:
                 shutil.copytree(code, folder / "code", copy_function=os.link)
+            _close(folder)
         except FileExistsError:
             raise UserError(
                 f"{member.run} was submitted less than a second ago; see megakernel status {member.run}"
@@ -149,6 +150,12 @@ def _write(request: Request) -> None:
         except OSError as error:
             remedy = "make it writable or choose another run.root"
             raise UserError(f"{member.run} cannot hold the run ({error}); {remedy}") from None
+
+
+def _close(folder: Path) -> None:
+    """Nobody but its owner reads what lies in the folder."""
+    for path in folder.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def _submit_to_slurm(request: Request) -> list[Job]:
@@ -176,6 +183,7 @@ def _keep_script(request: Request, file: Path, text: str) -> None:
     file.unlink()
     for member in request.members:
         (request.folder(member) / "submit.sbatch").write_text(text)
+        _close(request.folder(member))
 
 
 def _written_down(job: str, request: Request) -> list[Job]:

@@ -1,4 +1,4 @@
-"""E and F of a layer: what shortens keys and values along the sequence (MECHANISMS section 3)."""
+"""E and F of a layer: what shortens keys and values along the sequence (docs/formulas.md, 3)."""
 
 from typing import NamedTuple
 
@@ -69,14 +69,15 @@ class Compressor(FullPrecision):
         """Parameters that count heads in their first dimension."""
         return tuple(name for name, _ in self.named_parameters()) if self.per_head else ()
 
-    def pools(self) -> Tensor:
-        """E and F, or E alone where keys and values share it: (p, r, b) or (H_kv, p, r, b).
+    def pools(self, like: Tensor) -> Tensor:
+        """E and F for tokens `like`, or E alone where keys and values share it: (p, r, b) or (H_kv, p, r, b).
 
         Float32 or better where rows have sum 1; Linformer's are the parameter itself, a view and no copy.
         """
         if self.matrices is None:
-            return torch.full((1, 1, self.block_size), 1 / self.block_size)
+            return like.new_full((1, 1, self.block_size), 1 / self.block_size, dtype=wide(like.dtype))
         used = self.matrices if self.per_head else self.heads.shared(self.matrices)
+        used = used.to(like.device)
         return used.to(wide(used.dtype)).softmax(-1) if self.normalized else used
 
     def forward(self, parts: tuple[Tensor, ...], *, first: int, length: int) -> tuple[Tensor, ...]:
@@ -90,7 +91,7 @@ class Compressor(FullPrecision):
                 f"rows of {length} tokens exceed max_positions={self.block_size}, linformer's columns; "
                 "raise model.max_positions or shorten the rows"
             )
-        pools = self.pools().to(parts[0].device)
+        pools = self.pools(parts[0])
         if len(parts) == 1:
             # One product, [E; F] x: tokens are read once, forward and backward.
             both = compress(parts[0], pools.flatten(-3, -2), first=first, length=length)
@@ -107,10 +108,10 @@ class Compressor(FullPrecision):
             counts = torch.tensor([length], device=keys.device)
         blocks = torch.arange(keys.shape[2] // self.rank, device=keys.device)
         real = (counts[:, None] - blocks * self.block_size).clamp(0, self.block_size)
-        pools = self.pools().to(keys.device)
+        pools = self.pools(keys)
         keys = keys / self._shares(pools.select(-3, 0), real).to(keys.dtype)
         values = values / self._shares(pools.select(-3, -1), real).to(values.dtype)
-        return Landmarks(keys, values, (real / self.rank).repeat_interleave(self.rank, 1))
+        return Landmarks(keys, values, (real.to(keys.dtype) / self.rank).repeat_interleave(self.rank, 1))
 
     def _shares(self, pool: Tensor, real: Tensor) -> Tensor:
         """(B, 1 or H_kv, L, 1): weight that lies on the first `real` (B, blocks) tokens of each block, 1 where none."""

@@ -1,4 +1,4 @@
-"""EVA: exact windows and control variates of chunks (MECHANISMS section 7), and FLuRKA-EVA over compressed keys."""
+"""EVA: exact windows and control variates of chunks (docs/formulas.md, 7), and FLuRKA-EVA over compressed keys."""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ from megakernel.ops.documents import Positions
 
 
 class KernelAttention(AttentionLayer):
-    """phi(q)^T sum phi(k) v^T over phi(q)^T sum phi(k) (MECHANISMS section 2).
+    """phi(q)^T sum phi(k) v^T over phi(q)^T sum phi(k) (docs/formulas.md, 2).
 
     Pieces of a sequence exchange the states of what lies before each, and behind it where tokens see both ways.
     """

@@ -123,7 +123,7 @@ class LandmarkAttention(AttentionLayer):
         found = complete_blocks(positions, k.shape[2], k.device, self.block_size)
         # Sums over tokens, of which half precision would leave 8 bits.
         dtype = wide(k.dtype)
-        pools = [pool.to(k.device, dtype) for pool in self.compressor.pools().unbind(-3)]
+        pools = [pool.to(dtype) for pool in self.compressor.pools(k).unbind(-3)]
         pools = [pool if pool.dim() == 2 else pool[:, None] for pool in pools]
         keys = shifted(pools[0] @ found.of(tail.keys, k).to(dtype), priors_and_shift(self.mixture)[1])
         values = pools[-1] @ found.of(tail.values, v).to(dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megakernel.attention.heads import ALL_HEADS, HeadShard
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import WHOLE, SequencePiece
+from megakernel.ops.arguments import check_not_empty
 from megakernel.ops.documents import Positions, position_rows
 
 
@@ -132,8 +133,9 @@ class AttentionLayer(nn.Module, ABC):
             (B, H, N, D) in the dtype of v.
 
         Raises:
-            ValueError: shapes that do not fit; padding on a piece of a sequence.
+            ValueError: shapes that do not fit; no token; padding on a piece of a sequence.
         """
+        check_not_empty(q)
         if padding_mask is None:
             start: Positions = piece.rank * q.shape[2] if positions is None else positions
             return self.attend(
@@ -176,6 +178,7 @@ class AttentionLayer(nn.Module, ABC):
         """
         if not self.causal:
             raise ValueError("extend needs a causal layer; build it with causal=True")
+        check_not_empty(q)
         start: Positions = 0
         if positions is not None:
             start = positions

@@ -1,4 +1,4 @@
-"""Low rank without causality: every query meets the same landmarks, under softmax or a kernel (MECHANISMS 3 and 4)."""
+"""Low rank that sees both ways: every query meets the same landmarks (docs/formulas.md, 3 and 4)."""
 
 from typing import Any, cast
 

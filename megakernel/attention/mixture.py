@@ -1,4 +1,4 @@
-"""Several keys at one position, and attention that weighs every pair (MECHANISMS sections 5 and 6)."""
+"""Several keys at one position, and attention that weighs every pair (docs/formulas.md, 5 and 6)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -150,7 +150,7 @@ class PairwiseAttention(AttentionLayer):
         q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
         mass = None if priors is None else rows.of_key_heads(priors)[..., None]
         if key_mask is not None:
-            real = key_mask[:, None, None].to(torch.float32)
+            real = key_mask[:, None, None].to(wide(q.dtype))
             mass = real if mass is None else mass * real
         out, state = weighted_attention(
             q,

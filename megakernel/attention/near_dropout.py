@@ -15,7 +15,7 @@ class NearDropout(nn.Module):
     """With probability p(step) a head's gate gives the near part nothing during a training step.
 
     Which heads is a function of (seed, step, head): micro-batches and recomputations of a step and all ranks agree, and
-    no checkpoint need hold it. A token that sees nothing far keeps its near part, as ever (MECHANISMS section 4).
+    no checkpoint need hold it. A token that sees nothing far keeps its near part, as ever (docs/formulas.md, 4).
     """
 
     shut: Tensor

@@ -10,7 +10,7 @@ from .lora import Lora
 from .model import Classifier, Model
 from .objective import Objective
 from .parallel import Parallel
-from .resume import Difference, check_same_run, differences
+from .resume import NOT_FINITE, UNPROVEN, Difference, check_same_run, differences
 from .rope import RopeScaling
 from .training import Checkpoint, Logging, Optimizer, Profile, Schedule, Training
 from .tree import Config, Run
@@ -20,7 +20,9 @@ from .world import data_parallel_size
 
 __all__ = [
     "MISSING",
+    "NOT_FINITE",
     "PRESETS",
+    "UNPROVEN",
     "Attention",
     "BlockCompression",
     "Checkpoint",

@@ -1,6 +1,6 @@
 """The attention tree: similarity x compression x near window, and the presets that name points of it.
 
-A mechanism answers independent questions (MECHANISMS section 1); a preset is a name for one set of answers.
+A mechanism answers independent questions (docs/formulas.md, 1); a preset is a name for one set of answers.
 """
 
 import math
@@ -358,7 +358,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "skyformer": {"mechanism": "skyformer"},
     "nystromformer": {"mechanism": "nystromformer"},
 }
-"""Preset name -> attention tree. `flurka` is the hybrid of MECHANISMS section 4, `local` its ablation."""
+"""Preset name -> attention tree. `flurka` is the hybrid of docs/formulas.md, 4, `local` its ablation."""
 
 
 DEFAULT_PRESET = "flurka"

@@ -38,10 +38,10 @@ class Cluster(Section):
     executor: Literal["slurm", "local", "debug"] = "slurm"
     """slurm: sbatch; local: processes in the background of this machine; debug: in the foreground."""
 
-    nodes: int = Field(default=1, ge=1)
+    nodes: int = Field(default=1, ge=1, le=1_000_000)
     """Machines."""
 
-    gpus_per_node: int = Field(default=1, ge=0)
+    gpus_per_node: int = Field(default=1, ge=0, le=1_000)
     """GPUs on each, and as many processes; with 0 one process that computes on the CPU."""
 
     time: str | int | None = None
@@ -68,22 +68,22 @@ class Cluster(Section):
     reservation: str | None = None
     """Reservation to run in."""
 
-    mem: str | None = None
+    mem: str | None = Field(default=None, pattern=r"^[0-9]+([KMGTkmgt][Bb]?)?$")
     """Memory of each node, such as 200G; 0 is all of it."""
 
     requeue: bool = True
     """Whether a job that was interrupted may start again by itself."""
 
-    max_restarts: int = Field(default=10, ge=0)
+    max_restarts: int = Field(default=10, ge=0, le=1_000_000)
     """How often; two restarts in a row without progress end it sooner."""
 
     signal_delay: int = Field(default=120, ge=1, le=65535)
     """Seconds before the time limit at which the processes are told to save."""
 
-    preflight_mib: int = Field(default=64, ge=0)
+    preflight_mib: int = Field(default=64, ge=0, le=1_000_000)
     """MiB that the processes sum up with each other before they train, to find slow nodes; 0 leaves it out."""
 
-    preflight_seconds: float = Field(default=10.0, gt=0)
+    preflight_seconds: float = Field(default=10.0, gt=0, le=86_400)
     """What such an all-reduce may take within a node, and between two nodes."""
 
     container: Container | None = None
@@ -123,10 +123,22 @@ class Cluster(Section):
                 f"is not longer than signal_delay={self.signal_delay} s, so the job would only start and save"
             )
             yield Problem("time", self.time, reason, "raise it or lower signal_delay")
+        tasks = self.sbatch.get("ntasks-per-node")
+        if tasks is not None and not re.fullmatch("[1-9][0-9]{0,3}", str(tasks)):
+            reason, remedy = "is no number of processes", "write one of 1 to 9999"
+            yield Problem("sbatch.ntasks-per-node", tasks, reason, remedy)
         for name, value in self.sbatch.items():
             has_option = name.replace("-", "_") in type(self).model_fields or name in _OTHER_OPTIONS
             if has_option and value is not None:
                 yield Problem(f"sbatch.{name}", value, "has an option of its own", f"give --{name}")
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+                yield Problem(
+                    "sbatch", repr(name), "is no name of an option", "write its long name without --"
+                )
+        for key, text in _texts(self.model_dump(exclude={"setup"})):
+            if not text.isprintable():
+                reason = "has a character that cannot be printed, where a script would break"
+                yield Problem(key, repr(text), reason, "write it on one plain line")
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 yield Problem("environment", name, "is no name of a variable", "write NAME=VALUE")
@@ -141,6 +153,15 @@ class Cluster(Section):
             for key, given in ignored.items():
                 if given:
                     yield Problem(key, given, reason, "leave it out or set executor to slurm")
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a tree, with its key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
 
 
 def load_cluster(path: Path, changes: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Cluster:
@@ -158,7 +179,7 @@ def read_cluster(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()
 
 def slurm_minutes(text: str) -> float | None:
     """Minutes of a time limit in one of Slurm's forms; None for any other text."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
     if match is None:
         return None
     days, *parts = (None if part is None else int(part) for part in match.groups())

@@ -60,6 +60,9 @@ def _at(tree: Mapping[str, Any], section: str, key: str) -> Any:
     return keys.get(key) if isinstance(keys, dict) else None
 
 
+_LONGEST_KEY = 20
+
+
 def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
     """The tree with `section.key=value` laid over it, in order; values are YAML."""
     out, problems = dict(tree), []
@@ -70,7 +73,7 @@ def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, A
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         parts = key.split(".")
-        if not equals or not all(parts):
+        if not equals or not all(parts) or len(parts) > _LONGEST_KEY:
             problems.append(Problem("", assignment, "is no override", "write section.key=value"))
             continue
         try:

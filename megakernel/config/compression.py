@@ -25,7 +25,7 @@ class BlockCompression(_Compression):
     block_size: int = Field(default=64, gt=0)
     """Tokens per block, b."""
 
-    rank: int = Field(default=8, gt=0)
+    rank: int = Field(default=8, gt=0, le=1_000_000)
     """Landmarks per block, r."""
 
     per_head: bool = False
@@ -62,7 +62,7 @@ class LinformerCompression(_Compression):
     kind: Literal["linformer"]
     """How the sequence is shortened."""
 
-    rank: int = Field(default=256, gt=0)
+    rank: int = Field(default=256, gt=0, le=1_000_000)
     """Landmarks of a row, d_k."""
 
     per_head: bool = False

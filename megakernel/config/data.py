@@ -71,13 +71,16 @@ class Data(Section):
     masking: Masking | None = None
     """Which tokens a masked_lm predicts; None takes BERT's 15 %, of them 80 % masked and 10 % random."""
 
+    add_bos: bool | None = None
+    """Begin prompts and made examples with the tokenizer's BOS; None: as the documents of data.train do."""
+
     scored: Literal["all", "answers"] = "all"
     """Tokens a causal_lm is trained on: all, or of corpora of tasks (`prepare --source task:`) the answers alone."""
 
     index_cache: Path | None = None
-    """Folder of Megatron's sample indices; None takes `.index_cache` inside the first corpus."""
+    """Folder of sample indices, deleted when unused for 30 days; None takes `.index_cache` inside the first corpus."""
 
-    num_workers: int = Field(default=1, ge=0)
+    num_workers: int = Field(default=1, ge=0, le=1_000)
     """Background processes that read samples, per rank; 0 reads in the training process."""
 
     @property

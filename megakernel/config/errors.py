@@ -1,7 +1,10 @@
 """What a user did that does not work: one line each, with the key, its value, the reason and the remedy."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+import errno
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
@@ -65,10 +68,45 @@ class ConfigError(UserError):
         return UserError, (str(self),)
 
 
-def nearest_first(word: str, known: Iterable[str]) -> str:
-    """The known words as a list for a remedy, those most like `word` first."""
+REFUSED_BY_DISK = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.EIO,
+}
+"""What a file system refuses, and its user can change."""
+
+
+@contextmanager
+def written_to(key: str, place: object) -> Iterator[None]:
+    """Around what goes where a key or option says: UserError, with it, for what the file system refuses."""
+    try:
+        yield
+    except Exception as error:
+        # Rust's libraries have exceptions of their own; a folder cannot be made where there is none above it (/proc).
+        in_rust = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(in_rust[1]) if in_rust else error.errno if isinstance(error, OSError) else None
+        if number not in {*REFUSED_BY_DISK, errno.ENOENT}:
+            raise
+        named = f"{key} {place}" if key.startswith("-") else f"{key}={place}"
+        raise UserError(
+            f"{named} cannot be written ({error}); make it writable, free space or choose another {key}"
+        ) from None
+
+
+def nearest_first(word: str, known: Iterable[str], most: int | None = None) -> str:
+    """The known words as a list for a remedy, those most like `word` first, and `most` of them at most."""
     likeness = {item: difflib.SequenceMatcher(None, word, item).ratio() for item in known}
-    return ", ".join(sorted(likeness, key=lambda item: -likeness[item]))
+    ordered = sorted(likeness, key=lambda item: (-likeness[item], item))
+    left = len(ordered[most:]) if most is not None else 0
+    return ", ".join(ordered[:most]) + (f" ... ({left} more)" if left else "")
 
 
 def nearest_multiples(value: int, unit: int) -> str:

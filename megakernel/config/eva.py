@@ -1,4 +1,4 @@
-"""EVA: exact windows beside control variates of chunks (MECHANISMS section 7)."""
+"""EVA: exact windows beside control variates of chunks (docs/formulas.md, 7)."""
 
 from pydantic import Field
 

@@ -50,12 +50,12 @@ class FeatureMap(Section):
     """The map phi of similarity `kernel`: how alike q and k are is phi(q).phi(k)."""
 
     name: FeatureMapName = "hedgehog"
-    """Which phi (MECHANISMS section 2). `_rks`: cosines and sines; `_prf`: positive exponentials."""
+    """Which phi (docs/formulas.md, 2). `_rks`: cosines and sines; `_prf`: positive exponentials."""
 
-    samples: int | None = Field(default=None, gt=0)
+    samples: int | None = Field(default=None, gt=0, le=1_000_000)
     """Random samples M; None takes as many as make phi 2 x head_dim wide (4 x for gmm_rks)."""
 
-    components: int = Field(default=2, gt=0)
+    components: int = Field(default=2, gt=0, le=10_000)
     """Gaussians C in the spectral mixture of gmm_rks and gmm_prf."""
 
     tied: bool = True

@@ -1,4 +1,4 @@
-"""Attention through landmarks of a whole row: Skyformer and Nyströmformer (MECHANISMS section 5)."""
+"""Attention through landmarks of a whole row: Skyformer and Nyströmformer (docs/formulas.md, 5)."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -12,7 +12,7 @@ from .section import Section
 class Skyformer(Section):
     """Nyström's approximation of kernelized attention from rows of [Q; K] drawn at random."""
 
-    features: int = Field(default=128, gt=0)
+    features: int = Field(default=128, gt=0, le=1_000_000)
     """Landmarks drawn with replacement from the 2N queries and keys."""
 
     draw: Literal["uniform", "stratified"] = "uniform"
@@ -31,10 +31,10 @@ class Skyformer(Section):
 class Nystromformer(Section):
     """Nyström's approximation of softmax attention from means over segments of queries and keys."""
 
-    landmarks: int = Field(default=64, gt=0)
+    landmarks: int = Field(default=64, gt=0, le=1_000_000)
     """Segments of a row, each one landmark query and one landmark key."""
 
-    conv_kernel: int | None = Field(default=None, gt=0)
+    conv_kernel: int | None = Field(default=None, gt=0, le=1_000_000)
     """Tokens under a depthwise convolution of the values, added to the output; odd. None: no convolution."""
 
     def problems(self) -> Iterator[Problem]:

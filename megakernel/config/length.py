@@ -20,13 +20,13 @@ class LengthPhase(Section):
     until_step: int = Field(gt=0)
     """Steps of the whole run after which the next phase begins."""
 
-    seq_len: int = Field(gt=0)
+    seq_len: int = Field(gt=0, le=1_000_000_000)
     """Tokens per sample; at most that of the next phase."""
 
-    global_batch_size: int | None = Field(default=None, gt=0)
+    global_batch_size: int | None = Field(default=None, gt=0, le=10_000_000)
     """Samples per optimizer step; None takes training.global_batch_size."""
 
-    micro_batch_size: int | None = Field(default=None, gt=0)
+    micro_batch_size: int | None = Field(default=None, gt=0, le=10_000_000)
     """Samples per forward pass of one data-parallel rank; None takes training.micro_batch_size."""
 
     rope_base: float | None = Field(default=None, gt=1)

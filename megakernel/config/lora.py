@@ -10,7 +10,7 @@ from .section import Section
 class Lora(Section):
     """Low-rank updates W + alpha/rank B A of attention projections, whose W stay as they are."""
 
-    rank: int = Field(default=8, gt=0)
+    rank: int = Field(default=8, gt=0, le=100_000)
     """Rows of A."""
 
     alpha: float = Field(default=16.0, gt=0)

@@ -1,4 +1,4 @@
-"""Mixture keys: several keys at one position (MECHANISMS section 6)."""
+"""Mixture keys: several keys at one position (docs/formulas.md, 6)."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ class Mixture(Section):
     That part is the layer, or the near window, whose `near.kind` may differ from the similarity of landmarks.
     """
 
-    keys: int = Field(default=2, ge=2)
+    keys: int = Field(default=2, ge=2, le=1_000)
     """Keys per position, M."""
 
     kind: Literal["projected", "shifted"] = "projected"

@@ -25,7 +25,7 @@ LayerAttention = Annotated[
 class Classifier(Section):
     """The head of a model that assigns documents to classes, or a number to each."""
 
-    num_classes: int = Field(ge=1)
+    num_classes: int = Field(ge=1, le=1_000_000)
     """Classes, as many as the prepared data has; 1: labels are numbers, and training lowers the squared error."""
 
     pooling: Literal["mean", "cls"] = "mean"
@@ -47,22 +47,22 @@ class Model(Section):
     classifier: Classifier | None = None
     """The head of kind: classifier."""
 
-    num_layers: int = Field(gt=0)
+    num_layers: int = Field(gt=0, le=10_000)
     """Transformer layers."""
 
-    hidden_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0, le=1_000_000)
     """Width of the residual stream."""
 
-    num_heads: int = Field(gt=0)
+    num_heads: int = Field(gt=0, le=100_000)
     """Query heads."""
 
-    num_kv_heads: int | None = Field(default=None, gt=0)
+    num_kv_heads: int | None = Field(default=None, gt=0, le=100_000)
     """Key/value heads of grouped-query attention; None takes num_heads."""
 
-    head_dim: int | None = Field(default=None, gt=0)
+    head_dim: int | None = Field(default=None, gt=0, le=100_000)
     """Width of one head; None takes hidden_size / num_heads."""
 
-    ffn_hidden_size: int | None = Field(default=None, gt=0)
+    ffn_hidden_size: int | None = Field(default=None, gt=0, le=100_000_000)
     """Inner width of the MLP; None takes 4 (gelu) or 8/3 (swiglu, rounded up to 128) x hidden_size."""
 
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
@@ -80,6 +80,9 @@ class Model(Section):
     parallel_residual: bool = False
     """The MLP reads what the attention reads, not what it has made of it."""
 
+    normalized_residual: bool = False
+    """Attention is added to its input behind the norm, as the code of *Learning the Transformer Kernel* has it."""
+
     position: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
     """Rotary positions inside attention, a learned or a fixed table added to the embedding, or none."""
 
@@ -92,10 +95,10 @@ class Model(Section):
     rope_scaling: RopeScaling = RopeScaling()
     """How they are changed for rows longer than those learned from."""
 
-    known_seq_len: int | None = Field(default=None, gt=0)
+    known_seq_len: int | None = Field(default=None, gt=0, le=1_000_000_000)
     """Tokens of the longest rows that imported weights have learned from; plain exports name no fewer."""
 
-    max_positions: int | None = Field(default=None, gt=0)
+    max_positions: int | None = Field(default=None, gt=0, le=1_000_000_000)
     """Rows of the learned position table, and columns of linformer's E and F; None takes training.seq_len."""
 
     tie_embeddings: bool = True
@@ -107,10 +110,10 @@ class Model(Section):
     qkv_bias: bool = False
     """Biases in the query, key and value projection."""
 
-    vocab_size: int | None = Field(default=None, gt=0)
+    vocab_size: int | None = Field(default=None, gt=0, le=1_000_000_000)
     """Vocabulary; None takes it from the training data's tokenizer."""
 
-    vocab_multiple: int = Field(default=128, gt=0)
+    vocab_multiple: int = Field(default=128, gt=0, le=1_000_000)
     """Rows of the embedding are padded to a multiple of this, so that tensor ranks share them; padding never counts."""
 
     init_std: float = Field(default=0.02, gt=0)
@@ -218,6 +221,9 @@ class Model(Section):
         if self.position != "rope" and self.rotary_share != 1.0:
             reason = f"has no effect on position: {self.position}"
             yield Problem("rotary_share", self.rotary_share, reason, "remove it or take position: rope")
+        if self.normalized_residual and self.parallel_residual:
+            reason = "leaves no unnormalized input for parallel_residual"
+            yield Problem("normalized_residual", True, reason, "remove one of them")
         layers = [self.layer_attention(layer) for layer in range(self.num_layers)]
         if self.max_positions is not None and not self.has_position_rows:
             reason = f"has no effect on position: {self.position}"

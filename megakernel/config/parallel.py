@@ -14,13 +14,13 @@ SoftmaxExchange = Literal["auto", "heads", "ring"]
 class Parallel(Section):
     """World = tensor x context x data x pipeline, tensor fastest; data is what is left of the world."""
 
-    tensor: int = Field(default=1, gt=0)
+    tensor: int = Field(default=1, gt=0, le=1_000_000)
     """Processes that share each layer's heads and MLP width."""
 
     sequence_parallel: bool = False
     """Megatron sequence parallelism: norms and residuals are cut along the sequence over the tensor ranks."""
 
-    context: int = Field(default=1, gt=0)
+    context: int = Field(default=1, gt=0, le=1_000_000)
     """Processes that share one sequence; each holds a contiguous piece."""
 
     state_exchange: Literal["auto", "gather", "ring"] = "auto"
@@ -29,16 +29,16 @@ class Parallel(Section):
     softmax_exchange: SoftmaxExchange = "auto"
     """Full softmax over context ranks: `heads` trades tokens for heads, `ring` passes keys; auto: heads if possible."""
 
-    pipeline: int = Field(default=1, gt=0)
+    pipeline: int = Field(default=1, gt=0, le=1_000_000)
     """Pipeline stages."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO: 0 shards nothing (float32 only), 1 optimizer state, 2 also gradients, 3 also weights."""
 
-    timeout_minutes: float = Field(default=10.0, gt=0)
+    timeout_minutes: float = Field(default=10.0, gt=0, le=1_000_000)
     """A collective that waits longer ends the job, and a first step that makes no progress for as long."""
 
-    stall_minutes: float = Field(default=5.0, gt=0)
+    stall_minutes: float = Field(default=5.0, gt=0, le=1_000_000)
     """A later step that makes no progress for as long ends the job, which says what rank the others wait for."""
 
     @property

@@ -1,7 +1,8 @@
 """Whether a run folder belongs to a configuration.
 
-The rule: what determines which numbers a run produces is fixed with its first step; where, how fast, how long
-and how closely watched it runs may change with every start. `_FREE` is the whole list of what may change, and
+The rule: what determines which numbers a run produces is fixed once its first step has succeeded; where, how fast, how
+long and how closely watched it runs may change with every start, and learning rates behind steps that were not finite.
+`_FREE` is the whole list of what may change, and
 `_OF_LENGTH` of what may change behind the steps that the run was to have: phases of longer rows may follow.
 `_OF_STAGES` is what may not change either where the run is an up-training.
 """
@@ -15,6 +16,10 @@ from .errors import ConfigError, Problem
 from .load import from_yaml
 from .tree import Config
 
+UNPROVEN = "# No step has succeeded with this yet: every key may change.\n"
+NOT_FINITE = "# The last steps were not finite: learning rates may change.\n"
+"""First lines of a recorded configuration that is not fixed, or not all of it."""
+
 _FREE = (
     "run.name",
     "run.root",
@@ -24,6 +29,7 @@ _FREE = (
     "logging",
     "deepspeed",
     "data.validation",
+    "data.add_bos",
     "data.index_cache",
     "data.num_workers",
     # A longer run is the same run. A schedule that decays over the rest of training moves with it.
@@ -78,6 +84,11 @@ class Difference:
         free = (*_FREE, *_OF_LENGTH) if self.same_steps else _FREE
         return any(self.key == key or self.key.startswith(f"{key}.") for key in free)
 
+    @property
+    def is_rate(self) -> bool:
+        """Whether it is a learning rate."""
+        return self.key.endswith((".lr", "_lr"))
+
 
 def differences(recorded: Config, wanted: Config) -> list[Difference]:
     """Every key whose value differs, in the tree's order; a part that only one side has is one difference."""
@@ -109,10 +120,13 @@ def _steps(config: Config, steps: int) -> list[tuple[Any, ...]]:
 def check_same_run(recorded_yaml: str, wanted: Config, folder: Path) -> list[Difference]:
     """The changes across which the run in `folder` goes on; ConfigError names those across which it must not.
 
-    recorded_yaml is what `to_yaml` wrote when the run began.
+    recorded_yaml is what `to_yaml` wrote when the run began, with UNPROVEN or NOT_FINITE before it or nothing.
     """
     found = differences(from_yaml(recorded_yaml, str(folder / "config.yaml")), wanted)
-    refused = [item for item in found if not item.may_change]
+    if recorded_yaml.startswith(UNPROVEN):
+        return found
+    rates_too = recorded_yaml.startswith(NOT_FINITE)
+    refused = [item for item in found if not (item.may_change or (rates_too and item.is_rate))]
     if refused:
         remedy = f"set it back, or choose another run.name to start a new run beside {folder}"
         raise ConfigError(

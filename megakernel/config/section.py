@@ -1,14 +1,22 @@
 """The base of every configuration section."""
 
 from collections.abc import Iterator
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from .errors import ConfigError, Problem
 
+_INT64_MAX = 2**63 - 1
+_FLOAT32_MAX, _FLOAT32_TINY = 3.4028234e38, 1.1754944e-38
+"""Largest and smallest normal magnitudes."""
+
 
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys are errors and a field's docstring is its help text."""
+    """A frozen group of keys; unknown keys are errors and a field's docstring is its help text.
+
+    Numbers are finite, unless a field has allow_inf_nan; integers fit 64 bits, others float32; true is none of them.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -16,11 +24,28 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
         validate_default=True,
+        allow_inf_nan=False,
     )
 
     def problems(self) -> Iterator[Problem]:
         """What this section's keys contradict in each other; keys are relative to the section."""
         yield from ()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _takes_no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if any(isinstance(item, bool) for item in _items(value)):
+            types = set(_types(cls.model_fields[str(info.field_name)].annotation))
+            if types & {int, float} and bool not in types:
+                raise ValueError("should be a number")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _fits_what_it_becomes(cls, value: Any) -> Any:
+        for item in _items(value):
+            check_magnitude(item)
+        return value
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "Section":
@@ -28,3 +53,31 @@ class Section(BaseModel):
         if problems:
             raise ConfigError(problems)
         return self
+
+
+def check_magnitude(number: Any) -> None:
+    """ValueError for a number that no tensor holds; infinity is left to whoever allows it."""
+    if isinstance(number, int) and abs(number) > _INT64_MAX:
+        raise ValueError("is beyond 64 bits")
+    if isinstance(number, float) and _FLOAT32_MAX < abs(number) < float("inf"):
+        raise ValueError("is beyond the float32 that it becomes")
+    if isinstance(number, float) and 0 < abs(number) < _FLOAT32_TINY:
+        raise ValueError("is 0 as the float32 that it becomes")
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """The values inside lists, however deep."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _items(item)
+    else:
+        yield value
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """The plain types in an annotation; of a literal, those of its choices."""
+    parts = get_args(annotation)
+    if not parts:
+        yield annotation if isinstance(annotation, type) else type(annotation)
+    for part in parts:
+        yield from _types(part)

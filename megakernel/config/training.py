@@ -41,7 +41,7 @@ class Optimizer(Section):
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay."""
 
-    clip_grad_norm: float = Field(default=1.0, gt=0)
+    clip_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """Gradients are scaled down to this global norm; .inf never scales."""
 
     @property
@@ -113,16 +113,16 @@ class Training(Section):
     steps: int = Field(gt=0)
     """Optimizer steps of the whole run."""
 
-    seq_len: int = Field(gt=0)
+    seq_len: int = Field(gt=0, le=1_000_000_000)
     """Tokens per sample; of the last and longest phase, where there is a seq_len_schedule."""
 
     seq_len_schedule: list[LengthPhase] = Field(default=[])
     """Phases of shorter samples before those of seq_len, in order."""
 
-    global_batch_size: int = Field(gt=0)
+    global_batch_size: int = Field(gt=0, le=10_000_000)
     """Samples per optimizer step over all processes."""
 
-    micro_batch_size: int = Field(default=1, gt=0)
+    micro_batch_size: int = Field(default=1, gt=0, le=10_000_000)
     """Samples per forward pass of one data-parallel rank; the rest of the batch is accumulated."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -59,13 +59,13 @@ class LengthStage(Section):
     steps: int = Field(gt=0)
     """Optimizer steps."""
 
-    seq_len: int = Field(gt=0)
+    seq_len: int = Field(gt=0, le=1_000_000_000)
     """Tokens per sample, of the last phase."""
 
     seq_len_schedule: list[LengthPhase] = Field(default=[])
     """Phases of shorter samples before, as in training."""
 
-    global_batch_size: int | None = Field(default=None, gt=0)
+    global_batch_size: int | None = Field(default=None, gt=0, le=10_000_000)
     """Samples per optimizer step; None takes training.global_batch_size."""
 
     rope_scaling: RopeScaling | None = None

@@ -40,6 +40,17 @@ class _Loader(yaml.SafeLoader):
             first_line.setdefault(name, line)
         return super().construct_mapping(node, deep)
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        if any("\ud800" <= character <= "\udfff" for character in str(node.value)):
+            reason = "half a surrogate pair is no character"
+            raise yaml.constructor.ConstructorError(problem=reason, problem_mark=node.start_mark)
+        return super().construct_scalar(node)
+
+
+_MOST_VALUES = 100_000
+_DEEPEST = 100
+"""Values of a document, aliases written out, and sections in sections; what comes after would take for ever."""
+
 
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
@@ -57,13 +68,19 @@ def parse(text: str, source: str) -> Any:
     """The value of one YAML document; ConfigError names `source` and the line where it cannot be read."""
     try:
         loader = _Loader(text)
-        value = loader.get_single_data()
+        node = loader.get_single_node()
+        value = None
+        if node is not None:
+            _extent(node, {})
+            value = loader.construct_document(node)
+    except RecursionError:
+        raise ConfigError([Problem(source, MISSING, "is nested too deeply", "write it flatter")]) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
         reason = f"is not YAML ({error.problem or error.context})"
         raise ConfigError([Problem(where, MISSING, reason, "correct the line")]) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # Python reads no number of thousands of digits
         raise ConfigError(
             [Problem(source, MISSING, f"is not YAML ({' '.join(str(error).split())})", "correct it")]
         ) from None
@@ -77,6 +94,25 @@ def parse(text: str, source: str) -> Any:
             ]
         )
     return value
+
+
+def _extent(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:
+    """Values and levels of a node with its aliases written out; YAMLError where they are too many."""
+    if node not in known:
+        known[node] = None
+        inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+        nodes = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+        extents = [_extent(part, known) for part in nodes]
+        values = 1 + sum(values for values, _ in extents)
+        levels = 1 + max((levels for _, levels in extents), default=0)
+        if values > _MOST_VALUES or levels > _DEEPEST:
+            what = f"{values:,} values" if values > _MOST_VALUES else f"{levels} levels"
+            raise yaml.MarkedYAMLError(problem=f"{what}, aliases written out", problem_mark=node.start_mark)
+        known[node] = values, levels
+    found = known[node]
+    if found is None:
+        raise yaml.MarkedYAMLError(problem="an anchor that holds itself", problem_mark=node.start_mark)
+    return found
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data_pipeline.corpus import Corpora
-from megakernel.parallel.device import prepare_device
+from megakernel.parallel.device import choose_device
 from megakernel.training.trained_run import TrainedRun
 
 from .language_modelling import LanguageModelling, Options, check_length, evaluated_config
@@ -85,14 +85,14 @@ def _measure(
     source = find(folder, step, reads_text=any(task.reads_text for task in tasks))
     for task in tasks:
         task.check(source)
-    with opened(source) as subject:
-        for task in tasks:
-            spec = task.spec
+    subject = opened(source)
+    for task in tasks:
+        spec = task.spec
 
-            def report(done: int, total: int, spec: str = spec) -> None:
-                progress(spec, done, total)
+        def report(done: int, total: int, spec: str = spec) -> None:
+            progress(spec, done, total)
 
-            yield spec, task.measure(subject, report)
+        yield spec, task.measure(subject, report)
 
 
 def evaluate_baseline(
@@ -121,7 +121,7 @@ def evaluate_baseline(
     check_baseline(name, config)
     corpora = Corpora(config.data)
     check_length(config, corpora)
-    device = prepare_device("cpu" if config.training.device == "cpu" else "auto", local_rank=0)
+    device = choose_device("cpu" if config.training.device == "cpu" else "auto")
     from data_pipeline.loader import ValidationBatches
     from data_pipeline.order import Share
 

@@ -1,7 +1,6 @@
 """A trained model that is measured, and what measures it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +11,7 @@ from data_pipeline import tokenizers
 from data_pipeline.corpus import Corpora
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, UserError
-from megakernel.parallel.device import prepare_device
+from megakernel.parallel.device import choose_device
 from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
 
@@ -98,7 +97,7 @@ def find(folder: Path, step: int | None, reads_text: bool) -> Source:
     """
     run = TrainedRun.find(folder, step)
     corpora = Corpora(run.config.data) if reads_text else None
-    tokenizer = tokenizers.load(tokenizer_folder(folder))
+    tokenizer = tokenizers.load(tokenizer_folder(folder), add_bos=run.config.data.add_bos)
     if corpora is not None and tokenizer.hash != corpora.tokenizer_hash:
         raise UserError(
             f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "
@@ -107,15 +106,13 @@ def find(folder: Path, step: int | None, reads_text: bool) -> Source:
     return Source(folder, run, tokenizer, corpora)
 
 
-@contextmanager
-def opened(source: Source) -> Iterator[Subject]:
-    """The source with its model, in this process; one at a time."""
-    # Megatron-core and DeepSpeed look for a device, and say so, when they are imported.
-    device = prepare_device("cpu" if source.config.training.device == "cpu" else "auto", local_rank=0)
+def opened(source: Source) -> Subject:
+    """The source with its model, in this process."""
     from megakernel.training.one_process import one_process_model
 
-    with one_process_model(source.run, source.tokenizer.vocab_size, device) as model:
-        yield Subject(source.folder, source.run, source.tokenizer, source.corpora, model, device)
+    device = choose_device("cpu" if source.config.training.device == "cpu" else "auto")
+    model = one_process_model(source.run, source.tokenizer.vocab_size, device)
+    return Subject(source.folder, source.run, source.tokenizer, source.corpora, model, device)
 
 
 def check_positions(config: Config, seq_len: int, key: str) -> None:

@@ -2,7 +2,6 @@
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from .settings import ModelSettings, drawn_from
@@ -64,9 +63,11 @@ class ClassifierHead(nn.Module):
         if self.sharded:
             weights = weights.chunk(self.tp.size, dim=1)[self.tp.rank]
         pooled = torch.einsum("bn,nbc->bc", weights, hidden.float())
-        return (
-            reduce_from_tensor_model_parallel_region(pooled, group=self.tp.group) if self.sharded else pooled
-        )
+        if not self.sharded:
+            return pooled
+        from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+        return reduce_from_tensor_model_parallel_region(pooled, group=self.tp.group)
 
 
 def _linear(inputs: int, outputs: int, std: float) -> nn.Linear:

@@ -4,15 +4,17 @@ Every process forms E X on the tokens it holds. What travels is the sum, d_k * d
 whatever the number of tokens.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megakernel.attention import SequencePiece
 from megakernel.attention.low_rank import LowRankAttention
-from megakernel.parallel import Mesh, OneProcess, replicated, total
+from megakernel.parallel import replicated, total
+
+if TYPE_CHECKING:
+    from megakernel.parallel import Mesh, OneProcess
 
 
 class Tokens(NamedTuple):
@@ -28,13 +30,15 @@ class Tokens(NamedTuple):
     """Place of the first of them within the piece."""
 
 
-def share_tokens(hidden: Tensor, mesh: Mesh | OneProcess) -> Tokens:
+def share_tokens(hidden: Tensor, mesh: "Mesh | OneProcess") -> Tokens:
     """Each tensor rank's tokens: its own under sequence parallelism, an equal share of the copies otherwise.
 
     Gradients of all uses are summed over the tensor ranks on the way back.
     """
     tp = mesh.tp
     if mesh.sequence_parallel:
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
         whole = gather_from_sequence_parallel_region(hidden, group=tp.group)
         return Tokens(whole, hidden, tp.rank * len(hidden))
     whole = replicated(hidden, tp.group)
@@ -47,7 +51,7 @@ def project(
     weight: Tensor,
     parts: tuple[int, int, int],
     core: LowRankAttention,
-    mesh: Mesh | OneProcess,
+    mesh: "Mesh | OneProcess",
     piece: SequencePiece,
     padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:

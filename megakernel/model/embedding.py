@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 
 import torch
-from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor, nn
 
 from .linear import embedding
@@ -48,7 +47,10 @@ class AddedPositions(nn.Module, ABC):
         """Hidden states (N, B, C) plus the vectors of positions (B, N)."""
         hidden, positions, *rest = stream
         rows = self.rows(positions.transpose(0, 1))
-        if self.scatter_group is not None:  # backward gathers, so every tensor rank sees the whole gradient
+        if self.scatter_group is not None:
+            from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
+            # Backward gathers, so every tensor rank sees the whole gradient.
             rows = scatter_to_sequence_parallel_region(rows, group=self.scatter_group)
         return (hidden + rows.to(hidden.dtype), positions, *rest)
 
@@ -61,9 +63,9 @@ class LearnedPositions(AddedPositions):
         rows = settings.model.max_positions
         assert rows is not None
         with drawn_from(settings.seed, "positions"):
-            self.weight = nn.Parameter(
-                torch.randn(rows, settings.model.hidden_size) * settings.model.init_std
-            )
+            weight = torch.empty(rows, settings.model.hidden_size, device=settings.device)
+            self.weight = nn.Parameter(weight)
+            settings.draw(self.weight)
 
     def rows(self, positions: Tensor) -> Tensor:
         """See AddedPositions."""

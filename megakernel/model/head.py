@@ -5,11 +5,6 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    vocab_parallel_cross_entropy,
-)
 from torch import Tensor, nn
 
 from megakernel.ops.dispatch import Implementation, Kernels, choose
@@ -40,16 +35,10 @@ class OutputHead(nn.Module):
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
-        transformer = settings.transformer
         self.settings = settings
         with drawn_from(settings.seed, "head"):
-            self.linear = column_linear(settings)(
-                settings.model.hidden_size,
-                settings.embedding_rows,
-                config=transformer,
-                init_method=transformer.init_method,
-                bias=False,
-                tp_group=settings.mesh.tp.group,
+            self.linear = column_linear(
+                settings, settings.model.hidden_size, settings.embedding_rows, bias=False
             )
 
     def forward(self, stream: Stream, lesson: Lesson | None = None) -> Tensor:
@@ -65,7 +54,7 @@ def mean_loss(
     With a lesson, whose states are (N, B, C'): divergence T^2 KL(teacher || model) + cross_entropy x the labels'.
 
     weight (R / tp, C), padding included; hidden states (N, B, C). Summed over context and data ranks and accumulated
-    micro-batches this is the global mean, whatever the layout (DESIGN decision 11).
+    micro-batches this is the global mean, whatever the layout.
     """
     hidden, _, labels, num_targets = stream
     tp, rows, words = settings.mesh.tp, settings.loss_chunk_size, settings.words_here
@@ -94,11 +83,12 @@ def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: Model
     """Cross entropy of each token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED."""
     hidden = for_vocabulary(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
-    return _losses(weight, hidden, targets, settings.loss_chunk_size, settings.words_here)
+    is_cut = settings.mesh.tp.size > 1
+    return _losses(weight, hidden, targets, settings.loss_chunk_size, settings.words_here, is_cut)
 
 
 def _sum_of_losses(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, words: int) -> Tensor:
-    return _losses(weight, hidden, targets, rows, words).sum()
+    return _losses(weight, hidden, targets, rows, words, False).sum()
 
 
 SUMS: dict[str, Implementation] = {
@@ -112,10 +102,13 @@ Logits are of `rows` tokens at a time.
 """
 
 
-def _losses(weight: Tensor, hidden: Tensor, targets: Tensor, rows: int, words: int) -> Tensor:
-    """Cross entropy (T,) of hidden states (T, C), the logits of `rows` tokens at a time; autograd keeps them."""
+def _losses(weight: Tensor, hidden: Tensor, targets: Tensor, rows: int, words: int, is_cut: bool) -> Tensor:
+    """Cross entropy (T,) of hidden states (T, C), the logits of `rows` tokens at a time; autograd keeps them.
+
+    is_cut: whether tensor ranks share the vocabulary.
+    """
     chunks = zip(hidden.split(rows), targets.split(rows))
-    return torch.cat([_chunk_losses(weight, chunk, target, words) for chunk, target in chunks])
+    return torch.cat([_chunk_losses(weight, chunk, target, words, is_cut) for chunk, target in chunks])
 
 
 def for_vocabulary(hidden: Tensor, settings: ModelSettings) -> Tensor:
@@ -126,13 +119,22 @@ def for_vocabulary(hidden: Tensor, settings: ModelSettings) -> Tensor:
     group = settings.mesh.tp.group
     if settings.mesh.tp.size == 1:
         return hidden
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+    )
+
     if settings.mesh.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, group=group)
     return copy_to_tensor_model_parallel_region(hidden, group=group)
 
 
-def _chunk_losses(weight: Tensor, hidden: Tensor, target: Tensor, words: int) -> Tensor:
-    counts = target != IGNORED
+def _chunk_losses(weight: Tensor, hidden: Tensor, target: Tensor, words: int, is_cut: bool) -> Tensor:
     logits = F.linear(hidden, weight).float()
     logits[:, words:] = -math.inf
+    if not is_cut:
+        return F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="none")
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    counts = target != IGNORED
     return vocab_parallel_cross_entropy(logits, target.where(counts, 0)).where(counts, 0.0)

@@ -2,18 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from .classifier import ClassifierHead
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
 from .head import FinalNorm, OutputHead, for_vocabulary, mean_loss, token_losses
-from .layer import TransformerLayer, layer_spec
+from .layer import TransformerLayer
 from .settings import ModelSettings
 from .stream import Stream
 from .vocabulary_loss import Lesson
@@ -26,22 +24,39 @@ POSITIONS: dict[str, type[nn.Module]] = {"learned": LearnedPositions, "sinusoida
 """Layers behind the embedding, by model.position; other kinds of positions have none."""
 
 
+class LayerSpec(NamedTuple):
+    """A layer of the list, to be built by whoever holds it."""
+
+    kind: type[nn.Module]
+    arguments: tuple[Any, ...]
+
+    shared: str | None = None
+    """Name of the module that layers of this name share; None: it is the layer's own."""
+
+    forward: Callable[..., Any] | None = None
+    """What the layer does with a shared module; None: the module's own forward."""
+
+    def build(self) -> nn.Module:
+        """Its module."""
+        return self.kind(*self.arguments)
+
+
 def layer_list(settings: ModelSettings) -> list[LayerSpec]:
     """Embedding, transformer layers, final norm, head; each maps a Stream to a Stream, the head to the loss.
 
     Outside training the head may measure more than the loss: see `Model.measures`.
     """
     model = settings.model
-    spec = layer_spec(settings)
-    body = [LayerSpec(spec.module, settings, index, spec.submodules) for index in range(model.num_layers)]
-    positions = [LayerSpec(POSITIONS[model.position], settings)] if model.position in POSITIONS else []
-    first, last = LayerSpec(TokenEmbedding, settings), LayerSpec(OutputHead, settings)
+    body = [LayerSpec(TransformerLayer, (settings, index)) for index in range(model.num_layers)]
+    alone = (settings,)
+    positions = [LayerSpec(POSITIONS[model.position], alone)] if model.position in POSITIONS else []
+    first, last = LayerSpec(TokenEmbedding, alone), LayerSpec(OutputHead, alone)
     if model.tie_embeddings:
-        tied = partial(TiedLayerSpec, TIED, TokenEmbedding, settings, tied_weight_attr="tokens.weight")
-        first, last = tied(), tied(forward_fn=partial(_tied_loss, settings=settings))
+        first = LayerSpec(TokenEmbedding, alone, TIED)
+        last = first._replace(forward=partial(_tied_loss, settings=settings))
     if model.classifier is not None:  # its embedding keeps the name it has in a language model
-        last = LayerSpec(ClassifierHead, settings)
-    return [first, *positions, *body, LayerSpec(FinalNorm, settings), last]
+        last = LayerSpec(ClassifierHead, alone)
+    return [first, *positions, *body, LayerSpec(FinalNorm, alone), last]
 
 
 def _tied_loss(
@@ -71,13 +86,13 @@ class LanguageModel(nn.Module):
             self.walk.append(self._build(index, specs[index]))
 
     def _build(self, index: int, spec: LayerSpec) -> Callable[..., Any]:
-        if not isinstance(spec, TiedLayerSpec):
+        if spec.shared is None:
             self.add_module(str(index), spec.build())
             return self.get_submodule(str(index))
-        if spec.key not in self.tied_modules:
-            self.tied_modules[spec.key] = spec.build()
-        module = self.tied_modules[spec.key]
-        return module if spec.forward_fn is None else partial(spec.forward_fn, module)
+        if spec.shared not in self.tied_modules:
+            self.tied_modules[spec.shared] = spec.build()
+        module = self.tied_modules[spec.shared]
+        return module if spec.forward is None else partial(spec.forward, module)
 
     def forward(self, *stream: Tensor) -> Any:
         """Token ids (B, N), positions, labels and num_targets -> what the head makes of them, in training the loss."""
@@ -136,6 +151,8 @@ class LanguageModel(nn.Module):
         rows = for_vocabulary(hidden, self.settings).transpose(0, 1)
         logits = F.linear(rows, self.output_matrix)
         if self.settings.mesh.tp.size > 1:
+            from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
             logits = gather_from_tensor_model_parallel_region(logits, group=self.settings.mesh.tp.group)
         return logits[..., : self.settings.vocab_size]
 
@@ -145,6 +162,13 @@ class LanguageModel(nn.Module):
         first = self.tied_modules[TIED] if TIED in self.tied_modules else self.get_submodule("0")
         assert isinstance(first, TokenEmbedding)
         return first
+
+    @property
+    def output_head(self) -> OutputHead:
+        """The last layer, where embeddings are not tied."""
+        head = self.walk[-1]
+        assert isinstance(head, OutputHead)
+        return head
 
     def begin_step(self, step: int) -> None:
         """Told before each training step; for models whose loss depends on it."""
@@ -156,11 +180,8 @@ class LanguageModel(nn.Module):
     @property
     def output_matrix(self) -> Tensor:
         """This tensor rank's rows (R / tp, C) of the head, padding included."""
-        if TIED not in self.tied_modules:
-            head = self.walk[-1]
-            assert isinstance(head, OutputHead)
-            return head.linear.weight
-        return self.token_embedding.tokens.weight
+        tied = TIED in self.tied_modules
+        return self.token_embedding.tokens.weight if tied else self.output_head.linear.weight
 
 
 def cast(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:

@@ -1,11 +1,13 @@
-"""The matrices of a model: Megatron-core's, cut over the tensor ranks, or whole in a process that stands alone."""
+"""The matrices of a model: Megatron-core's, cut over the tensor ranks, or whole in a process that stands alone.
+
+Megatron-core, which takes seconds to import, is asked for where a mesh has processes: generating need not wait for it.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import Tensor, nn
 
 from megakernel.parallel import OneProcess
@@ -13,55 +15,95 @@ from megakernel.parallel import OneProcess
 from .settings import ModelSettings
 
 
-def column_linear(settings: ModelSettings) -> type[Any]:
-    """The class of matrices whose rows tensor ranks share."""
-    return WholeLinear if isinstance(settings.mesh, OneProcess) else ColumnParallelLinear
+def column_linear(
+    settings: ModelSettings,
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool,
+    skip_bias_add: bool = False,
+    stride: int = 1,
+) -> Any:
+    """A matrix whose rows tensor ranks share.
+
+    skip_bias_add: see `apply`. stride: parts of the rows, each of which is shared.
+    """
+    if isinstance(settings.mesh, OneProcess):
+        return WholeLinear(inputs, outputs, bias, settings.draw, settings.device)
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    return ColumnParallelLinear(
+        inputs,
+        outputs,
+        config=settings.transformer,
+        init_method=settings.draw,
+        bias=bias,
+        gather_output=False,
+        skip_bias_add=skip_bias_add,
+        stride=stride,
+        tp_group=settings.mesh.tp.group,
+    )
 
 
-def row_linear(settings: ModelSettings) -> type[Any]:
-    """The class of matrices whose columns tensor ranks share."""
-    return WholeLinear if isinstance(settings.mesh, OneProcess) else RowParallelLinear
+def row_linear(settings: ModelSettings, inputs: int, outputs: int, *, bias: bool) -> Any:
+    """A matrix whose columns tensor ranks share, at the end of a branch; its bias is left to `apply`'s caller."""
+    if isinstance(settings.mesh, OneProcess):
+        return WholeLinear(inputs, outputs, bias, settings.draw_output, settings.device)
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    return RowParallelLinear(
+        inputs,
+        outputs,
+        config=settings.transformer,
+        init_method=settings.draw_output,
+        bias=bias,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        tp_group=settings.mesh.tp.group,
+    )
+
+
+def apply(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x (..., inputs) -> (..., outputs), and the bias that is still to be added, which Megatron-core's hand out."""
+    output = linear(x)
+    return output if isinstance(output, tuple) else (output, None)
 
 
 def embedding(settings: ModelSettings) -> Any:
     """Token ids (B, N) to (B, N, C), or to (N / tp, B, C) under sequence parallelism."""
     sizes = (settings.embedding_rows, settings.model.hidden_size)
-    transformer = settings.transformer
     if isinstance(settings.mesh, OneProcess):
-        weight = torch.empty(sizes)
-        transformer.init_method(weight)
+        weight = torch.empty(sizes, device=settings.device)
+        settings.draw(weight)
         return nn.Embedding.from_pretrained(weight, freeze=False)
+    from megatron.core.tensor_parallel import VocabParallelEmbedding
+
     return VocabParallelEmbedding(
         *sizes,
-        init_method=transformer.init_method,
+        init_method=settings.draw,
         reduce_scatter_embeddings=settings.mesh.sequence_parallel,
-        config=transformer,
+        config=settings.transformer,
         tp_group=settings.mesh.tp.group,
     )
 
 
-class WholeLinear(nn.Module):
+class WholeLinear(nn.Linear):
     """What Megatron-core's column and row parallel matrices are in one process, without asking for groups."""
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        *,
-        init_method: Callable[[Tensor], Any],
-        bias: bool,
-        skip_bias_add: bool = False,
-        **_: Any,
+        self, inputs: int, outputs: int, bias: bool, draw: Callable[[Tensor], Any], device: str | None
     ):
-        """skip_bias_add: hand the bias out instead of adding it. What else Megatron-core passes is about cuts."""
-        super().__init__()
-        self.skip_bias_add = skip_bias_add
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        init_method(self.weight)
-        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        """draw: fills the matrix; the bias begins at 0."""
+        self._draw = draw
+        super().__init__(inputs, outputs, bias, device)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x (..., inputs) -> (..., outputs), and the bias that is still to be added."""
-        if self.skip_bias_add:
-            return F.linear(x, self.weight), self.bias
-        return F.linear(x, self.weight, self.bias), None
+    def reset_parameters(self) -> None:
+        """Draw the matrix; nothing else is drawn, so that weights are those of every layout."""
+        self._draw(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., inputs) -> (..., outputs); the bias is added to the rounded product, as Megatron-core does."""
+        output = F.linear(x, self.weight)
+        return output if self.bias is None else output + self.bias

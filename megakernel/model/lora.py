@@ -4,17 +4,11 @@ import math
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
 from torch import Tensor, nn
 
 from megakernel.config import Lora
 from megakernel.parallel import replicated
+from megakernel.parallel.tensor import mark_cut
 
 from .settings import ModelSettings
 
@@ -29,7 +23,7 @@ class LowRankUpdate(nn.Module):
     def __init__(self, settings: ModelSettings, lora: Lora, inputs: int, outputs: int, cut: str):
         super().__init__()
         tp = settings.mesh.tp
-        self.group = tp.group
+        self.group = None if tp.size == 1 else tp.group
         self.sequence_parallel = settings.mesh.sequence_parallel
         self.shard_group = tp.group if self.sequence_parallel else None
         self.cut = cut
@@ -43,20 +37,24 @@ class LowRankUpdate(nn.Module):
         self.down = nn.Parameter(down)
         self.up = nn.Parameter(torch.zeros(outputs, lora.rank))
         shared, dimension = (self.down, 1) if cut == "inputs" else (self.up, 0)
-        set_tensor_model_parallel_attributes(shared, True, dimension, 1)
+        mark_cut(shared, dimension)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, B, inputs), its tokens or its columns cut -> (N, B, outputs), cut the other way."""
+        if self.group is None:
+            return self.scale * F.linear(F.linear(x, self.down), self.up)
+        from megatron.core import tensor_parallel
+
         if self.cut == "outputs":
             small = F.linear(x, replicated(self.down, self.shard_group))
             if self.sequence_parallel:
-                small = gather_from_sequence_parallel_region(small, group=self.group)
+                small = tensor_parallel.gather_from_sequence_parallel_region(small, group=self.group)
             else:
-                small = copy_to_tensor_model_parallel_region(small, group=self.group)
+                small = tensor_parallel.copy_to_tensor_model_parallel_region(small, group=self.group)
             return self.scale * F.linear(small, self.up)
         small = F.linear(x, self.down)
         if self.sequence_parallel:
-            small = reduce_scatter_to_sequence_parallel_region(small, group=self.group)
+            small = tensor_parallel.reduce_scatter_to_sequence_parallel_region(small, group=self.group)
         else:
-            small = reduce_from_tensor_model_parallel_region(small, group=self.group)
+            small = tensor_parallel.reduce_from_tensor_model_parallel_region(small, group=self.group)
         return self.scale * F.linear(small, replicated(self.up, self.shard_group))

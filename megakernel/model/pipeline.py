@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced
 from torch import Tensor
 
@@ -21,7 +21,7 @@ def stage_layers(settings: ModelSettings) -> range:
     Stages have equal shares of transformer layers; the embedding and the head ride with the first and last of them.
     """
     assert isinstance(settings.mesh, Mesh)
-    weights = [int(spec.typename is TransformerLayer) for spec in layer_list(settings)]
+    weights = [int(spec.kind is TransformerLayer) for spec in layer_list(settings)]
     bounds = partition_balanced(weights, settings.mesh.pp.size)
     return range(*bounds[settings.mesh.pp.rank :][:2])
 
@@ -36,7 +36,14 @@ class Pipeline(PipelineModule):
         """loss_scale: what the loss is multiplied by when DeepSpeed asks for it."""
         assert isinstance(settings.mesh, Mesh)
         super().__init__(
-            layer_list(settings),
+            [
+                LayerSpec(kind, *arguments)
+                if shared is None
+                else TiedLayerSpec(
+                    shared, kind, *arguments, forward_fn=forward, tied_weight_attr="tokens.weight"
+                )
+                for kind, arguments, shared, forward in layer_list(settings)
+            ],
             topology=settings.mesh.topology,
             loss_fn=lambda loss, _: loss * loss_scale(),
             partition_method="type:TransformerLayer",

@@ -1,9 +1,7 @@
 """Projections around an attention mechanism: the bridge from Megatron's (N, B, C) to the mechanisms' (B, H, N, d)."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,17 +11,10 @@ from megakernel.config import Model
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
+from .linear import apply, column_linear, row_linear
 from .lora import LowRankUpdate
 from .norm import HeadNorm
 from .settings import ModelSettings
-
-
-@dataclass
-class SelfAttentionSubmodules:
-    """The replaceable projections."""
-
-    qkv: ModuleSpec | type
-    output: ModuleSpec | type
 
 
 def rotate_by(layers: nn.Module, model: Model) -> None:
@@ -47,9 +38,9 @@ class SelfAttention(nn.Module):
     tensor ranks is a cut between key heads and every rank holds whole groups.
     """
 
-    def __init__(self, settings: ModelSettings, index: int, submodules: SelfAttentionSubmodules):
+    def __init__(self, settings: ModelSettings, index: int):
         super().__init__()
-        model, mesh, transformer = settings.model, settings.mesh, settings.transformer
+        model, mesh = settings.model, settings.mesh
         self.mesh = mesh
         self.head_dim = model.head_size
         self.kv_heads = model.kv_heads // mesh.tp.size
@@ -60,16 +51,8 @@ class SelfAttention(nn.Module):
         self.pads = model.classifier is not None
         self.recompute = settings.recompute == "selective"
         self.rotary = _rotary(model)
-        self.qkv = build_module(
-            submodules.qkv,
-            model.hidden_size,
-            (model.num_heads + (self.keys_per_head + 1) * model.kv_heads) * model.head_size,
-            config=transformer,
-            init_method=transformer.init_method,
-            bias=model.qkv_bias,
-            gather_output=False,
-            tp_group=mesh.tp.group,
-        )
+        heads = model.num_heads + (self.keys_per_head + 1) * model.kv_heads
+        self.qkv = column_linear(settings, model.hidden_size, heads * model.head_size, bias=model.qkv_bias)
         self.query_norm = HeadNorm(settings) if model.qk_norm else None
         self.key_norm = HeadNorm(settings) if model.qk_norm else None
         self.core = attention.build(
@@ -84,16 +67,8 @@ class SelfAttention(nn.Module):
             softmax_exchange=mesh.softmax_exchange,
         )
         mark_head_parameters(self.core)
-        self.output = build_module(
-            submodules.output,
-            model.num_heads * model.head_size,
-            model.hidden_size,
-            config=transformer,
-            init_method=transformer.output_layer_init_method,
-            bias=model.bias,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_group=mesh.tp.group,
+        self.output = row_linear(
+            settings, model.num_heads * model.head_size, model.hidden_size, bias=model.bias
         )
         self.value_update = self.output_update = None
         width = model.kv_heads * model.head_size
@@ -141,7 +116,7 @@ class SelfAttention(nn.Module):
                 self.piece,
                 self._real(positions),
             )
-        fused, _ = self.qkv(hidden)
+        fused, _ = apply(self.qkv, hidden)
         tokens, batch, _ = fused.shape
         groups = fused.view(tokens, batch, self.kv_heads, sum(parts), self.head_dim)
         q, k, v = groups.permute(1, 2, 3, 0, 4).split(parts, dim=2)
@@ -154,5 +129,5 @@ class SelfAttention(nn.Module):
 
     def _merge(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
         merged = heads.permute(2, 0, 1, 3).flatten(2)
-        output, bias = self.output(merged)
+        output, bias = apply(self.output, merged)
         return output if self.output_update is None else output + self.output_update(merged), bias

@@ -1,22 +1,24 @@
 """From our model section to Megatron-core's TransformerConfig, and the one object that layers are built from."""
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 from megakernel.config import Lora, Model
-from megakernel.parallel import Mesh, OneProcess
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megakernel.parallel import Mesh, OneProcess
 
 Recompute = Literal["none", "selective", "full"]
-
-_ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class ModelSettings:
     vocab_size: int
     """Words that there are; the embedding may have rows more, which never count."""
 
-    mesh: Mesh | OneProcess
+    mesh: "Mesh | OneProcess"
     """Where this process stands among the others, or that there are none."""
 
     seed: int = 0
@@ -53,6 +55,9 @@ class ModelSettings:
     lora: Lora | None = None
     """Low-rank updates of the attention's projections; None: there are none."""
 
+    shapes_only: bool = False
+    """Whether matrices take no memory: of a model of one process that is asked for names, shapes and dtypes alone."""
+
     backend: str | None = None
     """Attention backend; None lets the ops decide."""
 
@@ -68,30 +73,42 @@ class ModelSettings:
         return min(max(self.vocab_size - self.mesh.tp.rank * rows, 0), rows)
 
     @property
-    def transformer(self) -> TransformerConfig:
-        """The same sizes in Megatron-core's words."""
+    def device(self) -> str | None:
+        """Where matrices are made; None: where torch makes tensors."""
+        return "meta" if self.shapes_only else None
+
+    @property
+    def draw(self) -> Callable[[Tensor], Any]:
+        """Fills a matrix with numbers of standard deviation init_std."""
+        return partial(_draw, std=self.model.init_std)
+
+    @property
+    def draw_output(self) -> Callable[[Tensor], Any]:
+        """The same for a matrix at the end of a branch: smaller, the more branches add up."""
+        return partial(_draw, std=self.model.init_std / math.sqrt(2 * self.model.num_layers))
+
+    @property
+    def transformer(self) -> "TransformerConfig":
+        """What Megatron-core's matrices ask for."""
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
         model = self.model
         return TransformerConfig(
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_heads,
             num_query_groups=model.kv_heads,
-            kv_channels=model.head_size,
-            ffn_hidden_size=model.ffn_size,
-            gated_linear_unit=model.activation == "swiglu",
-            activation_func=_ACTIVATIONS[model.activation],
-            # Megatron's name for an MLP that takes its activation from the layer's spec: ours, of gate and up at once.
-            use_te_activation_func=model.activation == "swiglu",
             add_bias_linear=model.bias,
-            add_qkv_bias=model.qkv_bias,
-            init_method_std=model.init_std,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
             tensor_model_parallel_size=self.mesh.tp.size,
             sequence_parallel=self.mesh.sequence_parallel,
             # Whole matrices are drawn on the CPU and then cut, so that the layout does not change the numbers.
             use_cpu_initialization=True,
         )
+
+
+def _draw(matrix: Tensor, std: float) -> None:
+    if not matrix.is_meta:  # there is nothing to fill, and torch would import its compiler to say so
+        nn.init.normal_(matrix, std=std)
 
 
 @contextmanager

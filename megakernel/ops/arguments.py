@@ -27,6 +27,11 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None
         raise ValueError(f"v has shape {tuple(v.shape)}; expected {tuple(k.shape[:3])} and a width, like k")
     if heads % k.shape[1]:
         raise ValueError(f"q has {heads} heads and k {k.shape[1]}; expected a multiple")
+    check_not_empty(q)
+
+
+def check_not_empty(q: Tensor) -> None:
+    """At least one token in q (B, H, N, d)."""
     if q.shape[2] == 0:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected at least one token")
 

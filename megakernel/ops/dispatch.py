@@ -50,7 +50,7 @@ def choose(implementations: Mapping[str, Implementation], backend: str | None) -
     The fastest is Triton's for tensors on a GPU, if the op has kernels and they take the arguments, and the chunked
     one elsewhere. The environment's `triton` means all ops that have kernels of ours; the others run their fastest.
     """
-    name = backend or os.environ.get(VARIABLE)
+    name = backend or os.environ.get(VARIABLE) or None
     if name is None or (name == KERNELS and not backend and KERNELS not in implementations):
         return partial(_fastest, implementations)
     if name not in implementations:

@@ -1,4 +1,4 @@
-"""Feature maps phi of similarity `kernel` (MECHANISMS section 2).
+"""Feature maps phi of similarity `kernel` (docs/formulas.md, 2).
 
 Each map takes x (B, H_kv, C, L, d), L tokens in each of C chunks, and the projection of its key head, if it
 has one.
@@ -132,17 +132,20 @@ class _Map(NamedTuple):
     phi: Callable[[Tensor, Projection | None], Features]
     projected: bool = False
 
+    exponential: bool = False
+    """Whether features are exponentials, so that no product of two of them is 0."""
+
 
 FEATURE_MAPS = {
-    "elu": _Map(_elu),
+    "elu": _Map(_elu, exponential=True),
     "relu": _Map(_relu),
     "identity": _Map(_identity),
-    "hedgehog": _Map(_hedgehog, projected=True),
-    "favor": _Map(_favor, projected=True),
+    "hedgehog": _Map(_hedgehog, projected=True, exponential=True),
+    "favor": _Map(_favor, projected=True, exponential=True),
     "rks": _Map(_rks, projected=True),
-    "prf": _Map(_prf, projected=True),
+    "prf": _Map(_prf, projected=True, exponential=True),
 }
-"""Name -> phi and whether it takes a projection: omega (M, d), or W (d, d) of hedgehog, or one per key head."""
+"""Name -> phi and what is known of it. A projection is omega (M, d), or W (d, d) of hedgehog, or one per key head."""
 
 SAMPLED = ("favor", "rks", "prf")
 """The maps whose projections are random frequencies."""

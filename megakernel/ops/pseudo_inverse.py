@@ -1,4 +1,4 @@
-"""Inverses of small matrices by matrix products alone, which accelerators are good at (MECHANISMS section 5)."""
+"""Inverses of small matrices by matrix products alone, which accelerators are good at (docs/formulas.md, 5)."""
 
 import torch
 from torch import Tensor

@@ -40,6 +40,27 @@ Exchange = Callable[[KernelState, Tensor], PendingState]
 """(what my tokens add to the state that leaves, (B,) bool: what enters also leaves) -> what enters."""
 
 
+class Once:
+    """An exchange that takes place once, however often it is asked for."""
+
+    def __init__(self, begin: Exchange):
+        self.begin = begin
+        self.pending: PendingState | None = None
+        self.arrived: KernelState | None = None
+
+    def __call__(self, state: KernelState, carries: Tensor) -> "Once":
+        """Begin, the first time."""
+        self.pending = self.pending or self.begin(state, carries)
+        return self
+
+    def wait(self) -> KernelState:
+        """What enters."""
+        assert self.pending is not None
+        if self.arrived is None:
+            self.arrived = self.pending.wait()
+        return self.arrived
+
+
 def empty_state(like: KernelState) -> KernelState:
     """The state before the first key, of the shapes, dtypes and device of `like`."""
     return KernelState(torch.zeros_like(like.sums), torch.full_like(like.log_scale, EMPTY))

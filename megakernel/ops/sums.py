@@ -4,10 +4,17 @@ A set of keys gives query i the row sum_j w_ij [v_j, 1]. Rows of disjoint key se
 weights, and a quotient at the end turns the total into attention.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
+from megakernel.ops.state import EMPTY
+
+Finish = Callable[["Sums"], tuple[Tensor, ...]]
+"""Sums -> output (..., N, D), and where they can get lost (..., N) bool, which rows did."""
 
 
 class Sums(NamedTuple):
@@ -39,12 +46,69 @@ def add(a: Sums, b: Sums) -> Sums:
 def normalized(sums: Sums) -> Tensor:
     """Weighted mean of the values, (..., N, D); 0 where there was nothing to see.
 
-    Weights that add up to less than the smallest normal number are nothing: they have lost their digits, and one over
-    them is infinite.
+    Weights that add up to less than the smallest normal number are nothing: they have lost their digits.
     """
-    numerator, denominator = sums.values[..., :-1], sums.values[..., -1:]
-    empty = denominator.abs() < torch.finfo(denominator.dtype).tiny
-    return numerator * denominator.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)
+    return _quotient(sums, torch.finfo(sums.values.dtype).tiny)[0]
+
+
+def normalized_or_lost(sums: Sums) -> tuple[Tensor, Tensor]:
+    """`normalized`, and (..., N) bool: the rows that are 0 because their weights have lost digits.
+
+    A weight is a product over features, which can be small wherever a query and a key agree in no feature that is
+    large for either, though both have features of size 1. Terms below the smallest normal number are lost. Their square
+    root is far above all of them together, and one over it has a square.
+    """
+    found, empty = _quotient(sums, torch.finfo(sums.values.dtype).tiny ** 0.5)
+    return found, empty if sums.log_scale is None else empty & (sums.log_scale > EMPTY / 2)
+
+
+def finish_of(feature_map: FeatureMap | str, normalize: bool) -> Finish:
+    """How sums under a feature map become outputs; a quotient of exponentials can get lost."""
+    if normalize and FEATURE_MAPS[named(feature_map).name].exponential:
+        return normalized_or_lost
+    finish = normalized if normalize else unnormalized
+    return lambda sums: (finish(sums),)
+
+
+def _quotient(sums: Sums, least: float) -> tuple[Tensor, Tensor]:
+    """The mean, and where weights add up to less than `least`, which gives 0."""
+    empty = sums.values[..., -1].abs() < least
+    return _Mean.apply(sums.values, empty), empty
+
+
+class _Mean(torch.autograd.Function):
+    """A quotient whose gradient has one over the denominator once: its square, as a reciprocal's, would overflow."""
+
+    @staticmethod
+    def forward(ctx, values, empty):
+        inverse = values[..., -1].masked_fill(empty, torch.inf).reciprocal()[..., None]
+        out = values[..., :-1] * inverse
+        ctx.save_for_backward(out, inverse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        out, inverse = ctx.saved_tensors
+        return torch.cat([grad, -(grad * out).sum(-1, keepdim=True)], -1) * inverse, None
+
+
+Found = tuple[tuple[Tensor, ...], Any]
+"""What a `Finish` gave for all queries, and what they leave behind."""
+
+
+def in_range(found: Found, again: Callable[[], Found]) -> tuple[Tensor, Any]:
+    """The output (..., N, D) and what is left behind, of `again` where rows are lost: the same in float64.
+
+    Its smallest number is the eighth power of float32's. Rows that are not lost keep their bits, whatever later tokens
+    did to other rows. A compiled graph and tensors without numbers cannot look; there, lost rows are 0.
+    """
+    (out, *lost), left = found
+    blind = torch.compiler.is_compiling() or out.is_meta
+    if blind or not lost or out.dtype == torch.float64 or not lost[0].any():
+        return out, left
+    (wide_out, *_), left = again()
+    return torch.where(lost[0][..., None], wide_out.to(out.dtype), out), left
 
 
 def unnormalized(sums: Sums) -> Tensor:

@@ -1,8 +1,8 @@
 """Which device this process computes on, and the one place that answers for machines without CUDA.
 
 Megatron-core asks `torch.cuda.current_device()` wherever it allocates, and DeepSpeed compiles a shared-memory
-collective when its CPU backend starts. `prepare_device` settles both once per process, before the first model
-is built; nothing else in the project patches anything.
+collective when its CPU backend starts. `prepare_device` settles both once per process that trains, before the first
+model is built; no other file changes a library.
 """
 
 import logging
@@ -16,32 +16,40 @@ import torch
 from megakernel.config import UserError
 
 
-def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
-    """Make PyTorch, Megatron-core and DeepSpeed of this process use one device, and return it.
+def choose_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
+    """The device of this process, which is PyTorch's from here on; all that a process needs which does not train.
 
     `auto` takes CUDA where there is a device. `local_rank`, counted over this machine's processes, is the
-    index of the CUDA device. Best called before Megatron-core and DeepSpeed are imported, when they warn.
+    index of the CUDA device.
 
     Raises:
         UserError: training.device is cuda and this process has no CUDA device of its own.
     """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
-        _check_cuda_device(local_rank)
-    os.environ["DS_ACCELERATOR"] = kind
+    if kind == "cpu":
+        return torch.device("cpu")
+    _check_cuda_device(local_rank)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+    """`choose_device`, and make Megatron-core and DeepSpeed use it.
+
+    Best called before they are imported, which takes seconds, and when they warn.
+    """
+    device = choose_device(kind, local_rank)
+    os.environ["DS_ACCELERATOR"] = device.type
     # Both libraries read these from the environment, which is empty when no launcher started the process.
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     # Megatron overlaps collectives with matrix products; one connection keeps the order they were queued in.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     quieten_libraries()
-    if kind == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    if device.type == "cpu":
         _answer_for_cuda(device)
-    _choose_deepspeed_accelerator(kind)
+    _choose_deepspeed_accelerator(device.type)
     _share_one_random_stream()
     return device
 

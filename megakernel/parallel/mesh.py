@@ -19,6 +19,7 @@ from megakernel.parallel.device import quieten_ranks
 from megakernel.parallel.mpu import ModelParallelUnit
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.progress import Progress
+from megakernel.parallel.rendezvous import meet
 from megakernel.parallel.sequence import ContextPiece
 from megakernel.parallel.tensor import head_shard
 
@@ -85,9 +86,7 @@ class Mesh:
                 f"start a multiple of {parallel.model_size} or change parallel"
             )
         timeout = timedelta(minutes=parallel.timeout_minutes)
-        store: dist.Store = dist.HashStore()
-        if process.world_size > 1:
-            store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
+        store = meet(process, timeout)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             rank=process.rank,

@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
@@ -80,4 +79,14 @@ def mark_head_parameters(layer: AttentionLayer) -> None:
     """
     tensors = layer.state_dict(keep_vars=True)
     for name, dimension in layer.sharded_parameters().items():
-        set_tensor_model_parallel_attributes(tensors[name], True, dimension, 1)
+        mark_cut(tensors[name], dimension)
+
+
+def mark_cut(tensor: Tensor, dimension: int) -> None:
+    """Note on a tensor, in Megatron-core's way, along which dimension tensor ranks share it."""
+    for note, value in (
+        ("tensor_model_parallel", True),
+        ("partition_dim", dimension),
+        ("partition_stride", 1),
+    ):
+        setattr(tensor, note, value)

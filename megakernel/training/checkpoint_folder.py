@@ -74,9 +74,11 @@ class CheckpointFolder:
         progress: Progress,
         write: Callable[[Path], object],
         written: Callable[[], Iterable[Path]] = tuple,
+        prune: bool = True,
     ) -> Path:
         """Save a checkpoint and give its folder; a good one of the same step is left as it is.
 
+        prune: delete those that are too old; else they wait for the next save.
         write: called on every rank with the folder to fill (it exists). It must return or raise on every
         rank even where one of them cannot write.
         written: names the files that `write` has written on this rank, which will not have to ask a file server for
@@ -94,7 +96,8 @@ class CheckpointFolder:
         except OSError as error:
             reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
             raise SaveFailed(self._ranks.first(lambda: self._give_up(final.name, reason))) from None
-        self._ranks.first(lambda: self._prune(progress.step))
+        if prune:
+            self._ranks.first(lambda: self._prune(progress.step))
         return final
 
     def _remove_leftovers(self) -> list[Path]:

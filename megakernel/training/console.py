@@ -8,6 +8,9 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.text import Text
 
+_BAR = 30
+"""Columns."""
+
 
 class Console:
     """Prints the progress of a run. For rank 0 alone."""
@@ -17,6 +20,7 @@ class Console:
         self._total_steps = total_steps
         self._total_tokens = total_tokens
         self._out = RichConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
+        self._is_live = self._out.is_terminal and not self._out.is_dumb_terminal
 
     def step(self, step: int, scalars: Mapping[str, float], skipped_steps: int = 0) -> None:
         """Print a logged step from its metrics; skipped_steps: those so far without an update."""
@@ -46,12 +50,21 @@ class Console:
             ]
         )
 
+    def progress(self, step: int) -> None:
+        """On a terminal, how far the run is, on a line that the next one takes the place of."""
+        if self._is_live:
+            done = _BAR * step // self._total_steps
+            place = f"step {step}/{self._total_steps}"
+            self._print([(place, "bold"), ("━" * done + "╌" * (_BAR - done), "cyan")], end="\r")
+
     def note(self, text: str) -> None:
         """Print anything else that whoever watches should know."""
         self._print([(text, "yellow")])
 
-    def _print(self, parts: list[tuple[str, str]]) -> None:
-        self._out.print(Text("  ").join(Text(text, style) for text, style in parts))
+    def _print(self, parts: list[tuple[str, str]], end: str = "\n") -> None:
+        if self._is_live:
+            self._out.file.write("\x1b[K")  # what is left of a longer line
+        self._out.print(Text("  ").join(Text(text, style) for text, style in parts), end=end)
         self._out.file.flush()
 
 

@@ -24,11 +24,23 @@ PACKAGES = (
     "tensorboard",
     "numpy",
 )
-RECORDED_VARIABLES = ("NCCL_", "MEGAKERNEL_")
+_NAMES = """
+MEGAKERNEL_BACKEND MEGAKERNEL_CLUSTER MEGAKERNEL_JOB MEGAKERNEL_RESTART MASTER_ADDR MASTER_PORT
+OMP_NUM_THREADS CUDA_VISIBLE_DEVICES CUDA_DEVICE_MAX_CONNECTIONS PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF
+TRITON_INTERPRET TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_BLOCKING_WAIT GLOO_SOCKET_IFNAME
+NCCL_ALGO NCCL_BUFFSIZE NCCL_COLLNET_ENABLE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS
+NCCL_IB_ADAPTIVE_ROUTING NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_PCI_RELAXED_ORDERING
+NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT NCCL_IB_SL NCCL_IB_SPLIT_DATA_ON_QPS NCCL_IB_TC NCCL_IB_TIMEOUT
+NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NET_PLUGIN
+NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_SHM_DISABLE
+NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE NCCL_TUNER_PLUGIN
+"""
+RECORDED_VARIABLES = frozenset(_NAMES.split())
+"""Variables that steer a run, and whose values are no secrets: what is written into files and logs."""
 
 
 def environment_text(devices: Sequence[str], world_size: int) -> str:
-    """One entry of environment.txt: time, command, host, devices, code, versions and variables.
+    """One entry of environment.txt: time, command, host, devices, code, versions and RECORDED_VARIABLES.
 
     devices: names of the devices of this host, for example from torch.cuda.get_device_name.
     """
@@ -41,7 +53,8 @@ def environment_text(devices: Sequence[str], world_size: int) -> str:
         "code": revision(Path(__file__)),
         "python": platform.python_version(),
         **package_versions(),
-        **_variables(os.environ),
+        **recorded_variables(os.environ),
+        "also set": ", ".join(sorted(filter(_may_steer, os.environ.keys() - RECORDED_VARIABLES))),
     }
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return f"== started {started}\n" + "".join(f"{key}: {value}\n" for key, value in entry.items())
@@ -58,8 +71,13 @@ def package_versions() -> dict[str, str]:
     return installed
 
 
-def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in sorted(environment) if name.startswith(RECORDED_VARIABLES)}
+def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of RECORDED_VARIABLES that are set; any other value may be a secret, and goes into no file of a run."""
+    return {name: environment[name] for name in sorted(RECORDED_VARIABLES & environment.keys())}
+
+
+def _may_steer(name: str) -> bool:
+    return name.startswith(("NCCL_", "MEGAKERNEL_"))
 
 
 def revision(source: Path) -> str:

@@ -19,11 +19,12 @@ def record(run: Path, event: str, env: Mapping[str, str] = os.environ, **facts: 
 
     A line goes out in one write, so that writers on several hosts do not mix. Facts that are None are left out.
     """
+    restart = env.get(RESTART_VARIABLE, "")
     line = {
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "event": event,
         "job": env.get(JOB_VARIABLE),
-        "restart": int(env[RESTART_VARIABLE]) if RESTART_VARIABLE in env else None,
+        "restart": int(restart) if restart.isdecimal() else None,
         **facts,
     }
     text = json.dumps({name: value for name, value in line.items() if value is not None}) + "\n"
@@ -42,7 +43,7 @@ def in_job(env: Mapping[str, str] = os.environ) -> bool:
 def read(run: Path) -> list[dict[str, Any]]:
     """The events of a run in the order in which they were written; a line cut short by a full disk is left out."""
     try:
-        lines = (run / FILE).read_text(encoding="utf-8").splitlines()
+        lines = (run / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     return [event for line in lines if (event := _parsed(line)) is not None]
@@ -50,6 +51,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
-        return json.loads(line)
+        event = json.loads(line)
     except ValueError:
         return None
+    return event if isinstance(event, dict) and {"time", "event"} <= event.keys() else None

@@ -2,7 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +40,7 @@ class MetricsWriter:
     """
 
     def __init__(self, metrics_file: Path, tensorboard: Path | None, done_steps: int):
+        self._file, self._tensorboard = metrics_file, tensorboard
         last_kept = done_steps or -1
         _keep_steps(metrics_file, last_kept)
         self._lines = metrics_file.open("a", encoding="utf-8")
@@ -53,14 +56,23 @@ class MetricsWriter:
             self._events = SummaryWriter(str(tensorboard), purge_step=last_kept + 1)
 
     def __enter__(self) -> "MetricsWriter":
+        self._hook = threading.excepthook
+        threading.excepthook = self._thread_ended
         return self
+
+    def _thread_ended(self, ended: threading.ExceptHookArgs) -> None:
+        """TensorBoard writes in a thread, and raises what that met again where the next entry is written."""
+        if not isinstance(ended.exc_value, OSError):
+            self._hook(ended)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lines.close()
-        if self._events is not None:
-            self._events.close()
+        with suppress(OSError) if error is not None else nullcontext():
+            self._lines.close()
+            if self._events is not None:
+                self._events.close()
+        threading.excepthook = self._hook
 
     def describe(self, config: Config, packing: str = "") -> None:
         """Tell TensorBoard of the configuration and of pages to open with, once in the life of the run.
@@ -71,26 +83,38 @@ class MetricsWriter:
             return
         from .run_description import describe
 
-        describe(self._events, config, packing)
-        self._events.flush()
+        with _named(self._tensorboard):
+            describe(self._events, config, packing)
+            self._events.flush()
 
     def finish(self, config: Config) -> None:
         """Tell TensorBoard that the run has come to its last step."""
         if self._events is not None:
             from .run_description import finish
 
-            finish(self._events, config, config.training.steps)
+            with _named(self._tensorboard):
+                finish(self._events, config, config.training.steps)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """`write_entry` of scalars alone."""
         self.write_entry(step, Entry(scalars=dict(scalars)))
 
     def write_entry(self, step: int, entry: Entry) -> None:
-        """Write what is known of one step, all in one call; once it returns, a kill loses nothing."""
-        if entry.scalars:
-            finite = {tag: value if math.isfinite(value) else None for tag, value in entry.scalars.items()}
-            self._lines.write(json.dumps({"step": step, **finite}) + "\n")
-            self._lines.flush()
+        """Write what is known of one step, all in one call; once it returns, a kill loses nothing.
+
+        Raises OSError, which names the file.
+        """
+        with _named(self._file):
+            if entry.scalars:
+                finite = {
+                    tag: value if math.isfinite(value) else None for tag, value in entry.scalars.items()
+                }
+                self._lines.write(json.dumps({"step": step, **finite}) + "\n")
+                self._lines.flush()
+        with _named(self._tensorboard):
+            self._add_events(step, entry)
+
+    def _add_events(self, step: int, entry: Entry) -> None:
         if self._events is None:
             return
         for tag, value in entry.scalars.items():
@@ -119,6 +143,14 @@ class MetricsWriter:
             counts,
             step,
         )
+
+
+@contextmanager
+def _named(place: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(place)) from None
 
 
 def _keep_steps(metrics_file: Path, last_kept: int) -> None:

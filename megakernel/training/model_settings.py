@@ -1,11 +1,15 @@
 """The configured model as one process builds it."""
 
+from typing import TYPE_CHECKING
+
 from megakernel.config import Config, UserError
 from megakernel.model import ModelSettings
-from megakernel.parallel import Mesh, OneProcess
+
+if TYPE_CHECKING:
+    from megakernel.parallel import Mesh, OneProcess
 
 
-def model_settings(config: Config, mesh: Mesh | OneProcess, vocab_size: int) -> ModelSettings:
+def model_settings(config: Config, mesh: "Mesh | OneProcess", vocab_size: int) -> ModelSettings:
     """How this process builds its part of the configured model.
 
     Raises UserError where model.vocab_size is smaller than the tokenizer's vocabulary.

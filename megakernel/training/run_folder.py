@@ -1,12 +1,21 @@
 """runs/NAME: what a run leaves on disk, and whether a start may go on in it."""
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from data_pipeline import tokenizers
-from megakernel.config import Config, Difference, UserError, check_same_run, to_yaml
+from megakernel.config import (
+    NOT_FINITE,
+    UNPROVEN,
+    Config,
+    Difference,
+    UserError,
+    check_same_run,
+    to_yaml,
+)
+from megakernel.config.errors import written_to
 
 from .environment import environment_text
 from .ranks import Ranks
@@ -24,16 +33,13 @@ def tokenizer_folder(run: Path) -> Path:
     return run / "tokenizer"
 
 
-@contextmanager
-def naming_root(config: Config) -> Iterator[None]:
-    """Around the first files of a run: UserError, with run.root, for what the file system refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"run.root={config.run.root} cannot hold the run ({error}); "
-            "make it writable, free space or choose another run.root"
-        ) from None
+def free_learning_rates(run: Path) -> None:
+    """Write down that steps were not finite, so that the next start may lower learning rates."""
+    file = run / "config.yaml"
+    with suppress(OSError):
+        text = file.read_text(encoding="utf-8")
+        if not text.startswith((UNPROVEN, NOT_FINITE)):
+            write_whole(file, NOT_FINITE + text)
 
 
 class RunFolder:
@@ -51,6 +57,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.tokenizer = tokenizer_folder(self.path)
         self._lock: RunLock | None = None
+        self._fixed = False
 
     def open(self, devices: Sequence[str]) -> list[Difference]:
         """Make the folder, or go on in that of the same run; called on every rank before anything is written.
@@ -64,6 +71,13 @@ class RunFolder:
         """
         return self._ranks.first(lambda: self._open(devices))
 
+    def fix(self) -> None:
+        """From here on, a step or a save behind it, the configuration is that of the run. Called on rank 0."""
+        if not self._fixed:
+            with suppress(OSError):  # the next step comes here again
+                write_whole(self.config_file, to_yaml(self._config))
+                self._fixed = True
+
     def keep_tokenizer(self, source: Path, digest: str) -> None:
         """Keep the corpus's tokenizer with the run, so that the run can be used without the corpus.
 
@@ -76,21 +90,36 @@ class RunFolder:
         if not self.tokenizer.exists():
             staged = self.tokenizer.with_name(self.tokenizer.name + ".partial")
             shutil.rmtree(staged, ignore_errors=True)
-            shutil.copytree(source, staged)
-            staged.rename(self.tokenizer)
-        elif tokenizers.load(self.tokenizer).hash != digest:
+            with written_to("run.root", self._config.run.root):
+                shutil.copytree(source, staged)
+                staged.rename(self.tokenizer)
+            return
+        kept = tokenizers.load(self.tokenizer)
+        if kept.hash != digest:
             raise UserError(
                 f"data.train holds a corpus of another tokenizer ({source}) than the run began with; prepare it with "
                 f"--tokenizer {self.tokenizer}, or choose another run.name"
             )
+        if kept.add_bos != tokenizers.load(source).add_bos:
+            flag = "--add-bos" if kept.add_bos else "--no-add-bos"
+            raise UserError(
+                f"data.train: documents of {source.parent} {'do not ' if kept.add_bos else ''}begin with BOS, unlike "
+                f"those that the run began with; prepare them with {flag}, or choose another run.name"
+            )
 
     def _open(self, devices: Sequence[str]) -> list[Difference]:
-        with naming_root(self._config):
+        with written_to("run.root", self._config.run.root):
             self._changes()  # a refusal leaves everything as it is
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.path)
             changes = self._changes()  # whoever wrote here until now may have changed it
-            write_whole(self.config_file, to_yaml(self._config))
+            text = self.config_file.read_text(encoding="utf-8") if self.config_file.exists() else UNPROVEN
+            head = next((head for head in (UNPROVEN, NOT_FINITE) if text.startswith(head)), "")
+            if head == UNPROVEN:
+                for folder in (self.tokenizer, self.tensorboard):
+                    shutil.rmtree(folder, ignore_errors=True)
+            write_whole(self.config_file, head + to_yaml(self._config))
+            self._fixed = not head
             for folder in (self.tensorboard, self.logs, self.checkpoints):
                 folder.mkdir(exist_ok=True)
             with self.environment_file.open("a", encoding="utf-8") as history:

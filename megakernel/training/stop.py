@@ -7,8 +7,8 @@ class Stop(IntEnum):
     """A request to save and stop. Where ranks saw different ones the greatest wins: agreeing is a maximum.
 
     `exit_status` is 85 where the batch script may start the run again (preemption, time limit, Ctrl-C) and
-    143 where the run should stay stopped. A stop file counts as the latter: whoever writes one wants the run
-    to end, and a requeued job would not.
+    143 where the run should stay stopped. A stop file and a terminal that was closed count as the latter: whoever
+    did that wants the run to end, and a requeued job would not.
     """
 
     NONE = 0
@@ -16,7 +16,8 @@ class Stop(IntEnum):
     SIGUSR2 = 2
     SIGINT = 3
     STOP_FILE = 4
-    SIGTERM = 5
+    SIGHUP = 5
+    SIGTERM = 6
 
     @property
     def exit_status(self) -> int:

@@ -55,6 +55,8 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # `nohup`: the run is to outlive its terminal
             self._previous[number] = signal.signal(number, self._record)
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
         while _late:

@@ -1,10 +1,14 @@
 """A run as one finds it: its configuration and one of its checkpoints. Loads no torch, so that errors come at once."""
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megakernel.config import Config, UserError, from_yaml
+from megakernel.config.errors import nearest_first
+from megakernel.config.section import Section
 
 from .checkpoint import Checkpoint, step_of
 from .checkpoint_folder import CheckpointFolder
@@ -29,13 +33,40 @@ class TrainedRun:
 
         Raises UserError for a folder that is none of a run, and as `find_checkpoint` does.
         """
-        config_file = folder / "config.yaml"
-        if not config_file.is_file():
+        if not (folder / "config.yaml").is_file():
             raise UserError(
                 f"{folder} is not the folder of a run (it has no config.yaml); {_runs_beside(folder)}"
             )
-        config = from_yaml(config_file.read_text(encoding="utf-8"), str(config_file))
-        return cls(config, find_checkpoint(folder, step))
+        return cls(recorded_config(folder), find_checkpoint(folder, step))
+
+
+def recorded_config(folder: Path) -> Config:
+    """The configuration of a run. Its relative paths count from where the run was started, wherever one looks from.
+
+    That is the folder in which run.root/run.name is the run's, also after it was moved as a whole. Where run.root is
+    absolute, or the run was taken out of it, they count from the working folder.
+    """
+    file = folder / "config.yaml"
+    config = from_yaml(file.read_text(encoding="utf-8"), str(file))
+    here, named = folder.resolve(), config.run.folder
+    if named.is_absolute() or here.parts[-len(named.parts) :] != named.parts:
+        return config
+    start = here.parents[len(named.parts) - 1]
+    if start == Path.cwd():
+        return config
+    return _counted_from(start, config).model_copy(update={"run": config.run})
+
+
+def _counted_from(start: Path, value: Any) -> Any:
+    if isinstance(value, Path):
+        return start / value
+    if isinstance(value, list):
+        return [_counted_from(start, item) for item in value]
+    if isinstance(value, Section):
+        return value.model_copy(
+            update={name: _counted_from(start, getattr(value, name)) for name in type(value).model_fields}
+        )
+    return value
 
 
 def find_checkpoint(folder: Path, step: int | None = None, ranks: Ranks | None = None) -> Checkpoint:
@@ -56,21 +87,52 @@ def find_checkpoint(folder: Path, step: int | None = None, ranks: Ranks | None =
     return found.checkpoint
 
 
-def stage_folders(folder: Path) -> list[Path]:
-    """The runs inside the folder of an up-training that have saved, its main stages first, the last before others.
+def finished(config: Config) -> str | None:
+    """A line that says so of a run that has its last checkpoint; None of one that is still to train.
 
-    Empty for any other folder.
+    Raises UserError where there are checkpoints and none is good.
     """
+    folder, steps = config.run.folder, config.training.steps
+    found = CheckpointFolder(folder / "checkpoints", keep=1).newest_good().checkpoint
+    if found is None or found.step < steps:
+        return None
+    return is_done(folder, found.step, steps)
+
+
+def is_done(folder: Path, done: int, steps: int) -> str:
+    """What is said of a run that has nothing left to train."""
+    return f"{folder} is done: {done} of {steps} steps; raise training.steps to train on"
+
+
+def stage_folders(folder: Path) -> list[Path]:
+    """The runs inside the folder of an up-training that have saved, in order; empty for any other folder."""
     saved = {
         path: int(number)
         for path in folder.glob("*-*")
         if (number := path.name.partition("-")[0]).isdigit() and any(path.glob("checkpoints/step_*"))
     }
-    return sorted(saved, key=lambda path: (path.name.endswith(_WANTED), saved[path]), reverse=True)
+    return sorted(saved, key=lambda path: saved[path])
 
 
-_WANTED = ("-main", "-length")
-"""Ends of the names of stages that train the model of the up-training's configuration."""
+_CONTROLS = ("-scratch", "-dense")
+"""Ends of the names of stages that are trained for comparison alone."""
+
+
+def student(folder: Path) -> Path:
+    """The run of an up-training's student: its last stage that is finished, controls apart.
+
+    `folder` itself where it is a run, or has no such stage.
+    """
+    if (folder / "checkpoints").is_dir():
+        return folder
+    for stage in reversed(stage_folders(folder)):
+        if stage.name.endswith(_CONTROLS):
+            continue
+        with suppress(UserError):  # of one that cannot be used; what there is instead is said where none can
+            run = TrainedRun.find(stage)
+            if run.checkpoint.step >= run.config.training.steps:
+                return stage
+    return folder
 
 
 def _stages_instead(folder: Path) -> str | None:
@@ -90,5 +152,6 @@ def _at_step(root: Path, step: int) -> Checkpoint:
 
 
 def _runs_beside(folder: Path) -> str:
-    runs = sorted(str(path.parent) for path in folder.parent.glob("*/config.yaml"))
-    return f"choose one of {', '.join(runs)}" if runs else "make one with `megakernel pretrain CONFIG`"
+    runs = [str(path.parent) for path in folder.parent.glob("*/config.yaml")]
+    choice = f"choose one of {nearest_first(str(folder), runs, most=5)}"
+    return choice if runs else "make one with `megakernel pretrain CONFIG`"

@@ -1,6 +1,6 @@
 """The training loop: what happens between two optimizer steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.packing import packing_table
 from megakernel.analysis.flops import training_flops_per_token
+from megakernel.analysis.parameters import parameter_count
 from megakernel.config import Config, Masking, NotFinite
 from megakernel.parallel import Mesh
 from megakernel.uptraining.objectives import model_maker
@@ -32,11 +33,12 @@ from .profiler import Profiler, kept_when_memory_runs_out
 from .ranks import Ranks
 from .reading import reading
 from .resume import resume, start_from_weights, start_with_moments
-from .run_folder import RunFolder, stop_file
+from .run_folder import RunFolder, free_learning_rates, stop_file
 from .schedule import learning_rate
 from .stop import Stop
 from .stop_requests import StopRequests
 from .throughput import Throughput
+from .trained_run import is_done
 from .watchdog import Watchdog
 
 
@@ -83,10 +85,9 @@ class Trainer:
         steps = self.config.training.steps
         done = self._begin()
         if done >= steps:
-            self._note(
-                f"{self.folder.path} is done: {done} of {steps} steps; raise training.steps to train on"
-            )
+            self._note(is_done(self.folder.path, done, steps))
             return Stop.NONE
+        self._introduce(done)
         with ExitStack() as stack:
             folders = [self.folder.path, *self.inside] if self.mesh.rank == 0 else []
             requests = stack.enter_context(StopRequests(*map(stop_file, folders)))
@@ -123,7 +124,30 @@ class Trainer:
                         f"stopped by {stop.name} after step {step + 1}; start the same command to continue"
                     )
                     return stop
+                if self.mesh.rank == 0:
+                    self.console.progress(step + 1)
+        if not self.inside:
+            self._note(f"done; next: {'   '.join(self._next_commands())}")
         return Stop.NONE
+
+    def _introduce(self, done: int) -> None:
+        """Say what is going to be trained, where, and how much."""
+        config, mesh = self.config, self.mesh
+        count = parameter_count(config.model, self.corpora.vocab_size, config.training.seq_len)
+        layout = "".join(f", {axis} {size}" for axis, size in self.layout.items() if size > 1)
+        steps = config.training.steps
+        tokens = self._consumed(steps)[1] - self._consumed(done)[1]
+        self._note(
+            f"{self.folder.path}: {count:,} parameters in {config.training.dtype} on {mesh.world_size} x "
+            f"{_device_name(mesh.device)}{layout}; {steps - done:,} steps, {tokens:,} tokens to go"
+        )
+
+    def _next_commands(self) -> Iterator[str]:
+        run = self.folder.path
+        yield f"megakernel evaluate {run}"
+        if self.config.model.is_causal:
+            yield f"megakernel generate {run} --prompt TEXT"
+        yield "megakernel monitor" + (f" --root {run.parent}" if run.parent != Path("runs") else "")
 
     def _begin(self) -> int:
         """Load what the run starts from; returns the steps it has behind it."""
@@ -168,7 +192,12 @@ class Trainer:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         if result.skipped:
             self._note(f"step {step} skipped: loss {result.loss}, gradient norm {result.grad_norm}")
+        elif self.mesh.rank == 0:
+            self.folder.fix()
         if self.skipped_in_a_row >= self.config.training.max_skipped_steps:
+            if self.mesh.rank == 0:
+                for run in (self.folder.path, *self.inside):
+                    free_learning_rates(run)
             raise NotFinite(
                 f"training.max_skipped_steps={self.skipped_in_a_row}: that many steps in a row had a loss or gradient "
                 f"that is not finite, up to step {step}; no checkpoint holds them. Lower optimizer.lr, or pass over "
@@ -236,7 +265,11 @@ class Trainer:
             versions=package_versions(),
         )
         with self.throughput.aside():
-            self.checkpoints.save(progress, self.engine.save, self.engine.write_errors.take_written)
+            # A streak of skipped steps may end the run, which then goes on from before it.
+            written = self.engine.write_errors.take_written
+            self.checkpoints.save(progress, self.engine.save, written, prune=not self.skipped_in_a_row)
+        if self.mesh.rank == 0:
+            self.folder.fix()
         self._record("saved", step=step)
 
     def _consumed(self, steps: int) -> tuple[int, int]:

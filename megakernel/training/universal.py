@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
 from torch import Tensor
 
 from .cut import Cut
 from .weights_only import load
+
+PARAM, CAT_DIM, PARAM_N_SUB_PARAMS = "param", "cat_dim", "param_n_sub_params"
+"""DeepSpeed's names of a file's entries: the tensor, the dimension that tensor ranks share, the parts along it."""
 
 WEIGHT = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 from data_pipeline.corpus import Corpora
-from megakernel.config import Config, Model, UserError, from_yaml
+from megakernel.config import Config, Model, UserError
 from megakernel.uptraining.conversion import Converted
 from megakernel.uptraining.dense import DenseCheckpoint, is_dense_checkpoint
 from megakernel.uptraining.dense.tokenizer import check_tokenizer
@@ -14,7 +14,7 @@ from megakernel.uptraining.folding import without_updates
 from .checkpoint import Checkpoint
 from .checkpoint_files import CheckpointTensors
 from .ranks import Ranks
-from .trained_run import find_checkpoint, stage_folders
+from .trained_run import find_checkpoint, recorded_config, stage_folders
 from .universal import WholeTensors
 from .unrounded import Unrounded
 
@@ -80,7 +80,13 @@ class WeightSource:
 
         Raises UserError for another one.
         """
-        return check_tokenizer(self.key, self.folder, corpora.tokenizer_hash, corpora.train[0].folder)
+        return check_tokenizer(
+            self.key,
+            self.folder,
+            corpora.tokenizer_hash,
+            corpora.train[0].folder,
+            add_bos=corpora.bos is not None,
+        )
 
     def other_words(self, words: int) -> list[str]:
         """A line if its configuration names another number of words, whatever padding adds to both."""
@@ -97,7 +103,7 @@ class WeightSource:
             raise UserError(
                 f"{self.key}={self.folder} is a checkpoint without its run: {file} is missing; give the run's folder"
             )
-        return from_yaml(file.read_text(encoding="utf-8"), str(file))
+        return recorded_config(file.parent)
 
 
 def weights(checkpoint: Checkpoint, config: Config) -> WholeTensors:

@@ -43,7 +43,7 @@ def as_sliding_window(dense: LanguageModel, window: int) -> None:
     """Let every layer of a dense model see the last `window` tokens and the first SINKS of a document, in place."""
     for layer in dense.modules():
         if isinstance(layer, TransformerLayer):
-            layer.self_attention.core = SlidingWindow(window)
+            layer.self_attention.core = SlidingWindow(window)  # type: ignore[assignment]
 
 
 class SlidingWindow(nn.Module):

@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Model, UserError
+from megakernel.config.errors import written_to
+from megakernel.model import cast
 from megakernel.training.dtypes import DTYPES
 from megakernel.training.run_folder import tokenizer_folder
 from megakernel.training.trained_run import TrainedRun
@@ -50,22 +53,29 @@ def export(
         )
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to} is in use; name a new folder")
-    tokenizer = tokenizers.load(tokenizer_folder(run_folder))
+    tokenizer = tokenizers.load(tokenizer_folder(run_folder), add_bos=run.config.data.add_bos)
     source = _Source(run, tokenizer, _DTYPES[dtype or run.config.training.dtype])
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent) as partial:
-        folder = Path(partial) / "model"
-        folder.mkdir()
+    with written_to("--to", to), _appearing_whole(to) as folder:
         save_tokenizer(tokenizer, folder)
         config = source.write_plain(folder) or source.write_own(folder)
         settings = generation_config(run.config, tokenizer, source.words)
         if config["model_type"] == OWN:
             settings.pop("cache_implementation", None)  # of keys and values, of which its state is none
         _write(folder / FILE, settings)
+    return config
+
+
+@contextmanager
+def _appearing_whole(to: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `to` at the end."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent) as partial:
+        folder = Path(partial) / "model"
+        folder.mkdir()
+        yield folder
         if to.exists():
             to.rmdir()
         os.replace(folder, to)
-    return config
 
 
 class _Source:
@@ -98,7 +108,7 @@ class _Source:
 
     def write_own(self, folder: Path) -> dict[str, Any]:
         """As `MegakernelForCausalLM`."""
-        from .pretrained import MegakernelConfig, MegakernelForCausalLM
+        from .pretrained_config import MegakernelConfig
 
         config = MegakernelConfig(
             model=self.model.model_dump(mode="json"),
@@ -106,21 +116,18 @@ class _Source:
             max_position_embeddings=self.seq_len,
             isolate_documents=self.run.config.data.isolate_documents,
             eos_token_id=self.eod,
-            architectures=[MegakernelForCausalLM.__name__],
+            architectures=["MegakernelForCausalLM"],
+            dtype=self.dtype,
         )
-        with torch.device("meta"):  # its tensors' names and dtypes, without memory
-            like = MegakernelForCausalLM._from_config(config, dtype=self.dtype).state_dict()
+        like = cast(config.language_model(shapes_only=True), self.dtype).state_dict()
         config.save_pretrained(folder)
-        write_tensors(folder, ((name, self._own(name).to(x.dtype)) for name, x in like.items()))
+        write_tensors(folder, ((f"model.{name}", self._read(name).to(x.dtype)) for name, x in like.items()))
         return config.to_dict()
 
     def _theirs(self, parts: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(parts):
             split = parts[name].split(self._read(name))
             yield from zip(parts[name].theirs, (tensor.to(self.dtype) for tensor in split))
-
-    def _own(self, name: str) -> Tensor:
-        return self._read(name.removeprefix("model."))
 
     def _read(self, name: str) -> Tensor:
         tensor = self.tensors.read(name, [WEIGHT])[WEIGHT]

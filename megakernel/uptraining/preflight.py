@@ -3,6 +3,8 @@
 import math
 from typing import Any, NamedTuple
 
+import torch
+
 from megakernel.config import Attention, Config, Model, UserError
 from megakernel.training.weight_source import WeightSource
 
@@ -14,9 +16,6 @@ from .validation import Validation
 IDENTITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """How far the loss of a student whose windows cover the tokens may be from the dense model's, in nats."""
 
-PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""How far logits may be from those of `transformers`, as a share of the largest."""
-
 LONGEST_WINDOWED = 8192
 """Tokens per row up to which the sliding window is measured, which forms every pair of them."""
 
@@ -25,7 +24,7 @@ class Preflight(NamedTuple):
     """Losses in nats per token on the validation samples; pairs are of all tokens, and of those beyond the window."""
 
     parity: Parity
-    """Of logits, with `transformers`."""
+    """Of logits, with `transformers`, both in float32."""
 
     identity: Identity | None
     """Of a student whose near windows cover the tokens: the dense model again.
@@ -62,9 +61,9 @@ def preflight(validation: Validation, source: WeightSource, student: Model) -> P
     config, mesh = validation.config, validation.mesh
     window, length = near_window(config), config.training.evaluation_len
     whole = mesh.cp.size == 1
+    same_logits = parity(lambda: validation.model(source.model(), source, torch.float32), source, mesh)
     model = validation.model(source.model(), source)
     dense = validation.losses(model, window)
-    same_logits = parity(model, source, mesh)
     tokens = identity_tokens(source.model(), student, length, mesh) if whole else 0
     dense_start = validation.losses(model, window, tokens)[0] if tokens else 0.0
     sliding = None
@@ -97,17 +96,11 @@ def _window(attention: Attention) -> int:
 def check(found: Preflight, config: Config, source: WeightSource) -> None:
     """Raise UserError for a dense model, or a student, with which no step is worth its time."""
     dtype = config.training.dtype
-    difference = found.parity.difference
-    if difference is not None and math.isnan(difference):
+    found.parity.check(f"{source.key}={source.folder}")
+    if not math.isfinite(found.dense[0]):
         raise UserError(
-            f"{source.key}={source.folder}: its logits are not finite; a weight is not, or {dtype} cannot hold what it "
-            "computes: take training.dtype=float32, or download it again"
-        )
-    if difference is not None and difference > PARITY_TOLERANCE[dtype]:
-        raise UserError(
-            f"{source.key}={source.folder}: logits differ from those of transformers by {difference:.1e} of the "
-            f"largest, more than {PARITY_TOLERANCE[dtype]:.0e} in {dtype}; its config.json asks for something that "
-            "Megakernel does not know: take training.dtype=float32 to see whether it is rounding"
+            f"{source.key}={source.folder}: its loss is {found.dense[0]}; {dtype} cannot hold what it computes: take "
+            "training.dtype=float32"
         )
     same = found.identity
     if same is not None and not abs(same.student - same.dense) <= IDENTITY_TOLERANCE[dtype]:

@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megakernel.training.whole_file import write_whole
 
+from .costs import Decoding, Spent, cost_pages
 from .head_tag import HeadTag
 from .identity import Identity
 
@@ -33,6 +34,9 @@ class Measured:
 
     folder: str | None = None
     """Its run; None for what is no run."""
+
+    spent: Spent | None = None
+    """What its training took; None for what is no run."""
 
     @classmethod
     def untrained(cls, name: str, losses: tuple[float, float]) -> "Measured":
@@ -72,7 +76,7 @@ class Report:
     """See `Parity`."""
 
     parity_reason: str
-    """Why it is None; empty where it is not."""
+    """Why it is None, or not of all layers."""
 
     identity: Identity | None
     """See `Preflight`."""
@@ -89,6 +93,9 @@ class Report:
 
     kept: Sequence[int] = ()
     """The layers that stay as the dense model has them, from 0."""
+
+    decoding: dict[str, Decoding] = field(default_factory=dict)
+    """What the dense model takes to decode, and the student, by their rows' names; empty where it is not known."""
 
     trained_on: Measured | None = None
     """The dense model after as many tokens as the student's; None where it was not trained on."""
@@ -130,13 +137,15 @@ class Report:
         if self.trained_on is not None:
             more = " of the dense model trained on |"
             place = "; the last column, of the gap to what the dense model became on as many tokens"
-        parity = f"not measured: {self.parity_reason}" if self.parity is None else f"{self.parity:.1e}"
+        parity = f"not measured: {self.parity_reason}"
+        if self.parity is not None:
+            parity = f"{self.parity:.1e}" + (f" ({self.parity_reason})" if self.parity_reason else "")
         lines = [
             f"# Up-training {self.config}",
             "",
             f"Validation loss in nats per token; *beyond* counts {_beyond(self.window)}. *recovered* is "
             "(PPL of the swapped model - PPL) / (PPL of the swapped model - PPL of the dense model), where the swap "
-            f"costs at least {LEAST_GAP:.0%}{place}.",
+            f"costs at least {LEAST_GAP:.0%}{place}. *the swap lost nothing*: it costs less.",
             "",
             f"* Logits of the dense model against transformers, share of the largest: {parity}.",
             f"* {_identity(self.identity)}",
@@ -148,11 +157,12 @@ class Report:
         ]
         ends = [self.dense, *([] if self.trained_on is None else [self.trained_on])]
         for row in self.rows:
-            shares = [self.recovered(row, end) for end in ends]
-            shown = " | ".join("" if share is None else f"{share:.1%}" for share in shares)
+            is_end = row in (self.dense, self.swapped)
+            shown = " | ".join("" if is_end else _in_words(self.recovered(row, end)) for end in ends)
             lines.append(
                 f"| {row.name} | {row.tokens:,} | {row.loss:.4f} | {row.perplexity:.3f} | {row.beyond:.4f} | {shown} |"
             )
+        lines += cost_pages([(row.name, row.spent) for row in self.rows], self.decoding)
         if self.heads:
             lines += ["", "## Heads, at the end of the transfer", "", *_head_table(self.heads)]
         return "\n".join(lines) + "\n"
@@ -174,6 +184,15 @@ def _head_table(heads: dict[str, float]) -> list[str]:
         cells = [f"{values[name]:.4g}" if name in values else "" for name in names]
         table.append(f"| {row} | {column} | {' | '.join(cells)} |")
     return table
+
+
+def _in_words(share: float | None) -> str:
+    """A recovered share as a reader takes it in: of a small gap shares are huge, and beyond its ends they mislead."""
+    if share is None:
+        return "the swap lost nothing"
+    if share < 0:
+        return "none: worse than the swap"
+    return "all, and more" if share > 1 else f"{share:.1%}"
 
 
 def _beyond(window: int) -> str:

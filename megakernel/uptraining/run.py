@@ -7,12 +7,14 @@ from typing import Any
 
 from data_pipeline.corpus import Corpora
 from megakernel.config import Config, Uptrain, UserError, check_same_run, to_yaml
+from megakernel.config.errors import written_to
 from megakernel.parallel import Mesh
 from megakernel.training.checkpoint_folder import CheckpointFolder
 from megakernel.training.ranks import Ranks
 from megakernel.training.resume import find_moments
-from megakernel.training.run_folder import RunFolder, naming_root
+from megakernel.training.run_folder import RunFolder
 from megakernel.training.run_lock import RunLock
+from megakernel.training.trained_run import student
 from megakernel.training.trainer import Trainer
 from megakernel.training.weight_source import WeightSource
 from megakernel.training.whole_file import write_whole
@@ -90,6 +92,11 @@ class Uptraining:
         if self.config.logging.tensorboard:
             self.ranks.first(lambda: write_events(report, RunFolder(self.config).tensorboard))
         self._note(report.markdown())
+        evaluate, export = (
+            f"evaluate {student(self.folder)}",
+            f"export {self.folder} --to models/{self.folder.name}",
+        )
+        self._note(f"done; next: megakernel {evaluate}   megakernel {export}")
         return 0
 
     def _reads(self, moments: Path, source: WeightSource) -> bool:
@@ -100,7 +107,7 @@ class Uptraining:
     def _open(self) -> None:
         """Make the folder, or go on in that of the same up-training; from here this process alone writes into it."""
         self._refuse_another()  # which leaves everything as it is
-        with naming_root(self.config):
+        with written_to("run.root", self.config.run.root):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.folder)
         self._refuse_another()  # whoever wrote here until now may have changed it
@@ -131,8 +138,7 @@ class Uptraining:
             # Of a number of layers nobody knows yet which they are.
             plan = stages(self.config, keep if isinstance(keep, list) else [], source.model())
             found = preflight(validation, source, wanted_model(self.config, plan))
-            if found.parity.reason:
-                self._note(f"logits are not compared with those of transformers: {found.parity.reason}")
+            self._note(str(found.parity))
         self.ranks.first(lambda: write_whole(self.folder / CONFIG, to_yaml(self.config)))
         if not is_known:
             tree = {"measured_on": samples, "found": found._asdict()}

@@ -10,6 +10,7 @@ from megakernel.training.ranks import Ranks
 from megakernel.training.weight_source import WeightSource
 
 from .ablations import SINKS, as_sliding_window, without_far, without_near
+from .costs import Decoding, Spent
 from .head_tag import HeadTag
 from .preflight import Preflight, near_window
 from .report import Measured, Report
@@ -39,11 +40,22 @@ def summarize(
     rows: list[Measured] = []
     ablations: list[Measured] = []
     trained_on: Measured | None = None
+    decoding: dict[str, Decoding] = {}
     tokens = 0
 
     def measured(name: str, model: LanguageModel, count: int, folder: Path | None) -> Measured:
-        place = None if folder is None else str(folder)
-        return Measured(name, *validation.losses(model, window), count, place)
+        losses = validation.losses(model, window)
+        if folder is None:
+            return Measured(name, *losses, count)
+        spent = Spent.of(folder) if validation.mesh.rank == 0 else None
+        return Measured(name, *losses, count, str(folder), spent)
+
+    def decode(name: str, model: LanguageModel) -> None:
+        mesh = validation.mesh
+        if mesh.rank == 0 and mesh.model.size == 1:
+            decoding[name] = Decoding.of(model, config.training.evaluation_len, mesh.device)
+
+    decode("dense", validation.model(source.model(), source))
 
     for stage in plan:
         own = stage.config.training.consumed(stage.config.training.steps)[1]
@@ -59,6 +71,7 @@ def summarize(
                 ablations.append(measured(f"{row.name}, sliding window", model, tokens, None))
     last = next(stage for stage in reversed(plan) if not stage.is_control)
     found = WeightSource.find("stage", last.config.run.folder, ranks)
+    decode(last.purpose, validation.model(found.model(), found))
     changes: list[tuple[str, Callable[[LanguageModel], bool]]] = [
         (f"{last.purpose}, far part off", without_far),
         (f"{last.purpose}, near window off", without_near),
@@ -84,6 +97,7 @@ def summarize(
         heads={} if transfer is None else head_scalars(transfer.config.run.folder),
         recipe=recipe(uptrain),
         kept=kept,
+        decoding=decoding,
         trained_on=trained_on,
     )
 

@@ -44,9 +44,9 @@ class Validation:
         batches = list(ValidationBatches(config, self.corpora, **reading(mesh)))
         self._streams = streams(batches, mesh)
 
-    def model(self, model: Model, source: WeightSource) -> LanguageModel:
-        """A frozen model with the weights of `source`; see `frozen_model`."""
-        return frozen_model(self.settings, model, source, DTYPES[self.config.training.dtype])
+    def model(self, model: Model, source: WeightSource, dtype: torch.dtype | None = None) -> LanguageModel:
+        """A frozen model with the weights of `source`, in training's dtype where None; see `frozen_model`."""
+        return frozen_model(self.settings, model, source, dtype or DTYPES[self.config.training.dtype])
 
     def losses(self, model: LanguageModel, window: int, tokens: int | None = None) -> tuple[float, float]:
         """Nats per token, of all tokens, and of those with at least `window` others of their document before them.

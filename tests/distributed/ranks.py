@@ -19,7 +19,7 @@ from megakernel.parallel.device import prepare_device
 from megakernel.parallel.mesh import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
 
-PRELOAD = ["pytest", "megakernel.parallel.mesh", "megatron.core.tensor_parallel", "deepspeed.pipe"]
+PRELOAD = ["pytest", "megakernel.training.trainer", "megakernel.uptraining.run"]
 """Imported before the first fork; seconds once instead of in every process."""
 
 _SERVER_ENVIRONMENT = {

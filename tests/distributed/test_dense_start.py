@@ -142,6 +142,32 @@ def test_a_student_whose_window_holds_the_row_is_the_dense_model(starts, tmp_pat
     assert lines[0]["eval/loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_preflight_takes_a_healthy_model_in_bfloat16(corpus, tmp_path):
+    """In which `transformers` is up to a tenth of the largest logit from itself."""
+    configs = {}
+    for number, name in enumerate(("llama", "qwen2, yarn", "qwen3, tied", "gpt2", "gpt_neox")):
+        dense_models.save(name, tmp_path / str(number) / "hf")
+        configs[name] = write(tmp_path / str(number), corpus, tmp_path / str(number) / "hf")
+    for name, found in run_ranks(preflights, 1, configs)[0].items():
+        assert found.parity.difference < 1e-5, name
+        assert abs(found.identity.student - found.identity.dense) < 1e-2, name
+
+
+def preflights(configs):
+    from megakernel.uptraining.preflight import preflight
+    from megakernel.uptraining.validation import Validation
+
+    found = {}
+    with cpu_mesh() as mesh:
+        for name, file in configs.items():
+            window = json.dumps({"preset": "flurka", "compression": {"block_size": 16, "rank": 4}})
+            run = load(file, ["training.dtype=bfloat16", f"model.attention={window}"])
+            source = WeightSource.find("init.from", run.init.source)
+            found[name] = preflight(Validation(run, mesh), source, run.model)
+            print(name, found[name].parity, found[name].identity, flush=True)
+    return found
+
+
 def test_a_model_of_other_sizes_is_refused_with_every_difference(starts, tmp_path):
     config, _ = starts["llama"]
     overrides = [

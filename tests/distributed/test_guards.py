@@ -79,14 +79,16 @@ def around_bad_gradients(config: Path, overrides: tuple[str, ...]) -> tuple[Any,
 
 def test_too_many_bad_steps_end_the_run_and_the_newest_checkpoint_is_from_before(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
-    overrides = ("training.max_skipped_steps=3", "checkpoint.every=2")
+    overrides = ("training.max_skipped_steps=3", "checkpoint.every=2", "checkpoint.keep=1")
     assert len(train(config, 2, *overrides, "training.steps=2")) == 3
     for message in run_ranks(run_with_bad_gradients, 2, config, overrides):
         assert message.startswith("training.max_skipped_steps=3: that many steps in a row")
         assert "training.skip_samples" in message
     checkpoints = tmp_path / "run/checkpoints"
     assert (checkpoints / "latest").read_text() == "step_4", "it holds the weights and moments of step 2"
-    healthy = train(config, 2, *overrides, "training.steps=6", "training.skip_samples=[[16, 48]]")
+    assert (checkpoints / "step_2").is_dir(), "the one from before the bad steps"
+    as_advised = ("training.skip_samples=[[16, 48]]", "optimizer.lr=5e-4")
+    healthy = train(config, 2, *overrides, "training.steps=6", *as_advised)
     assert [line["step"] for line in healthy] == [0, 1, 2, 3, 4, 5, 6]
     assert [line["train/skipped_steps"] for line in healthy[1:]] == [0, 0, 1, 2, 2, 2]
 

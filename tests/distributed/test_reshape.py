@@ -51,7 +51,7 @@ def test_continued_on_other_layouts_the_losses_are_those_of_one_run(journey, uni
     for leg, (world_size, layout) in enumerate(JOURNEYS[journey], start=1):
         steps = f"training.steps={leg * LEG}"
         found = train(config, world_size, *OPTIONS, f"run.root={tmp_path}", steps, *layout.split())
-        # float32 sums in another order (DESIGN decision 5); Adam's state and step count go along, or it would show.
+        # float32 sums in another order; Adam's state and step count go along, or it would show.
         assert scalars(found, "train/loss") == pytest.approx(
             scalars(expected, "train/loss")[: leg * LEG], rel=1e-5
         )

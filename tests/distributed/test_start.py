@@ -149,6 +149,13 @@ def test_init_from_no_run_are_refused(source, tmp_path):
         start(config, 1, *SHORT, f"run.root={tmp_path}", f"init.from={tmp_path}")
 
 
+def test_a_start_that_is_refused_before_its_first_step_leaves_the_name_free(corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    with pytest.raises(RankFailedError, match=r"model\.vocab_size=10 .* remove the key"):
+        start(config, 1, *SHORT, "model.vocab_size=10")
+    start(config, 1, *SHORT, "training.steps=1", "training.eval_samples=0")
+
+
 def truncate(checkpoint: Path) -> str:
     file = next(checkpoint.glob("*_states.pt"))
     os.truncate(file, 1000)

@@ -76,10 +76,9 @@ def config(tmp_path_factory, corpus):
         "model": section | {"attention": {"preset": "flurka", "compression": {"block_size": 16, "rank": 4}}},
         "data": {"train": str(corpus), "num_workers": 0},
     }
-    # Its weights are read like any other's; transformers alone asks what stores them.
+    # Its weights are read like any other's; transformers alone asks for a row of padding.
     broken = shutil.copytree(folder / "dense", folder / "broken") / "config.json"
-    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    broken.write_text(json.dumps(json.loads(broken.read_text()) | quantized))
+    broken.write_text(json.dumps(json.loads(broken.read_text()) | {"pad_token_id": 10**6}))
     path = folder / "up.yaml"
     path.write_text(yaml_text.write(tree))
     return path
@@ -127,8 +126,8 @@ def parities(run, mesh):
         model.output_matrix.fill_(math.nan)
     broken = WeightSource.find("init.from", run.init.source.with_name("broken"))
     with pytest.raises(UserError) as refused:
-        parity(model, broken, mesh)
-    return parity(model, source, mesh).difference, str(refused.value)
+        parity(lambda: model, broken, mesh)
+    return parity(lambda: model, source, mesh).difference, str(refused.value)
 
 
 def refusal(config, mesh):

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.cli import main
 from megakernel.generation import Sampling, generate_text
-from megakernel.parallel import prepare_device
 from megakernel.training.one_process import one_process_model
 from megakernel.training.trained_run import TrainedRun
 from tests.distributed.ranks import RankFailedError
@@ -71,8 +70,8 @@ def test_frequencies_are_those_that_the_weights_know(run, exported, tmp_path):
 def test_logits_are_those_of_the_run(run, model):
     tokens = torch.randint(256, (2, 100), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(100).expand(2, -1)
-    with one_process_model(TrainedRun.find(run), 257, prepare_device("cpu", 0)) as ours:
-        expected = ours.logits(ours.hidden(tokens, positions))
+    ours = one_process_model(TrainedRun.find(run), 257, torch.device("cpu"))
+    expected = ours.logits(ours.hidden(tokens, positions))
     assert expected.std() > 0.1
     torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=0)
 

@@ -37,7 +37,7 @@ def test_attention_in_bfloat16_is_near_float64(preset):
     module = attention.build(preset, num_heads=4, head_dim=64)
     expected, _ = _run(module.double(), q.double(), k.double(), v.double(), None)
     found, _ = _run(module.float().cuda(), q.cuda(), k.cuda(), v.cuda(), None)
-    assert _error(found, expected) < 2e-2  # MECHANISMS section 8, property 8
+    assert _error(found, expected) < 2e-2  # docs/formulas.md, 8: property 8
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -89,7 +90,16 @@ def test_killed_three_times_and_continued_the_numbers_are_the_same_bit_for_bit(
         assert status == ExitStatus.FAILED
         assert f"megakernel: error: rank {rank} was ended by SIGKILL" in said
 
-    assert Launched(config, *OPTIONS).ends()[0] == ExitStatus.DONE
+    status, said = Launched(config, *OPTIONS).ends()
+    assert status == ExitStatus.DONE
+    begin, *told, end = said.splitlines()
+    assert begin == f"pretrain: starting 2 processes, logs in {tmp_path}/run/logs"
+    left = STEPS - (steps[2] - 1) // 3 * 3
+    [line] = [line for line in told if line.startswith(f"{tmp_path}/run: ")]
+    assert re.search(
+        rf" [\d,]+ parameters in float32 on 2 x cpu, data 2; {left} steps, [\d,]+ tokens to go$", line
+    )
+    assert end.startswith(f"done; next: megakernel evaluate {tmp_path}/run   megakernel generate ")
     found = metrics(tmp_path / "run")
     for tag in SAME:
         assert scalars(found, tag) == scalars(uninterrupted, tag), tag

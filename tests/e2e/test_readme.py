@@ -99,9 +99,7 @@ def test_every_command_does_what_the_pages_say(folder):
         assert process.returncode == 0, f"{command}\n{out}\n{err}"
         assert out or err, f"{command} says nothing"
     losses, sharded = (metric(folder / "runs" / run, "train/loss") for run in ("first", "sharded"))
-    assert sharded == pytest.approx(
-        losses, rel=1e-5
-    )  # "any other layout gives the same losses", DESIGN decision 5
+    assert sharded == pytest.approx(losses, rel=1e-5)  # "any other layout gives the same losses"
 
 
 def test_the_quickstart_shows_every_command_of_the_readme():

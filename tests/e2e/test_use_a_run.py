@@ -1,5 +1,6 @@
 """What one does with a trained run: evaluate it and generate with it, whatever layout trained it."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from launch.cli import main
 from launch.exit_status import ExitStatus
 from megakernel.evaluation import evaluate_run
 from megakernel.generation import Sampling, generate_text
+from tests.disk import files_of_at_most
 from tests.distributed.training_run import metrics, train, write_config
 
 SEQ_LEN = 128
@@ -147,6 +149,21 @@ def test_generate_prints_the_prompt_and_what_follows(run, capsys):
     assert capsys.readouterr().out == f"import é{text(run, 'import é')}\n"
 
 
+def test_a_prompt_comes_from_a_file_and_many_from_lines(run, tmp_path, capsys, monkeypatch):
+    options = ["--max-new-tokens", "12", "--temperature", "1"]
+    expected = text(run, long := "import é\r\n" * 100, count=12)
+    (tmp_path / "prompt.txt").write_bytes(long.encode())
+    for name in (str(tmp_path / "prompt.txt"), "-"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(long.encode())))
+        assert main(["generate", str(run), "--prompt-file", name, *options]) == 0
+        assert capsys.readouterr().out == f"{expected}\n"
+    rows = [{"prompt": "import é", "id": 7}, {"prompt": ""}, {"prompt": long}]
+    (tmp_path / "prompts.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    assert main(["generate", str(run), "--prompts", str(tmp_path / "prompts.jsonl"), *options]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert found == [{**row, "continuation": text(run, row["prompt"], count=12)} for row in rows]
+
+
 @pytest.fixture(scope="module")
 def noisy(config):
     kernels = (
@@ -212,6 +229,11 @@ EVALUATE = ("evaluate",)
         ("untrained", EVALUATE, "has no checkpoint"),
         ("run", (*EVALUATE, "--step", "3"), "choose one of 2, 4"),
         ("run", (*GENERATE, "--step", "3"), "choose one of 2, 4"),
+        (
+            "run",
+            ("generate", "--prompt", "a\udcff"),
+            "prompt holds what is no text in UTF-8, at character 2; write",
+        ),
         ("run", (*EVALUATE, "--samples", "0"), "give --samples 1 or more"),
         ("run", (*EVALUATE, "--seq-len", "0"), "give --seq-len 1 or more"),
         ("run", (*EVALUATE, "--seq-len", "100000000"), "validation tokens; give at most"),
@@ -249,3 +271,37 @@ def test_what_cannot_be_is_one_line_with_the_remedy(folder, command, explanation
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("megakernel: error: ")
     assert explanation in line
+
+
+def test_an_export_to_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, capsys):
+    with files_of_at_most(20_000):
+        assert main(["export", str(run), "--to", str(tmp_path / "model")]) == ExitStatus.USAGE
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith(f"megakernel: error: --to {tmp_path / 'model'} cannot be written (")
+    assert list(tmp_path.iterdir()) == []
+
+
+NOT_TRAINING = """
+import sys
+from launch.cli import main
+for command in sys.argv[1:]:
+    status = main(command.split())
+    heavy = sorted({"torch._dynamo", "torch._inductor", "deepspeed", "megatron"} & sys.modules.keys())
+    print("*", command.split()[0], status, *heavy, flush=True)
+"""
+
+
+def test_what_does_not_train_waits_for_no_library_of_training(run, config, tmp_path):
+    commands = {
+        "generate": f"generate {run} --prompt x --max-new-tokens 1",
+        "export": f"export {run} --to {tmp_path / 'out'}",
+        "reshape": f"reshape {run}",
+        "pretrain": f"pretrain {config} run.name=one {' '.join(OPTIONS)}",
+        "config": f"config {config}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", NOT_TRAINING, *commands.values()], capture_output=True, text=True, check=True
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith("* ")]
+    assert told == [f"* {name} 0" for name in commands]
+    assert "is done: 4 of 4 steps" in done.stdout

@@ -1,4 +1,3 @@
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -41,12 +40,3 @@ def poisoned_memory():
     assert torch.ones(3).new_empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def draw() -> torch.Generator:
-    """New random numbers in every test; a failure shows the MEGAKERNEL_TEST_SEED that draws them again."""
-    given = os.environ.get("MEGAKERNEL_TEST_SEED")
-    seed = int(given) if given else int.from_bytes(os.urandom(4))
-    print(f"MEGAKERNEL_TEST_SEED={seed}")
-    return torch.Generator().manual_seed(seed)

@@ -183,7 +183,7 @@ def test_calls_that_do_not_fit_are_refused_with_the_reason(monkeypatch):
         layers.swiglu(wide.double(), backend="liger")
     monkeypatch.setattr(liger, "_is_installed", lambda: False)
     with pytest.raises(
-        ValueError, match=r"not installed: pip install 'megakernel\[gpu\]'; take backend='chunked'"
+        ValueError, match=r"not installed: pip install -e '\.\[gpu\]'; take backend='chunked'"
     ):
         layers.swiglu(wide, backend="liger")
 

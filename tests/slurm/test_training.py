@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch.exit_status import ExitStatus
@@ -17,6 +18,7 @@ from tests.slurm.submitting import (
     losses,
     megakernel,
     metrics,
+    process_of,
     status,
     story,
     submit,
@@ -80,7 +82,7 @@ def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(p
 
 @pytest.mark.timeout(600)
 def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_elsewhere(place, of_two):
-    (job,) = submit("run.yaml --name killed -N 2 --env SLURM_WAIT=5")
+    (job,) = submit("run.yaml --name killed -N 2 --env SLURM_WAIT=5 --env HF_TOKEN=hunter2")
     until_step("killed", 15)
     kill(job, 1, signal.SIGKILL)
     until(lambda: story("killed", job)[-1] == "requeued")
@@ -89,6 +91,7 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
 
     until(lambda: story("killed", job)[-1] == "started")
     until_step("killed", 40)
+    assert b"HF_TOKEN=hunter2" in Path(f"/proc/{process_of(job, 1)}/environ").read_bytes().split(b"\0")
     assert "saves and ends" in megakernel("cancel killed --save").out
     ended = until_state("killed", "FAILED", "CANCELLED")
     assert ended["why"] == "ended on request"
@@ -185,6 +188,21 @@ def test_an_array_prepares_a_corpus_for_each_part_of_the_text(place):
     assert json.loads(said.out)["runs"] == ["runs/parts-0", "runs/parts-1"]
     for number in (0, 1):
         assert f"part-{number}.jsonl" in Path(f"parts/{number}/manifest.json").read_text()
+
+
+@pytest.mark.parametrize(("host", "way"), [("", "127.0.0.1:{0} -J"), ("0.0.0.0", "127.0.0.1:{0} LOGIN")])
+def test_tensorboard_listens_to_its_node_alone_unless_told(host, way, place):
+    script = Path(__file__).parents[2] / "slurm" / "tensorboard.sbatch"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    typed = ["env", f"PATH={path}", "sbatch", "--parsable", script, ".", *host.split()]
+    job = subprocess.run(typed, capture_output=True, text=True, check=True).stdout.strip()
+    log = Path(f"tensorboard-{job}.log")
+    until(lambda: log.exists() and "TensorBoard 2" in log.read_text())
+    port = 20000 + int(job) * 7 % 12000
+    sockets = [one for one in psutil.net_connections("tcp") if one.laddr.port == port]
+    subprocess.run(["scancel", job], check=True)
+    assert {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN} == {host or "127.0.0.1"}
+    assert f"ssh -N -L 6006:{way.format(port)}" in log.read_text()
 
 
 def test_nodes_are_looked_at_without_training(place):

@@ -1,16 +1,21 @@
 """The rules of living in this house that a machine can hold."""
 
 import ast
+import configparser
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import megakernel
+from megakernel.config import yaml_text
+
 REPOSITORY = Path(__file__).parents[2]
 ROOMS = ("megakernel", "launch", "data_pipeline")
 SOURCES = sorted(path.relative_to(REPOSITORY) for room in ROOMS for path in (REPOSITORY / room).rglob("*.py"))
-LONGEST = 400
+LONGEST = 700
 
 
 def test_imports_go_one_way():
@@ -31,9 +36,103 @@ def test_every_file_can_be_read_in_one_sitting():
     assert {path: length for path, length in lengths.items() if length > LONGEST} == {}
 
 
+def test_the_map_names_files_that_exist():
+    text = (REPOSITORY / "ARCHITECTURE.md").read_text()
+    tops = "megakernel|launch|data_pipeline|configs|tests|slurm|benchmarks|docs"
+    named = set(re.findall(rf"`((?:{tops})/[\w./]*)`", text))
+    assert len(named) > 40
+    assert sorted(path for path in named if not (REPOSITORY / path).exists()) == []
+
+
+def test_cited_sections_of_the_formulas_exist():
+    formulas = (REPOSITORY / "docs/formulas.md").read_text()
+    sections = set(re.findall(r"^## (\d+)\.", formulas, re.MULTILINE))
+    cited = {
+        (path, section)
+        for path in SOURCES
+        for numbers in re.findall(
+            r"docs/formulas\.md, (\d+(?:[^.\d)]{1,5}\d+)*)", (REPOSITORY / path).read_text()
+        )
+        for section in re.findall(r"\d+", numbers)
+    }
+    assert len(cited) > 20
+    assert [citation for citation in cited if citation[1] not in sections] == []
+
+
+def test_no_page_outside_of_the_repository_is_cited():
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.split()
+    outside = re.compile(
+        r"\b(DESIGN|MECHANISMS|VOCABULARY|KERNELS|SLURM)(\.md\b| section| decision)|\.\./shared"
+    )
+    texts = [path for path in files if path.endswith((".py", ".md", ".yaml", ".cfg", ".txt", ".sbatch"))]
+    found = [path for path in texts if outside.search((REPOSITORY / path).read_text(encoding="utf-8"))]
+    assert [path for path in found if path != "tests/unit/test_house.py"] == []
+
+
+def test_one_file_alone_patches_another_library():
+    ours = {*ROOMS, *sys.stdlib_module_names}
+    patching = set()
+    for path in SOURCES:
+        nodes = list(ast.walk(ast.parse((REPOSITORY / path).read_text())))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        theirs = {name.split(".")[0] for name in names} - ours
+        for node in nodes:
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Attribute) and ast.unparse(target).split(".")[0] in theirs:
+                    patching.add(str(path))
+    assert patching == {"megakernel/parallel/device.py"}
+
+
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_the_readme_can_be_read_at_one_go():
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 140
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_says():
+    table = (REPOSITORY / "docs/troubleshooting.md").read_text()
+    shown = re.findall(r"^\| `([^`]+)`(?: from `doctor`[^|]*)? \|", table, re.MULTILINE)
+    sources = "".join((REPOSITORY / path).read_text() for path in (*SOURCES, "Makefile"))
+    assert len(shown) > 20
+    assert [message for message in shown if message not in sources] == []
+
+
+def test_licence_and_version_are_told_alike_everywhere():
+    told = configparser.ConfigParser()
+    told.read(REPOSITORY / "setup.cfg")
+    citation = yaml_text.read(REPOSITORY / "CITATION.cff")
+    assert {told["metadata"]["license"], citation["license"]} == {"Apache-2.0"}
+    assert {told["metadata"]["version"], citation["version"]} == {megakernel.__version__}
+    text = (REPOSITORY / told["metadata"]["license_files"]).read_text()
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_what_the_pages_commands_make_is_no_part_of_the_repository():
+    made = ["data/stdlib", "runs/first", "models/dense", ".venv/installed"]
+    ignored = subprocess.run(["git", "check-ignore", *made], cwd=REPOSITORY, capture_output=True, text=True)
+    assert ignored.stdout.split() == made
+
+
 def test_every_folder_of_sources_is_a_package():
     folders = {path.parent for path in SOURCES}
     assert [folder for folder in folders if not (REPOSITORY / folder / "__init__.py").exists()] == []
+
+
+def test_nobody_is_sent_to_the_public_index_for_this_package():
+    pages = [*SOURCES, "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    sends = re.compile(r"pip install '?megakernel\b")
+    assert [path for path in pages if sends.search((REPOSITORY / path).read_text())] == []
 
 
 @pytest.mark.parametrize("module", ["megakernel.config", "launch.cli"])
@@ -44,6 +143,17 @@ def test_what_answers_at_once_imports_no_heavy_library(module):
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     assert result.stdout == "[]\n"
+
+
+def test_no_test_needs_a_file_outside_of_the_repository():
+    tests = [*(REPOSITORY / "tests").rglob("*.py")]
+    # Folders above a file up to and with the repository's own.
+    above = {path: len(path.relative_to(REPOSITORY).parts) for path in tests}
+    asked = {
+        path: re.findall(r"__file__\)(?:\.resolve\(\))?\.parents\[(\d+)\]", path.read_text())
+        for path in tests
+    }
+    assert [path for path in tests if any(int(n) >= above[path] for n in asked[path])] == []
 
 
 SAFE = {

@@ -1,4 +1,4 @@
-"""What gates give the near window, where there is something far to give to (MECHANISMS section 4)."""
+"""What gates give the near window, where there is something far to give to (docs/formulas.md, 4)."""
 
 from collections.abc import Mapping, Sequence
 

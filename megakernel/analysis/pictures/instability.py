@@ -32,7 +32,7 @@ def measure(subject: Subject) -> list[Row]:
     streams = subject.streams()
     scores = {
         name: instability(subject.untrained(model), streams, subject.config.optimizer)
-        for name, model in contenders(subject.model.settings.model).items()
+        for name, model in compared_models(subject.model.settings.model).items()
     }
     return [
         {"step": step, "mechanism": name, "score": score, "ratio": score / scores[REFERENCE][step - 1]}
@@ -51,7 +51,7 @@ def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
     return {"ratio": lines(named, "step", "ratio", "mechanism", log_y=True)}
 
 
-def contenders(model: Model) -> dict[str, Model]:
+def compared_models(model: Model) -> dict[str, Model]:
     """Name -> the run's model with two layers of another attention; the run's own where it is not softmax."""
     layers = min(LAYERS, model.num_layers)
     own = model.model_copy(update={"num_layers": layers})

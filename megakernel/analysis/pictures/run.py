@@ -76,39 +76,39 @@ def analyze_run(
     target = folder / "analysis" / f"step_{at}" if out is None else out
     shows = out is None and config.logging.tensorboard
     _make_folder(target)
-    with opened(source) as found:
-        import torch
+    import torch
 
-        from data_pipeline.loader import ValidationBatches
-        from data_pipeline.order import Share
-        from megakernel.model import cast
+    from data_pipeline.loader import ValidationBatches
+    from data_pipeline.order import Share
+    from megakernel.model import cast
 
-        from .subject import Subject
+    from .subject import Subject
 
-        batches = list(ValidationBatches(read, source.text, Share()))
-        model = cast(found.model, torch.float32)
-        subject = Subject(config, model, batches, found.device, length, draws)
-        for analysis in analyses:
-            begin(analysis)
-            rows = analysis.measure(subject)
-            if not rows and ALL in names:
-                continue
-            if not rows:
-                raise UserError(
-                    f"--what {analysis.name}: rows of {length} tokens show nothing of it; give a larger --seq-len"
-                )
-            table = target / f"{analysis.name}.csv"
-            write_whole(table, to_csv(rows))
-            pictures = {
-                name: _save(figure, target / f"{analysis.name}_{name}.png")
-                for name, figure in analysis.draw(rows).items()
-            }
-            if shows:
-                from .events import show
+    found = opened(source)
+    batches = list(ValidationBatches(read, source.text, Share()))
+    model = cast(found.model, torch.float32)
+    subject = Subject(config, model, batches, found.device, length, draws)
+    for analysis in analyses:
+        begin(analysis)
+        rows = analysis.measure(subject)
+        if not rows and ALL in names:
+            continue
+        if not rows:
+            raise UserError(
+                f"--what {analysis.name}: rows of {length} tokens show nothing of it; give a larger --seq-len"
+            )
+        table = target / f"{analysis.name}.csv"
+        write_whole(table, to_csv(rows))
+        pictures = {
+            name: _save(figure, target / f"{analysis.name}_{name}.png")
+            for name, figure in analysis.draw(rows).items()
+        }
+        if shows:
+            from .events import show
 
-                tagged = {f"analysis/{analysis.name}/{name}": path for name, path in pictures.items()}
-                show(folder / "tensorboard" / "analysis", tagged, at, analysis.name)
-            yield Result(analysis, rows, table, list(pictures.values()))
+            tagged = {f"analysis/{analysis.name}/{name}": path for name, path in pictures.items()}
+            show(folder / "tensorboard" / "analysis", tagged, at, analysis.name)
+        yield Result(analysis, rows, table, list(pictures.values()))
 
 
 def _one_row_per_pass(config: Config) -> Config:

@@ -1,4 +1,4 @@
-"""Causal FLuRKA: landmarks of earlier blocks under a kernel, the own block exactly (MECHANISMS section 4)."""
+"""Causal FLuRKA: landmarks of earlier blocks under a kernel, the own block exactly (docs/formulas.md, 4)."""
 
 from types import ModuleType
 
@@ -61,7 +61,7 @@ def flurka_attention(
     exchange: Exchange | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, FlurkaState]:
-    """Causal FLuRKA, linear in the number of tokens; its eq. 2 made causal as MECHANISMS section 4 says.
+    """Causal FLuRKA, linear in the number of tokens; its eq. 2 made causal as docs/formulas.md, 4 says.
 
     Token i of a document lies in block J = i // b. It attends exactly the tokens up to itself of block J (J - 1 too
     with blocks=2), and through phi(q).phi(E K) the r landmarks of every earlier block, each with the mass

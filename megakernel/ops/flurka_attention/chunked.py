@@ -8,14 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, join_queries, row_mask
+from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, began_before, open_documents, position_rows
 from megakernel.ops.feature_maps import Features, features
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import mixed_features, shifted
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
-from megakernel.ops.state import Exchange, KernelState
-from megakernel.ops.sums import Sums, add, normalized
+from megakernel.ops.state import Exchange, KernelState, Once
+from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, normalized
 from megakernel.ops.window import Layout, Tail, cut, empty_tail, rotate_keys, softmax_pairs
 
 RUN = 256
@@ -61,17 +62,22 @@ def attend(
     """
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
-    length = q.shape[2]
-    run = partial(_over_groups, form=form, weights=weights, positions=positions)
-    if exchange is None:
-        (out,), far, tail = run(_attend, (q, k, v, gate), far, tail)
-        return out, far, tail
-    _, own, left = run(_write, (k, v), far, tail)
-    pending = exchange(own, open_documents(positions, length, q.shape[0], q.device))
-    sums, _, _ = run(_sums, (q, k, v), far, tail)
-    reads = began_before(positions, length, q.device)[:, None]
-    (out,), _, _ = run(_complete, (q, v, gate, reads, *sums), pending.wait(), tail)
-    return out, own, left
+    begin = None if exchange is None else Once(exchange)
+
+    def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
+        run = partial(_over_groups, form=form, weights=weights, positions=positions)
+        if begin is None:
+            out, leaving, _ = run(_attend, (q, k, v, gate), far, tail)
+            return out, leaving
+        _, own, _ = run(_write, (k, v), far, tail)
+        pending = begin(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
+        sums, _, _ = run(_sums, (q, k, v), far, tail)
+        reads = began_before(positions, q.shape[2], q.device)[:, None]
+        out, _, _ = run(_complete, (q, v, gate, reads, *sums), pending.wait(), tail)
+        return out, own
+
+    out, leaving = in_range(found(q, k, v), lambda: found(q.double(), k.double(), v.double()))
+    return out, leaving, tail.after(k, v)
 
 
 def _over_groups(
@@ -81,6 +87,8 @@ def _over_groups(
     runs = max(1, RUN // form.block_size)
     span = runs * form.block_size
     varying = None if isinstance(positions, int) else positions[:, None]
+    dtype = torch.promote_types(wide(inputs[0].dtype), far.sums.dtype)
+    far = KernelState(*(x.to(dtype) for x in far))
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
         *here, at = sequences
@@ -104,9 +112,14 @@ def _over_groups(
 def _attend(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     q, k, v, gate = inputs
     near, seen, far = _near_and_far(q, k, v, far, tail, group)
-    places = group.layout.places
-    out = _join(near, seen, gate, places, q.shape[1], group)
-    return (join_queries(out, q.shape[1], q.shape[2]).to(v.dtype),), far, tail.after(k, v)
+    found = _join(near, seen, gate, group.layout.places, q.shape[1], group)
+    return _joined(found, q, v.dtype), far, tail.after(k, v)
+
+
+def _joined(found: tuple[Tensor, ...], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """A finished group as its queries q (B, H, T, d) lie, the output in `dtype`."""
+    out, *lost = (join_queries(x, q.shape[1], q.shape[2]) for x in found)
+    return out.to(dtype), *lost
 
 
 def _sums(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
@@ -136,8 +149,8 @@ def _complete(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     )
     entering = KernelState(far.sums[:, :, None], far.log_scale[:, :, None])
     seen = add(Sums(local, local_log[..., 0]), read_states(phi_q, entering, reads[:, :, None]))
-    out = _join(Sums(near, near_log[..., 0]), seen, gate, group.rows[:, None], heads, group)
-    return (join_queries(out, heads, length).to(v.dtype),), far, tail
+    found = _join(Sums(near, near_log[..., 0]), seen, gate, group.rows[:, None], heads, group)
+    return _joined(found, q, v.dtype), far, tail
 
 
 def _near_and_far(
@@ -206,10 +219,10 @@ def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, T
         rank = landmarks.shape[3]
         flat = form.far_rotary(landmarks.flatten(2, 3), centre.repeat_interleave(rank, 1))
         landmarks = flat.unflatten(2, (-1, rank))
-    mass = ends.any(-1)[:, None, :, None, None] * (b / landmarks.shape[3])
+    mass = ends.any(-1)[:, None, :, None, None].to(keys.dtype) * (b / landmarks.shape[3])
     if group.weights.far_mass is not None:
         mass = mass * torch.exp(group.weights.far_mass.to(keys.dtype))[:, None, None, None]
-    pooled = F.pad(pool_values @ values[..., :window, :], (0, 1), value=1.0) * mass.to(keys.dtype)
+    pooled = F.pad(pool_values @ values[..., :window, :], (0, 1), value=1.0) * mass
 
     chunk, runs, size = torch.arange(places.shape[1], device=at.device), layout.runs, layout.size
     at = (at + chunk % runs * size)[..., None].expand(-1, -1, landmarks.shape[3])
@@ -234,19 +247,24 @@ def _pools(at: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return keys @ shift, values @ shift
 
 
-def _join(near: Sums, far: Sums, gate: Tensor | None, places: Tensor, heads: int, group: _Group) -> Tensor:
-    """One output (B, H_kv, C, G L, D) of both parts. places: (B, C, L) positions."""
+def _join(
+    near: Sums, far: Sums, gate: Tensor | None, places: Tensor, heads: int, group: _Group
+) -> tuple[Tensor, ...]:
+    """One output (B, H_kv, C, G L, D) of both parts, and which rows got lost. places: (B, C, L) positions."""
     form, kv_heads = group.form, near.values.shape[1]
+    finish = finish_of(form.feature_map, True)
     query_heads = heads // kv_heads
     if gate is None:
         if group.weights.far_weight is not None:
             weight = torch.exp(group.weights.far_weight.to(far.values.dtype)).view(kv_heads, 1, query_heads)
             rows = weight.repeat_interleave(places.shape[2], 2)
             far = Sums(far.values * rows[..., None], far.log_scale)
-        return normalized(add(near, far))
+        return finish(add(near, far))
     chunks, size = places.shape[1:]
     share = torch.sigmoid(chunk_queries(gate[..., None].to(near.values.dtype), kv_heads, size, chunks))
     # Without a far block the near part alone, exactly: far is 0 there, and must not take its share.
     sees_far = row_mask(places >= form.block_size * form.blocks, query_heads)
     share = torch.where(sees_far, share, 1.0)
-    return share * normalized(near) + (1 - share) * normalized(far)
+    seen, *lost = finish(far)
+    out = share * normalized(near) + (1 - share) * seen
+    return out, *(rows & sees_far[..., 0] for rows in lost)

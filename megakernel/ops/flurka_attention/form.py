@@ -14,7 +14,7 @@ FarRope = Literal["none", "centroid"]
 
 
 class Form(NamedTuple):
-    """The fixed answers of a layer (MECHANISMS section 4)."""
+    """The fixed answers of a layer (docs/formulas.md, 4)."""
 
     feature_map: FeatureMap | str
 

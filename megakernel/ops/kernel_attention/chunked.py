@@ -23,8 +23,8 @@ from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import mixed_features
 from megakernel.ops.projections import Projection
 from megakernel.ops.scan import Links, link, read_states, scan_chunks, write_chunks
-from megakernel.ops.state import Exchange, KernelState, empty_state, keep, merge, start_state
-from megakernel.ops.sums import Sums, add, normalized, unnormalized
+from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge, start_state
+from megakernel.ops.sums import Finish, Found, Sums, add, finish_of, in_range
 
 CHUNK = 64
 """Tokens whose pairs are weighed one by one."""
@@ -49,9 +49,6 @@ class Phi(NamedTuple):
         return mixed_features(self.of_queries, x, self.priors)
 
 
-Finish = Callable[[Sums], Tensor]
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -74,42 +71,74 @@ def attend(
     of shape (B, H_kv, N). With `exchange`, what enters comes from there, and the state is what these tokens
     alone add.
     """
-    start = start_state(feature_map, k[..., : q.shape[-1]], projection, v.shape[-1])
-    state = initial_state or start
-    finish = normalized if normalize else unnormalized
-    run = partial(_over_groups, phi=Phi(feature_map, projection, priors), positions=positions)
-    if not causal:
-        begins = tuple(begin for begin in (exchange, exchange_after) if begin is not None)
-        if isinstance(positions, int):
-            return _one_document(run, finish, (q, k, v, mass), state, begins, positions)
-        return _documents(run, finish, (q, k, v, mass), state, begins, positions)
-    if exchange is not None:
-        _, own = run(_write, (k, v, mass), start)
-        pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
-        local, _ = run(_sums, (q, k, v, mass), start)
-        reads = began_before(positions, q.shape[2], q.device)[:, None]
-        (out,), _ = run(partial(_read, finish, v.dtype), (q, reads, *local), pending.wait())
-        return out, own
-    (out,), state = run(partial(_attend, finish), (q, k, v, mass), state)
-    return out, state
+    state = initial_state or start_state(feature_map, k[..., : q.shape[-1]], projection, v.shape[-1])
+    begins = tuple(Once(begin) for begin in (exchange, exchange_after) if begin is not None)
+    path: Callable[..., Found] = _documents
+    if causal:
+        path = _pieces if begins else _in_order
+    elif isinstance(positions, int):
+        path = _one_document
+
+    def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
+        run = partial(_over_groups, phi=Phi(feature_map, projection, priors), positions=positions)
+        (out, *lost), left = path(
+            run, finish_of(feature_map, normalize), (q, k, v, mass), state, begins, positions
+        )
+        if mass is not None and mass.shape[2] == q.shape[2]:
+            # A token that is no key itself is padding, and its row nothing.
+            real = (mass != 0).repeat_interleave(q.shape[1] // k.shape[1], 1)
+            lost = [rows & real for rows in lost]
+        return (out, *lost), left
+
+    return in_range(found(q, k, v), lambda: found(q.double(), k.double(), v.double()))
+
+
+def _in_order(
+    run,
+    finish: Finish,
+    inputs: Tensors,
+    state: KernelState,
+    begins: tuple[Exchange, ...],
+    positions: Positions,
+) -> Found:
+    """Tokens see what lies before them."""
+    return run(partial(_attend, finish), inputs, state)
+
+
+def _pieces(
+    run,
+    finish: Finish,
+    inputs: Tensors,
+    state: KernelState,
+    begins: tuple[Exchange, ...],
+    positions: Positions,
+) -> Found:
+    """The same, and what `begins` fetches from before, while the local sums are made."""
+    q, *keys = inputs
+    _, own = run(_write, tuple(keys), state)
+    pending = begins[0](own, open_documents(positions, q.shape[2], q.shape[0], q.device))
+    local, _ = run(_sums, inputs, state)
+    reads = began_before(positions, q.shape[2], q.device)[:, None]
+    out, _ = run(partial(_read, finish, keys[1].dtype), (q, reads, *local), pending.wait())
+    return out, own
 
 
 def _one_document(
     run, finish: Finish, inputs: Tensors, state: KernelState, begins: tuple[Exchange, ...], positions: int
-) -> tuple[Tensor, KernelState]:
+) -> Found:
     """All tokens see all keys, those that `begins` fetches from before and behind too."""
     q, *keys = inputs
     _, own = run(_write, tuple(keys), state)
     carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
     pendings = [begin(own, carries) for begin in begins]
     whole = reduce(merge, (pending.wait() for pending in pendings), own)
-    (out,), _ = run(partial(_read, finish, keys[1].dtype), (q, None), whole)
+    out, _ = run(partial(_read, finish, keys[1].dtype), (q, None), whole)
     return out, own
 
 
 def _documents(
     run, finish: Finish, inputs: Tensors, state: KernelState, begins: tuple[Exchange, ...], positions: Tensor
-) -> tuple[Tensor, KernelState]:
+) -> Found:
     """Tokens see their documents: what lies before a token and itself, and what lies behind it, read backwards."""
     back = partial(run, positions=reversed_positions(positions, continued=bool(begins)))
     backwards = tuple(None if x is None else x.flip(2) for x in inputs)
@@ -124,13 +153,15 @@ def _documents(
         before, behind = (pending.wait() for pending in pendings)
     earlier, leaving = run(_sums, inputs, before)
     later, _ = back(partial(_sums, delay=1), backwards, behind)
-    out = finish(add(Sums(*earlier), Sums(*(x.flip(2) for x in later)))).to(inputs[2].dtype)
-    return out, last if begins else leaving
+    out, *lost = finish(add(Sums(*earlier), Sums(*(x.flip(2) for x in later))))
+    return (out.to(inputs[2].dtype), *lost), last if begins else leaving
 
 
 def _over_groups(step, inputs: Tensors, state: KernelState, *, phi: Phi, positions: Positions):
     """Run `step(inputs, state, positions, phi) -> outputs, state` over groups of tokens."""
     varying = None if isinstance(positions, int) else positions[:, None]
+    dtype = torch.promote_types(wide(inputs[0].dtype), state.sums.dtype)
+    state = KernelState(*(x.to(dtype) for x in state))
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
         *here, at = sequences
@@ -146,7 +177,13 @@ def _over_groups(step, inputs: Tensors, state: KernelState, *, phi: Phi, positio
 def _attend(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     q, v = inputs[0], inputs[2]
     sums, state = _scan(inputs, state, positions, phi)
-    return (join_queries(finish(sums), q.shape[1], q.shape[2]).to(v.dtype),), state
+    return _joined(finish(sums), q, v.dtype), state
+
+
+def _joined(found: tuple[Tensor, ...], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """A finished group as its queries q (B, H, T, d) lie, the output in `dtype`."""
+    out, *lost = (join_queries(x, q.shape[1], q.shape[2]) for x in found)
+    return out.to(dtype), *lost
 
 
 def _sums(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
@@ -158,7 +195,7 @@ def _sums(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, d
 def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     k, v, mass = inputs
     links = _links(positions, k.shape[2], k.device)
-    return (), write_chunks(*_keys(k, v, mass, links, phi), state, links)
+    return (), write_chunks(*_keys(k, v, mass, links, phi, state.sums.dtype), state, links)
 
 
 def _read(
@@ -166,14 +203,14 @@ def _read(
 ):
     """What the state gives to the queries that read it (None: all), added to the sums they have already."""
     q, reads, *sums = inputs
-    heads, length, kv_heads = q.shape[1], q.shape[2], state.sums.shape[1]
+    length, kv_heads = q.shape[2], state.sums.shape[1]
     queries = phi.of_queries(chunk_queries(q.to(state.sums.dtype), kv_heads, length))
     entering = KernelState(state.sums[:, :, None], state.log_scale[:, :, None])
     total = read_states(queries, entering, None if reads is None else reads[:, :, None])
     if sums:
         logs = chunk_queries(sums[1][..., None], kv_heads, length)[..., 0]
         total = add(total, Sums(chunk_queries(sums[0], kv_heads, length), logs))
-    return (join_queries(finish(total), heads, length).to(dtype),), state
+    return _joined(finish(total), q, dtype), state
 
 
 def _scan(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
@@ -181,11 +218,12 @@ def _scan(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, d
     links = _links(positions, q.shape[2], q.device, delay)
     chunks, size = links.writes.shape[1:]
     queries = phi.of_queries(chunk_queries(q.to(state.sums.dtype), k.shape[1], size, chunks))
-    return scan_chunks(queries, *_keys(k, v, mass, links, phi), state, links)
+    return scan_chunks(queries, *_keys(k, v, mass, links, phi, state.sums.dtype), state, links)
 
 
-def _keys(k: Tensor, v: Tensor, mass: Tensor | None, links: Links, phi: Phi) -> tuple[Features, Tensor]:
-    dtype = wide(k.dtype)
+def _keys(
+    k: Tensor, v: Tensor, mass: Tensor | None, links: Links, phi: Phi, dtype: torch.dtype
+) -> tuple[Features, Tensor]:
     chunks, size = links.writes.shape[1:]
     values = F.pad(v.to(dtype), (0, 1), value=1.0)
     if mass is not None:

@@ -1,22 +1,29 @@
-"""Kernel attention from its formula: all pairs, in one matrix. Quadratic; what the other backends are compared with."""
+"""Kernel attention from its formula: all pairs, in one float64 matrix. What the other backends are compared with."""
 
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
 from megakernel.ops.documents import Positions, open_documents, position_rows
 from megakernel.ops.feature_maps import FeatureMap, features
 from megakernel.ops.mixture import by_component
 from megakernel.ops.projections import FastFood, Projection, dense
-from megakernel.ops.state import Exchange, KernelState
-from megakernel.ops.sums import Sums, normalized
+from megakernel.ops.state import EMPTY, Exchange, KernelState, keep, merge
+from megakernel.ops.sums import Sums, normalized, unnormalized
 
 
 def phi(feature_map: FeatureMap | str, x: Tensor, projection: Projection | None) -> Tensor:
-    """phi(x) (B, H_kv, R, F) for x (B, H_kv, R, d), its scale multiplied in and fast projections as matrices."""
+    """phi(x) (B, H_kv, R, F) for x (B, H_kv, R, d), its scale multiplied in."""
+    values, log_scale = scaled_phi(feature_map, x, projection)
+    return values * torch.exp(log_scale)[..., None]
+
+
+def scaled_phi(
+    feature_map: FeatureMap | str, x: Tensor, projection: Projection | None
+) -> tuple[Tensor, Tensor]:
+    """phi(x) (B, H_kv, R, F) for x (B, H_kv, R, d) by fast projections as matrices, and its log scale (B, H_kv, R)."""
     values, log_scale = features(feature_map, x[:, :, None], dense(projection, x.shape[-1]))
-    out = values if log_scale is None else values * torch.exp(log_scale)[..., None]
-    return out[:, :, 0]
+    values = values[:, :, 0]
+    return values, values.new_zeros(values.shape[:-1]) if log_scale is None else log_scale[:, :, 0]
 
 
 def attend(
@@ -47,39 +54,51 @@ def attend(
     if causal:
         pairs = pairs & (place[:, None] >= place)
 
-    phi_q = phi(feature_map, q.to(wide(q.dtype)), per_query_head(projection, group))
-    components, shares = by_component(k.to(wide(k.dtype)), priors, q.shape[-1])
-    phi_k = torch.stack([phi(feature_map, key, projection) for key in components])
-    phi_k = (shares[:, None] * phi_k).sum(0)
+    phi_q, logs_q = scaled_phi(feature_map, q.double(), per_query_head(projection, group))
+    components, shares = by_component(k.double(), priors, q.shape[-1])
+    each, logs = map(
+        torch.stack, zip(*(scaled_phi(feature_map, key, projection) for key in components), strict=True)
+    )
+    logs_k = logs.amax(0)
+    phi_k = (shares[:, None] * each * torch.exp(logs - logs_k)[..., None]).sum(0)
     if mass is not None:
-        phi_k = phi_k * mass[..., None]
-    values = torch.cat([v, torch.ones_like(v[..., :1])], -1).to(phi_k.dtype)
+        phi_k, logs_k = phi_k * mass[..., None], logs_k.masked_fill(mass == 0, EMPTY)
+    values = torch.cat([v, torch.ones_like(v[..., :1])], -1).double()
 
-    def added(keys: Tensor) -> Tensor:
+    def added(keys: Tensor) -> KernelState:
         """What the keys that (B, N_k) bool names amount to."""
-        return (phi_k * keys[:, None, :, None].to(phi_k.dtype)).transpose(-1, -2) @ values
+        there = torch.where(keys[:, None], logs_k, EMPTY)
+        scale = there.amax(-1)
+        weights = torch.where(keys[:, None], torch.exp(there - scale[..., None]), 0.0)
+        return KernelState((phi_k * weights[..., None]).transpose(-1, -2) @ values, scale)
 
-    def received(begin: Exchange, sums: Tensor) -> KernelState:
-        return begin(KernelState(sums, sums.new_zeros(sums.shape[:2])), carries).wait()
-
-    sums = added(pairs[:, -1])
+    own = added(pairs[:, -1])
     carries = open_documents(positions, length, batch, q.device)
-    weights = (phi_q @ phi_k.repeat_interleave(group, 1).transpose(-1, -2)) * pairs[:, None]
-    total = weights @ values.repeat_interleave(group, 1)
     entering = [] if initial_state is None else [(initial_state, first < 0)]
     if exchange is not None:
-        entering.append((received(exchange, sums), first < 0))
+        entering.append((exchange(own, carries).wait(), first < 0))
     if exchange_after is not None:
         began_before = pairs[:, 0] & (at[:, :1] > 0)
-        entering.append((received(exchange_after, added(began_before)), pairs[:, -1]))
-    for state, readers in entering:
-        scaled = state.sums * torch.exp(state.log_scale)[..., None, None]
-        total = total + (phi_q @ scaled.repeat_interleave(group, 1)) * readers[:, None, :, None]
+        entering.append((exchange_after(added(began_before), carries).wait(), pairs[:, -1]))
+
+    # A row's weights are divided by the largest scale among what it sees.
+    seen = torch.where(pairs[:, None], logs_k.repeat_interleave(group, 1)[:, :, None], EMPTY)
+    of_states = [
+        torch.where(readers[:, None], state.log_scale.repeat_interleave(group, 1)[..., None], EMPTY)
+        for state, readers in entering
+    ]
+    scale = torch.stack([seen.amax(-1), *(logs.expand_as(seen[..., 0]) for logs in of_states)]).amax(0)
+    weights = (phi_q @ phi_k.repeat_interleave(group, 1).transpose(-1, -2)) * torch.exp(
+        seen - scale[..., None]
+    )
+    total = weights.masked_fill(~pairs[:, None], 0.0) @ values.repeat_interleave(group, 1)
+    for (state, readers), logs in zip(entering, of_states, strict=True):
+        read = phi_q @ state.sums.double().repeat_interleave(group, 1) * torch.exp(logs - scale)[..., None]
+        total = total + read * readers[:, None, :, None]
     if initial_state is not None:
-        kept = torch.exp(initial_state.log_scale) * carries[:, None]
-        sums = sums + initial_state.sums * kept[..., None, None]
-    out = normalized(Sums(total, None)) if normalize else total[..., :-1]
-    return out.to(v.dtype), KernelState(sums, sums.new_zeros(sums.shape[:2]))
+        own = merge(own, keep(initial_state, carries))
+    finish = normalized if normalize else unnormalized
+    return finish(Sums(total, logs_q + scale)).to(v.dtype), own
 
 
 def per_query_head(projection: Projection | None, group: int) -> Projection | None:

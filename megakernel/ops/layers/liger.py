@@ -18,7 +18,7 @@ WIDEST = 65_536
 def unsupported(x: Tensor, *others: Any, **options: Any) -> str | None:
     """Why liger-kernel cannot take a call with x as its first argument."""
     if not _is_installed():
-        return "liger-kernel is not installed: pip install 'megakernel[gpu]'"
+        return "liger-kernel is not installed: pip install -e '.[gpu]'"
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"tokens are {x.dtype}; expected bfloat16, float16 or float32"
     if x.shape[-1] > WIDEST:

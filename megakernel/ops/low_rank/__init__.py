@@ -1,4 +1,4 @@
-"""Low rank along the sequence: tokens become landmarks, E x (MECHANISMS section 3)."""
+"""Low rank along the sequence: tokens become landmarks, E x (docs/formulas.md, 3)."""
 
 from torch import Tensor
 

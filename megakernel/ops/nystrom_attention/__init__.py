@@ -1,4 +1,4 @@
-"""Nyströmformer: softmax attention through means over segments of queries and keys (MECHANISMS section 5)."""
+"""Nyströmformer: softmax attention through means over segments of queries and keys (docs/formulas.md, 5)."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Skyformer: kernelized attention through landmarks drawn from queries and keys (MECHANISMS section 5)."""
+"""Skyformer: kernelized attention through landmarks drawn from queries and keys (docs/formulas.md, 5)."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""How much a query weighs a position where several keys stand (MECHANISMS sections 1, 5 and 6)."""
+"""How much a query weighs a position where several keys stand (docs/formulas.md, 1, 5 and 6)."""
 
 from typing import Literal, NamedTuple
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 import torch
@@ -17,6 +17,9 @@ from megakernel.parallel import OneProcess
 
 from .families import FAMILIES, OWN, OWN_PREFIX, Family, model_section
 from .parts import Part, Same
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
@@ -35,6 +38,7 @@ _FUNCTION = (
     "norm_eps",
     "qk_norm",
     "parallel_residual",
+    "normalized_residual",
     "position",
     "rotary_share",
     "tie_embeddings",
@@ -59,17 +63,23 @@ class DenseCheckpoint:
     what is no whole checkpoint of a known family.
     """
 
-    def __init__(self, folder: Path, vocab_multiple: int = 1):
-        """vocab_multiple: the rows of the vocabulary are padded to a multiple of this, with zeros."""
+    def __init__(self, folder: Path, vocab_multiple: int = 1, config: Mapping[str, Any] | None = None):
+        """Read the configuration and the files' headers.
+
+        vocab_multiple: the rows of the vocabulary are padded to a multiple of this, with zeros. config: read instead of
+        config.json, of a part of the model: other tensors are left alone.
+        """
         self.folder = folder
         self.vocab_multiple = vocab_multiple
-        self.config = _config(folder)
+        self.config = _config(folder) if config is None else config
         self.section = model_section(self.config, f"{folder / CONFIG}")
-        self.model = validate_section(Model, self.section, f"{folder / CONFIG}: model")
         self._files = _files(folder)
         self._open = ExitStack()
         self._readers: dict[Path, Any] = {}
-        self._check_names()
+        if self.section.get("tie_embeddings") and self._family is not None:
+            self.section["tie_embeddings"] = self._are_tied(self._family)
+        self.model = validate_section(Model, self.section, f"{folder / CONFIG}: model")
+        self._check_names(is_whole=config is None)
         self._check_shapes()
 
     @cached_property
@@ -148,14 +158,23 @@ class DenseCheckpoint:
         candidates += [theirs.removeprefix(prefix) for prefix in _PREFIXES]
         return next((name for name in candidates if name in self._files), theirs)
 
-    def _check_names(self) -> None:
+    def _are_tied(self, family: Family) -> bool:
+        """Whether the head is the embedding: `transformers`, too, ties none that differs from it in the files."""
+        (embedding,) = family.around(Model.model_construct(tie_embeddings=True))["embedding"].theirs
+        head = next((name for name in _TIED_HEADS if name in self._files), None)
+        if head is None or self._found(embedding) not in self._files:
+            return True
+        return torch.equal(self._tensor(head).float(), self._tensor(embedding).float())
+
+    def _check_names(self, is_whole: bool) -> None:
         wanted = {self._found(theirs) for part in self.parts.values() for theirs in part.theirs}
         spare = _TIED_HEADS if self.model.tie_embeddings else ()
         ignored = () if self._family is None else self._family.ignored
         extra = [
             name for name in self._files.keys() - wanted if name not in spare and not name.endswith(ignored)
         ]
-        for names, what in ((wanted - self._files.keys(), "misses"), (set(extra), "has unknown")):
+        unknown = set(extra) if is_whole else set()
+        for names, what in ((wanted - self._files.keys(), "misses"), (unknown, "has unknown")):
             if names:
                 raise UserError(
                     f"{self.folder} {what} {len(names)} tensors of a {self.config['model_type']} model: "
@@ -214,10 +233,8 @@ def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
     assert model.vocab_size is not None
     plain = model.model_copy(update={"vocab_multiple": 1})
-    with torch.device("meta"):
-        built = LanguageModel(ModelSettings(plain, model.vocab_size, OneProcess())).state_dict()
-    # Megatron-core's layers add entries that are no tensors.
-    return {name: tuple(x.shape) for name, x in built.items() if isinstance(x, Tensor)}
+    built = LanguageModel(ModelSettings(plain, model.vocab_size, OneProcess(), shapes_only=True))
+    return {name: tuple(x.shape) for name, x in built.state_dict().items()}
 
 
 def _in_one_layer(name: str, model: Model) -> str:
@@ -244,16 +261,24 @@ def _config(folder: Path) -> Mapping[str, Any]:
             "`save_pretrained` or `hf download` wrote"
         )
     written = _json(path)
-    if (kind := written.get("model_type")) not in FAMILIES:
-        return written
+    return their_config(folder).to_dict() if written.get("model_type") in FAMILIES else written
+
+
+def their_config(folder: Path) -> "PreTrainedConfig":
+    """config.json of one of the families as `transformers` completes it; UserError where it does not take it."""
     from transformers import AutoConfig  # seconds, which an error need not wait for
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if getattr(config, "rope_parameters", None):
+            config.standardize_rope_params()  # as its models do: a key beside the scaling may change it
     # Its checks of values raise many types.
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is no configuration of a {kind} model ({reason}); correct it") from None
+        kind, reason = _json(folder / CONFIG)["model_type"], " ".join(str(error).split())
+        raise UserError(
+            f"{folder / CONFIG} is no configuration of a {kind} model ({reason}); correct it"
+        ) from None
+    return config
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """The families of dense checkpoints that are read: their sizes as our model section, their tensors as parts of ours.
 
 A family is known by the `model_type` of its config.json. What a configuration asks of a model that ours has not is an
-error with the key; nothing is left out silently.
+error with the key; nothing is left out silently. A key means what the modelling code of `transformers` makes of it:
+each family says which keys that code reads, and its section sees no others, so that a key of another family that lies
+in a config.json by chance is as meaningless here as there.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,11 +23,44 @@ Parts = dict[str, Part]
 """Name inside a layer, or of what stands around the layers, -> part."""
 
 
+COMMON = ("model_type", "vocab_size", "tie_word_embeddings", "initializer_range")
+"""Keys that every family reads."""
+
+WITHOUT_EFFECT = (
+    *("architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label"),
+    *(
+        "is_encoder_decoder",
+        "label2id",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+    ),
+    *("transformers_version", "use_cache"),
+)
+"""Keys of every family that change no logit."""
+
+ONLY = {
+    "is_causal": True,
+    "per_layer_config": None,
+    "quantization_config": None,
+    "fusion_config": None,
+    "transformers_weights": None,
+}
+"""Keys that `transformers` reads in a config.json of any family -> the one value that is read here."""
+
+
 class Family(NamedTuple):
     """One `model_type`."""
 
+    keys: tuple[str, ...]
+    """Keys that change logits in `transformers`, beside `COMMON`; `section` sees these alone."""
+
+    without_effect: tuple[str, ...]
+    """The family's other keys, beside `WITHOUT_EFFECT`: they change no logit."""
+
     section: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """config.json, as `transformers` completes it -> what our model section has beside `_common`."""
+    """Those keys of config.json, as `transformers` completes it -> what our model section has beside `common`."""
 
     around: Callable[[Model], Parts]
     """`embedding`, `positions`, `norm.weight`, `norm.bias` and `head`, those that there are."""
@@ -50,15 +85,18 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if kind not in FAMILIES:
         known = ", ".join([*FAMILIES, OWN])
         raise UserError(f"{source}: model_type={kind!r} is not known; this reads {known}")
+    family = FAMILIES[kind]
     try:
-        section = FAMILIES[kind].section(config)
+        for key, value in ONLY.items():
+            _expect(config, key, value)
+        section = family.section({key: config[key] for key in (*COMMON, *family.keys) if key in config})
     except _Unlike as error:
         raise UserError(f"{source}: {error}") from None
     common = {
         "attention": "softmax",
         "vocab_size": config["vocab_size"],
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "init_std": config.get("initializer_range", 0.02),
+        "tie_embeddings": config["tie_word_embeddings"],
+        "init_std": config["initializer_range"],
     }
     return {**common, **section}
 
@@ -74,29 +112,44 @@ def _expect(config: Mapping[str, Any], key: str, *allowed: Any) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    given = dict(config["rope_parameters"])
-    older = given.pop("type", "default")  # the key's name until 2024, which files still have
-    kind = given.pop("rope_type", older)
-    section: dict[str, Any] = {"position": "rope", "rope_base": given.pop("rope_theta")}
-    if (share := given.pop("partial_rotary_factor", 1.0)) != 1.0:
-        section["rotary_share"] = share
-    names = {"original_max_position_embeddings": "original_seq_len"}
-    keys = {names.get(key, key): value for key, value in given.items() if value is not None}
+    given = {key: value for key, value in config["rope_parameters"].items() if value is not None}
+    if "rope_theta" not in given:
+        raise _Unlike(f"rope_parameters={given} has no rope_theta; one for all layers is read")
+    kind = given.get("rope_type", "default")
+    section: dict[str, Any] = {"position": "rope", "rope_base": given["rope_theta"]}
+    share = given.get("partial_rotary_factor", 1.0)
+    if config["model_type"] == "gpt_neox":
+        section |= {} if share == 1.0 else {"rotary_share": share}
+    elif kind != "default":  # else the other families do not look at it
+        _expect(given, "partial_rotary_factor", 1.0)
     if kind == "default":
         return section
-    if kind not in ("linear", "yarn", "llama3"):
+    if kind not in _SCALED:
         raise _Unlike(f"rope_type={kind!r} has no counterpart here; linear, yarn and llama3 are read")
     if kind == "yarn":
-        keys.setdefault("original_seq_len", config["max_position_embeddings"])
-    return {**section, "rope_scaling": {"kind": kind, **keys}}
+        _expect(given, "truncate", True)
+        if given.get("mscale") and given.get("mscale_all_dim"):
+            raise _Unlike(
+                "mscale and mscale_all_dim have no counterpart here; write their quotient as attention_factor"
+            )
+    scaling = {ours: given[theirs] for theirs, ours in _SCALED[kind].items() if theirs in given}
+    return {**section, "rope_scaling": {"kind": kind, **scaling}}
+
+
+_ORIGINAL = {"factor": "factor", "original_max_position_embeddings": "original_seq_len"}
+
+_SCALED = {
+    "linear": {"factor": "factor"},
+    "yarn": _ORIGINAL | {key: key for key in ("beta_fast", "beta_slow", "attention_factor")},
+    "llama3": _ORIGINAL | {key: key for key in ("low_freq_factor", "high_freq_factor")},
+}
+"""rope_type -> their keys that it reads, and ours."""
 
 
 def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
     """Which layers see all tokens, and which the last `sliding_window`."""
     window = config.get("sliding_window")
-    if window is None or not config.get("use_sliding_window", True):
-        return {}
-    kinds = config.get("layer_types") or ["sliding_attention"]
+    kinds = config.get("layer_types") or ["full_attention" if window is None else "sliding_attention"]
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown:
         raise _Unlike(
@@ -104,6 +157,10 @@ def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if "sliding_attention" not in kinds:
         return {}
+    if window is None:
+        raise _Unlike(
+            "layer_types has 'sliding_attention', and no layer has a sliding_window; set both or none"
+        )
     sliding = {"attention": {"preset": "softmax", "window": window}}
     if "full_attention" not in kinds:
         return sliding
@@ -113,8 +170,8 @@ def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
     _expect(config, "hidden_act", "silu")
-    biased = bool(config.get("attention_bias", config["model_type"] == "qwen2"))
-    if config["model_type"] != "qwen2" and biased != bool(config.get("mlp_bias", False)):
+    biased = config.get("attention_bias", config["model_type"] == "qwen2")
+    if config["model_type"] != "qwen2" and biased != config.get("mlp_bias", False):
         raise _Unlike(
             "attention_bias and mlp_bias differ; here the output projections have biases or have none"
         )
@@ -179,6 +236,7 @@ def _gelu(config: Mapping[str, Any], key: str) -> str:
 def _gpt2_section(config: Mapping[str, Any]) -> dict[str, Any]:
     _expect(config, "scale_attn_weights", True)
     _expect(config, "scale_attn_by_inverse_layer_idx", False)
+    _expect(config, "add_cross_attention", False)
     return {
         "num_layers": config["n_layer"],
         "hidden_size": config["n_embd"],
@@ -223,6 +281,8 @@ def _gpt2_layer(model: Model, index: int) -> Parts:
 
 def _neox_section(config: Mapping[str, Any]) -> dict[str, Any]:
     _expect(config, "attention_bias", True)
+    # A key of other families, which here turns frequencies and not the width of heads.
+    _expect(config, "head_dim", config["hidden_size"] // config["num_attention_heads"])
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -264,18 +324,53 @@ def _neox_layer(model: Model, index: int) -> Parts:
     return parts
 
 
-_LLAMA = Family(_llama_section, _llama_around, _llama_layer, ignored=("rotary_emb.inv_freq",))
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("hidden_act", "max_position_embeddings", "rope_parameters", "head_dim"),
+)
+
+
+def _llama(*keys: str, without_effect: tuple[str, ...] = ()) -> Family:
+    return Family(
+        keys=(*_SIZES, "num_key_value_heads", "rms_norm_eps", *keys),
+        without_effect=("attention_dropout", *without_effect),
+        section=_llama_section,
+        around=_llama_around,
+        layer=_llama_layer,
+        ignored=("rotary_emb.inv_freq",),
+    )
+
+
+# The configuration completes these two: sliding_window is null, and layer_types are full, as they ask for.
+_COMPLETED = ("use_sliding_window", "max_window_layers")
 
 FAMILIES = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "gpt2": Family(_gpt2_section, _gpt2_around, _gpt2_layer, ignored=(".attn.bias", ".attn.masked_bias")),
+    "llama": _llama("attention_bias", "mlp_bias", without_effect=("pretraining_tp",)),
+    "mistral": _llama("sliding_window"),
+    "qwen2": _llama("sliding_window", "layer_types", without_effect=_COMPLETED),
+    "qwen3": _llama("sliding_window", "layer_types", "attention_bias", without_effect=_COMPLETED),
+    "gpt2": Family(
+        keys=(
+            *("n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function"),
+            *("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+            "add_cross_attention",
+        ),
+        without_effect=(
+            *("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn"),
+            *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+            "summary_first_dropout",
+        ),
+        section=_gpt2_section,
+        around=_gpt2_around,
+        layer=_gpt2_layer,
+        ignored=(".attn.bias", ".attn.masked_bias"),
+    ),
     "gpt_neox": Family(
-        _neox_section,
-        _neox_around,
-        _neox_layer,
+        keys=(*_SIZES, "layer_norm_eps", "use_parallel_residual", "attention_bias"),
+        without_effect=("attention_dropout", "hidden_dropout", "classifier_dropout", "is_decoder"),
+        section=_neox_section,
+        around=_neox_around,
+        layer=_neox_layer,
         ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
     ),
 }

@@ -2,12 +2,9 @@
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megakernel.parallel.device import quieten_libraries
+from megakernel.uptraining.pretrained_config import MegakernelConfig
 
-from .configuration import MegakernelConfig
-
-quieten_libraries()  # before the model imports them
-from .model import MegakernelForCausalLM  # noqa: E402
+from .model import MegakernelForCausalLM
 
 __all__ = ["MegakernelConfig", "MegakernelForCausalLM"]
 

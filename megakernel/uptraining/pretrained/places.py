@@ -1,4 +1,4 @@
-"""Where the tokens of a batch stand in their texts, from what `transformers` hands over: ids and a mask."""
+"""Where the tokens of a batch stand in their texts, from what `transformers` hands over: ids, a mask, positions."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,10 @@ class Places(NamedTuple):
     """Where each row stands behind the tokens read so far."""
 
     following: Tensor
-    """(B,) int64: position of the next token."""
+    """(B,) int64: position of the next token, if it goes on with the text of the last one."""
+
+    restarts: Tensor
+    """(B,) bool: the last token ended its document."""
 
     begun: Tensor
     """(B,) bool: the row has had a token of text."""
@@ -22,11 +25,15 @@ class Places(NamedTuple):
     def start(cls, tokens: Tensor) -> "Places":
         """Before the first token of rows (B, N)."""
         nothing = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        return cls(nothing.long(), nothing, nothing)
+        return cls(nothing.long(), nothing, nothing, nothing)
 
 
 def read_on(
-    tokens: Tensor, mask: Tensor | None, before: Places, restarts_after: int | None
+    tokens: Tensor,
+    mask: Tensor | None,
+    before: Places,
+    restarts_after: int | None,
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Places]:
     """Positions (B, N) of tokens (B, N) that follow `before`, and where the rows then stand.
 
@@ -38,9 +45,12 @@ def read_on(
         mask: (B, N) 1 for text and 0 for padding; None: all are text.
         before: where the rows stand.
         restarts_after: the id that ends a document, where training keeps documents apart.
+        given: (B, N) or (1, N) positions that somebody else made, and which then say where texts begin; those of
+            padding are not looked at.
 
     Raises:
-        ValueError: a text goes on behind padding, which would be another text to the layers.
+        ValueError: a text goes on behind padding, which would be another text to the layers, or given positions
+            neither go on nor begin at 0.
     """
     real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
     begun = before.begun[:, None] | (real.cumsum(1) > 0)
@@ -49,11 +59,31 @@ def read_on(
         raise ValueError(
             "attention_mask has padding inside a text; pad on the left (tokenizer.padding_side = 'left')"
         )
-    ends = ~real if restarts_after is None else ~real | (tokens == restarts_after)
-    starts = ~real
-    starts[:, 1:] |= ends[:, :-1]
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    last_start = torch.where(starts, places, -1).cummax(1).values
-    positions = torch.where(last_start < 0, before.following[:, None] + places, places - last_start)
-    following = (positions[:, -1] + 1).masked_fill(ends[:, -1], 0)
-    return positions, Places(following, begun[:, -1], ended[:, -1])
+    ends = torch.zeros_like(real) if restarts_after is None else tokens == restarts_after
+    if given is None:
+        starts = ~real
+        starts[:, 0] |= before.restarts
+        starts[:, 1:] |= (ends | ~real)[:, :-1]
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        last_start = torch.where(starts, places, -1).cummax(1).values
+        positions = torch.where(last_start < 0, before.following[:, None] + places, places - last_start)
+    else:
+        positions = _checked(given, tokens, real, before)
+    following = (positions[:, -1] + 1).where(real[:, -1], 0)
+    return positions, Places(following, ends[:, -1], begun[:, -1], ended[:, -1])
+
+
+def _checked(given: Tensor, tokens: Tensor, real: Tensor, before: Places) -> Tensor:
+    rows, count = tokens.shape
+    if given.dim() != 2 or given.shape[0] not in (1, rows) or given.shape[1] != count:
+        raise ValueError(f"position_ids has shape {tuple(given.shape)}; give ({rows}, {count})")
+    positions = given.expand(rows, -1).long().where(real, 0)
+    expected = torch.cat([before.following[:, None], (positions + 1).where(real, 0)[:, :-1]], 1)
+    wrong = real & (positions != 0) & (positions != expected)
+    if bool(wrong.any()):
+        row, place = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids[{row}, {place}] is {int(positions[row, place])}; give {int(expected[row, place])}, where "
+            "the text goes on, or 0, where one begins (or leave position_ids out)"
+        )
+    return positions

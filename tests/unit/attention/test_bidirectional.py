@@ -1,4 +1,4 @@
-"""What mechanisms promise where tokens see later ones too (MECHANISMS section 8), on every point of the algebra."""
+"""What mechanisms promise where tokens see later ones too (docs/formulas.md, 8), on every point of the algebra."""
 
 import pytest
 import torch

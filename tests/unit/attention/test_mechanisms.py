@@ -1,4 +1,4 @@
-"""What mechanisms promise where tokens see earlier ones alone (MECHANISMS section 8), on every point of the algebra."""
+"""What mechanisms promise where tokens see earlier ones alone (docs/formulas.md, 8), on every point of the algebra."""
 
 from itertools import pairwise
 

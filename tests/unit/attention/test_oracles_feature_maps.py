@@ -1,8 +1,5 @@
-"""Feature maps with other people's weights against their outputs (../shared/oracles), in float64."""
+"""Feature maps with other people's weights against their outputs, in float64."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,20 +11,12 @@ from megakernel.attention.projection import Projection
 from megakernel.ops import kernel_attention
 from megakernel.ops.feature_maps import features
 from megakernel.ops.projections import FastFood, project
-
-ORACLES = Path(__file__).parents[4] / "shared" / "oracles"
-
-pytestmark = pytest.mark.skipif(not ORACLES.is_dir(), reason=f"no oracle arrays in {ORACLES}")
+from tests.oracles import assert_equal, every_array
 
 EPS = 1e-6
 """What their linear attention adds to a denominator; ours has nothing there."""
 
 HEADS, WIDTH = 2, 16
-
-
-def arrays(name: str) -> dict[str, Tensor]:
-    with np.load(ORACLES / f"{name}.npz") as file:
-        return {key: torch.from_numpy(file[key]) for key in file.files if key != "meta"}
 
 
 def layer(name: str, **feature_map) -> AttentionLayer:
@@ -66,12 +55,8 @@ def phi(projection: Projection, x: Tensor) -> Tensor:
     return (values if log_scale is None else values * torch.exp(log_scale)[..., None])[:, :, 0]
 
 
-def assert_equal(actual: Tensor, expected: Tensor, relative: float = 1e-9) -> None:
-    torch.testing.assert_close(actual, expected, rtol=relative, atol=relative)
-
-
 def test_rff_equals_idiap():
-    of = arrays("rff_idiap")
+    of = every_array("rff_idiap")
     for smoothing, prefix in ((0.0, ""), (1.0, "smooth_")):
         projection = layer("rff", samples=32, smoothing=smoothing).projection
         load(projection, **{"matrix.values": of["omega"].T})
@@ -84,7 +69,7 @@ def test_rff_equals_idiap():
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.36, 1.0])
 def test_gmm_rks_equals_learning_the_kernel(smoothing):
-    of = arrays("kl_gmm_rks")
+    of = every_array("kl_gmm_rks")
     projection = layer("gmm_rks", samples=32, smoothing=smoothing).projection
     load(projection, **{"noise.values": of["omega_base"].T, "mean": of["mean"][:, None]})
     load(projection, factor=of["sigma"][:, None])
@@ -98,7 +83,7 @@ def test_gmm_rks_equals_learning_the_kernel(smoothing):
 
 
 def test_the_kernel_that_gmm_rks_estimates_is_the_closed_form():
-    of = arrays("kl_gmm_rks")
+    of = every_array("kl_gmm_rks")
     for head in range(HEADS):
         mean, factor = of["mean"][head], of["sigma"][head]
         q, k = (of[name][:, head, :16] * WIDTH**-0.25 for name in ("q", "k"))
@@ -111,7 +96,7 @@ def test_the_kernel_that_gmm_rks_estimates_is_the_closed_form():
 @pytest.mark.parametrize("initial", ["official_init", "paper_init"])
 @pytest.mark.parametrize("kind", ["rks", "prf"])
 def test_fastfood_equals_learning_the_kernel(initial, kind):
-    of = arrays("kl_fastfood")
+    of = every_array("kl_fastfood")
     theirs = {key.removeprefix(f"{initial}."): value for key, value in of.items()}
     parts = {"scales": theirs["S"], "gaussians": theirs["G"], "signs": theirs["B"]}
     for smoothing, suffix in ((0.0, ""), (1.0, "_smooth1.0")):
@@ -130,7 +115,7 @@ def test_fastfood_equals_learning_the_kernel(initial, kind):
 
 
 def test_fastfood_has_the_papers_matrix():
-    of = arrays("kl_fastfood")
+    of = every_array("kl_fastfood")
     for initial in ("official_init", "paper_init"):
         parts = [of[f"{initial}.{name}"].view(1, 1, WIDTH) for name in "SGBP"]
         unit = torch.eye(WIDTH, dtype=torch.float64).view(1, 1, 1, WIDTH, WIDTH)
@@ -139,7 +124,7 @@ def test_fastfood_has_the_papers_matrix():
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_generative_prf_equals_learning_the_kernel(mode):
-    of = arrays("kl_generative_prf")
+    of = every_array("kl_generative_prf")
     projection = layer("generative_prf", samples=32).projection
     # Their generator has two hidden layers, of 32 and 64.
     generator = Generator([8, 32, 64, WIDTH], torch.Generator()).double()

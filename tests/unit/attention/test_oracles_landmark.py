@@ -14,9 +14,7 @@ from megakernel.ops.pseudo_inverse import (
     normalized_gram,
 )
 from megakernel.ops.skyformer_attention import skyformer_attention
-from tests.unit.attention.oracles import arrays, assert_equal, heads, joined, with_oracles
-
-pytestmark = with_oracles
+from tests.oracles import arrays, assert_equal, heads, joined
 
 
 def sky(*keys: str) -> list[Tensor]:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megakernel.config import ConfigError, check_same_run, differences, to_yaml
+from megakernel.config import NOT_FINITE, UNPROVEN, ConfigError, check_same_run, differences, to_yaml
 from megakernel.config.merging import merged
 
 from .trees import config
@@ -47,6 +47,16 @@ def test_what_determines_the_numbers_may_not(changes, key):
     with pytest.raises(ConfigError, match="when the run began") as caught:
         check_same_run(to_yaml(config()), config(**changes), FOLDER)
     assert key in {problem.key for problem in caught.value.problems}
+
+
+def test_before_the_first_step_everything_may_change_and_behind_steps_that_were_not_finite_learning_rates():
+    recorded, other = to_yaml(config()), {"model": {"num_layers": 5}}
+    slower = {"optimizer": {"lr": 1e-5, "mechanism_lr": 1e-4}}
+    assert check_same_run(UNPROVEN + recorded, config(**other, **slower), FOLDER)
+    assert check_same_run(NOT_FINITE + recorded, config(**slower), FOLDER)
+    with pytest.raises(ConfigError, match=r"model\.num_layers=5 was 4 when the run began") as caught:
+        check_same_run(NOT_FINITE + recorded, config(**other, **slower), FOLDER)
+    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize(

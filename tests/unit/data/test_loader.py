@@ -1,3 +1,4 @@
+import os
 import re
 import shutil
 from collections import Counter
@@ -273,6 +274,42 @@ def test_validation_reads_no_sample_twice(corpus: Path, configure: Configure):
     tokens = Corpora(config.data).validation[0].record("validation").tokens
     assert batches.samples == (tokens - 1) // SEQ_LEN
     assert len(set(validation_rows(config))) == batches.samples
+
+
+def test_an_index_is_sized_before_it_is_built(corpus: Path, configure: Configure, monkeypatch):
+    config = configure(corpus, steps=1000, global_batch_size=10**7)
+    with pytest.raises(
+        UserError, match=r"global_batch_size .* passes over it, more than the 10,000 .*; lower one"
+    ):
+        opened(config)
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=30_000))
+    with pytest.raises(UserError, match=r"take 0.4 MB of data.index_cache=.*, where 0.0 are free; lower one"):
+        opened(configure(corpus, steps=500))
+    assert not config.data.index_cache.exists()
+    monkeypatch.undo()
+    (samples,) = opened(configure(corpus, steps=1))._phases[0].objective._samples.corpora
+    files = [file for file in config.data.index_cache.rglob("*") if file.is_file()]
+    assert 0.5 < sum(-(-file.stat().st_size // 4096) * 4096 for file in files) / samples.index_bytes < 1.5
+
+
+def test_indices_that_no_run_uses_are_deleted(corpus: Path, configure: Configure):
+    cache = configure(corpus).data.index_cache
+    unused = cache / "train-0123456789abcdef-length32-seed1-epoch0"
+    partial, foreign, lately = f"{unused}.partial-7", cache / "my-epoch1", unused.with_name(f"{unused.name}1")
+    for folder in (unused, partial, foreign, lately):
+        Path(folder).mkdir(parents=True)
+        os.utime(folder, (0, 0) if folder != lately else None)
+    reader = opened(configure(corpus))
+    own = {path.name for path in cache.iterdir()} - {lately.name, foreign.name}
+    assert own
+    assert all(name.endswith(f"-seed7-epoch{epoch}") for epoch, name in enumerate(sorted(own)))
+    assert foreign.is_dir()
+    assert lately.is_dir()
+    rows_read = rows(reader.batches_for(0))
+    shutil.rmtree(cache)
+    again = TrainingBatches(configure(corpus), Corpora(configure(corpus).data), Share(), builds_index=False)
+    assert rows(again.batches_for(0)) == rows_read, "one that was deleted meanwhile is made again"
 
 
 def _empty(file: Path, marker: Path) -> None:

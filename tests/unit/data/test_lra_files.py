@@ -11,6 +11,7 @@ import pytest
 from data_pipeline.document import Columns, Document
 from data_pipeline.sources import Source, open_source
 from data_pipeline.tokenizers import PixelTokenizer, load
+from megakernel.config.errors import UserError
 from tests import published
 from tests.unit.data.conftest import prepared
 
@@ -39,6 +40,58 @@ def test_reviews_of_the_hub_are_those_of_its_splits(tmp_path: Path):
     documents = list(opened(f"lra:text:hf:{tmp_path}"))
     assert by_split(documents) == {"train": 4, "validation": 4}
     assert documents[-1] == Document(("test 3",), 1, "validation")
+
+
+def test_published_expressions_are_those_that_are_made(tmp_path: Path):
+    folder, written = published.listops(tmp_path / "listops-1000")
+    with (folder / "basic_test.tsv").open("a") as lines:
+        lines.write("( ( [MAX 1 ) ] )\tnone\n1 2 3\n")
+    source = opened(f"lra:listops:{folder}")
+    documents = list(source)
+    assert by_split(documents) == {"train": 6, "validation": 6, "test": 6}
+    made = [document for split in ("train", "val", "test") for document in written[split]]
+    assert [(row.texts, row.label) for row in documents] == [(row.texts, row.label) for row in made]
+    assert source.skipped == {"no expression with its value": 2}
+    assert "(" in (folder / "basic_train.tsv").read_text()
+    assert source.classes == tuple(range(10)), "whether or not each occurs"
+
+
+def test_expressions_are_made_or_read(tmp_path: Path):
+    folder, _ = published.listops(tmp_path / "with=sign")
+    assert len(list(opened(f"lra:listops:{folder}"))) == 18
+    made = opened("lra:listops:train=3,validation=0,test=0,min_length=5,max_length=60")
+    assert len(list(made)) == 3
+    (folder / "basic_val.tsv").unlink()
+    for where, missing in ((folder, "basic_val.tsv"), (tmp_path / "nowhere", "basic_train.tsv")):
+        with pytest.raises(UserError, match=f"lra:listops:{where} has no {missing}; give the folder"):
+            opened(f"lra:listops:{where}")
+
+
+def test_a_table_between_tabs_has_labels(tmp_path: Path):
+    folder, written = published.listops(tmp_path / "listops-1000")
+    file = folder / "basic_train.tsv"
+    columns = Columns(("Source",), "Target")
+    documents = list(open_source([str(file)], columns=columns, split="train", include=[]))
+    assert [row.label for row in documents] == [row.label for row in written["train"]]
+    assert documents[0].texts[0].startswith("( "), "the column as it is written"
+    of_two = open_source([str(file)], columns=Columns(label="Target"), split="train", include=[])
+    assert list(of_two) == documents, "the column that is no label is the text"
+    (tmp_path / "three.tsv").write_bytes(
+        b'id\tSource\tTarget\r\n1\ta "b\tyes\r\n2\t\xff\tno\r\n3\tc\t\r\n4\td\tno\n'
+    )
+    source = open_source([str(tmp_path / "three.tsv")], columns=columns, split="train", include=[])
+    assert list(source) == [Document(('a "b',), "yes"), Document(("d",), "no")]
+    assert source.skipped == {"no labelled row": 2}
+    for wanted, option in ((Columns(("text",), "Target"), "text-key"), (Columns(("Source",), "x"), "labels")):
+        source = open_source([str(tmp_path / "three.tsv")], columns=wanted, split="train", include=[])
+        with pytest.raises(UserError, match=f"no column '.*' among id, Source, Target; set --{option}"):
+            list(source)
+
+
+def test_without_labels_a_table_between_tabs_is_a_text(tmp_path: Path):
+    (tmp_path / "a.tsv").write_text("a\tb\n")
+    source = open_source([str(tmp_path / "a.tsv")], columns=Columns(), split="train", include=[])
+    assert list(source) == [Document(("a\tb\n",))]
 
 
 def test_pairs_of_papers_are_two_documents(tmp_path: Path):

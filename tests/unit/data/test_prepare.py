@@ -15,6 +15,8 @@ from data_pipeline import tokenizers
 from data_pipeline.manifest import Manifest
 from data_pipeline.prepare import Request, prepare
 from launch import prepare as command
+from launch.cli import main
+from tests.disk import files_of_at_most
 from tests.unit.data.conftest import documents, prepared, write_jsonl
 
 TEXTS = documents(60, seed=6)
@@ -195,7 +197,12 @@ def test_a_prepare_that_fails_leaves_nothing_behind(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("sent", "when"), [(signal.SIGTERM, ".out.partial-*/train.bin"), (signal.SIGINT, ".out.partial-*")]
+    ("sent", "when"),
+    [
+        (signal.SIGTERM, ".out.partial-*/train.bin"),
+        (signal.SIGHUP, ".out.partial-*/train.bin"),
+        (signal.SIGINT, ".out.partial-*"),
+    ],
 )
 def test_a_prepare_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, sent: signal.Signals, when: str):
     (tmp_path / "data").mkdir()
@@ -217,3 +224,17 @@ def test_a_prepare_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, sen
     process.send_signal(sent)
     assert process.wait() != 0
     assert list((tmp_path / "data").iterdir()) == []
+
+
+@pytest.mark.parametrize(("tokenizer", "space"), [("byte", 4000), ("byte", 10), ("bpe:300", 1000)])
+def test_a_disk_that_is_full_is_one_line_with_the_remedy_and_nothing_half_made(
+    source: Path, tmp_path: Path, capsys, tokenizer: str, space: int
+):
+    out = tmp_path / "data/out"
+    arguments = ["--source", str(source), "--tokenizer", tokenizer, "--out", str(out), "--workers", "1"]
+    with files_of_at_most(space):
+        assert main(["prepare", *arguments]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith(f"megakernel: error: --out {out} cannot be written (")
+    assert line.endswith("make it writable, free space or choose another --out")
+    assert list(out.parent.iterdir()) == []

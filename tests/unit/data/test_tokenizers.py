@@ -84,9 +84,9 @@ def test_tokenizers_that_encode_differently_have_different_hashes():
     assert _bpe().hash == _bpe().hash
 
 
-@pytest.mark.parametrize("spec", ["bpe:12", "bpe:", "bpe:many"])
+@pytest.mark.parametrize("spec", ["bpe:12", "bpe:", "bpe:many", "bpe:1000000000000", "bpe:nan", "bpe:-300"])
 def test_a_bpe_without_a_usable_size_is_refused(spec: str):
-    with pytest.raises(ValueError, match=f"--tokenizer {spec}: .* at least 257; write bpe:8192"):
+    with pytest.raises(ValueError, match=f"--tokenizer {spec}: .* at least 257 and .*; write bpe:8192"):
         tokenizers.make(spec, iter([]))
 
 

@@ -10,16 +10,24 @@ REPOSITORY = Path(__file__).parents[3]
 
 RANK = """
 import fcntl, os, signal, sys
+from datetime import timedelta
 
+import psutil
 import torch
 from torch import distributed
 
+from launch.environment import joined
+from megakernel.parallel.rendezvous import meet
+
 how = sys.argv[1]
-distributed.init_process_group("gloo")
+place = joined()
+store = meet(place, timedelta(seconds=60))
+distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
 rank = distributed.get_rank()
 received = []
 asked = torch.zeros(1)
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+ends = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+for number in ends:
     signal.signal(number, lambda number, frame: received.append(number))
 held = open(f"{sys.argv[2]}/rank_{rank}.lock", "w")
 fcntl.flock(held, fcntl.LOCK_EX)
@@ -27,6 +35,9 @@ total = torch.ones(1)
 distributed.all_reduce(total)
 print(f"rank {rank} of {total.item():.0f} with {os.environ['OMP_NUM_THREADS']} threads", flush=True)
 
+if how == "listen":
+    sockets = psutil.Process().net_connections("tcp")
+    print(sorted({socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}), flush=True)
 if how == "raise" and rank == 1:
     raise RuntimeError("boom in rank 1")
 if how == "in use":
@@ -58,8 +69,8 @@ while how == "step":
     print("a step", flush=True)
 distributed.barrier()
 distributed.destroy_process_group()
-signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
-sys.exit({0: 0, signal.SIGTERM: 143}.get(int(asked), 85))
+signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+sys.exit({0: 0, signal.SIGTERM: 143, signal.SIGHUP: 143}.get(int(asked), 85))
 """
 
 LAUNCH = """

@@ -10,8 +10,8 @@ from launch.slurm.executor import ScriptExecutor
 from launch.slurm.programs import foreign_variables
 from launch.slurm.script import Script
 from launch.submit import indices
-from megakernel.config import UserError
-from megakernel.config.cluster import Cluster, Container
+from megakernel.config import ConfigError, UserError
+from megakernel.config.cluster import Cluster, Container, read_cluster
 from tests.unit.config import trees
 
 PYXIS = Container(image="/shared/mk.sqsh", mounts=["/shared:/shared"])
@@ -48,6 +48,47 @@ def test_settings_become_directives():
     assert [line for line in wanted if f"#SBATCH --{line}\n" not in text] == []
     assert "--signal" not in text
     assert "#SBATCH --output='/r/it'\"'\"'s/logs/%j.log'\n" in text
+
+
+NEWLINE = "x\ntouch /tmp/owned"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [({key: NEWLINE}, key) for key in ("partition", "account", "qos", "constraint", "exclude", "nodelist")]
+    + [({key: NEWLINE}, key) for key in ("reservation", "mem")]
+    + [({"partition": f"x{control}y"}, "partition") for control in "\r\0\x1b\x7f\x85\u2028"]
+    + [
+        ({"sbatch": {"comment": NEWLINE}}, "sbatch.comment"),
+        ({"sbatch": {NEWLINE: True}}, "sbatch"),
+        ({"sbatch": {"x --hold": "y"}}, "sbatch"),
+        ({"environment": {"A": NEWLINE}}, "environment.A"),
+        ({"container": {"image": NEWLINE}}, "container.image"),
+        ({"container": {"image": "x", "mounts": ["/a", NEWLINE]}}, "container.mounts.1"),
+    ],
+)
+def test_no_setting_becomes_a_line_of_shell(settings, key):
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(settings)
+    assert str(caught.value).startswith(f"{key}=")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "more", [{"options": {"dependency": NEWLINE}}, {"array": f"0-1%{NEWLINE}"}, {"run": Path("/r", NEWLINE)}]
+)
+def test_no_other_option_does_either(more):
+    parts = {"run": Path("/r"), "submission": "now", "command": ["prepare"], "name": "x"} | more
+    with pytest.raises(UserError, match="on one plain line"):
+        Script("command", Cluster(), **parts).text()
+
+
+def test_an_argument_of_many_lines_stays_one_argument():
+    typed = ["generate", "runs/x", "--prompt", "a\n#SBATCH --comment=b\n$(id) '\""]
+    text = Script("command", Cluster(), Path("/r"), "now", typed, "x").text()
+    line = text.partition("-m launch.cli ")[2].partition("\nstatus=")[0]
+    shown = subprocess.run(["bash", "-c", f"printf '%s|' {line}"], capture_output=True, text=True, check=True)
+    assert shown.stdout.split("|")[:-1] == typed
 
 
 def test_an_arrays_members_have_a_folder_each():

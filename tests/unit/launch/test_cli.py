@@ -1,6 +1,9 @@
+import os
 import shlex
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +16,7 @@ from ..config import trees
 
 
 def test_the_exit_statuses_are_those_other_tools_rely_on():
-    assert [int(status) for status in ExitStatus] == [0, 1, 2, 3, 4, 85, 86, 87, 88, 89, 90, 143]
+    assert [int(status) for status in ExitStatus] == [0, 1, 2, 3, 4, 85, 86, 87, 88, 89, 90, 141, 143]
 
 
 def test_the_version_is_the_packages(capsys):
@@ -28,7 +31,9 @@ def test_every_command_explains_itself_with_an_example_that_parses(name, capsys,
     with pytest.raises(SystemExit) as caught:
         main([name, "--help"])
     assert caught.value.code == 0
-    example = capsys.readouterr().out.partition("example:\n  ")[2].splitlines()[0]
+    shown = capsys.readouterr().out
+    assert "%%" not in shown
+    example = shown.partition("example:\n  ")[2].splitlines()[0]
     program, *arguments = shlex.split(example)
     assert (program, arguments[0]) == ("megakernel", name)
     monkeypatch.setattr(COMMANDS[name], "run", lambda args: 0)
@@ -118,16 +123,40 @@ def test_under_torchrun_nproc_is_the_launchers_business(tmp_path, monkeypatch, c
 
 def test_what_the_file_system_refuses_is_one_line(tmp_path, capsys):
     path = trees.file(tmp_path)
-    assert main(["pretrain", str(path), f"run.root={path}"]) == ExitStatus.FAILED
+    assert main(["pretrain", str(path), f"run.root={path}"]) == ExitStatus.USAGE
     assert capsys.readouterr().err.splitlines() == [
-        f"megakernel: error: [Errno 20] Not a directory: '{path}/small/logs'"
+        f"megakernel: error: run.root={path} cannot be written ([Errno 20] Not a directory: '{path}/small/logs'); make "
+        "it writable, free space or choose another run.root"
     ]
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(COMMANDS["doctor"], "run", lambda args: {}["bug"])
-    with pytest.raises(KeyError):
-        main(["doctor"])
+@pytest.mark.parametrize("run", ["there", "gone"])
+def test_what_nobody_has_foreseen_is_one_line_and_its_traceback_is_in_the_logs(
+    tmp_path, monkeypatch, capsys, run
+):
+    (tmp_path / "there/logs").mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(COMMANDS["generate"], "run", lambda args: {}["bug"])
+    assert main(["generate", str(tmp_path / run), "--prompt", ""]) == ExitStatus.FAILED
+    [line] = capsys.readouterr().err.splitlines()
+    said, _, file = line.partition("; the traceback is in ")
+    assert said == "megakernel: error: KeyError: 'bug'"
+    assert Path(file).parent == (tmp_path / "there/logs" if run == "there" else tmp_path)
+    assert "Traceback (most recent call last)" in Path(file).read_text()
+
+
+def test_the_doctor_tells_what_sbatch_complains_of(monkeypatch, tmp_path, capsys):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(
+        "#!/bin/sh\necho 'sbatch: fatal: Could not establish a configuration source' >&2\nexit 1\n"
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    assert main(["doctor"]) == ExitStatus.DONE
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "Slurm" in line]
+    assert line.startswith("-  ")
+    assert "sbatch cannot reach Slurm" in line
 
 
 def test_the_doctor_finds_this_machine_fit():

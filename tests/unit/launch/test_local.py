@@ -1,9 +1,14 @@
 import os
+import pty
+import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from .launching import Launch
+from .launching import LAUNCH, REPOSITORY, Launch
 
 
 def test_all_ranks_done_is_done_with_rank_0_on_the_console_and_every_rank_in_its_log(tmp_path):
@@ -13,6 +18,37 @@ def test_all_ranks_done_is_done_with_rank_0_on_the_console_and_every_rank_in_its
     assert out == "rank 0 of 2 with 3 threads\n"
     assert launch.log(0).endswith(out)
     assert launch.log(1).endswith("rank 1 of 2 with 3 threads\n")
+
+
+def test_nobody_outside_this_machine_reaches_the_ranks(tmp_path):
+    launch = Launch(tmp_path, "listen")
+    assert launch.finish()[1].splitlines()[1:] == ["['127.0.0.1']"]
+    assert launch.log(1).endswith("\n['127.0.0.1']\n")
+
+
+WATCHED = """
+from megakernel.training.console import Console
+console = Console(4, total_tokens=4)
+console.note("begin")
+console.progress(1)
+console.progress(2)
+console.note("end")
+"""
+
+
+def test_a_terminal_has_colours_and_a_line_that_moves_and_the_log_has_lines(tmp_path):
+    (tmp_path / "rank.py").write_text(WATCHED)
+    ours, theirs = pty.openpty()
+    typed = [sys.executable, "-c", LAUNCH, str(tmp_path), "", "1", "60"]
+    env = {**os.environ, "TERM": "xterm"}
+    subprocess.run(typed, cwd=REPOSITORY, env=env, stdout=theirs, check=True, timeout=60)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert shown.count("\n") == 2
+    assert "\x1b[33mbegin\x1b[0m" in shown
+    assert re.search(r"\x1b\[K\S*step 2/4\S*  \S*━{15}╌{15}\S*\r\x1b\[K", shown)
+    assert (tmp_path / "logs/rank_0.log").read_text().splitlines()[1:] == ["begin", "end"]
 
 
 def test_ranks_share_the_cores_unless_told_otherwise(tmp_path, monkeypatch):
@@ -31,18 +67,20 @@ def test_a_second_launch_goes_on_in_the_logs(tmp_path):
 def test_a_rank_that_fails_ends_the_others_and_is_named_with_its_last_lines(tmp_path):
     status, _, err = Launch(tmp_path, "raise").finish()
     assert status == 1
-    first, *rest = err.splitlines()
+    lines = err.splitlines()
     # gloo sometimes aborts a process that exits with its groups alive, after the traceback is out.
     ends = ("failed with exit status 1", "was ended by SIGABRT")
-    assert first.startswith(tuple(f"megakernel: error: rank 1 {end}; its output is in " for end in ends))
+    starts = tuple(f"megakernel: error: rank 1 {end}; its output is in " for end in ends)
+    # Before it rank 0 has said of what it died.
+    first, *rest = lines[next(i for i, line in enumerate(lines) if line.startswith(starts)) :]
     assert first.endswith("logs/rank_1.log")
     assert any(line.endswith("RuntimeError: boom in rank 1") for line in rest)
 
 
 def test_ranks_that_find_their_folder_in_use_say_so_once(tmp_path):
     status, out, err = Launch(tmp_path, "in use").finish()
-    assert (status, err) == (90, "")
-    assert out.endswith("\nmegakernel: error: process 7 writes there\n")
+    assert (status, err) == (90, "megakernel: error: process 7 writes there\n")
+    assert out == "rank 0 of 2 with 1 threads\n"
 
 
 def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path):
@@ -59,7 +97,13 @@ def test_ranks_that_do_not_follow_one_that_left_are_ended(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 85), (signal.SIGUSR1, 85), (signal.SIGUSR2, 85)],
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 143),
+        (signal.SIGINT, 85),
+        (signal.SIGUSR1, 85),
+        (signal.SIGUSR2, 85),
+    ],
 )
 def test_a_signal_reaches_the_ranks_and_their_common_status_is_the_launchers(tmp_path, number, status):
     launch = Launch(tmp_path, "step")
@@ -72,7 +116,7 @@ def test_an_interruption_with_nothing_to_save_is_one_line(tmp_path):
     launch = Launch(tmp_path, "start")
     launch.wait_for_a_step()
     launch.process.send_signal(signal.SIGINT)
-    assert launch.finish() == (1, "megakernel: error: interrupted\n", "")
+    assert launch.finish() == (1, "", "megakernel: error: interrupted\n")
 
 
 def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path):
@@ -82,3 +126,46 @@ def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path):
     launch.wait_for_death(0)
     launch.wait_for_death(1)
     launch.process.communicate()
+
+
+TALKS = """
+import os, sys
+from pathlib import Path
+from launch import rank_process
+from launch.local import run_ranks
+from launch.messages import make_courtesies
+
+rank_process._PATIENCE_SECONDS = 0.2
+make_courtesies("stderr")
+if sys.argv[2] == "rank":
+    make_courtesies("stdout")
+    print("x" * 200_000)
+    print("the last line", file=sys.stderr)
+    Path(sys.argv[1], "rank_0.log").write_text("the last line\\n")
+else:
+    talk = "import sys; print('x' * 200_000, flush=True); print('the last line', file=sys.stderr)"
+    sys.exit(run_ranks([sys.executable, "-c", talk], 1, Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "console"),
+    [
+        ("launcher", "full"),
+        ("launcher", "closed"),
+        ("launcher", "unread"),
+        ("rank", "full"),
+        ("rank", "closed"),
+    ],
+)
+def test_a_console_that_cannot_be_written_holds_nobody_up_and_the_log_has_it_all(tmp_path, who, console):
+    command = [sys.executable, "-c", TALKS, str(tmp_path), who]
+    if console == "full":
+        there = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, there = os.pipe()
+    if console == "closed":
+        os.close(reader)
+    repository = Path(__file__).parents[3]
+    assert subprocess.run(command, stdout=there, stderr=there, cwd=repository, timeout=60).returncode == 0
+    assert (tmp_path / "rank_0.log").read_text().endswith("the last line\n")

@@ -69,6 +69,11 @@ def test_a_run_says_how_far_it_is(run):
     )
 
 
+def test_of_a_run_that_has_ended_nobody_is_slow(run):
+    write(run, saved=100, **LOGGED)
+    assert RunProgress.read(run).health == "2 steps skipped"
+
+
 def test_nothing_is_said_of_ranks_that_keep_step(run):
     even = {"health/straggle": 1.02, "health/data_share": 0.01, "train/skipped_steps": 0.0}
     write(run, **LOGGED | even)
@@ -126,6 +131,68 @@ def test_of_submitted_runs_slurm_has_the_word_and_without_it_the_folder(run, cap
     _, line = capsys.readouterr().out.splitlines()
     assert "CANCELLED" in line
     assert "ended by TERM" in line
+
+
+FROM_OUTSIDE = "[/__w/pair.cc:144] [bold]closed[/bold] by :smile: peer"
+
+
+def submitted(run, name="1"):
+    JobFolder(run).add([Job(id=name, executor="local", submission="s", submitted="")])
+
+
+@pytest.mark.parametrize("command", [["monitor", "--once"], ["status"]])
+def test_text_from_outside_is_shown_as_it_is(run, capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "250")
+    write(run, **LOGGED)
+    submitted(run)
+    events.record(run, "ended", {"MEGAKERNEL_JOB": "1"}, status=1, why=FROM_OUTSIDE)
+    other = run.with_name("[red]other")
+    (other / "checkpoints").mkdir(parents=True)
+    write(other, **LOGGED)
+    submitted(other)
+    assert main([*command, "--root", str(run.parent)]) == 0
+    out = capsys.readouterr().out
+    assert FROM_OUTSIDE in out
+    assert "[red]other" in out
+
+
+@pytest.mark.parametrize("command", [["monitor", "--once"], ["status"], ["status", "--json"]])
+@pytest.mark.parametrize(
+    ("file", "content", "why"),
+    [
+        ("metrics.jsonl", "\xff\x00\n\xff\n", "no line of its end is one of metrics"),
+        ("metrics.jsonl", '3\n[1]\n{"step": "x", "train/loss": {}, "train/tokens": 1e999}\n', "no line"),
+        ("metrics.jsonl", None, "metrics.jsonl cannot be read (Is a directory)"),
+        ("config.yaml", "run: [", "config.yaml cannot be read ("),
+        ("config.yaml", "training: {steps: 3}", "config.yaml cannot be read ("),
+        ("config.yaml", "- " * 5000, "config.yaml cannot be read ("),
+        ("config.yaml", None, "config.yaml cannot be read (Is a directory)"),
+        ("events.jsonl", "3\n{}\n[]\n", ""),
+        ("events.jsonl", None, "events.jsonl cannot be read (Is a directory)"),
+        ("heartbeat.json", '{"time": "x"}', ""),
+        ("heartbeat.json", "[3]", ""),
+        ("checkpoints/latest", None, ""),
+        ("run.json", "{}", "run.json cannot be read ("),
+        ("run.json", '{"jobs": [{"id": 3}]}', "run.json cannot be read ("),
+    ],
+)
+def test_one_run_that_cannot_be_read_hides_no_other(run, capsys, monkeypatch, command, file, content, why):
+    monkeypatch.setenv("COLUMNS", "500")
+    broken = run.with_name("broken")
+    (broken / "checkpoints").mkdir(parents=True)
+    for folder, job in ((run, "1"), (broken, "2")):
+        write(folder, **LOGGED)
+        submitted(folder, job)
+    (broken / file).unlink(missing_ok=True)
+    if content is None:
+        (broken / file).mkdir()
+    else:
+        (broken / file).write_text(content, encoding="latin-1")
+    assert main([*command, "--root", str(run.parent)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "first" in line or "broken" in line]
+    assert len(lines) == 2
+    assert why in lines[0]
+    assert "40" in lines[1]
 
 
 @pytest.mark.parametrize(

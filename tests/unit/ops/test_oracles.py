@@ -1,30 +1,15 @@
-"""Arrays made by other people's implementations (../shared/oracles), in float64."""
+"""Arrays made by other people's implementations, in float64."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megakernel.ops import kernel_attention
 from megakernel.ops.feature_maps import features
-
-ORACLES = Path(__file__).parents[4] / "shared" / "oracles"
-
-pytestmark = pytest.mark.skipif(not ORACLES.is_dir(), reason=f"no oracle arrays in {ORACLES}")
+from tests.oracles import FOLDER, arrays, assert_equal
 
 EPS = 1e-6
 """What the idiap and Google implementations add to a denominator or to a feature."""
-
-
-def arrays(name: str, *keys: str) -> list[Tensor]:
-    with np.load(ORACLES / f"{name}.npz") as file:
-        return [torch.from_numpy(file[key]) for key in keys]
-
-
-def assert_equal(actual: Tensor, expected: Tensor, relative: float = 1e-9) -> None:
-    torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=relative, atol=relative)
 
 
 def with_eps(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
@@ -89,3 +74,10 @@ def test_attention_over_smoothed_fourier_features_equals_idiap():
     options = {"feature_map": "identity", "causal": False}
     assert_equal(with_eps(phi_q, phi_k, v, **options), out)
     assert_equal(with_eps(phi_q, phi_k, v, mass=key_mass(lengths, 96), **options), masked)
+
+
+def test_every_oracle_has_its_origin_and_all_are_small():
+    files = sorted(FOLDER.glob("*.npz"))
+    page = (FOLDER / "README.md").read_text()
+    assert [path.name for path in files if f"`{path.stem}`" not in page] == []
+    assert sum(path.stat().st_size for path in files) < 4_000_000

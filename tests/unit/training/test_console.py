@@ -48,6 +48,12 @@ def test_a_non_finite_loss_is_printed_not_hidden():
     assert "loss nan" in printed(1, scalars={"train/loss": float("nan")})
 
 
+def test_a_line_that_moves_is_for_terminals_alone():
+    out = io.StringIO()
+    Console(10, 10, file=out).progress(5)
+    assert out.getvalue() == ""
+
+
 def test_an_evaluation_has_its_own_line():
     out = io.StringIO()
     Console(10, 10, file=out).evaluation(5, {"eval/loss": 1.5, "eval/bits_per_byte": 2.164})

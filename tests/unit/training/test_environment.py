@@ -26,11 +26,13 @@ def test_an_entry_says_what_is_needed_to_repeat_the_start(monkeypatch):
 def test_only_variables_that_steer_the_run_are_recorded(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "chunked")
-    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    for name in ("SECRET_TOKEN", "MEGAKERNEL_TOKEN", "NCCL_PASSWORD"):
+        monkeypatch.setenv(name, "hunter2")
     text = environment_text([], 1)
     assert "NCCL_DEBUG: INFO\n" in text
     assert "MEGAKERNEL_BACKEND: chunked\n" in text
     assert "hunter2" not in text
+    assert "also set: MEGAKERNEL_TOKEN, NCCL_PASSWORD" in text, "names explain a difference, too"
 
 
 def test_a_package_that_is_missing_is_said_to_be(monkeypatch):

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from megakernel.config import Config
 from megakernel.training.histograms import SIGNED, Histogram
 from megakernel.training.metrics_writer import Entry, MetricsWriter
+from tests.disk import files_of_at_most
 
 
 class Folder:
@@ -192,3 +193,20 @@ def test_the_configuration_is_described_once_in_the_folder_of_the_curves(folder)
     assert "hparams" in events.summary_metadata["_hparams_/experiment"].plugin_data.plugin_name
     assert b"optimizer.lr" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert not [path for path in folder.tensorboard.iterdir() if path.is_dir()], "no run of its own beside it"
+
+
+@pytest.mark.parametrize("full", ["metrics.jsonl", "tensorboard"])
+def test_a_full_disk_is_one_error_that_names_the_file_and_no_traceback_of_a_thread(folder, capsys, full):
+    writes_events = full == "tensorboard"
+    entry = Entry(texts={"text": "x" * 2000}) if writes_events else Entry(scalars={"train/loss": 1 / 3})
+
+    def train() -> None:
+        tensorboard = folder.tensorboard if writes_events else None
+        with MetricsWriter(folder.metrics, tensorboard, 0) as writer:
+            for step in range(1, 100):
+                writer.write_entry(step, entry)
+
+    with pytest.raises(OSError, match="File too large") as caught, files_of_at_most(1500):
+        train()
+    assert caught.value.filename.endswith(full)
+    assert capsys.readouterr().err == ""

@@ -20,6 +20,14 @@ def configuration(root: Path, **training: object) -> Config:
     return from_yaml(to_yaml(Config.model_validate(tree)))
 
 
+def begun(config: Config) -> RunFolder:
+    """The folder of a run whose first step has succeeded."""
+    run = RunFolder(config)
+    run.open(["cpu"])
+    run.fix()
+    return run
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -48,7 +56,7 @@ def test_the_same_configuration_continues_and_each_start_is_recorded(tmp_path):
 
 
 def test_what_does_not_change_the_numbers_may_change_and_is_recorded(tmp_path):
-    RunFolder(configuration(tmp_path)).open(["cpu"])
+    begun(configuration(tmp_path))
     longer = configuration(tmp_path, steps=10)
     run = RunFolder(longer)
     [change] = run.open(["cpu"])
@@ -58,7 +66,7 @@ def test_what_does_not_change_the_numbers_may_change_and_is_recorded(tmp_path):
 
 
 def test_another_configuration_is_refused_and_the_folder_stays_as_it_is(tmp_path):
-    RunFolder(configuration(tmp_path)).open(["cpu"])
+    begun(configuration(tmp_path))
     before = contents(tmp_path)
     with pytest.raises(
         UserError, match=r"(?s)training\.seq_len=64 was 128.*training\.global_batch_size=4 was 2"
@@ -73,6 +81,19 @@ def test_output_without_a_configuration_is_not_written_into(tmp_path):
         RunFolder(configuration(tmp_path)).open(["cpu"])
 
 
+def test_a_start_that_came_to_no_step_binds_the_next_one_to_nothing(tmp_path):
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    tokenizers.ByteTokenizer().save(tokenizer)
+    refused = RunFolder(configuration(tmp_path))
+    refused.open(["cpu"])
+    refused.keep_tokenizer(tokenizer, tokenizers.ByteTokenizer().hash)
+    run = begun(configuration(tmp_path, seq_len=64))
+    assert not run.tokenizer.exists()
+    with pytest.raises(UserError, match=r"training\.seq_len=128 was 64"):
+        RunFolder(configuration(tmp_path)).open(["cpu"])
+
+
 def test_logs_of_the_launcher_may_be_there_before(tmp_path):
     (tmp_path / "r" / "logs").mkdir(parents=True)
     (tmp_path / "r" / "logs" / "rank_0.log").write_text("starting\n")
@@ -83,7 +104,7 @@ def test_logs_of_the_launcher_may_be_there_before(tmp_path):
 def test_a_root_that_cannot_be_written_is_one_line_with_key_and_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        UserError, match=r"^run\.root=.*cannot hold the run.*choose another run\.root$"
+        UserError, match=r"^run\.root=.*cannot be written.*choose another run\.root$"
     ) as error:
         RunFolder(configuration(tmp_path / "file" / "runs")).open(["cpu"])
     assert "\n" not in str(error.value)
@@ -95,6 +116,7 @@ def test_rank_0_writes_and_its_refusal_reaches_all(tmp_path):
 
     assert work(configuration(tmp_path)) == [[], [], []]
     assert (tmp_path / "r" / "environment.txt").read_text().count("== started ") == 1
+    begun(configuration(tmp_path))
     refused = work(configuration(tmp_path, seq_len=64))
     assert all(isinstance(error, UserError) for error in refused)
     assert len({str(error) for error in refused}) == 1

@@ -17,7 +17,13 @@ def send(number: int) -> None:
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGUSR1, 85), (signal.SIGUSR2, 85), (signal.SIGINT, 85), (signal.SIGTERM, 143)],
+    [
+        (signal.SIGUSR1, 85),
+        (signal.SIGUSR2, 85),
+        (signal.SIGINT, 85),
+        (signal.SIGHUP, 143),
+        (signal.SIGTERM, 143),
+    ],
 )
 def test_a_signal_is_remembered_with_the_status_the_launcher_expects(number, status):
     with StopRequests() as requests:
@@ -25,6 +31,14 @@ def test_a_signal_is_remembered_with_the_status_the_launcher_expects(number, sta
         send(number)
         assert requests.pending().name == signal.Signals(number).name
         assert requests.pending().exit_status == status
+
+
+def test_a_run_under_nohup_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequests() as requests:
+        send(signal.SIGHUP)
+        assert requests.pending() is Stop.NONE
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_nothing_pending_exits_with_zero():

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from megakernel.config import UserError
+from megakernel.config import UserError, load
+from megakernel.training.checkpoint import Progress, write_manifest
+from megakernel.training.trained_run import recorded_config, student
 from megakernel.training.weight_source import WeightSource
 from tests.unit.config import trees
 
@@ -29,10 +31,10 @@ def uptraining(tmp_path):
     "command",
     ["evaluate RUN", "generate RUN --prompt x", "export RUN --to OUT", "export RUN --to OUT --step 3"],
 )
-def test_an_uptraining_names_its_stages_the_model_first(command, uptraining, tmp_path, capsys):
+def test_an_uptraining_names_its_stages_in_order(command, uptraining, tmp_path, capsys):
     words = command.replace("RUN", str(uptraining)).replace("OUT", str(tmp_path / "out")).split()
     assert main(words) == 2
-    stages = ", ".join(str(uptraining / name) for name in ("9-main", "11-scratch", "2-base", "1-transfer"))
+    stages = ", ".join(str(uptraining / name) for name in ("1-transfer", "2-base", "9-main", "11-scratch"))
     said = capsys.readouterr().err
     assert f"has no checkpoint; it is an up-training: give the run of a stage, {stages}" in said
     assert said.count("\n") == 1
@@ -40,7 +42,64 @@ def test_an_uptraining_names_its_stages_the_model_first(command, uptraining, tmp
         WeightSource.find("init.from", uptraining)
 
 
+@pytest.mark.parametrize(
+    ("steps", "chosen"),
+    [
+        ({"1-transfer": 4, "2-base": 4, "9-main": 4, "11-scratch": 4}, "9-main"),
+        ({"1-transfer": 4, "2-base": 4, "9-main": 3}, "2-base"),
+        ({"1-transfer": 3}, None),
+    ],
+)
+def test_the_student_is_the_last_stage_that_is_finished(steps, chosen, tmp_path):
+    for stage, step in steps.items():
+        checkpoint = tmp_path / stage / "checkpoints" / f"step_{step}"
+        checkpoint.mkdir(parents=True)
+        trees.file(tmp_path / stage, "config.yaml", training={"steps": 4})
+        write_manifest(checkpoint, Progress(step, step, step, {}, {}), {})
+    assert student(tmp_path) == (tmp_path if chosen is None else tmp_path / chosen)
+    assert student(tmp_path / "1-transfer") == tmp_path / "1-transfer"
+
+
 def test_a_run_that_has_not_saved_is_to_train_on(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="let its run train on until it saves one"):
         WeightSource.find("init.from", Path(tmp_path))
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate --prompt x", "export --to out", "reshape"])
+@pytest.mark.parametrize("typed", ["up", "runs/up"])
+def test_every_command_takes_the_name_of_a_run(command, typed, uptraining, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    uptraining.rename("runs/up")
+    assert main([*command.split(), typed]) == 2
+    assert "error: runs/up has no checkpoint" in capsys.readouterr().err
+
+
+def test_a_run_that_is_none_names_a_few_like_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(12):
+        Path(f"runs/run-{number}").mkdir(parents=True)
+        trees.file(Path(f"runs/run-{number}"), "config.yaml")
+    for typed in ("run-", "runs/run-"):
+        assert main(["generate", typed, "--prompt", "x"]) == 2
+        said = capsys.readouterr().err
+        assert "runs/run- is not the folder of a run" in said
+        assert "choose one of runs/run-0, runs/run-1, " in said
+        assert "... (7 more)" in said
+
+
+def test_a_runs_relative_paths_count_from_where_it_was_started(tmp_path, monkeypatch):
+    start = tmp_path / "start"
+    run = start / "runs" / "small"
+    run.mkdir(parents=True)
+    trees.file(run, "config.yaml", init={"from": "models/dense"})
+    monkeypatch.chdir(start)
+    assert recorded_config(Path("runs/small")) == (as_written := load(run / "config.yaml"))
+    monkeypatch.chdir(tmp_path)
+    found = recorded_config(Path("start/runs/small"))
+    assert [corpus.path for corpus in found.data.train] == [start / c.path for c in as_written.data.train]
+    assert found.init.source == start / "models/dense"
+    assert found.run == as_written.run
+    run.rename(tmp_path / "elsewhere")
+    assert recorded_config(tmp_path / "elsewhere") == as_written

@@ -12,6 +12,7 @@ from megakernel.training.weight_source import WeightSource
 from megakernel.uptraining.dense import DenseCheckpoint
 from megakernel.uptraining.dense.configs import plain_config
 from tests import dense_models
+from tests.disk import files_of_at_most
 from tests.unit.config import trees
 
 every_model = pytest.mark.parametrize("name", dense_models.CONFIGS)
@@ -73,10 +74,13 @@ def test_import_writes_over_nothing(llama, tmp_path, capsys):
         assert main(["import", str(llama), "--to", str(taken)]) == 2
         said = f"megakernel: error: --to {taken} exists already; name a new file, or remove it\n"
         assert capsys.readouterr().err.endswith(said)
-    assert (
-        main(["import", str(llama), "--to", str(plain / "model.yaml")]) == 1
-    )  # a file where a folder has to be
-    assert capsys.readouterr().err.count("megakernel: error: ") == 1
+    # A file where a folder has to be, and a disk that is full.
+    for to, space in ((plain / "model.yaml", 10_000), (tmp_path / "new.yaml", 100)):
+        with files_of_at_most(space):
+            assert main(["import", str(llama), "--to", str(to)]) == 2
+        [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert line.startswith(f"megakernel: error: --to {to} cannot be written (")
+        assert line.endswith("choose another --to")
     assert mine.read_text() == plain.read_text() == "mine: 1\n"
     assert sorted(tmp_path.iterdir()) == [folder, llama, mine, plain]
 
@@ -196,10 +200,6 @@ FAULTS = {
     "an activation that is not ours": (
         lambda f: edit_config(f, hidden_act="relu"),
         "hidden_act='relu' has no counterpart here; only 'silu' is read",
-    ),
-    "a layer that is neither full nor sliding": (
-        lambda f: edit_config(f, sliding_window=8, layer_types=["full_attention", "chunked_attention"]),
-        "layer_types has 'chunked_attention'; only full_attention and sliding_attention are read",
     ),
     "frequencies that are not ours": (
         lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),

@@ -1,16 +1,24 @@
 """Our models behind the interface of `transformers`: cache, padding, documents, loss, files."""
 
 import copy
+import importlib.machinery
+import sys
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.config import Model, UserError
+from megakernel.uptraining.dense import DenseCheckpoint
+from megakernel.uptraining.dense.tokenizer import save_tokenizer
 from megakernel.uptraining.pretrained import MegakernelConfig, MegakernelForCausalLM
 from tests.unit.generation.test_decoder import ATTENTION, EOD, MIXED, is_recurrent
 
@@ -182,6 +190,129 @@ def test_labels_give_the_mean_loss_and_its_gradients(mixed):
     torch.testing.assert_close(summed, expected * (targets != -100).sum())
 
 
+def test_a_text_ends_behind_a_stop_string(mixed, tmp_path):
+    save_tokenizer(ByteTokenizer(), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    prompt = "12 + 3"
+    ids = tokenizer(prompt, return_tensors="pt")
+    whole = mixed.generate(**ids, **GREEDY)[0].tolist()
+    stop = tokenizer.decode(whole[-4])
+    end = whole.index(whole[-4], len(prompt)) + 1
+    found = mixed.generate(**ids, stop_strings=[stop], tokenizer=tokenizer, **GREEDY)
+    assert found[0].tolist() == whole[:end]
+    write = pipeline("text-generation", model=mixed, tokenizer=tokenizer)
+    [said] = write(prompt, stop_sequence=stop, return_tensors=True, **GREEDY)
+    assert said["generated_token_ids"] == whole[:end]
+
+
+@torch.no_grad()
+def test_positions_are_those_of_texts(mixed):
+    one, two = texts(1, 12), texts(1, 9, seed=2)
+    alone = [mixed(text).logits for text in (one, two)]
+    assert_same(mixed(one, position_ids=torch.arange(12)[None]).logits, alone[0])
+    # Texts that are packed without a token between them.
+    packed, places = torch.cat([one, two], 1), torch.cat([torch.arange(12), torch.arange(9)])[None]
+    for cached in (True, False):
+        found = mixed(packed, position_ids=places, use_cache=cached).logits.split([12, 9], 1)
+        assert_same(found[0], alone[0])
+        assert_same(found[1], alone[1])
+    first = mixed(packed[:, :7], position_ids=places[:, :7])
+    rest = mixed(packed[:, 7:], position_ids=places[:, 7:], past_key_values=first.past_key_values)
+    assert_same(rest.logits[:, 5:], alone[1])
+    ids, mask = padded(one[0], two[0])
+    # As `transformers` counts: padding has any number.
+    counted = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    expected = mixed(ids, attention_mask=mask).logits[mask == 1]
+    assert_same(mixed(ids, attention_mask=mask, position_ids=counted).logits[mask == 1], expected)
+    # A text may go on behind the token that ends documents.
+    ids = torch.cat([one, torch.tensor([[EOD]]), two], 1)
+    going_on = copy.copy(mixed)
+    going_on.config = copy.deepcopy(mixed.config)
+    going_on.config.isolate_documents = False
+    assert_same(mixed(ids, position_ids=torch.arange(22)[None]).logits, going_on(ids).logits)
+
+
+def test_generation_takes_what_a_tokenizer_adds(mixed):
+    ids = texts(1, 9)
+    expected = mixed.generate(ids, **GREEDY).tolist()
+    added = {"position_ids": torch.arange(9)[None], "token_type_ids": torch.zeros_like(ids)}
+    assert mixed.generate(ids, **added, **GREEDY).tolist() == expected
+
+
+def saved_bytes(model, ids):
+    """Bytes that backward finds saved, and the gradients."""
+    model.zero_grad()
+    kept = {}
+
+    def pack(x):
+        kept[x.data_ptr()] = x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(ids, labels=ids).loss
+    total = sum(kept.values())
+    loss.backward()
+    return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_gradient_checkpointing_keeps_less_and_gives_the_same_gradients(mixed):
+    model, ids = copy.deepcopy(mixed).train(), texts(2, 40)
+    whole, expected = saved_bytes(model, ids)
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    less, found = saved_bytes(model, ids)
+    assert less < whole / 4
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert model(ids, use_cache=True).past_key_values is None
+    model.gradient_checkpointing_disable()
+    assert saved_bytes(model, ids)[0] == whole
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parts", [PARTS["mixed"], PARTS["untied"]], ids=["tied", "untied"])
+@pytest.mark.parametrize("words", [80, 50])
+def test_a_vocabulary_is_resized_saved_and_loaded(words, parts, tmp_path):
+    model, ids = build(**parts), torch.randint(50, (2, 20))
+    before = model(ids).logits
+    model.resize_token_embeddings(words, mean_resizing=False)
+    after = model(ids).logits
+    assert after.shape[-1] == words
+    common = min(words, VOCABULARY)
+    assert torch.equal(after[..., :common], before[..., :common])
+    assert words < VOCABULARY or after[..., common:].std() < 2 * before.std()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, after)
+    assert DenseCheckpoint(tmp_path).model.vocab_size == words
+    model.train()
+    with torch.enable_grad():
+        assert model(ids, labels=ids).loss.requires_grad
+
+
+@pytest.mark.parametrize("name", ["mixed", "untied", "learned positions, tied"])
+def test_peft_finds_all_linear_layers_and_merges_them(name, tmp_path):
+    model, ids = build(**PARTS[name]), texts(2, 24)
+    bare = copy.deepcopy(model)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    targets = {key for key, module in bare.named_modules() if isinstance(module, torch.nn.Linear)}
+    head = {f"model.{len(bare.model.walk) - 1}.linear"} if name == "untied" else set()
+    assert adapted.peft_config["default"].target_modules == targets - head
+    assert len(targets - head) == 4 * bare.config.num_hidden_layers  # qkv, output, fc1, fc2
+    optimizer = torch.optim.AdamW([x for x in adapted.parameters() if x.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(3):
+        losses.append(adapted.train()(ids, labels=ids).loss)
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[2] < losses[0]
+    adapted.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = adapted.eval()(ids).logits
+        loaded = PeftModel.from_pretrained(bare, tmp_path).eval()
+        assert torch.equal(loaded(ids).logits, expected)
+        assert_same(loaded.merge_and_unload()(ids).logits, expected)
+
+
 FILES = {
     "mixed": MIXED,
     "noise": ["performer", "fastfood_rks", "gmm_rks"],
@@ -223,6 +354,21 @@ def test_a_folder_names_its_code(mixed, tmp_path):
     assert (config.hidden_size, config.num_hidden_layers) == (32, 4)
 
 
+@pytest.mark.parametrize("installed", ["nothing", "the package of the public index"])
+def test_a_folder_says_which_package_it_needs_and_runs_no_other(installed, mixed, tmp_path, monkeypatch):
+    mixed.save_pretrained(tmp_path)
+    other = None
+    if installed != "nothing":  # it has the name alone
+        other = types.ModuleType("megakernel")
+        other.__spec__ = importlib.machinery.ModuleSpec("megakernel", None, is_package=True)
+        other.__spec__.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "megakernel", other)
+    with pytest.raises(
+        ImportError, match=r"`pip install PATH` of its source checkout .* is another project$"
+    ):
+        get_class_from_dynamic_module("modeling_megakernel.MegakernelConfig", str(tmp_path))
+
+
 MASK = torch.tensor([[1, 1, 0, 1]])
 FAULTS = {
     "padding inside a text": ({"attention_mask": MASK}, "has padding inside a text; pad on the left"),
@@ -231,6 +377,15 @@ FAULTS = {
         r"attention_mask has shape \(1, 3\); give \(1, 4\)",
     ),
     "another cache": ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache; leave it out"),
+    "positions that jump": (
+        {"position_ids": torch.tensor([[0, 1, 5, 6]])},
+        r"position_ids\[0, 2\] is 5; give 2, where the text goes on, or 0",
+    ),
+    "positions of other rows": (
+        {"position_ids": torch.arange(3)[None]},
+        r"position_ids has shape \(1, 3\); give \(1, 4\)",
+    ),
+    "kinds of tokens": ({"token_type_ids": MASK}, "token_type_ids names a second kind of token"),
     "weights of attention": (
         {"output_attentions": True},
         "output_attentions=True has no meaning for this model",

@@ -5,10 +5,14 @@ from dataclasses import replace
 from math import log
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megakernel.config import Uptrain
+from megakernel.config import Model, Uptrain
 from megakernel.config.uptrain import TransferStage
+from megakernel.model import LanguageModel, ModelSettings
+from megakernel.parallel import OneProcess
+from megakernel.uptraining.costs import Decoding, Spent
 from megakernel.uptraining.identity import Identity
 from megakernel.uptraining.report import Measured, Report, recovered
 from megakernel.uptraining.report_events import write_events
@@ -19,6 +23,22 @@ def test_recovered_is_the_share_of_the_perplexity_gap():
     assert recovered(log(20), log(12), log(10)) == pytest.approx(0.8)
     assert recovered(log(20), log(9), log(10)) == pytest.approx(1.1)
     assert recovered(log(10.05), log(9), log(10)) is None  # a swap that cost half a percent
+
+
+@pytest.mark.parametrize(
+    ("swapped", "now", "said"),
+    [
+        (20, 12, "80.0%"),
+        (20, 9, "all, and more"),
+        (10.2, 15, "none: worse than the swap"),
+        (10.05, 9, "the swap lost nothing"),
+    ],
+)
+def test_a_share_that_is_none_is_said_in_words(swapped, now, said):
+    stage = Measured("distillation", log(now), log(now), tokens=4096)
+    report = replace(made(), swapped=Measured("swapped", log(swapped), log(21)), stages=[stage])
+    (line,) = (line for line in report.markdown().splitlines() if line.startswith("| distillation |"))
+    assert line.endswith(f" {said} |")
 
 
 NAMES = ("dense", "swapped_untrained", "distillation")
@@ -53,6 +73,47 @@ def test_files_have_what_was_measured(tmp_path):
     assert found["identity"] == {"tokens": 64, "student": 2.5, "dense": 2.4}
     assert found["stages"][0]["folder"] == "runs/x/1-main"
     assert "recovered_of_trained_on" not in found
+
+
+def test_what_a_run_took_is_read_from_its_log(tmp_path):
+    rates = {"throughput/tokens_per_sec": 200, "throughput/tokens_per_sec_per_device": 100}
+    entries = [
+        {"step": 0, "eval/loss": 3.0},
+        {"step": 2, "throughput/step_time": 1.5, "throughput/tflops": 2, "memory/peak_gib": 3} | rates,
+        {"step": 4, "throughput/step_time": 0.5, "throughput/tflops": 6, "memory/peak_gib": 2} | rates,
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert Spent.of(tmp_path) == Spent(4.0, 2 * (3 * 2e12 + 1 * 6e12), 3 * 2**30)
+
+
+@pytest.fixture(scope="module")
+def decoding():
+    """Of a dense model and of one of kernels, each behind 64 tokens."""
+    found = {}
+    for attention in ("softmax", "performer"):
+        model = Model(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, attention=attention)
+        built = LanguageModel(ModelSettings(model, 64, OneProcess()))
+        found[attention] = Decoding.of(built, 64, torch.device("cpu"))
+    return found
+
+
+def test_a_cache_of_keys_and_values_has_its_size_and_a_state_another(decoding):
+    keys_and_values = 2 * 2 * (2 * 8) * 64 * 4  # layers, both, heads x width, tokens, bytes
+    positions = decoding["softmax"].state_bytes - keys_and_values
+    assert 0 <= positions <= 2 * 64 * 8
+    assert decoding["softmax"].context == decoding["performer"].context == 64
+    assert all(found.seconds > 0 and found.flops > 0 for found in decoding.values())
+
+
+def test_a_page_says_what_training_and_decoding_take(decoding):
+    stage = Measured("distillation", log(12), log(13), 4096, "runs/x/1-main", Spent(3725.2, 1.5e15, 2**31))
+    text = replace(made(), stages=[stage], decoding=decoding).markdown()
+    assert "| distillation | 1:02:05 | 1.50e+15 | 2.00 GiB |" in text
+    dense, student = (line for line in text.splitlines() if line.startswith(("| softmax |", "| performer |")))
+    assert "| 100.0% |" in dense
+    share = decoding["performer"].state_bytes / decoding["softmax"].state_bytes
+    assert f"| {share:.1%} | {1e3 * decoding['performer'].seconds:.2f} |" in student
+    assert "Not measured: no process has the whole model." in made().markdown()
 
 
 def test_a_report_says_how_its_model_was_made():

@@ -50,14 +50,14 @@ def test_queries_that_are_all_alike_are_uniform_attention(qkv):
     assert found["performer", 16] < 1e-12
 
 
-def test_contenders_are_the_runs_model_with_other_attention():
+def test_compared_models_are_the_runs_model_with_other_attention():
     decoder = small_model("flurka", num_layers=3).settings.model
-    found = instability.contenders(decoder)
+    found = instability.compared_models(decoder)
     assert list(found) == ["run", "softmax", "gaussian", "kernelized"]
     assert {model.num_layers for model in found.values()} == {2}
     assert found["kernelized"].attention.normalize is False
     encoder = small_model("softmax", kind="masked_lm").settings.model
-    assert list(instability.contenders(encoder)) == [
+    assert list(instability.compared_models(encoder)) == [
         "softmax",
         "gaussian",
         "kernelized",

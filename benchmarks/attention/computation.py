@@ -1,0 +1,123 @@
+"""An implementation with its inputs, ready to run."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megakernel.attention import ALL_HEADS, HeadShard, build
+from megakernel.attention.low_rank import LowRankAttention
+
+from .cases import FFN_WIDTH, Case, attention_of
+from .implementations import Implementation, core_of, preset_core
+
+Gradients = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """One computation, forward and backward."""
+
+    forward: Callable[[], Tensor]
+
+    leaves: tuple[Tensor, ...]
+    """Inputs, then weights; those that need gradients."""
+
+    grad_output: Tensor
+    """The gradient of the output."""
+
+    inputs: int
+    """How many of the leaves are inputs."""
+
+    tokens_first: bool = False
+    """Inputs and output are (B, N, H, d) and not (B, H, N, d)."""
+
+    def infer(self) -> Tensor:
+        """The output, without a graph."""
+        with torch.no_grad():
+            return self.forward()
+
+    def train(self) -> tuple[Tensor, Gradients]:
+        """The output and the gradients of the leaves."""
+        out = self.forward()
+        return out.detach(), torch.autograd.grad(out, self.leaves, self.grad_output, allow_unused=True)
+
+
+def draw(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and the gradient of the output (B, H, N, d), or x and that of a layer (N, B, d_m); always the same."""
+    random = torch.Generator(device).manual_seed(case.all_tokens)
+    if case.is_layer:
+        shape: tuple[int, ...] = (case.tokens, case.batch, case.width)
+        count = 2
+    else:
+        shape = (case.batch, case.heads, case.tokens, case.head_dim)
+        count = 4
+    return [torch.randn(shape, generator=random, device=device, dtype=dtype) for _ in range(count)]
+
+
+def computation(
+    implementation: Implementation, case: Case, drawn: Sequence[Tensor], shard: HeadShard = ALL_HEADS
+) -> Computation:
+    """The implementation on the tensors of `draw`, for the heads of a shard that these tensors hold."""
+    if case.is_layer:
+        return _layer(implementation, case, drawn)
+    core, weights = core_of(implementation, case, drawn[0].device, shard)
+    if implementation.tokens_first:
+        drawn = [x.transpose(1, 2).contiguous() for x in drawn]
+    q, k, v = (x.detach().requires_grad_() for x in drawn[:3])
+    return Computation(lambda: core(q, k, v), (q, k, v, *weights), drawn[3], 3, implementation.tokens_first)
+
+
+def expected(
+    implementation: Implementation,
+    case: Case,
+    drawn: Sequence[Tensor],
+    dtype: torch.dtype,
+    shard: HeadShard = ALL_HEADS,
+) -> Computation:
+    """What the implementation ought to give, by our modules in `dtype`."""
+    drawn = [x.to(dtype) for x in drawn]
+    if case.is_layer:
+        return _layer(implementation, case, drawn)
+    core, weights = preset_core(implementation, case, drawn[0].device, dtype, shard)
+    q, k, v = (x.detach().requires_grad_() for x in drawn[:3])
+    return Computation(lambda: core(q, k, v), (q, k, v, *weights), drawn[3], 3)
+
+
+def _layer(implementation: Implementation, case: Case, drawn: Sequence[Tensor]) -> Computation:
+    """A transformer layer of the paper's models, without norms and biases."""
+    x, grad_output = drawn[0].detach().requires_grad_(), drawn[1]
+    core = build(
+        attention_of(implementation.preset, case),
+        num_heads=case.heads,
+        head_dim=case.head_dim,
+        causal=False,
+        max_positions=case.tokens,
+    )
+    # Weights are numbers of bfloat16 whatever they are held in, so that dtypes can be compared.
+    core = core.to(x.device, torch.bfloat16).to(x.dtype).eval()
+    random = torch.Generator(x.device).manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        drawn = torch.randn(rows, columns, generator=random, device=x.device) / math.sqrt(columns)
+        return drawn.bfloat16().to(x.dtype).requires_grad_()
+
+    queries, keys, values, output = (matrix(case.width, case.width) for _ in range(4))
+    up, down = matrix(FFN_WIDTH, case.width), matrix(case.width, FFN_WIDTH)
+
+    def heads(tokens: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(tokens, weight).unflatten(-1, (case.heads, -1)).permute(1, 2, 0, 3)
+
+    def forward() -> Tensor:
+        of_keys = of_values = x
+        if isinstance(core, LowRankAttention) and core.compresses_input:
+            of_keys, of_values = core.compress(x, first=0, length=case.tokens).to(x.dtype)
+        mixed = core(heads(x, queries), heads(of_keys, keys), heads(of_values, values))
+        y = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), output)
+        return F.linear(F.gelu(F.linear(y, up)), down)
+
+    weights = (queries, keys, values, output, up, down, *core.parameters())
+    return Computation(forward, (x, *weights), grad_output, 1)

@@ -1,0 +1,166 @@
+"""The implementations that are measured: our ops as a model calls them, and what others offer for the same."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megakernel.attention import ALL_HEADS, HeadShard, build
+from megakernel.ops import kernel_attention
+from megakernel.parallel.device import free_memory
+
+from .cases import Case, attention_of
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of q, k and v (B, H, N, d), or (B, N, H, d) for an implementation with `tokens_first`."""
+
+FLA = "flash-linear-attention"
+"""The package; its module is `fla`."""
+
+SHARE = 0.5
+"""Of the device's free memory that an implementation whose memory grows with N d^2 may take."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An implementation of one attention."""
+
+    name: str
+
+    preset: str
+    """What it computes, as a preset of the attention tree."""
+
+    is_ours: bool = False
+    """Ours fails the whole measurement where it is wrong; another's times are left out."""
+
+    normalize: bool = True
+    """Whether weights are divided by their sum."""
+
+    build: Callable[[], Core] | None = None
+    """Makes the function; None: the module of the preset, with the backend that the dispatcher chooses."""
+
+    tokens_first: bool = False
+    """q, k, v and the output are (B, N, H, d)."""
+
+    needs_fla: bool = False
+    """Comes with flash-linear-attention."""
+
+    holds_states: bool = False
+    """Keeps a state for every token."""
+
+    def problem(self, case: Case, device: torch.device) -> str | None:
+        """Why it does not run here, or None."""
+        if self.needs_fla:
+            if importlib.util.find_spec("fla") is None:
+                return f"{FLA} is not installed: pip install -e '.[bench]'"
+            if device.type != "cuda":
+                return f"{FLA} needs a GPU"
+        if self.holds_states:
+            # The state of every token, its product with the value, and the gradients of both.
+            taken = 4 * 4 * case.all_tokens * case.heads * case.head_dim**2
+            if taken > SHARE * free_memory(device):
+                return f"needs about {taken / 2**30:.0f} GiB"
+        return None
+
+
+def core_of(
+    implementation: Implementation, case: Case, device: torch.device, shard: HeadShard = ALL_HEADS
+) -> tuple[Core, list[nn.Parameter]]:
+    """The function that runs, for the heads of a shard, and what it learns, in float32."""
+    if implementation.build is not None:
+        return implementation.build(), []
+    return preset_core(implementation, case, device, torch.float32, shard)
+
+
+def preset_core(
+    implementation: Implementation,
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype,
+    shard: HeadShard = ALL_HEADS,
+) -> tuple[Core, list[nn.Parameter]]:
+    """The same attention by our modules, with weights of `dtype`, whoever the implementation is."""
+    form = attention_of(implementation.preset, case)
+    if not implementation.normalize:
+        assert form.feature_map is not None
+        return _unnormalized(form.feature_map.name), []
+    module = build(form, num_heads=case.heads, head_dim=case.head_dim, heads=shard).to(device, dtype).eval()
+    return module, list(module.parameters())
+
+
+def _unnormalized(feature_map: str) -> Core:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = kernel_attention(q, k, v, feature_map=feature_map, normalize=False)
+        assert isinstance(out, Tensor)
+        return out
+
+    return run
+
+
+def _fla(function: str, normalize: bool) -> Callable[[], Core]:
+    """flash-linear-attention's linear attention behind elu + 1, which its layers apply as a pass of its own."""
+
+    def make() -> Core:
+        from fla.ops import linear_attn
+
+        op = getattr(linear_attn, function)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return op(F.elu(q) + 1, F.elu(k) + 1, v, scale=1.0, normalize=normalize)[0]
+
+        return run
+
+    return make
+
+
+def _eager() -> Core:
+    """Linear attention as its formula reads: the state of every token by a cumulative sum."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        phi_q, phi_k = (F.elu(x.float()) + 1 for x in (q, k))
+        states = (phi_k[..., None] * v.float()[..., None, :]).cumsum(2)
+        norms = phi_k.cumsum(2)
+        numerator = (phi_q[..., None, :] @ states)[..., 0, :]
+        return (numerator / (phi_q * norms).sum(-1, keepdim=True)).to(v.dtype)
+
+    return run
+
+
+def _from_fla(name: str, function: str, normalize: bool) -> Implementation:
+    return Implementation(
+        name,
+        "linear",
+        normalize=normalize,
+        build=_fla(function, normalize),
+        tokens_first=True,
+        needs_fla=True,
+    )
+
+
+IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("kernel elu", "linear", is_ours=True),
+        Implementation("kernel elu, not normalized", "linear", is_ours=True, normalize=False),
+        Implementation("kernel hedgehog", "hedgehog", is_ours=True),
+        Implementation("kernel favor", "performer", is_ours=True),
+        Implementation("FLuRKA", "flurka", is_ours=True),
+        Implementation("FLuRKA's low-rank parent", "linformer_causal", is_ours=True),
+        Implementation("SDPA", "softmax"),
+        _from_fla("fla chunk", "chunk_linear_attn", normalize=True),
+        _from_fla("fla chunk, not normalized", "chunk_linear_attn", normalize=False),
+        _from_fla("fla fused_chunk", "fused_chunk_linear_attn", normalize=True),
+        _from_fla("fla fused_chunk, not normalized", "fused_chunk_linear_attn", normalize=False),
+        Implementation("eager elu", "linear", build=_eager, holds_states=True),
+        *(
+            Implementation(preset, preset, is_ours=preset != "softmax")
+            for preset in ("flurka_rnn", "flurka_performer", "linformer", "linear", "performer", "softmax")
+        ),
+    )
+}
+"""Implementation by name. FLuRKA's kernel parent is `kernel hedgehog`, whose feature map it has.
+
+Those named like a preset are whole layers of the `paper` suite."""

@@ -1,0 +1,149 @@
+"""The page of one measurement: where, when, how, and tables."""
+
+from collections.abc import Iterable, Sequence
+from datetime import date
+
+import torch
+
+from .machine import surroundings
+from .measuring import Row, Survey, Times
+from .suites import Suite
+from .targets import Figures, Timed
+
+MOST = 2.2
+"""What a doubling of N may cost for what is called linear."""
+
+
+def measured_page(survey: Survey, device: torch.device, command: str) -> str:
+    """Markdown of one run: where, when and how, and a table for each case."""
+    suite, machine = survey.suite, survey.machine
+    numbers = str(survey.dtype).removeprefix("torch.")
+    lines = [
+        f"# {suite.title}",
+        "",
+        f"`{command}`, {date.today().isoformat()}, {machine.name}, {numbers}; {surroundings(device)}.",
+        "",
+        suite.about,
+        "",
+        f"Times are medians of up to {survey.repeats} runs after a warm-up. {_TIMED[device.type]} Every "
+        "implementation was checked first, output and gradients against float64; *error* is the largest RMS "
+        "ratio. The floor is the "
+        f"longer of the least bytes over {machine.bandwidth / 1e9:,.0f} GB/s and of the least FLOPs over "
+        f"{machine.peak / 1e12:,.3g} TFLOP/s, {machine.source}. "
+        f"The column *times {suite.against}* is this implementation's time over that of {suite.against}, forward and "
+        "backward.",
+        "",
+    ]
+    if suite.grows:
+        lines += [*_growth(survey), ""]
+    figures = {
+        (row.implementation, case): Timed(
+            row.times.both, row.times.both * row.times.both_share, row.times.peak.both
+        )
+        for case, rows in survey.results
+        for row in rows
+        if row.times is not None
+    }
+    lines += _targets(suite, figures)
+    previous: dict[str, Times] = {}
+    for case, rows in survey.results:
+        timed = {row.implementation: row.times for row in rows if row.times is not None}
+        lines += [f"## {case}", ""]
+        if timed:
+            lines += [*_table(rows, timed.get(suite.against), survey, previous), ""]
+        missing = [f"* {row.implementation}: {row.problem}" for row in rows if row.times is None]
+        lines += [*missing, ""] if missing else []
+        previous = timed
+    lines += [f"* {remark}" for remark in survey.remarks]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+_TIMED = {
+    "cuda": "The GPU's caches are flushed before each. Peak memory is what torch had given out at most, with inputs, "
+    "weights, output and gradients.",
+    "cpu": "With one thread they are processor time, without other processes' turns; freed memory stays with the "
+    "process, so that large tensors do not cost new pages of the system. Peak memory is by how much the resident "
+    "memory of a fresh process grew at most (VmHWM), with inputs, weights, output and gradients.",
+}
+"""How times and memory were taken on a type of device."""
+
+
+def _table(
+    rows: Sequence[Row], against: Times | None, survey: Survey, previous: dict[str, Times]
+) -> list[str]:
+    suite = survey.suite
+    columns = [
+        "implementation",
+        "forward ms",
+        "forward + backward ms",
+        "forward MiB",
+        "forward + backward MiB",
+    ]
+    columns += ["forward: of the floor", "forward + backward: of the floor"]
+    columns += [] if against is None else [f"times {suite.against}"]
+    columns += ["time per doubling", "memory per doubling"] if suite.grows else []
+    body = []
+    for row in rows:
+        times = row.times
+        if times is None or row.comparison is None:
+            continue
+        cells = [row.implementation, number(times.forward * 1e3), number(times.both * 1e3)]
+        cells += [number(size / 2**20) for size in times.peak]
+        cells += [f"{times.forward_share:.0%}", f"{times.both_share:.0%}"]
+        cells += [] if against is None else [f"{times.both / against.both:.2f}x"]
+        cells += _doubling(times, previous.get(row.implementation)) if suite.grows else []
+        body.append([*cells, f"{row.comparison.error:.1e}"])
+    return markdown([*columns, "error"], body)
+
+
+def _doubling(times: Times, half: Times | None) -> list[str]:
+    if half is None:
+        return ["", ""]
+    return [f"{times.both / half.both:.2f}x", f"{times.peak.both / half.peak.both:.2f}x"]
+
+
+def _growth(survey: Survey) -> list[str]:
+    """What doublings cost at most, and from where on each implementation is faster than the one it is compared with."""
+    by_name: dict[str, dict[int, Times]] = {}
+    for case, rows in survey.results:
+        for row in rows:
+            if row.times is not None:
+                by_name.setdefault(row.implementation, {})[case.tokens] = row.times
+    against = survey.suite.against
+    base = by_name.pop(against, {})
+    lines = []
+    for name, times in by_name.items():
+        doubled = [(n, times[n], times[n // 2]) for n in times if n // 2 in times]
+        if doubled:
+            longer, at_longer = max((one.both / half.both, n) for n, one, half in doubled)
+            larger, at_larger = max((one.peak.both / half.peak.both, n) for n, one, half in doubled)
+            comparison = "linear" if max(longer, larger) <= MOST else f"more than {MOST}x"
+            lines.append(
+                f"* {name}: a doubling of N costs at most {longer:.2f}x in time (to N = {at_longer:,}) and "
+                f"{larger:.2f}x in memory (to N = {at_larger:,}): {comparison}."
+            )
+        slower = max((n for n in times if n in base and times[n].both >= base[n].both), default=0)
+        faster = min((n for n in times if n in base and n > slower), default=None)
+        if faster is not None:
+            lines.append(f"* {name}: faster than {against} from N = {faster:,} on.")
+    return lines
+
+
+def _targets(suite: Suite, figures: Figures) -> list[str]:
+    """What was set out to reach, and what came of it in the worst case."""
+    if not suite.targets:
+        return []
+    columns = ["target, forward + backward", "set", "worst case", "kept"]
+    body = [target.cells(figures, suite.cases) for target in suite.targets]
+    return ["## Targets", "", *markdown(columns, body), ""]
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table, its numbers to the right."""
+    head = [" | ".join(columns), " | ".join(["---", *["---:"] * (len(columns) - 1)])]
+    return [f"| {line} |" for line in [*head, *(" | ".join(row) for row in rows)]]
+
+
+def number(value: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

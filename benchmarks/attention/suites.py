@@ -1,0 +1,125 @@
+"""Named sets of measurements."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megakernel.config import UserError
+
+from .cases import Case
+from .targets import DEFAULT, PAPER, Target
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cases, who runs in them, and whom they are compared with."""
+
+    title: str
+
+    about: str
+    """A paragraph for the page: where the sizes come from."""
+
+    cases: tuple[Case, ...]
+
+    implementations: tuple[str, ...]
+    """Names in `implementations.IMPLEMENTATIONS`, or presets of a layer where the cases are layers."""
+
+    against: str
+    """The implementation whose time the others are divided by."""
+
+    device: str
+    """Type of device that it is meant for."""
+
+    targets: tuple[Target, ...] = ()
+
+    grows: bool = False
+    """Cases differ in N alone, each twice the one before: what a doubling costs is shown."""
+
+    def narrowed(self, max_tokens: int | None, only: Sequence[str]) -> "Suite":
+        """The cases of at most `max_tokens` tokens, B times N, and the implementations in `only`; None and empty: all.
+
+        UserError where nothing is left or a name is unknown.
+        """
+        cases = tuple(case for case in self.cases if max_tokens is None or case.all_tokens <= max_tokens)
+        if not cases:
+            fewest = min(case.all_tokens for case in self.cases)
+            raise UserError(f"--max-tokens {max_tokens} leaves no case; set at least {fewest}")
+        for name in only:
+            if name not in self.implementations:
+                known = ", ".join(self.implementations)
+                raise UserError(f"--only {name!r} is no implementation of the suite; choose among {known}")
+        implementations = tuple(name for name in self.implementations if not only or name in only)
+        return replace(self, cases=cases, implementations=implementations)
+
+
+CHUNK_ROW = 4096
+"""Tokens of a row where many rows make up the tokens of a case."""
+
+
+def _default_cases() -> tuple[Case, ...]:
+    sizes = [(dim, tokens) for dim in (128, 64) for tokens in (2**14, 2**16, 2**18, 2**20)]
+    return tuple(
+        Case(tokens // row, row, heads=16, head_dim=dim)
+        for dim, tokens in sizes
+        for row in (tokens, CHUNK_ROW)
+    )
+
+
+def _paper_cases() -> tuple[Case, ...]:
+    figure_3 = [Case(1, tokens, 8, 325, rank=1500) for tokens in range(7_050, 55_501, 3_000)]
+    ranks = (8_000, 11_200, 14_400, 17_600, 20_000)
+    figure_4_top = [Case(1, 20_000, 4, 128, rank=rank) for rank in ranks]
+    figure_4_bottom = [Case(1, 20_000, 4, width // 4, rank=1_000) for width in range(800, 20_001, 3_200)]
+    appendix_c = [Case(1, tokens, 4, 128, rank=256) for tokens in range(7_500, 52_501, 9_000)]
+    return (*figure_3, *figure_4_top, *figure_4_bottom, *appendix_c)
+
+
+SUITES = {
+    "default": Suite(
+        "Causal attention on a GPU",
+        "Causal attention in bfloat16, H = 16, as one long row and as many rows of 4,096 tokens. favor's phi is as "
+        "wide as a head.",
+        _default_cases(),
+        (
+            "kernel elu",
+            "kernel elu, not normalized",
+            "kernel hedgehog",
+            "kernel favor",
+            "FLuRKA",
+            "FLuRKA's low-rank parent",
+            "SDPA",
+            "fla chunk",
+            "fla chunk, not normalized",
+            "fla fused_chunk",
+            "fla fused_chunk, not normalized",
+            "eager elu",
+        ),
+        against="kernel elu",
+        device="cuda",
+        targets=DEFAULT,
+    ),
+    "paper": Suite(
+        "FLuRKA at its paper's settings",
+        "One transformer layer that sees both ways (three projections, the mechanism, the output projection, and the "
+        "MLP of 512 of the paper's models; no norms and no biases), one row, bfloat16. Figure 3: d_m = 2600, "
+        "d_k = 1500, H = 8, N from 7,050 to 55,500. Figure 4, top: N = 20,000, d_h = 128, d_k from 8,000 to 20,000; "
+        "bottom: N = 20,000, d_k = 1,000, d_m from 800 to 20,000. Appendix C: N from 7,500 to 52,500. Where the paper "
+        "gives no H it is 4, as in its section 4; where it gives neither d_m nor d_k (appendix C) they are 512 and "
+        "256, inside the region of its claim 1. phi is as wide as a head.",
+        _paper_cases(),
+        ("flurka_rnn", "flurka_performer", "linformer", "linear", "performer", "softmax"),
+        against="flurka_rnn",
+        device="cuda",
+        targets=PAPER,
+    ),
+    "cpu": Suite(
+        "Causal attention on a CPU",
+        "Causal attention in float32, one row, H = 4, d = 64, with the chunked ops. favor's phi is as wide as a head. "
+        "SDPA and the low-rank parent, a softmax over landmarks, weigh a number of pairs that grows with N squared.",
+        tuple(Case(1, 2**exponent, heads=4, head_dim=64) for exponent in range(10, 16)),
+        ("kernel elu", "kernel hedgehog", "kernel favor", "FLuRKA", "FLuRKA's low-rank parent", "SDPA"),
+        against="SDPA",
+        device="cpu",
+        grows=True,
+    ),
+}
+"""Suite by its name on the command line."""

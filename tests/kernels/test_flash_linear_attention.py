@@ -1,0 +1,54 @@
+"""What `megakernel bench attention` compares with computes the same: flash-linear-attention, as it is called there."""
+
+import builtins
+
+import pytest
+import torch
+from triton.runtime import autotuner
+
+from benchmarks.attention.cases import Case
+from benchmarks.attention.check import check
+from benchmarks.attention.implementations import IMPLEMENTATIONS
+
+from .comparing import DEVICE
+
+NAMES = [name for name, implementation in IMPLEMENTATIONS.items() if implementation.needs_fla]
+
+
+class Counter(int):
+    """A loop's counter, which compiled code can convert."""
+
+    def to(self, dtype):
+        return self
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Triton's interpreter, able to run fla: there is nothing to tune, and counters of loops have methods."""
+    if DEVICE == "cuda":
+        return
+    run = autotuner.Autotuner.run
+
+    def run_first(self, *args, **kwargs):
+        monkeypatch.setattr(self, "configs", self.configs[:1])
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(autotuner.Autotuner, "run", run_first)
+    counted = lambda *bounds: map(Counter, builtins.range(*map(int, bounds)))  # noqa: E731
+    for name in ("chunk_h", "chunk_o", "fused_chunk"):
+        monkeypatch.setattr(f"fla.ops.common.{name}.range", counted, raising=False)
+    monkeypatch.setattr("fla.ops.utils.cumsum.range", counted, raising=False)
+
+
+@pytest.mark.parametrize("case", [Case(2, 130, heads=2, head_dim=16), Case(1, 64, heads=1, head_dim=32)])
+@pytest.mark.parametrize("name", NAMES)
+def test_flash_linear_attention_agrees_with_float64(name, case, interpreter):
+    """Output and gradients, normalized and not."""
+    # On a GPU fla's products of float32 are TF32's, of 11 bits.
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    comparison = check(IMPLEMENTATIONS[name], case, torch.device(DEVICE), dtype)
+    assert comparison.is_right, str(comparison)
+
+
+def test_all_of_its_implementations_are_here():
+    assert len(NAMES) == 4

@@ -1,0 +1,75 @@
+"""A float64 layer computes in float64 from end to end, and a row without tokens is refused by every layer."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megakernel.attention import build
+from tests.unit.attention import mechanisms
+from tests.unit.attention.mechanisms import FORMS, HEADS, KV_HEADS, POINTS, SMALL, WIDTH, gradients, tokens
+
+UNEVEN = SMALL | {"block": {"block_size": 7, "rank": 3}, "pool": {"block_size": 7}}
+"""Sizes whose quotients float32 cannot hold."""
+
+CASES = [
+    pytest.param(name, causal, id=f"{name}-{'causal' if causal else 'bidirectional'}")
+    for name, form in FORMS.items()
+    for causal, impossible in ((True, form.mixes_future_tokens), (False, form.looks_back_only))
+    if not impossible
+]
+
+
+class Narrow(TorchDispatchMode):
+    """Collects the operations that make a tensor of less than float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operation(*args, **(kwargs or {}))
+        leaves = (x for x in tree_leaves(made) if isinstance(x, Tensor))
+        if any(x.is_floating_point() and x.dtype != torch.float64 for x in leaves):
+            self.found.add(str(operation))
+        return made
+
+
+@pytest.mark.parametrize(("name", "causal"), CASES)
+def test_a_float64_layer_rounds_nothing_to_float32_and_equals_its_reference(name, causal, monkeypatch):
+    monkeypatch.setattr(mechanisms, "SMALL", UNEVEN)
+    monkeypatch.setitem(mechanisms.TREES, name, mechanisms.small(POINTS[name]))
+    module = mechanisms.layer(name, causal=causal).eval()
+    q, k, v = tokens(2, 16)
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[1, 11:] = False
+    with Narrow() as narrow:
+        out = module(q, k, v, mask)
+        found = gradients(module, out, q, k, v)
+    assert not narrow.found
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
+    expected = module(q, k, v, mask)
+    for actual, wanted in zip((out, *found), (expected, *gradients(module, expected, q, k, v))):
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "causal"), CASES)
+def test_a_row_without_tokens_is_refused(name, causal):
+    module = build(
+        mechanisms.TREES[name],
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=WIDTH,
+        causal=causal,
+        max_positions=8,
+    )
+    q, k = torch.zeros(1, HEADS, 0, WIDTH), torch.zeros(1, KV_HEADS, 0, WIDTH)
+    nothing = torch.zeros(1, 0, dtype=torch.int64)
+    entries = [lambda: module(q, k, k), lambda: module(q, k, k, nothing.bool())]
+    entries += [lambda: module(q, k, k, positions=nothing)] + [lambda: module.extend(q, k, k)] * causal
+    for enter in entries:
+        with pytest.raises(ValueError, match=r"q has shape \(1, 4, 0, 6\); expected at least one token"):
+            enter()

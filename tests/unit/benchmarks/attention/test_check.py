@@ -1,0 +1,93 @@
+"""A time is believed only where the numbers are right."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.attention import machine, measuring
+from benchmarks.attention.cases import Case
+from benchmarks.attention.check import check, rms_ratio
+from benchmarks.attention.implementations import IMPLEMENTATIONS
+from benchmarks.attention.suites import SUITES
+from megakernel.config import RunFailed
+
+CPU = torch.device("cpu")
+SMALL = Case(batch=2, tokens=200, heads=2, head_dim=16)
+
+
+@pytest.fixture
+def suite(monkeypatch):
+    monkeypatch.setitem(machine.MULTIPLIED, "cpu", 64)
+    monkeypatch.setitem(machine.COPIED, "cpu", 2**16)
+    return replace(SUITES["cpu"], cases=(SMALL,), implementations=("kernel elu",))
+
+
+def altered(change):
+    """`kernel elu` with something done to what it gives."""
+    right = IMPLEMENTATIONS["eager elu"].build
+
+    def build():
+        run = right()
+        return lambda q, k, v: change(run(q, k, v))
+
+    return replace(IMPLEMENTATIONS["kernel elu"], build=build)
+
+
+@pytest.mark.parametrize("name", SUITES["cpu"].implementations)
+def test_every_implementation_of_the_cpu_suite_is_right(name):
+    assert check(IMPLEMENTATIONS[name], SMALL, CPU, torch.float32).is_right
+
+
+@pytest.mark.parametrize("name", ["eager elu", "kernel elu, not normalized"])
+def test_implementations_beside_our_modules_are_right(name):
+    assert check(IMPLEMENTATIONS[name], SMALL, CPU, torch.float32).is_right
+
+
+@pytest.mark.parametrize("name", SUITES["paper"].implementations)
+def test_whole_layers_are_right(name):
+    case = Case(batch=1, tokens=96, heads=2, head_dim=8, rank=12)
+    assert check(IMPLEMENTATIONS[name], case, CPU, torch.float32).is_right
+
+
+def test_wrong_outputs_are_found():
+    comparison = check(altered(lambda out: 1.01 * out), SMALL, CPU, torch.float32)
+    assert not comparison.is_right
+    assert comparison.error == pytest.approx(0.01, rel=1e-3)
+
+
+def test_wrong_gradients_behind_right_outputs_are_found():
+    comparison = check(
+        altered(lambda out: out.detach() + 2 * (out - out.detach())), SMALL, CPU, torch.float32
+    )
+    assert not comparison.is_right
+    assert comparison.what.startswith("d")
+
+
+def test_an_error_in_the_last_row_alone_is_found():
+    def spoilt(out):
+        return torch.cat([out[:-1], 1.01 * out[-1:]])
+
+    # Whole comparison sees one row; the spot looks at the last.
+    assert (
+        check(altered(lambda out: spoilt(out) if len(out) > 1 else out), SMALL, CPU, torch.float32).error
+        > 1e-3
+    )
+
+
+def test_numbers_that_are_not_finite_are_infinitely_wrong():
+    assert rms_ratio(torch.tensor([1.0, torch.nan]), torch.ones(2)) == float("inf")
+
+
+def test_nothing_is_measured_where_one_of_ours_is_wrong(suite, monkeypatch):
+    monkeypatch.setitem(IMPLEMENTATIONS, "kernel elu", altered(lambda out: out + 1))
+    with pytest.raises(RunFailed, match="kernel elu is wrong at B=2 N=200 H=2 d=16, so nothing is written"):
+        measuring.survey(suite, CPU, repeats=1)
+
+
+def test_times_of_another_that_is_wrong_are_left_out(suite, monkeypatch):
+    wrong = replace(altered(lambda out: out + 1), is_ours=False)
+    monkeypatch.setitem(IMPLEMENTATIONS, "kernel elu", wrong)
+    [(_, [row])] = measuring.survey(suite, CPU, repeats=1).results
+    assert row.times is None
+    assert row.problem.startswith("wrong: ")

@@ -1,0 +1,130 @@
+"""`megakernel bench attention`, end to end on a CPU."""
+
+import pytest
+import torch
+
+from benchmarks.attention import SUITES, machine, measuring
+from launch.cli import main
+from launch.exit_status import ExitStatus
+from megakernel.config import RunFailed
+
+
+@pytest.fixture(autouse=True)
+def small_measures_of_the_device(monkeypatch):
+    """Its limits are not what is tested."""
+    monkeypatch.setitem(machine.MULTIPLIED, "cpu", 64)
+    monkeypatch.setitem(machine.COPIED, "cpu", 2**16)
+
+
+def tables(page):
+    """The cells of every table row that is no rule, table by table."""
+    found, inside = [], False
+    for line in page.splitlines():
+        if line.startswith("| ---"):
+            continue
+        if line.startswith("|"):
+            if not inside:
+                found.append([])
+            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        inside = line.startswith("|")
+    return found
+
+
+def test_the_cpu_suite_writes_a_table_of_what_it_measured(tmp_path, capsys):
+    out = tmp_path / "results" / "page.md"
+    command = [
+        "bench",
+        "attention",
+        "--suite",
+        "cpu",
+        "--max-tokens",
+        "2048",
+        "--repeats",
+        "1",
+        "--only",
+        "FLuRKA",
+    ]
+    assert main([*command, "--out", str(out)]) == 0
+    page = out.read_text()
+    assert capsys.readouterr().out == page
+    assert "`megakernel bench attention --suite cpu --repeats 1 --max-tokens 2048 --only FLuRKA`" in page
+    assert f"torch {torch.__version__}" in page
+    assert "GB/s" in page
+    assert "* FLuRKA: a doubling of N costs at most " in page
+    short, long = tables(page)
+    assert len(short) == len(long) == 2
+    assert all(len(row) == len(short[0]) for row in (*short, *long))
+    measured = dict(zip(long[0], long[1]))
+    assert measured["implementation"] == "FLuRKA"
+    assert float(measured["forward + backward ms"].replace(",", "")) > 0
+    assert measured["time per doubling"].endswith("x")
+    assert float(measured["error"]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--repeats", "0"], "--repeats 0 measures nothing; set at least 1"),
+        (["--suite", "cpu", "--max-tokens", "1000"], "--max-tokens 1000 leaves no case"),
+        (
+            ["--suite", "cpu", "--only", "flash"],
+            "--only 'flash' is no implementation of the suite; choose among kernel elu",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(options, complaint, capsys):
+    assert main(["bench", "attention", *options]) == ExitStatus.USAGE
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_suite_for_a_gpu_says_that_there_is_none(capsys):
+    assert main(["bench", "attention", "--suite", "default"]) == ExitStatus.USAGE
+    assert "needs a GPU and torch sees none; take --suite cpu" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_the_default_suite_measures_ours_and_others_on_a_gpu(tmp_path):
+    out = tmp_path / "page.md"
+    command = ["bench", "attention", "--suite", "default", "--max-tokens", "16384", "--repeats", "2"]
+    chosen = [part for name in ("kernel elu", "FLuRKA", "SDPA") for part in ("--only", name)]
+    assert main([*command, *chosen, "--out", str(out)]) == 0
+    page = out.read_text()
+    assert f"{torch.cuda.get_device_name()}, bfloat16; driver " in page
+    for table in tables(page):
+        assert [row[0] for row in table] == ["implementation", "kernel elu", "FLuRKA", "SDPA"]
+
+
+@pytest.mark.gpu
+def test_whole_layers_at_the_papers_smallest_size_are_measured_on_a_gpu(tmp_path):
+    out = tmp_path / "page.md"
+    command = ["bench", "attention", "--suite", "paper", "--max-tokens", "7500", "--repeats", "2"]
+    assert main([*command, "--out", str(out)]) == 0
+    assert len(tables(out.read_text())) == 2  # the first of figure 3 and of appendix C
+
+
+def test_a_failed_check_leaves_no_page(tmp_path, monkeypatch, capsys):
+    def wrong(*args):
+        raise RunFailed("kernel elu is wrong")
+
+    monkeypatch.setattr(measuring, "_row", wrong)
+    out = tmp_path / "page.md"
+    command = ["bench", "attention", "--suite", "cpu", "--out", str(out)]
+    assert main(command) == ExitStatus.FAILED
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "kernel elu is wrong" in captured.err
+    assert not out.exists()
+
+
+def test_every_case_of_the_suites_is_one_that_its_implementations_take():
+    """Shapes alone: what a GPU will be asked for is sound before one is rented."""
+    from benchmarks.attention.cases import needed
+    from benchmarks.attention.implementations import IMPLEMENTATIONS
+
+    for suite in SUITES.values():
+        for case in suite.cases:
+            assert all(
+                needed(IMPLEMENTATIONS[name].preset, case, 2, True).flops > 0
+                for name in suite.implementations
+            )

@@ -1,0 +1,142 @@
+"""What every number of every section is held to, whoever adds the next one."""
+
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pytest
+from pydantic import ValidationError
+
+import data_pipeline.benchmark_tasks  # their sections are walked over, too
+import data_pipeline.synthetic.source  # noqa: F401
+from megakernel.config import ConfigError, cluster, load, yaml_text
+from megakernel.config.section import Section
+from megakernel.config.training import Optimizer
+
+from . import trees
+from .trees import problems
+
+ABSURD = (".nan", ".inf", "-.inf", "true", "1" + "0" * 300, "-1" + "0" * 300, "1e300", "-1e300", "1e-300")
+
+
+def _sections(base: type[Section] = Section) -> Iterator[type[Section]]:
+    for section in base.__subclasses__():
+        yield section
+        yield from _sections(section)
+
+
+def _holders(annotation: Any) -> Iterator[Any]:
+    """The shapes in which a value of this type holds a number, each a function of the number."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if annotation in (int, float):
+        yield lambda number: number
+    elif origin is Annotated:
+        yield from _holders(parts[0])
+    elif origin in (Union, UnionType):
+        for part in parts if bool not in parts else ():
+            yield from _holders(part)
+    elif origin is list:
+        for holder in _holders(parts[0]):
+            yield lambda number, holder=holder: [holder(number)]
+    elif origin is tuple:
+        for holder in _holders(parts[0]):
+            yield lambda number, holder=holder: [holder(number), *[1] * len(parts[1:])]
+    elif origin is Literal and any(isinstance(choice, int) for choice in parts):
+        yield lambda number: number
+
+
+def _numbers() -> list[Any]:
+    return [
+        pytest.param(section, name, holder, id=f"{section.__name__}.{name}")
+        for section in dict.fromkeys(_sections())
+        for name, field in section.model_fields.items()
+        for holder in _holders(field.annotation)
+    ]
+
+
+@pytest.mark.parametrize(("section", "name", "holder"), _numbers())
+def test_no_number_is_absurd(section, name, holder):
+    for text in ABSURD:
+        number = yaml_text.parse(text, name)
+        if (section, name, text) == (Optimizer, "clip_grad_norm", ".inf"):
+            continue  # which has a meaning: never scale
+        with pytest.raises(ValidationError) as caught:
+            section.model_validate({name: holder(number)})
+        assert name in {error["loc"][0] for error in caught.value.errors()}, text
+
+
+def test_the_walk_meets_the_numbers_of_every_room():
+    met = {f"{parameter.values[0].__name__}.{parameter.values[1]}" for parameter in _numbers()}
+    assert len(met) > 120
+    assert met >= {"Optimizer.lr", "Corpus.weight", "Near.gate_bias", "Cluster.nodes", "ListOps.max_length"}
+    assert met >= {"Mixture.sigma2", "KeptLayers.keep", "Training.skip_samples", "LengthPhase.rope_base"}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "line"),
+    [
+        ("optimizer.lr", ".inf", "optimizer.lr=inf should be a finite number; change it (Peak learning rate)"),
+        ("optimizer.lr", "1e300", "optimizer.lr=1e+300 is beyond the float32 that it becomes"),
+        ("optimizer.eps", "1e-60", "optimizer.eps=1e-60 is 0 as the float32 that it becomes"),
+        ("training.steps", "true", "training.steps=True should be a number; change it (Optimizer steps of the"),
+        ("run.seed", "1" + "0" * 24, "run.seed=1000000000000000000000000 is beyond 64 bits; change it (Seed"),
+        ("model.num_layers", "1e9", "model.num_layers=1000000000.0 should be less than or equal to"),
+        ("training.steps", "9" * 5000, "training.steps is not YAML (Exceeds the limit"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_key_value_and_remedy(tmp_path, key, text, line):
+    with pytest.raises(ConfigError) as caught:
+        load(trees.file(tmp_path), [f"{key}={text}"])
+    assert str(caught.value).startswith(line)
+
+
+def test_numbers_are_read_as_before(tmp_path):
+    given = [
+        "optimizer.lr=1",
+        "optimizer.eps=1e-3",
+        "training.steps=1e3",
+        'optimizer.beta2="0.9"',
+        "run.seed=7",
+    ]
+    read = load(trees.file(tmp_path), [*given, "optimizer.clip_grad_norm=.inf", "optimizer.weight_decay=0"])
+    assert (read.optimizer.lr, read.optimizer.eps, read.training.steps) == (1.0, 1e-3, 1000)
+    assert load(trees.file(tmp_path), ["deepspeed.its_own=1e300"]).deepspeed == {"its_own": 1e300}
+    assert (read.optimizer.beta2, read.optimizer.clip_grad_norm) == (0.9, float("inf"))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"num_layers": 10**6}},
+        {"model": {"hidden_size": 10**9, "num_heads": 10**9}},
+        {"training": {"global_batch_size": 10**8}},
+        {"parallel": {"timeout_minutes": 1e30}},
+        {"parallel": {"pipeline": 10**9}},
+        {"data": {"train": "x", "num_workers": 10**6}},
+    ],
+)
+def test_magnitudes_that_no_machine_serves_are_refused(sections):
+    assert any("less than or equal" in problem.reason for problem in problems(**sections).values())
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        ({"mem": "lots"}, "mem"),
+        ({"mem": "-1"}, "mem"),
+        ({"nodes": 10**9}, "nodes"),
+        ({"gpus_per_node": "nan"}, "gpus_per_node"),
+        ({"time": "9" * 30}, "time"),
+        ({"sbatch": {"ntasks-per-node": "lots"}}, "sbatch.ntasks-per-node"),
+        ({"sbatch": {"ntasks-per-node": 0}}, "sbatch.ntasks-per-node"),
+    ],
+)
+def test_a_cluster_is_asked_for_what_it_could_have(tree, key):
+    with pytest.raises(ConfigError) as caught:
+        cluster.read_cluster(tree)
+    assert {problem.key for problem in caught.value.problems} == {key}
+
+
+@pytest.mark.parametrize("mem", ["0", "200G", "64000", "512gb", "1T"])
+def test_memory_is_written_as_slurm_writes_it(mem):
+    assert cluster.read_cluster({"mem": mem}).mem == mem

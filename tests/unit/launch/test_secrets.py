@@ -1,0 +1,76 @@
+"""What a submission keeps to itself, and what it does not take along at all."""
+
+import os
+import subprocess
+import sys
+import tarfile
+
+from launch.slurm.job_folder import SECRETS, JobFolder
+from launch.slurm.script import REPOSITORY, Script
+from launch.slurm.snapshot import write_snapshot
+from megakernel.config.cluster import Cluster
+
+TOKEN = "it's hunter2"
+
+
+def test_the_value_of_a_secret_lies_in_one_file_that_its_owner_alone_reads(tmp_path):
+    typed = "submit --cluster debug --name one --env HF_TOKEN --env MY_KEY=a=1 --env NCCL_DEBUG=WARN -- "
+    subprocess.run(
+        [sys.executable, "-m", "launch.cli", *typed.split(), "reshape", "runs/nosuch"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_TOKEN": TOKEN},
+        capture_output=True,
+        check=False,
+    )
+    run = JobFolder(tmp_path / "runs/one")
+    (job,) = run.jobs()
+    folder = run.submission(job.submission)
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert [path for path in files if b"hunter2" in path.read_bytes()] == [folder / SECRETS]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o077 for path in (folder / SECRETS, folder / "settings.json")} == {0}
+    # Whoever resumes it has all of them again.
+    wanted = {"HF_TOKEN": TOKEN, "MY_KEY": "a=1", "NCCL_DEBUG": "WARN"}
+    assert run.settings(job).resources.environment == wanted
+
+
+def test_a_script_names_secrets_and_has_them_when_it_runs(tmp_path):
+    cluster = Cluster(environment={"HF_TOKEN": TOKEN, "NCCL_DEBUG": "WARN"})
+    text = Script("command", cluster, tmp_path, "now", ["prepare"], "x").text()
+    assert "hunter2" not in text
+    lines = text[text.index("run=") : text.index("export MEGAKERNEL_JOB")]
+    show = "\necho $HF_TOKEN, $NCCL_DEBUG; env | grep -c ^HF_TOKEN"
+
+    def run():
+        return subprocess.run(["bash"], input=lines + show, capture_output=True, text=True, check=False)
+
+    assert run().returncode == 1, "a job without its secrets ends before it does anything"
+    (tmp_path / "submissions/now").mkdir(parents=True)
+    (tmp_path / "submissions/now" / SECRETS).write_text("""HF_TOKEN='it'"'"'s hunter2'\n""")
+    assert run().stdout == f"{TOKEN}, WARN\n1\n"
+
+
+def test_only_code_is_taken_along(tmp_path):
+    checkout = tmp_path / "checkout"
+    tracked = ("launch/cli.py", "configs/cluster/slurm.yaml", "launch/old.py")
+    untracked = (".env", "notes.txt", "configs/cluster/mine.yaml", "megakernel/new.py", "launch/key.pem")
+    for name in (*tracked, *untracked):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text("old\n")
+
+    def git(*arguments):
+        identity = ("-c", "user.name=t", "-c", "user.email=t@t")
+        subprocess.run(["git", *identity, *arguments], cwd=checkout, check=True, capture_output=True)
+
+    git("init", "-q")
+    git("add", *tracked)
+    git("commit", "-qm", "first")
+    (checkout / "launch/old.py").write_text("new\n")
+    (checkout / "configs/cluster/slurm.yaml").write_text(TOKEN)
+    code = write_snapshot(tmp_path / "code", checkout)
+    with tarfile.open(code / "untracked.tar.gz") as archive:
+        assert archive.getnames() == ["megakernel/new.py"]
+    changes = (code / "changes.diff").read_text()
+    assert "launch/old.py" in changes
+    assert "hunter2" not in changes
+    assert {path.name for path in code.iterdir()} == {"revision.txt", "changes.diff", "untracked.tar.gz"}
