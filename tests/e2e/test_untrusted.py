@@ -12,8 +12,6 @@ from launch.cli import main
 from megakernel.config import UserError, load
 from megakernel.training.checkpoint import Checkpoint, flushed, write_manifest
 from megakernel.training.reshape import reshape_run
-from megakernel.training.weight_source import WeightSource
-from megakernel.uptraining.parity import _reference_logits
 from tests import dense_models
 from tests.distributed.ranks import cpu_mesh, run_ranks
 from tests.distributed.training_run import train, write_config
@@ -188,9 +186,7 @@ def test_the_code_beside_a_dense_model_is_not_run(tmp_path, monkeypatch, capsys)
     (folder / "custom.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'harm')!r})\n")
     plant(folder / "pytorch_model.bin", tmp_path / "harm")
     assert main(["import", str(folder)]) == 0
-    source = WeightSource.find("init.from", folder)
-    assert _reference_logits(source, torch.zeros(1, 4, dtype=torch.int64), torch.float32).shape == (1, 4, 384)
-    capsys.readouterr()
+    assert "logits are those of transformers" in capsys.readouterr().err
     (folder / "model.safetensors").unlink()
     assert main(["import", str(folder)]) == 2
     (said,) = capsys.readouterr().err.splitlines()
