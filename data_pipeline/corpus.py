@@ -9,6 +9,7 @@ from pathlib import Path
 from data_pipeline import tokenizers
 from data_pipeline.manifest import Manifest, SplitRecord
 from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.verification import TOKEN_TYPES, verify_split, verify_tokenizer
 from megakernel.config.data import Corpus as CorpusConfig
 from megakernel.config.data import Data
 from megakernel.config.errors import UserError
@@ -125,9 +126,18 @@ def _check_files(key: str, corpus: PreparedCorpus, split: str) -> None:
                 f"{expected.size}); {_AGAIN}"
             )
     with (corpus.folder / f"{split}.idx").open("rb") as stream:
-        magic, _, _, sequences, _ = _INDEX_HEADER.unpack(stream.read(_INDEX_HEADER.size))
-    if magic != _INDEX_MAGIC or sequences != record.documents:
+        header = stream.read(_INDEX_HEADER.size)
+    magic, _, token_type, sequences, _ = _INDEX_HEADER.unpack(header.ljust(_INDEX_HEADER.size))
+    is_known = (
+        token_type in TOKEN_TYPES and record.bin.size == TOKEN_TYPES[token_type].itemsize * record.tokens
+    )
+    if magic != _INDEX_MAGIC or sequences != record.documents or not is_known:
         raise UserError(f"{key}={corpus.folder} holds a foreign {split}.idx; {_AGAIN}")
+    try:
+        verify_tokenizer(corpus.folder, corpus.manifest)
+        verify_split(corpus.folder, corpus.manifest, split, token_type)
+    except UserError as error:
+        raise UserError(f"{key}={corpus.folder} {error}; {_AGAIN}") from None
 
 
 def _check_one_tokenizer(corpora: Iterable[PreparedCorpus], key: str, first: PreparedCorpus) -> None:

@@ -129,6 +129,7 @@ class CorpusSamples:
     def _build(self, epoch: int) -> None:
         folder = self._index_folder(epoch)
         if folder.is_dir():
+            _check_arrays(folder)
             with suppress(OSError):  # of a cache that is only read
                 os.utime(folder)
             return
@@ -242,6 +243,18 @@ def _delete_unused(cache: Path) -> None:
             age = time.time() - folder.stat().st_mtime
             if age > _UNUSED_DAYS * 86_400 and _INDEX_NAME.fullmatch(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_arrays(folder: Path) -> None:
+    """Refuse what GPTDataset would unpickle, or could not map: a corpus may come from anywhere with its cache."""
+    for file in folder.glob("*.npy"):
+        try:
+            np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            reason = f"{file.name} is no array of numbers: {error}"
+            raise UserError(
+                f"{folder} is no index of samples ({reason}); delete it to have it made anew"
+            ) from None
 
 
 def _joined(files: IndexedDataset, parts: list[tuple[int, int, int]], dtype: type[np.generic]) -> np.ndarray:

@@ -16,6 +16,7 @@ from megakernel.config.errors import written_to
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.run_lock import RunLock
 from megakernel.training.stop_requests import hold_requests
+from megakernel.training.trained_run import finished
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +54,9 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
     if recorded.exists():  # an error now is one line; later it is one of every rank
         check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)
         RunLock(config.run.folder)  # of which the ranks take another: whoever holds it keeps logs of its own
+        if (done := finished(config)) is not None:  # which needs none of the libraries
+            print(done)
+            return 0
     logs = config.run.folder / "logs"
     with written_to("run.root", config.run.root):
         logs.mkdir(parents=True, exist_ok=True)

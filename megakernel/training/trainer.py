@@ -38,6 +38,7 @@ from .schedule import learning_rate
 from .stop import Stop
 from .stop_requests import StopRequests
 from .throughput import Throughput
+from .trained_run import is_done
 from .watchdog import Watchdog
 
 
@@ -84,9 +85,7 @@ class Trainer:
         steps = self.config.training.steps
         done = self._begin()
         if done >= steps:
-            self._note(
-                f"{self.folder.path} is done: {done} of {steps} steps; raise training.steps to train on"
-            )
+            self._note(is_done(self.folder.path, done, steps))
             return Stop.NONE
         self._introduce(done)
         with ExitStack() as stack:
@@ -267,7 +266,8 @@ class Trainer:
         )
         with self.throughput.aside():
             # A streak of skipped steps may end the run, which then goes on from before it.
-            self.checkpoints.save(progress, self.engine.save, prune=not self.skipped_in_a_row)
+            written = self.engine.write_errors.take_written
+            self.checkpoints.save(progress, self.engine.save, written, prune=not self.skipped_in_a_row)
         if self.mesh.rank == 0:
             self.folder.fix()
         self._record("saved", step=step)

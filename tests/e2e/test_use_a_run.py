@@ -279,3 +279,29 @@ def test_an_export_to_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, 
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert line.startswith(f"megakernel: error: --to {tmp_path / 'model'} cannot be written (")
     assert list(tmp_path.iterdir()) == []
+
+
+NOT_TRAINING = """
+import sys
+from launch.cli import main
+for command in sys.argv[1:]:
+    status = main(command.split())
+    heavy = sorted({"torch._dynamo", "torch._inductor", "deepspeed", "megatron"} & sys.modules.keys())
+    print("*", command.split()[0], status, *heavy, flush=True)
+"""
+
+
+def test_what_does_not_train_waits_for_no_library_of_training(run, config, tmp_path):
+    commands = {
+        "generate": f"generate {run} --prompt x --max-new-tokens 1",
+        "export": f"export {run} --to {tmp_path / 'out'}",
+        "reshape": f"reshape {run}",
+        "pretrain": f"pretrain {config} run.name=one {' '.join(OPTIONS)}",
+        "config": f"config {config}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", NOT_TRAINING, *commands.values()], capture_output=True, text=True, check=True
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith("* ")]
+    assert told == [f"* {name} 0" for name in commands]
+    assert "is done: 4 of 4 steps" in done.stdout
