@@ -1,6 +1,5 @@
 """Prepared folders, checked before anything is built on them."""
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,13 +7,12 @@ from pathlib import Path
 
 from data_pipeline import tokenizers
 from data_pipeline.manifest import Manifest, SplitRecord
+from data_pipeline.token_files import INDEX_HEADER
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.data import Corpus as CorpusConfig
 from megakernel.config.data import Data
 from megakernel.config.errors import UserError
 
-# Magic and version of Megatron's index, then type code, number of sequences and of document bounds.
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
 _AGAIN = "copy the folder from where it was prepared, or prepare it again"
@@ -119,7 +117,7 @@ def _check_files(key: str, corpus: PreparedCorpus, split: str) -> None:
                 f"{expected.size}); {_AGAIN}"
             )
     with (corpus.folder / f"{split}.idx").open("rb") as stream:
-        magic, _, _, sequences, _ = _INDEX_HEADER.unpack(stream.read(_INDEX_HEADER.size))
+        magic, _, _, sequences, _ = INDEX_HEADER.unpack(stream.read(INDEX_HEADER.size))
     if magic != _INDEX_MAGIC or sequences != record.documents:
         raise UserError(f"{key}={corpus.folder} holds a foreign {split}.idx; {_AGAIN}")
 
