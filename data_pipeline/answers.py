@@ -12,7 +12,7 @@ class AnsweredTokens(NamedTuple):
     """A text's tokens."""
 
     tokens: list[int]
-    """Without the document's end."""
+    """With what documents begin with, without the end."""
 
     answers: list[tuple[int, int]]
     """First token and end of each answer."""
@@ -37,7 +37,7 @@ def encode_answered(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int
         begun = end
     pieces.append(text[begun:])
     is_answer.append(False)
-    tokens: list[int] = []
+    tokens = tokenizer.prefix
     places = []
     for ids, scored in zip(tokenizer.encode_batch(pieces), is_answer):
         if scored:

@@ -9,6 +9,7 @@ from data_pipeline import tokenizers
 from data_pipeline.manifest import Manifest, SplitRecord
 from data_pipeline.token_files import INDEX_HEADER
 from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.verification import TOKEN_TYPES, verify_split, verify_tokenizer
 from megakernel.config.data import Corpus as CorpusConfig
 from megakernel.config.data import Data
 from megakernel.config.errors import UserError
@@ -52,6 +53,7 @@ class Corpora:
         ]
         _check_one_tokenizer(self.train, "data.train", self.train[0])
         _check_one_tokenizer(self.validation, validation_key, self.train[0])
+        self._add_bos = data.add_bos
 
     @property
     def vocab_size(self) -> int:
@@ -62,6 +64,11 @@ class Corpora:
     def eod(self) -> int:
         """The token that ends documents."""
         return self.train[0].manifest.tokenizer.eod
+
+    @property
+    def bos(self) -> int | None:
+        """The token that every document begins with; None where there is none."""
+        return self.train[0].manifest.tokenizer.bos
 
     @property
     def tokenizer_hash(self) -> str:
@@ -75,8 +82,8 @@ class Corpora:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The corpora's tokenizer."""
-        return tokenizers.load(self.tokenizer_folder)
+        """The corpora's tokenizer, with data.add_bos."""
+        return tokenizers.load(self.tokenizer_folder, add_bos=self._add_bos)
 
     def bytes_per_token(self, split: str) -> float:
         """UTF-8 bytes of text per token, each corpus by its share of the tokens.
@@ -117,9 +124,18 @@ def _check_files(key: str, corpus: PreparedCorpus, split: str) -> None:
                 f"{expected.size}); {_AGAIN}"
             )
     with (corpus.folder / f"{split}.idx").open("rb") as stream:
-        magic, _, _, sequences, _ = INDEX_HEADER.unpack(stream.read(INDEX_HEADER.size))
-    if magic != _INDEX_MAGIC or sequences != record.documents:
+        header = stream.read(INDEX_HEADER.size)
+    magic, _, token_type, sequences, _ = INDEX_HEADER.unpack(header.ljust(INDEX_HEADER.size))
+    is_known = (
+        token_type in TOKEN_TYPES and record.bin.size == TOKEN_TYPES[token_type].itemsize * record.tokens
+    )
+    if magic != _INDEX_MAGIC or sequences != record.documents or not is_known:
         raise UserError(f"{key}={corpus.folder} holds a foreign {split}.idx; {_AGAIN}")
+    try:
+        verify_tokenizer(corpus.folder, corpus.manifest)
+        verify_split(corpus.folder, corpus.manifest, split, token_type)
+    except UserError as error:
+        raise UserError(f"{key}={corpus.folder} {error}; {_AGAIN}") from None
 
 
 def _check_one_tokenizer(corpora: Iterable[PreparedCorpus], key: str, first: PreparedCorpus) -> None:
@@ -130,4 +146,10 @@ def _check_one_tokenizer(corpora: Iterable[PreparedCorpus], key: str, first: Pre
                 f"{key}={corpus.folder} was prepared with another tokenizer ({mine.kind}, "
                 f"{mine.vocab_size} ids) than {first.folder} ({other.kind}, {other.vocab_size} ids); "
                 f"prepare it with --tokenizer {first.folder / 'tokenizer'}"
+            )
+        if corpus.manifest.tokenizer.bos != first.manifest.tokenizer.bos:
+            flag = "--no-add-bos" if first.manifest.tokenizer.bos is None else "--add-bos"
+            raise UserError(
+                f"{key}={corpus.folder} begins documents with token {corpus.manifest.tokenizer.bos}, {first.folder} "
+                f"with {first.manifest.tokenizer.bos} (None: no BOS); prepare it with {flag}"
             )

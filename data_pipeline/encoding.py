@@ -23,7 +23,7 @@ class Encoded:
     """Consecutive documents of one split."""
 
     tokens: list[np.ndarray] = field(default_factory=list)
-    """One array per row: a text, or several that are joined, an end-of-document token behind each."""
+    """One array per row: BOS where documents begin with it, a text, or several that are joined, an end behind each."""
 
     labels: list[Label | float] = field(default_factory=list)
     """One per example, if they are labelled."""
@@ -60,10 +60,11 @@ class Encoder:
             content = "".join(document.texts).encode()
             name = document.split or split_of(content, self._seed, self._validation_fraction)
             split = splits.setdefault(name, Encoded())
-            rows = []
+            rows: list[np.ndarray] = []
             for text in document.texts:
                 if document.answers is None:
-                    tokens = next(ids)
+                    is_within = document.joined and rows
+                    tokens = [*([] if is_within else self._tokenizer.prefix), *next(ids)]
                 else:
                     answered = encode_answered(self._tokenizer, text, document.answers)
                     tokens = answered.tokens

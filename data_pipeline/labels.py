@@ -37,8 +37,15 @@ def write_labels(
 
 
 def read_labels(folder: Path, split: str) -> np.ndarray:
-    """(examples,) int64 numbers of classes, or float32."""
-    return np.load(_file(folder, split), mmap_mode="r")
+    """(examples,) int64 numbers of classes, or float32; UserError where the file holds anything else."""
+    file = _file(folder, split)
+    try:
+        labels = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} holds no labels ({error}); prepare the folder again") from None
+    if labels.dtype not in (np.int64, np.float32) or labels.ndim != 1:
+        raise UserError(f"{file} holds no labels ({labels.dtype} {labels.shape}); prepare the folder again")
+    return labels
 
 
 def _file(folder: Path, split: str) -> Path:

@@ -1,6 +1,8 @@
 """manifest.json: what a prepared folder holds, and how it was made."""
 
 import hashlib
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,14 @@ class FileRecord(_Record):
     sha256: str
 
     @staticmethod
-    def of(file: Path) -> "FileRecord":
-        """The record of a file as it is now; reads all of it."""
+    def of(file: Path, look: Callable[[bytes], None] | None = None) -> "FileRecord":
+        """The record of a file as it is now; reads all of it. look: called with what is read, 1 MiB at a time."""
         digest = hashlib.sha256()
         with file.open("rb") as stream:
             while chunk := stream.read(2**20):
                 digest.update(chunk)
+                if look is not None:
+                    look(chunk)
         return FileRecord(size=file.stat().st_size, sha256=digest.hexdigest())
 
 
@@ -49,7 +53,7 @@ class SplitRecord(_Record):
     documents: int
 
     tokens: int
-    """The end of each document included."""
+    """The end of each document included, and its BOS where it has one."""
 
     bytes: int
     """Of text, in UTF-8."""
@@ -68,6 +72,9 @@ class TokenizerRecord(_Record):
     vocab_size: int
     eod: int
     hash: str
+
+    bos: int | None = None
+    """What every document begins with; None: nothing, as in folders of earlier versions, which do not say so."""
 
 
 class LabelsRecord(_Record):
@@ -130,8 +137,14 @@ class Manifest(_Record):
                 f"{folder} has no {FILE}, so `megakernel prepare` did not make it; "
                 "give a prepared folder, or prepare its text"
             )
+        text = (folder / FILE).read_bytes()
+        if (found := re.search(rb'"format":\s*(\d+)', text)) and int(found[1]) != FORMAT:
+            raise UserError(
+                f"{folder / FILE} is of format {int(found[1])}, which this version cannot read ({FORMAT}); prepare the "
+                "folder again"
+            )
         try:
-            return Manifest.model_validate_json((folder / FILE).read_bytes())
+            return Manifest.model_validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the file"

@@ -21,6 +21,9 @@ class Vocabulary:
     size: int
     eod: int
 
+    bos: int | None = None
+    """What documents begin with."""
+
     @property
     def mask(self) -> int:
         """Stands for a hidden token."""
@@ -43,13 +46,15 @@ def hide(
     """One row (N,) as the model sees it, and which of its tokens are to be predicted (N,) bool.
 
     start, seq_len: where the tokens are a piece of a row of seq_len tokens, its first. A function of (row, seed)
-    alone, whatever the pieces: each draws for the whole row. Ends of documents are never hidden.
+    alone, whatever the pieces: each draws for the whole row. Ends of documents and BOS are never hidden.
     """
     draw = np.random.default_rng(seed)
     row, piece = len(tokens) if seq_len is None else seq_len, slice(start, start + len(tokens))
     chosen, kind = torch.from_numpy(draw.random((2, row))[:, piece])
     others = torch.from_numpy(draw.integers(vocabulary.size, size=row)[piece])
     hidden = (chosen < masking.rate) & (tokens != vocabulary.eod)
+    if vocabulary.bos is not None:
+        hidden &= tokens != vocabulary.bos
     masked = hidden & (kind < masking.mask_share)
     swapped = hidden & ~masked & (kind < masking.mask_share + masking.random_share)
     return torch.where(masked, vocabulary.mask, torch.where(swapped, others, tokens)), hidden

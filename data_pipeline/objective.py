@@ -47,7 +47,7 @@ def open_objective(config: Config, corpora: Corpora, split: str, seq_len: int, s
     else:
         parts, key, seed = corpora.validation, validation_key, 0
     model, data = config.model, config.data
-    vocabulary = Vocabulary(corpora.vocab_size, corpora.eod)
+    vocabulary = Vocabulary(corpora.vocab_size, corpora.eod, corpora.bos)
     if model.classifier is not None:
         check_labels(named, model.classifier)
         first = [vocabulary.document] if model.classifier.pooling == "cls" else []

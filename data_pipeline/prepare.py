@@ -66,6 +66,9 @@ class Request:
     max_documents: int | None = None
     """Read no more than these first documents."""
 
+    add_bos: bool | None = None
+    """Whether documents begin with the tokenizer's BOS; None: as its own rule says."""
+
     @property
     def columns(self) -> Columns:
         """What is read of a table."""
@@ -115,7 +118,7 @@ def prepare(
     with written_to("--out", out), _appearing_whole(out) as folder:
         with console.status("tokenizer"):
             texts = (text for document in _documents(source, request) for text in document.texts)
-            tokenizer = tokenizers.make(request.tokenizer, texts)
+            tokenizer = tokenizers.make(request.tokenizer, texts, add_bos=request.add_bos)
             tokenizer.save(folder / "tokenizer")
         source.encoded_by(tokenizer)
         splits, labels = _write_splits(source, request, tokenizer, workers, folder, console)
@@ -123,7 +126,11 @@ def prepare(
             source=source.describe(),
             arguments=request.arguments(),
             tokenizer=TokenizerRecord(
-                kind=tokenizer.kind, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, hash=tokenizer.hash
+                kind=tokenizer.kind,
+                vocab_size=tokenizer.vocab_size,
+                eod=tokenizer.eod,
+                hash=tokenizer.hash,
+                bos=next(iter(tokenizer.prefix), None),
             ),
             splits=splits,
             labels=labels,
@@ -212,6 +219,8 @@ def _check_prepared(out: Path) -> None:
 def _check_made_by(request: Request, out: Path) -> None:
     manifest = Manifest.read(out)
     wanted = request.arguments()
+    if wanted["add_bos"] == (manifest.tokenizer.bos is not None):  # also in what says nothing of it
+        del wanted["add_bos"]
     changed = [key for key, value in wanted.items() if manifest.arguments.get(key) != value]
     if changed:
         key = changed[0]

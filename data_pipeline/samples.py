@@ -113,6 +113,7 @@ class CorpusSamples:
             self._scored = TokenFile(scored_prefix(corpus.prefix(split)))
         self._epochs: OrderedDict[int, _Plan] = OrderedDict()
         self.per_epoch = (corpus.record(split).tokens - 1) // seq_len
+        self.bos = corpus.manifest.tokenizer.bos
 
     def build(self, samples: int) -> None:
         """Make the indices of the first `samples` samples, those that are not there yet, and delete unused ones.
@@ -152,6 +153,7 @@ class CorpusSamples:
     def _build(self, epoch: int) -> None:
         folder = self._index_folder(epoch)
         if folder.is_dir():
+            _Plan.read(folder)  # refused now, where it cannot be read, and not at its first row
             with suppress(OSError):  # of a cache that is only read
                 os.utime(folder)
             return
@@ -194,17 +196,18 @@ class CorpusSamples:
         return Piece(tokens, start - max(int(begins[begun]), int(offset)), scored)
 
     def others(self, index: int, length: int, rng: np.random.Generator) -> Tensor:
-        """So many tokens (length,) of documents drawn among those that sample `index` has no part of, without ends.
+        """So many tokens (length,) of documents drawn among those that sample `index` has no part of.
 
-        Raises UserError where the sample has a part of each.
+        Without BOS and ends. Raises UserError where the sample has a part of each.
         """
         epoch, row = divmod(index, self.per_epoch)
         plan = self._epoch(epoch)
         place = plan.shuffle_index[row]
         (first, _), (last, _) = plan.sample_index[place], plan.sample_index[place + 1]
         own = set(plan.document_index[first : last + 1].tolist())
-        # A document may be its end alone.
-        if not (np.delete(self._tokens.sequence_lengths, list(own)) > 1).any():
+        first_token = int(self.bos is not None)
+        # A document may have no token of its own.
+        if not (np.delete(self._tokens.sequence_lengths, list(own)) > first_token + 1).any():
             raise UserError(
                 f"{self._corpus.folder} has no document in its {self._split} split beside those of a row of "
                 f"{self._seq_len} tokens; prepare more documents, or give shorter rows"
@@ -213,10 +216,10 @@ class CorpusSamples:
         missing = length
         while missing > 0:
             document = int(rng.integers(len(self._tokens)))
-            size = min(int(self._tokens.sequence_lengths[document]) - 1, missing)
-            if document in own or size == 0:
+            size = min(int(self._tokens.sequence_lengths[document]) - first_token - 1, missing)
+            if document in own or size <= 0:
                 continue
-            parts.append(self._tokens.get(document, offset=0, length=size))
+            parts.append(self._tokens.get(document, offset=first_token, length=size))
             missing -= size
         return torch.from_numpy(np.concatenate(parts, dtype=np.int64))
 

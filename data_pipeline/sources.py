@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from data_pipeline import standard_library
 from data_pipeline.document import Columns, Document, Label
+from data_pipeline.hub import unreachable
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.errors import UserError
 
@@ -209,10 +210,8 @@ def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]
 
 def hub_rows(spec: str, split: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of a split of hf:NAME[:CONFIG], with these columns as `datasets` decodes them."""
-    from datasets import load_dataset
-
     try:
-        for row in load_dataset(**_hub(spec, split), streaming=True):
+        for row in _streamed(_hub(spec, split), spec):
             yield {key: row[key] for key in keys}
     except Exception as error:
         raise _unreadable(spec, error) from error
@@ -287,14 +286,20 @@ def _part(stream: TextIO) -> str:
 
 def _rows(where: dict[str, Any], columns: Columns, name: str) -> Iterator[Document]:
     """The rows of a streamed dataset; UserError where it cannot be read or its columns hold something else."""
-    from datasets import load_dataset
-
     try:
-        for rows in load_dataset(**where, streaming=True).iter(batch_size=256):
+        for rows in _streamed(where, name).iter(batch_size=256):
             yield from _documents(rows, columns)
     # datasets, pyarrow, fsspec and the hub client share no exception type for "this cannot be read".
     except Exception as error:
         raise _unreadable(name, error) from error
+
+
+def _streamed(where: dict[str, Any], name: str) -> Any:
+    if name.startswith(f"{HUB}:") and (reason := unreachable(where["path"], "dataset")):
+        raise ConnectionError(f"{reason}; give files, or try again when the hub can be reached")
+    from datasets import load_dataset
+
+    return load_dataset(**where, streaming=True)
 
 
 def _unreadable(name: str, error: Exception) -> UserError:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -9,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.byte_level import is_byte_level
+from data_pipeline.hub import unreachable
 from megakernel.config.errors import UserError
 
 BPE_EOD = "<|endoftext|>"
 BYTE_FILE = "byte_tokenizer.json"
 PIXEL_FILE = "pixel_tokenizer.json"
 UNKNOWN_WORD = "<|unknown|>"
+ADD_BOS = "add_bos"
+"""Key of tokenizer_config.json under which `Tokenizer.add_bos` is kept."""
+MOST_MERGED = 4_000_000
+"""Ids of a BPE: its trainer ends the process where it cannot allocate room for all of them at once."""
 # Digits, spaces, line ends, accents, wide scripts and an emoji: tokenizers that split, normalize or merge
 # differently give other ids, however their files are written.
 _PROBE = "def f(x):\n\treturn  x+1 # 3.14, don't\r\nÀ é ü ß Ω 漢字 한 👍🏽 \u00a0 <|endoftext|>"
@@ -27,7 +33,10 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int
     bos: int | None = None
-    """What `transformers` begins a text with that has no prompt; None where the tokenizer has no such token."""
+    """Its token for the beginning of a text; None where it has none."""
+
+    add_bos = False
+    """Whether documents and prompts begin with it."""
 
     probe = _PROBE
     """A text whose ids tell tokenizers of this kind apart."""
@@ -38,7 +47,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; `eod` is left out."""
+        """The text of `ids`; `eod` and `bos` are left out."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -51,6 +60,15 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without `eod`."""
         return self.encode_batch([text])[0]
+
+    @property
+    def prefix(self) -> list[int]:
+        """What every document and prompt begins with, once: `bos`, or nothing."""
+        return [self.bos] if self.add_bos and self.bos is not None else []
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text to continue; of an empty one the token that comes before a document's first."""
+        return [*self.prefix, *self.encode(text)] or [self.eod]
 
     @property
     def hash(self) -> str:
@@ -125,10 +143,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer = tokenizer
         self.eod = int(tokenizer.eos_token_id)
         self.bos = tokenizer.bos_token_id
+        # A token that also ends documents stands before each as it is.
+        self.add_bos = self._adds_bos and self.bos != self.eod
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text; special tokens spelled out in a text are ordinary text."""
+        """Ids of each text, without `bos`; special tokens spelled out in a text are ordinary text."""
         if not texts:  # of which `transformers` makes an IndexError
             return []
         return self._tokenizer(
@@ -142,21 +162,44 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, with no clean-up of spaces."""
-        return self._tokenizer.decode([i for i in ids if i != self.eod], clean_up_tokenization_spaces=False)
+        spoken = [i for i in ids if i not in (self.eod, self.bos)]
+        return self._tokenizer.decode(spoken, clean_up_tokenization_spaces=False)
 
     def save(self, folder: Path) -> None:
-        """Write the files `AutoTokenizer.from_pretrained` reads."""
+        """Write the files `AutoTokenizer.from_pretrained` reads; it then begins texts as documents begin here."""
+        if self._adds_bos != self.add_bos:
+            self._tokenizer.add_bos_token = self.add_bos
+        self._tokenizer.init_kwargs[ADD_BOS] = self.add_bos
         self._tokenizer.save_pretrained(folder)
+
+    @property
+    def _adds_bos(self) -> bool:
+        """Its own rule, wherever it is written: `add_bos_token`, a class, a post-processor."""
+        return self.bos is not None and self._tokenizer("a")["input_ids"][:1] == [self.bos]
 
     def _vocabulary(self) -> Any:
         return sorted(self._tokenizer.get_vocab().items(), key=lambda entry: entry[1])
 
 
-def load(folder: Path | str) -> Tokenizer:
+def load(folder: Path | str, *, add_bos: bool | None = None, own_rule: bool = False) -> Tokenizer:
     """The tokenizer that `save` wrote, or any Hugging Face tokenizer directory or hub name.
 
+    add_bos: whether documents begin with its `bos`; None: as the folder says. own_rule: what a folder says that `save`
+    has not written: the tokenizer's own rule, or, as in earlier versions, that they do not.
     Raises UserError where there is none, or where it has no end-of-sequence token.
     """
+    tokenizer = _load(folder, own_rule)
+    if add_bos and tokenizer.bos in (None, tokenizer.eod):
+        raise UserError(
+            f"add_bos: tokenizer {str(folder)!r} has no beginning-of-sequence token beside the one that ends "
+            "documents; leave it out, or set bos_token in its tokenizer_config.json"
+        )
+    if add_bos is not None:
+        tokenizer.add_bos = add_bos
+    return tokenizer
+
+
+def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
     if (Path(folder) / BYTE_FILE).is_file():
         return ByteTokenizer()
     if (Path(folder) / PIXEL_FILE).is_file():
@@ -166,7 +209,13 @@ def load(folder: Path | str) -> Tokenizer:
     try:
         # Given, so that no config.json is looked at that names code to run: a tokenizer needs none of it.
         config = PreTrainedConfig() if _names_code(Path(folder)) else None
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder),
+            config=config,
+            trust_remote_code=False,
+            local_files_only=unreachable(str(folder), "model")
+            is not None,  # what was fetched before is still found
+        )
     # transformers tells a missing file, an unreachable hub and a malformed file by many types.
     except Exception as error:
         raise UserError(
@@ -179,6 +228,7 @@ def load(folder: Path | str) -> Tokenizer:
             "set eos_token in its tokenizer_config.json"
         )
     found, ours = HuggingFaceTokenizer(tokenizer), ByteTokenizer()
+    found.add_bos = tokenizer.init_kwargs.get(ADD_BOS, own_rule and found.add_bos)
     known = is_byte_level(tokenizer.get_vocab(), ours.eod) and found.encode(_PROBE) == ours.encode(_PROBE)
     return ours if known else found  # an exported one is known again: data is the same as under its own name
 
@@ -227,22 +277,35 @@ def train_words(texts: Iterable[str]) -> HuggingFaceTokenizer:
     )
 
 
-def make(spec: str, documents: Iterator[str], sample_characters: int = 100_000_000) -> Tokenizer:
+def make(
+    spec: str,
+    documents: Iterator[str],
+    sample_characters: int = 100_000_000,
+    *,
+    add_bos: bool | None = None,
+) -> Tokenizer:
     """The tokenizer that `--tokenizer SPEC` names: `byte`, `pixels`, `words`, `bpe:SIZE`, a directory or a hub name.
 
-    documents: read by `words` and `bpe:SIZE` only, up to `sample_characters`.
+    documents: read by `words` and `bpe:SIZE` only, up to `sample_characters`. add_bos: whether documents begin with
+    its `bos`, which only a directory or hub name has; None: as its own rule says.
     """
+    name, _, size = spec.partition(":")
+    if add_bos and (spec in ("byte", "pixels", "words") or name == "bpe"):
+        raise UserError(f"--add-bos: --tokenizer {spec} has no beginning-of-sequence token; leave it out")
     if spec == "byte":
         return ByteTokenizer()
     if spec == "pixels":
         return PixelTokenizer()
     if spec == "words":
         return train_words(_up_to(documents, sample_characters))
-    name, _, size = spec.partition(":")
     if name != "bpe":
-        return load(spec)
-    if not size.isdecimal() or int(size) < 257:
-        raise UserError(f"--tokenizer {spec}: a byte-level BPE needs a size of at least 257; write bpe:8192")
+        return load(spec, add_bos=add_bos, own_rule=True)
+    if not re.fullmatch("[0-9]{1,9}", size) or not 257 <= int(size) <= MOST_MERGED:
+        shown = spec if len(spec) < 40 else f"{spec[:40]}..."
+        raise UserError(
+            f"--tokenizer {shown}: a byte-level BPE needs a size of at least 257 and at most {MOST_MERGED:,}; "
+            "write bpe:8192"
+        )
     return train_bpe(_up_to(documents, sample_characters), int(size))
 
 

@@ -45,7 +45,7 @@ from launch import (
 )
 from launch.environment import check_backend
 from launch.exit_status import ExitStatus
-from launch.messages import INTERRUPTED, print_error
+from launch.messages import INTERRUPTED, make_courtesies, print_error
 from launch.numbers import NumberParser
 from launch.slurm.errors import NotFound, SlurmRefused
 from megakernel.config import InUse, NotFinite, RunFailed, UserError
@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Else Python searches all that the libraries have made for garbage before it exits: seconds, for nothing.
     atexit.register(gc.freeze)
     _open_missing_streams()
+    make_courtesies("stderr")
     args = argparse.Namespace()
     try:
         try:
@@ -125,18 +126,12 @@ def _is_of_disk(error: Exception) -> bool:
 def _refusal(error: Exception) -> str:
     """What the file system refuses its user can change."""
     assert isinstance(error, OSError)
-    named = error.filename
-    if named is None:
-        try:
-            sys.stdout.flush()
-        except OSError:
-            named = "the output"
     remedy = (
         "shorten it"
         if error.errno == errno.ENAMETOOLONG
         else "make it writable, free space or name another place"
     )
-    return f"{named or 'a file'} cannot be written or read ({error.strerror}); {remedy}"
+    return f"{error.filename or 'the output'} cannot be written or read ({error.strerror}); {remedy}"
 
 
 def _unforeseen(error: Exception, args: argparse.Namespace) -> str:

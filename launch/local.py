@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from launch.exit_status import ExitStatus
-from launch.messages import INTERRUPTED, error_lines, print_error, show_error_lines
+from launch.messages import INTERRUPTED, error_lines, print_error
 from launch.rank_process import RankProcess
 from megakernel.parallel.processes import ProcessEnvironment
 
@@ -172,7 +173,8 @@ def _outcome(ranks: Sequence[RankProcess], failure: _Failure | None) -> int:
     rank = ranks[failure.rank]
     print_error(f"{failure.text}; its output is in {rank.log}")
     if failure.rank != 0:
-        show_error_lines([f"    {line}" for line in rank.last_lines(_LAST_LINES)])
+        for line in rank.last_lines(_LAST_LINES):
+            print(f"    {line}", file=sys.stderr, flush=True)
     return failure.status if failure.status in _TELLING else ExitStatus.FAILED
 
 

@@ -2,7 +2,6 @@
 
 import io
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +19,8 @@ def error_lines(text: str) -> list[str]:
 
 def print_error(text: str) -> None:
     """The same, on stderr."""
-    show_error_lines(error_lines(text))
-
-
-def show_error_lines(lines: Iterable[str]) -> None:
-    """Lines on stderr, if that can be written: what happened is the exit status's to tell, too."""
-    with suppress(OSError):
-        for line in lines:
-            print(line, file=sys.stderr, flush=True)
+    for line in error_lines(text):
+        print(line, file=sys.stderr, flush=True)
 
 
 def console(**options: Any) -> "Console":
@@ -46,9 +39,11 @@ class _Courtesy(io.FileIO):
         return memoryview(data).nbytes
 
 
-def make_output_a_courtesy() -> None:
-    """Let no print of this process fail, neither ours nor a library's: training goes on without a console."""
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        buffer = io.BufferedWriter(_Courtesy(number, "wb", closefd=False))
-        stream = io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True)
-        setattr(sys, name, stream)
+def make_courtesies(*names: str) -> None:
+    """Let no print to these streams of this process fail, neither ours nor a library's."""
+    for name in names:
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # as Python has opened it
+            buffer = io.BufferedWriter(_Courtesy(stream.fileno(), "wb", closefd=False))
+            encoding, errors = stream.encoding, "backslashreplace"
+            setattr(sys, name, io.TextIOWrapper(buffer, encoding, errors, line_buffering=True))

@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.cpu_count() or 1,
         help="processes that tokenize (default %(default)s)",
     )
+    parser.add_argument(
+        "--add-bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin every document with the tokenizer's beginning-of-sequence token, or with none (default: as the "
+        "tokenizer itself begins a text)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a folder prepared in another way")
 
 
@@ -86,10 +92,12 @@ def run(args: argparse.Namespace) -> int:
         split=args.split,
         include=tuple(args.include),
         max_documents=args.max_documents,
+        add_bos=args.add_bos,
     )
     stderr = console(stderr=True)
-    # An orderly exit, so that a prepare ended by a scheduler leaves no half-made folder.
-    previous = signal.signal(signal.SIGTERM, _exit_on_term)
+    # An orderly exit, so that a prepare ended by a scheduler or with its terminal leaves no half-made folder.
+    ends = [end for end in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(end) != signal.SIG_IGN]
+    previous = {end: signal.signal(end, _exit_on_term) for end in ends}
     try:
         with warnings.catch_warnings():
             # Megatron tells every process that imports it which GPU libraries are absent.
@@ -98,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
                 request, args.out, workers=args.workers, overwrite=args.overwrite, console=stderr
             )
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for end, handler in previous.items():
+            signal.signal(end, handler)
     if manifest is None:
         said = f"{args.out} is already prepared with these arguments; nothing to do"
     else:
@@ -112,7 +121,11 @@ def _exit_on_term(signum: int, frame: FrameType | None) -> None:
 
 
 def _summary(out: Path, manifest: Manifest) -> str:
-    lines = [f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}"]
+    bos = manifest.tokenizer.bos
+    begun = "" if bos is None else f", documents begin with token {bos} (BOS)"
+    lines = [
+        f"{out}: tokenizer {manifest.tokenizer.kind}, vocabulary {manifest.tokenizer.vocab_size:,}{begun}"
+    ]
     lines += [
         f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes / 1e6:,.1f} MB"
         + (f", {split.scored.tokens:,} tokens of answers" if split.scored else "")

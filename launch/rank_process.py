@@ -42,7 +42,8 @@ class _Lines(io.FileIO):
 
     def close(self) -> None:
         if not self.closed:
-            super().write(_OF_A_TERMINAL.sub(b"", self._rest))
+            with suppress(OSError):  # a disk that is full
+                super().write(_OF_A_TERMINAL.sub(b"", self._rest))
         super().close()
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from launch import local
 from launch.config_arguments import add_config_arguments
 from launch.environment import joined
-from launch.messages import make_output_a_courtesy
+from launch.messages import make_courtesies
 from launch.numbers import Number
 from megakernel.config import Config, UserError, check_same_run, data_parallel_size
 from megakernel.config.errors import written_to
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, config: Config, work: Callable[[Config, Proces
         return _start(config, args, world_size)
     args.run_folder = config.run.folder  # whose logs get the traceback of what nobody has foreseen
     hold_requests()
-    make_output_a_courtesy()
+    make_courtesies("stdout")  # a run needs no console
     os.environ.update(process.variables())  # DeepSpeed and torch.distributed read them
     return work(config, process)
 

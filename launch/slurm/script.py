@@ -112,10 +112,8 @@ def _variables(cluster: Cluster) -> Iterator[str]:
 
 def _directive(key: str, value: Value) -> str:
     # Whatever the quotes, sbatch and the shell end a directive where its line ends.
-    if not f"{key}{value}".isprintable():
-        raise UserError(
-            f"{key!r}={value!r} has a character that cannot be printed; write it on one plain line"
-        )
+    if not str(value).isprintable():
+        raise UserError(f"{key}={value!r} has a character that cannot be printed; write it on one plain line")
     return f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
 
 

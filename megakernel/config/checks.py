@@ -256,6 +256,17 @@ def _deepspeed_keeps_to_its_own(deepspeed: dict[str, Any]) -> Iterator[Problem]:
             )
 
 
+def _deepspeed_has_buckets(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    """What `megakernel plan` reads of it; DeepSpeed itself checks the rest when it starts."""
+    zero = deepspeed.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        reason = "should be a mapping of keys"
+        yield Problem("deepspeed.zero_optimization", zero, reason, "write its keys below it")
+    elif not isinstance(size := zero.get("reduce_bucket_size", 1), (int, float)) or not 0 < size < math.inf:
+        key = "deepspeed.zero_optimization.reduce_bucket_size"
+        yield Problem(key, size, "is no number of elements", "write one, such as 5e8")
+
+
 def _attentions(model: Model) -> list[Attention]:
     return [model.layer_attention(layer) for layer in range(model.num_layers)]
 
@@ -292,5 +303,6 @@ _RULES: list[Rule] = [
     stages_are_measured,
     near_windows_have_gates,
     _deepspeed_keeps_to_its_own,
+    _deepspeed_has_buckets,
     processes_hold_what_is_watched,
 ]

@@ -71,6 +71,9 @@ class Data(Section):
     masking: Masking | None = None
     """Which tokens a masked_lm predicts; None takes BERT's 15 %, of them 80 % masked and 10 % random."""
 
+    add_bos: bool | None = None
+    """Begin prompts and made examples with the tokenizer's BOS; None: as the documents of data.train do."""
+
     scored: Literal["all", "answers"] = "all"
     """Tokens a causal_lm is trained on: all, or of corpora of tasks (`prepare --source task:`) the answers alone."""
 

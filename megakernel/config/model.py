@@ -80,6 +80,9 @@ class Model(Section):
     parallel_residual: bool = False
     """The MLP reads what the attention reads, not what it has made of it."""
 
+    normalized_residual: bool = False
+    """Attention is added to its input behind the norm, as the code of *Learning the Transformer Kernel* has it."""
+
     position: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
     """Rotary positions inside attention, a learned or a fixed table added to the embedding, or none."""
 
@@ -218,6 +221,9 @@ class Model(Section):
         if self.position != "rope" and self.rotary_share != 1.0:
             reason = f"has no effect on position: {self.position}"
             yield Problem("rotary_share", self.rotary_share, reason, "remove it or take position: rope")
+        if self.normalized_residual and self.parallel_residual:
+            reason = "leaves no unnormalized input for parallel_residual"
+            yield Problem("normalized_residual", True, reason, "remove one of them")
         layers = [self.layer_attention(layer) for layer in range(self.num_layers)]
         if self.max_positions is not None and not self.has_position_rows:
             reason = f"has no effect on position: {self.position}"

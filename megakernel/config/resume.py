@@ -29,6 +29,7 @@ _FREE = (
     "logging",
     "deepspeed",
     "data.validation",
+    "data.add_bos",
     "data.index_cache",
     "data.num_workers",
     # A longer run is the same run. A schedule that decays over the rest of training moves with it.

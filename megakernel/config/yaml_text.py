@@ -40,6 +40,12 @@ class _Loader(yaml.SafeLoader):
             first_line.setdefault(name, line)
         return super().construct_mapping(node, deep)
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        if any("\ud800" <= character <= "\udfff" for character in str(node.value)):
+            reason = "half a surrogate pair is no character"
+            raise yaml.constructor.ConstructorError(problem=reason, problem_mark=node.start_mark)
+        return super().construct_scalar(node)
+
 
 _MOST_VALUES = 100_000
 _DEEPEST = 100

@@ -119,6 +119,7 @@ def measure_far(
     Raises UserError where a sample's corpus has no other document.
     """
     objective = NextTokens(samples, eod, isolate_documents)
+    bos = -1 if samples.corpora[0].bos is None else samples.corpora[0].bos
     starts = bucket_starts(near, samples.seq_len)
     sums = {start: np.zeros(2) for start in starts}
     tokens = dict.fromkeys(starts, 0)
@@ -138,7 +139,8 @@ def measure_far(
                 continue
             # Nothing behind the last prediction has a part in it.
             end = int(scored.any(0).nonzero().max()) + 1
-            far = batch.positions < start - near
+            # BOS, to which much of a model's attention goes, says nothing of what came before.
+            far = (batch.positions < start - near) & (batch.tokens != bos)
             seen = (batch.tokens, others.where(far, batch.tokens))
             rest = (batch.positions, batch.labels, scored)
             for which, given in enumerate(seen):

@@ -97,7 +97,7 @@ def find(folder: Path, step: int | None, reads_text: bool) -> Source:
     """
     run = TrainedRun.find(folder, step)
     corpora = Corpora(run.config.data) if reads_text else None
-    tokenizer = tokenizers.load(tokenizer_folder(folder))
+    tokenizer = tokenizers.load(tokenizer_folder(folder), add_bos=run.config.data.add_bos)
     if corpora is not None and tokenizer.hash != corpora.tokenizer_hash:
         raise UserError(
             f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "

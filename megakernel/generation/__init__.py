@@ -1,6 +1,6 @@
 """Text from a trained model, token by token from a recurrent state."""
 
-from .run import check_positions, continued, generate_text
+from .run import check_positions, continued, generate_text, generate_texts
 from .sampling import Sampling
 
-__all__ = ["Sampling", "check_positions", "continued", "generate_text"]
+__all__ = ["Sampling", "check_positions", "continued", "generate_text", "generate_texts"]

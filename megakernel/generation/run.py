@@ -1,6 +1,7 @@
 """From a run folder and a prompt to text: what is cheap to check comes before the libraries are loaded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,15 +36,35 @@ def generate_text(
 
     Args:
         folder: folder of the run.
-        prompt: text to continue. An empty one is a new document: the model then continues its end-of-document token.
+        prompt: text to continue. An empty one is a new document: the model then continues BOS, or where documents do
+            not begin with it the end of the document before.
         max_new_tokens: most tokens to add.
         sampling: how tokens are drawn.
         seed: of the draws; the same arguments give the same text.
         step: which checkpoint; None takes the newest good one.
 
     Raises:
-        UserError: no run, no such checkpoint, no tokenizer, a model that is no causal_lm, or more tokens than it has
-            positions for.
+        UserError: no run, no such checkpoint, no tokenizer, a model that is no causal_lm, a prompt that is no text,
+            or more tokens than it has positions for.
+    """
+    texts = generate_texts(
+        folder, [prompt], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, step=step
+    )
+    return chain.from_iterable(texts)
+
+
+def generate_texts(
+    folder: Path,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    step: int | None = None,
+) -> Iterator[Iterator[str]]:
+    """The continuation of each prompt, as `generate_text` gives it, by a model that is loaded once.
+
+    Each is to be read to its end before the next. Arguments and errors are those of `generate_text`.
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} adds nothing; give 1 or more")
@@ -52,32 +73,46 @@ def generate_text(
         raise UserError(
             f"model.kind={run.config.model.kind} of {folder} continues no text; give a run of a causal_lm"
         )
-    tokenizer = tokenizers.load(tokenizer_folder(folder))
-    tokens = tokenizer.encode(prompt) or [tokenizer.eod]
-    check_positions(run.config, len(tokens), max_new_tokens, "max_new_tokens")
+    tokenizer = tokenizers.load(tokenizer_folder(folder), add_bos=run.config.data.add_bos)
+    tokens = []
+    for prompt in prompts:
+        _check_text(prompt)
+        tokens.append(tokenizer.prompt(prompt))
+        check_positions(run.config, len(tokens[-1]), max_new_tokens, "max_new_tokens")
     return _generate(run, tokenizer, tokens, max_new_tokens, sampling, seed)
+
+
+def _check_text(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"prompt holds what is no text in UTF-8, at character {error.start + 1}; write it in UTF-8"
+        ) from None
 
 
 def _generate(
     run: TrainedRun,
     tokenizer: Tokenizer,
-    prompt: list[int],
+    prompts: list[list[int]],
     max_new_tokens: int,
     sampling: Sampling,
     seed: int,
-) -> Iterator[str]:
+) -> Iterator[Iterator[str]]:
     from megakernel.training.one_process import one_process_model
 
     device = choose_device("cpu" if run.config.training.device == "cpu" else "auto")
-    yield from continued(
-        one_process_model(run, tokenizer.vocab_size, device),
-        tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        isolate_documents=run.config.data.isolate_documents,
-    )
+    model = one_process_model(run, tokenizer.vocab_size, device)
+    for prompt in prompts:
+        yield continued(
+            model,
+            tokenizer,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            isolate_documents=run.config.data.isolate_documents,
+        )
 
 
 def continued(

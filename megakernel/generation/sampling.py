@@ -25,7 +25,7 @@ class Sampling:
     """Draw from the fewest likeliest tokens that together have at least this probability."""
 
     def __post_init__(self):
-        if not self.temperature >= 0:
+        if self.temperature != 0 and not 1e-37 <= self.temperature < float("inf"):
             raise UserError(f"temperature={self.temperature} cannot be; give 0 (the likeliest token) or more")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} leaves no token; give 1 or more")
@@ -38,7 +38,8 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         ordered, ids = logits.sort(descending=True, stable=True)
-        probabilities = (ordered / self.temperature).softmax(0)[: self.top_k]
+        # Counted from the largest, so that no temperature makes infinities of differences that are none.
+        probabilities = ((ordered - ordered[0]) / self.temperature).softmax(0)[: self.top_k]
         # A token counts while those likelier than it do not reach top_p, so the likeliest always does.
         before = probabilities.cumsum(0) - probabilities
         probabilities = probabilities.where(before < self.top_p * probabilities.sum(), 0.0)

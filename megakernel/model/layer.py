@@ -17,7 +17,10 @@ from .stream import Stream
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)) = y, then y + mlp(norm(y)), or y + mlp(norm(x)) where the two are parallel."""
+    """x + attention(norm(x)) = y, then y + mlp(norm(y)), or y + mlp(norm(x)) where the two are parallel.
+
+    With a normalized residual norm(x) + attention(norm(x)) = y.
+    """
 
     def __init__(self, settings: ModelSettings, index: int):
         super().__init__()
@@ -26,6 +29,7 @@ class TransformerLayer(nn.Module):
         self.offload = settings.offload
         self.mlp_chunk_size = settings.mlp_chunk_size
         self.parallel = settings.model.parallel_residual
+        self.normalized = settings.model.normalized_residual
         self.bias_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
         with drawn_from(settings.seed, "layer", index):
             self.attention_norm = Norm(settings)
@@ -44,12 +48,18 @@ class TransformerLayer(nn.Module):
 
     def extend(self, hidden: Tensor, positions: Tensor, state: Any) -> tuple[Tensor, Any]:
         """The same for tokens that follow those already in `state` (None: the beginning); returns the new state."""
-        output, state = self.self_attention.extend(self.attention_norm(hidden), positions, state)
-        return self._add_mlp(self._add(hidden, output), hidden), state
+        residual, normed = self._enter(hidden)
+        output, state = self.self_attention.extend(normed, positions, state)
+        return self._add_mlp(self._add(residual, output), hidden), state
 
     def _compute(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        attended = self._add(hidden, self.self_attention(self.attention_norm(hidden), positions))
-        return self._add_mlp(attended, hidden)
+        residual, normed = self._enter(hidden)
+        return self._add_mlp(self._add(residual, self.self_attention(normed, positions)), hidden)
+
+    def _enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention is added to, and what it reads."""
+        normed = self.attention_norm(hidden)
+        return normed if self.normalized else hidden, normed
 
     def _add_mlp(self, attended: Tensor, entered: Tensor) -> Tensor:
         source = entered if self.parallel else attended

@@ -79,6 +79,7 @@ class _GroupScan(torch.autograd.Function):
                 whole.narrow(2, start, count).copy_(part)
         ctx.step, ctx.group, ctx.length, ctx.sizes, ctx.num_outputs = step, group, length, sizes, len(wholes)
         ctx.save_for_backward(*sequences, *shared, *boundaries)
+        ctx.set_materialize_grads(False)
         return (*wholes, *carry)
 
     @staticmethod

@@ -93,19 +93,22 @@ class _Mean(torch.autograd.Function):
         return torch.cat([grad, -(grad * out).sum(-1, keepdim=True)], -1) * inverse, None
 
 
-def in_range(
-    attend: Callable[..., tuple[tuple[Tensor, ...], Any]], *inputs: Tensor | None
-) -> tuple[Tensor, Any]:
-    """The output (..., N, D) of `attend(*inputs)`, and what it leaves behind.
+Found = tuple[tuple[Tensor, ...], Any]
+"""What a `Finish` gave for all queries, and what they leave behind."""
 
-    `attend` gives what a `Finish` does. Lost rows are found again in float64, whose smallest number is the
-    eighth power of float32's; the others keep their bits, whatever later tokens did to the range of later rows.
+
+def in_range(found: Found, again: Callable[[], Found]) -> tuple[Tensor, Any]:
+    """The output (..., N, D) and what is left behind, of `again` where rows are lost: the same in float64.
+
+    Its smallest number is the eighth power of float32's. Rows that are not lost keep their bits, whatever later tokens
+    did to other rows. A compiled graph and tensors without numbers cannot look; there, lost rows are 0.
     """
-    (out, *lost), left = attend(*inputs)
-    if not lost or out.dtype == torch.float64 or not lost[0].any():
+    (out, *lost), left = found
+    blind = torch.compiler.is_compiling() or out.is_meta
+    if blind or not lost or out.dtype == torch.float64 or not lost[0].any():
         return out, left
-    (again, _), left = attend(*(None if x is None else x.double() for x in inputs))
-    return torch.where(lost[0][..., None], again.to(out.dtype), out), left
+    (wide_out, *_), left = again()
+    return torch.where(lost[0][..., None], wide_out.to(out.dtype), out), left
 
 
 def unnormalized(sums: Sums) -> Tensor:

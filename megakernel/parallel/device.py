@@ -2,7 +2,7 @@
 
 Megatron-core asks `torch.cuda.current_device()` wherever it allocates, and DeepSpeed compiles a shared-memory
 collective when its CPU backend starts. `prepare_device` settles both once per process that trains, before the first
-model is built; nothing else in the project patches anything.
+model is built; no other file changes a library.
 """
 
 import logging

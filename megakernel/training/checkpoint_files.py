@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from .checkpoint import Checkpoint
 from .cut import Cut
 from .universal import STATE, STEP, WEIGHT
+from .weights_only import load
 
 _RECORD = "megakernel"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -138,7 +138,7 @@ class _ModelRank:
     @cached_property
     def _main(self) -> dict[str, Any]:
         first = "zero_pp_rank_0_" if self._zero_stage == 3 else ""
-        return _map(self._folder / f"{first}mp_rank_{self._number:02d}_model_states.pt")
+        return load(self._folder / f"{first}mp_rank_{self._number:02d}_model_states.pt")
 
     @cached_property
     def _shards(self) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ class _ModelRank:
             )
             if not found:
                 return shards
-            shards.append(_map(found[0])["optimizer_state_dict"])
+            shards.append(load(found[0])["optimizer_state_dict"])
         raise AssertionError
 
     @cached_property
@@ -166,12 +166,8 @@ class _ModelRank:
         tensors = {}
         for file in sorted(self._folder.glob(f"layer_*-model_{self._tensor:02d}-model_states.pt")):
             layer = int(file.name.split("-")[0].removeprefix("layer_"))
-            for key, tensor in _map(file).items():
+            for key, tensor in load(file).items():
                 tensors[f"{layer}.{key}"] = tensor
         # The embedding's file has its number in the list of layers; tied to the head, the module has its name.
         tied = {name: name.split(".", 2)[2] for name in self.cuts if name.startswith("tied_modules.")}
         return tensors | {name: tensors[f"0.{key}"] for name, key in tied.items()}
-
-
-def _map(file: Path) -> dict[str, Any]:
-    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)

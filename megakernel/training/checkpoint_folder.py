@@ -2,13 +2,13 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megakernel.config import RunFailed, UserError
 
-from .checkpoint import Checkpoint, Progress, step_of, write_manifest
+from .checkpoint import Checkpoint, Damaged, FileRecord, Progress, flush, flushed, step_of, write_manifest
 from .ranks import RankFailed, Ranks
 
 PARTIAL = ".partial"
@@ -42,6 +42,7 @@ class CheckpointFolder:
         self._keep = keep
         self._keep_every = keep_every
         self._ranks = ranks or Ranks()
+        self._broken: set[Path] = set()
 
     def remove_leftovers(self) -> list[Path]:
         """Delete what saves and prunings that were killed left behind; called once, before training."""
@@ -50,25 +51,47 @@ class CheckpointFolder:
     def newest_good(self) -> Found:
         """Find the newest checkpoint that is whole, and the broken ones that are newer.
 
+        Every rank reads a share of its files, and all take the same one.
         Raises UserError where there are checkpoints and none is good: the user must choose to start over.
         """
-        return self._ranks.first(self._newest_good)
+        broken: dict[Path, str] = {}
+        for _, folder in self._ranks.first(self._steps):
+            try:
+                return Found(Checkpoint.verified(folder, self._ranks), broken)
+            except UserError as error:
+                broken[folder] = str(error)
+                self._broken.add(folder)
+        if broken:
+            reasons = "; ".join(f"{folder.name}: {reason}" for folder, reason in broken.items())
+            raise UserError(
+                f"no checkpoint in {self.root} can be used ({reasons}); restore one, or delete these folders "
+                "to start the run from its first step"
+            )
+        return Found(None, broken)
 
-    def save(self, progress: Progress, write: Callable[[Path], None], prune: bool = True) -> Path:
+    def save(
+        self,
+        progress: Progress,
+        write: Callable[[Path], object],
+        written: Callable[[], Iterable[Path]] = tuple,
+        prune: bool = True,
+    ) -> Path:
         """Save a checkpoint and give its folder; a good one of the same step is left as it is.
 
         prune: delete those that are too old; else they wait for the next save.
         write: called on every rank with the folder to fill (it exists). It must return or raise on every
         rank even where one of them cannot write.
+        written: names the files that `write` has written on this rank, which will not have to ask a file server for
+        them; what no rank names is read again on rank 0.
         Raises SaveFailed, alike on all ranks; what was saved before, and `latest`, are then untouched.
         """
         final = self.root / f"step_{progress.step}"
         partial = final.with_name(final.name + PARTIAL)
         try:
             if self._ranks.first(lambda: self._prepare(final, partial)):
-                self._ranks.all(lambda: write(partial))
-                files = self._ranks.first(lambda: _sizes(partial))
-                self._ranks.all(lambda: self._flush_my_share(partial, files))
+                shares = self._ranks.all(lambda: (write(partial), flushed(partial, written()))[1])
+                files = {name: record for share in shares for name, record in share.items()}
+                files |= self._ranks.first(lambda: flushed(partial, _others(partial, files)))
                 self._ranks.first(lambda: self._publish(partial, final, progress, files))
         except OSError as error:
             reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
@@ -83,49 +106,31 @@ class CheckpointFolder:
             _remove(path)
         return leftovers
 
-    def _newest_good(self) -> Found:
-        broken: dict[Path, str] = {}
-        for _, folder in self._steps():
-            try:
-                return Found(Checkpoint.read(folder), broken)
-            except ValueError as error:
-                broken[folder] = str(error)
-        if broken:
-            reasons = "; ".join(f"{folder.name}: {reason}" for folder, reason in broken.items())
-            raise UserError(
-                f"no checkpoint in {self.root} can be used ({reasons}); restore one, or delete these folders "
-                "to start the run from its first step"
-            )
-        return Found(None, broken)
-
     def _prepare(self, final: Path, partial: Path) -> bool:
         """Make the folder to write into; False where the step is saved already."""
-        if _is_good(final):
+        if self._is_good(final):
             self._stage_latest(final).replace(self.root / LATEST)
             return False
         _remove(partial)
         partial.mkdir(parents=True)
         return True
 
-    def _flush_my_share(self, folder: Path, files: dict[str, int]) -> None:
-        for name in list(files)[self._ranks.rank :: self._ranks.size]:
-            _flush(folder / name)
-
-    def _publish(self, partial: Path, final: Path, progress: Progress, files: dict[str, int]) -> None:
+    def _publish(self, partial: Path, final: Path, progress: Progress, files: dict[str, FileRecord]) -> None:
         """Make the written folder a checkpoint. All that needs space is written before the first rename."""
-        _flush(write_manifest(partial, progress, files))
+        flush(write_manifest(partial, progress, files))
         for folder, _, _ in os.walk(partial):
-            _flush(Path(folder))
+            flush(Path(folder))
         latest = self._stage_latest(final)
         _remove(final)
         partial.rename(final)
+        self._broken.discard(final)
         latest.replace(self.root / LATEST)
-        _flush(self.root)
+        flush(self.root)
 
     def _stage_latest(self, final: Path) -> Path:
         staged = self.root / (LATEST + PARTIAL)
         staged.write_text(final.name)
-        _flush(staged)
+        flush(staged)
         return staged
 
     def _give_up(self, name: str, reason: str) -> str:
@@ -144,10 +149,18 @@ class CheckpointFolder:
         for step, folder in self._steps():
             if step > saved:
                 continue
-            if kept < self._keep and _is_good(folder):
+            if kept < self._keep and self._is_good(folder):
                 kept += 1
             elif self._keep_every is None or step % self._keep_every:
                 _remove(folder)
+
+    def _is_good(self, folder: Path) -> bool:
+        """By its sizes, and by what was read of it since the start."""
+        try:
+            Checkpoint.read(folder)
+        except Damaged:
+            return False
+        return folder not in self._broken
 
     def _steps(self) -> list[tuple[int, Path]]:
         """(N, folder step_N), newest first."""
@@ -155,26 +168,9 @@ class CheckpointFolder:
         return sorted(((step, path) for step, path in found if step is not None), reverse=True)
 
 
-def _is_good(folder: Path) -> bool:
-    try:
-        Checkpoint.read(folder)
-    except ValueError:
-        return False
-    return True
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-
-
-def _flush(path: Path) -> None:
-    """Put a file's bytes, or a folder's entries, on the disk; a full disk may show itself only here."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _others(folder: Path, known: Iterable[str]) -> list[Path]:
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return [files[name] for name in sorted(files.keys() - known)]
 
 
 def _remove(path: Path) -> None:

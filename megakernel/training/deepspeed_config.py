@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from megakernel.config import Config, Training
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from megakernel.config import Config, ConfigError, Problem, Training
 from megakernel.config.merging import merged
 from megakernel.parallel import Mesh
 
@@ -21,7 +23,9 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
     """What `deepspeed.initialize` is given; `config.deepspeed` is merged last.
 
     DeepSpeed's data-parallel world is ours times the context ranks, so its batch size counts each sequence piece.
+    Raises ConfigError for keys of `config.deepspeed` that DeepSpeed does not read.
     """
+    check_own_keys(config)
     accumulation = micro_batches_per_step(config.training, mesh)
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
@@ -40,3 +44,24 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
         ours["communication_data_type"] = "fp32"
     return merged(ours, config.deepspeed)
+
+
+def check_own_keys(config: Config) -> None:
+    """ConfigError for each key of config.deepspeed that DeepSpeed cannot read, whose own errors name none."""
+    found = []
+    for key, value in config.deepspeed.items():
+        alone = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": config.parallel.zero_stage},
+        }
+        try:
+            DeepSpeedConfig(merged(alone, {key: value}))
+        # It tells a wrong type, a wrong value and a key that it no longer has by many types of errors.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            remedy = "write it as on https://www.deepspeed.ai/docs/config-json, or remove it"
+            found.append(
+                Problem(f"deepspeed.{key}", value, f"is not what DeepSpeed reads ({reason})", remedy)
+            )
+    if found:
+        raise ConfigError(found)

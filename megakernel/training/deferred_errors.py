@@ -1,5 +1,6 @@
 """Saving through DeepSpeed without leaving the other ranks waiting for one that could not write."""
 
+from pathlib import Path
 from typing import Any
 
 
@@ -14,6 +15,7 @@ class DeferredErrors:
     def __init__(self, inner: Any):
         self._inner = inner
         self._error: Exception | None = None
+        self._written: list[Path] = []
 
     @classmethod
     def install(cls, engine: Any) -> "DeferredErrors":
@@ -33,6 +35,7 @@ class DeferredErrors:
             return
         try:
             self._inner.save(state_dict, path)
+            self._written.append(Path(path))
         except Exception as error:
             self._error = error
 
@@ -41,3 +44,8 @@ class DeferredErrors:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def take_written(self) -> list[Path]:
+        """The files written since the last call."""
+        written, self._written = self._written, []
+        return written

@@ -19,6 +19,7 @@ from megakernel.model.stream import Stream
 from megakernel.parallel import Mesh
 from megakernel.uptraining.near_windows import LinearDecay, drop_near_windows
 
+from . import weights_only
 from .checkpoint_files import record
 from .context_traffic import ContextTraffic
 from .cut import cuts
@@ -231,13 +232,15 @@ class Engine:
 
     def save(self, folder: Path) -> None:
         """Write this process's part of the state into a folder that all processes name alike."""
+        self.write_errors.take_written()  # of a save that failed
         place = {"save_dir": str(folder.parent), "tag": folder.name, "save_latest": False}
         self.engine.save_checkpoint(**place, client_state=self.record)
         self.write_errors.raise_first()
 
     def load(self, folder: Path) -> None:
         """Read the state that `save` wrote on the same layout."""
-        path, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        with weights_only.enforced():
+            path, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         assert path is not None, folder
 
     def load_universal(self, folder: Path) -> None:

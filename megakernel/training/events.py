@@ -19,11 +19,12 @@ def record(run: Path, event: str, env: Mapping[str, str] = os.environ, **facts: 
 
     A line goes out in one write, so that writers on several hosts do not mix. Facts that are None are left out.
     """
+    restart = env.get(RESTART_VARIABLE, "")
     line = {
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "event": event,
         "job": env.get(JOB_VARIABLE),
-        "restart": int(env[RESTART_VARIABLE]) if RESTART_VARIABLE in env else None,
+        "restart": int(restart) if restart.isdecimal() else None,
         **facts,
     }
     text = json.dumps({name: value for name, value in line.items() if value is not None}) + "\n"

@@ -65,19 +65,21 @@ class Ranks:
             raise UserError(refusals[0])
         return result
 
-    def all(self, action: Callable[[], object]) -> None:
-        """Let every rank act. If any fails, all raise RankFailed with the failures by rank and host.
+    def all(self, action: Callable[[], T]) -> list[T]:
+        """Let every rank act; the results in rank order. If any fails, all raise RankFailed with the first failure.
 
         The action must come back on every rank: one that waits inside for a rank that has failed never does.
         """
+        result: Any = None
         failure = None
         try:
-            action()
+            result = action()
         except Exception as error:
             text = " ".join(str(error).split())
             failure = f"{socket.gethostname()}: {type(error).__name__}: {text}"
-        failures = self._exchange(failure)
+        results, failures = zip(*self._exchange((result, failure)))
         failed = [f"rank {rank} on {text}" for rank, text in enumerate(failures) if text is not None]
         if failed:
             more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
             raise RankFailed(failed[0] + more)
+        return list(results)

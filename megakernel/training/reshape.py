@@ -5,15 +5,20 @@ it, leave buffers to the first tensor rank, and want as many pipeline stages as 
 loads by itself, in the same format. Where both can, a test holds the files against each other.
 """
 
+import logging
 import shutil
 from pathlib import Path
 
-from .checkpoint import Checkpoint
+from megakernel.config import UserError
+
+from .checkpoint import MANIFEST, Checkpoint, FileRecord, flushed, read_manifest, verify, write_manifest
 from .checkpoint_files import CheckpointTensors
 from .checkpoint_folder import PARTIAL, SaveFailed
 from .ranks import RankFailed, Ranks
 from .trained_run import find_checkpoint
 from .universal import UniversalFolder
+
+_log = logging.getLogger(__name__)
 
 UNIVERSAL = "universal"
 """The folder of the universal form inside a checkpoint; it lives and goes with the checkpoint."""
@@ -34,16 +39,22 @@ def reshape_run(run: Path, step: int | None = None) -> Path:
 def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
     """Convert a checkpoint, every rank a share of its tensors; the folder of its universal form.
 
-    What was converted before is used again.
+    What was converted before is used again, if it is still what was written.
     """
     final = checkpoint.folder / UNIVERSAL
     if ranks.first(final.is_dir):
-        return final
+        try:
+            files = ranks.first(lambda: _files(final))
+            verify(final, files, ranks)
+            return final
+        except UserError as error:
+            if ranks.rank == 0:
+                _log.warning("%s cannot be used (%s); converting %s again", final, error, checkpoint.folder)
     partial = final.with_name(final.name + PARTIAL)
     try:
         ranks.first(lambda: _empty(partial))
-        ranks.all(lambda: _convert(checkpoint, partial, ranks.rank, ranks.size))
-        ranks.first(lambda: partial.rename(final))
+        shares = ranks.all(lambda: _convert(checkpoint, partial, ranks.rank, ranks.size))
+        ranks.first(lambda: _publish(partial, final, shares))
     except OSError as error:
         reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
         ranks.first(lambda: shutil.rmtree(partial, ignore_errors=True))
@@ -54,15 +65,31 @@ def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
     return final
 
 
+def _files(folder: Path) -> dict[str, FileRecord]:
+    if (folder / MANIFEST).exists():
+        return read_manifest(folder)[1]
+    # A version of before checksums has made it.
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.pt")}
+    return {name: FileRecord(path.stat().st_size, None) for name, path in files.items()}
+
+
 def _empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
 
 
-def _convert(checkpoint: Checkpoint, folder: Path, rank: int, size: int) -> None:
-    """Write this rank's share of the tensors."""
+def _convert(checkpoint: Checkpoint, folder: Path, rank: int, size: int) -> dict[str, FileRecord]:
+    """Write this rank's share of the tensors; the files' records."""
     tensors, universal = CheckpointTensors(checkpoint), UniversalFolder(folder)
+    written: list[Path] = []
     if rank == 0:
-        universal.write_counters(tensors.counters)
+        written.append(universal.write_counters(tensors.counters))
     for name in sorted(tensors.names)[rank::size]:
-        universal.write(name, tensors.read(name), tensors.cut(name))
+        written += universal.write(name, tensors.read(name), tensors.cut(name))
+    return flushed(folder, written)
+
+
+def _publish(partial: Path, final: Path, shares: list[dict[str, FileRecord]]) -> None:
+    write_manifest(partial, None, {name: record for share in shares for name, record in share.items()})
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)

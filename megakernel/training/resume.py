@@ -50,7 +50,7 @@ def start_from_weights(
     Raises UserError, alike on all ranks, where there is no checkpoint, the model is another one, or the data was
     prepared with another tokenizer.
     """
-    found = ranks.first(lambda: WeightSource.find("init.from", source))
+    found = WeightSource.find("init.from", source, ranks)
     if remark := ranks.first(lambda: found.check_tokenizer(corpora)):
         note(remark)
     tensors = found.tensors(model)
@@ -88,9 +88,9 @@ def in_layers(names: Sequence[str]) -> str:
     )
 
 
-def find_moments(source: Path) -> WeightSource:
-    """The run or checkpoint of init.moments. Raises UserError for what is neither."""
-    found = WeightSource.find("init.moments", source)
+def find_moments(source: Path, ranks: Ranks) -> WeightSource:
+    """The run or checkpoint of init.moments, on all ranks. Raises UserError, alike, for what is neither."""
+    found = WeightSource.find("init.moments", source, ranks)
     if found.checkpoint is None:
         raise UserError(
             f"init.moments={source} is a dense model without AdamW's moments; give a run of this project, or remove it"
@@ -103,7 +103,7 @@ def start_with_moments(source: Path, model: Model, engine: Engine, ranks: Ranks,
 
     Raises UserError, alike on all ranks, where there is no checkpoint, or none of its moments belongs to the model.
     """
-    found = ranks.first(lambda: find_moments(source))
+    found = find_moments(source, ranks)
     count = engine.load_moments(found.tensors(model))
     if not count:
         raise UserError(

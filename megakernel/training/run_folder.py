@@ -93,10 +93,18 @@ class RunFolder:
             with written_to("run.root", self._config.run.root):
                 shutil.copytree(source, staged)
                 staged.rename(self.tokenizer)
-        elif tokenizers.load(self.tokenizer).hash != digest:
+            return
+        kept = tokenizers.load(self.tokenizer)
+        if kept.hash != digest:
             raise UserError(
                 f"data.train holds a corpus of another tokenizer ({source}) than the run began with; prepare it with "
                 f"--tokenizer {self.tokenizer}, or choose another run.name"
+            )
+        if kept.add_bos != tokenizers.load(source).add_bos:
+            flag = "--add-bos" if kept.add_bos else "--no-add-bos"
+            raise UserError(
+                f"data.train: documents of {source.parent} {'do not ' if kept.add_bos else ''}begin with BOS, unlike "
+                f"those that the run began with; prepare them with {flag}, or choose another run.name"
             )
 
     def _open(self, devices: Sequence[str]) -> list[Difference]:

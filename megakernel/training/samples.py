@@ -20,7 +20,7 @@ class Samples:
         self._config = config
         self._tokenizer = tokenizer
         self._prompt = config.logging.sample_prompt
-        self._tokens = tokenizer.encode(self._prompt) or [tokenizer.eod]
+        self._tokens = tokenizer.prompt(self._prompt)
         check_positions(config, len(self._tokens), config.logging.sample_tokens, "logging.sample_tokens")
 
     def markdown(self, model: LanguageModel) -> str:

@@ -12,6 +12,7 @@ from megakernel.config.section import Section
 
 from .checkpoint import Checkpoint, step_of
 from .checkpoint_folder import CheckpointFolder
+from .ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -68,16 +69,17 @@ def _counted_from(start: Path, value: Any) -> Any:
     return value
 
 
-def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
+def find_checkpoint(folder: Path, step: int | None = None, ranks: Ranks | None = None) -> Checkpoint:
     """The checkpoint of a run at a step, or its newest good one; newer ones that are broken are logged.
 
+    ranks: those that look for it together; None: this process alone.
     Raises UserError for a run that has not saved yet, a step without a checkpoint, and where none is whole.
     """
     root = folder / "checkpoints"
     if step is not None:
         return _at_step(root, step)
-    found = CheckpointFolder(root, keep=1).newest_good()
-    for path, reason in found.broken.items():
+    found = CheckpointFolder(root, keep=1, ranks=ranks).newest_good()
+    for path, reason in found.broken.items() if ranks is None or ranks.rank == 0 else ():
         _log.warning("%s cannot be used (%s); taking the one before", path, reason)
     if found.checkpoint is None:
         remedy = _stages_instead(folder) or "let its run train on until it saves one (checkpoint.every)"
@@ -140,7 +142,7 @@ def _stages_instead(folder: Path) -> str | None:
 
 def _at_step(root: Path, step: int) -> Checkpoint:
     try:
-        return Checkpoint.read(root / f"step_{step}")
+        return Checkpoint.verified(root / f"step_{step}", Ranks())
     except ValueError as error:
         others = sorted(s for path in root.glob("step_*") if (s := step_of(path)) is not None and s != step)
         choice = f"choose one of {', '.join(map(str, others))}" if others else "the run has no other yet"

@@ -266,7 +266,8 @@ class Trainer:
         )
         with self.throughput.aside():
             # A streak of skipped steps may end the run, which then goes on from before it.
-            self.checkpoints.save(progress, self.engine.save, prune=not self.skipped_in_a_row)
+            written = self.engine.write_errors.take_written
+            self.checkpoints.save(progress, self.engine.save, written, prune=not self.skipped_in_a_row)
         if self.mesh.rank == 0:
             self.folder.fix()
         self._record("saved", step=step)

@@ -6,7 +6,6 @@ counters.json                                             what the engine has co
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .cut import Cut
+from .weights_only import load
 
 PARAM, CAT_DIM, PARAM_N_SUB_PARAMS = "param", "cat_dim", "param_n_sub_params"
 """DeepSpeed's names of a file's entries: the tensor, the dimension that tensor ranks share, the parts along it."""
@@ -58,11 +58,11 @@ class UniversalFolder:
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
         """Those of `keys` that are known of a tensor."""
         files = {key: self.folder / "zero" / name / f"{key}.pt" for key in keys}
-        entries = {key: torch.load(file, mmap=True) for key, file in files.items() if file.exists()}
+        entries = {key: load(file) for key, file in files.items() if file.exists()}
         return {key: entry if key == STEP else entry[PARAM] for key, entry in entries.items()}
 
-    def write(self, name: str, state: Mapping[str, Tensor], cut: Cut) -> None:
-        """Write what is known of one tensor, by key. cut: how the layout that it comes from shared it."""
+    def write(self, name: str, state: Mapping[str, Tensor], cut: Cut) -> list[Path]:
+        """Write what is known of one tensor, by key; the files. cut: how the layout that it comes from shared it."""
         home = self.folder / "zero" / name
         home.mkdir(parents=True)
         for key, value in state.items():
@@ -71,14 +71,15 @@ class UniversalFolder:
             entry: Any = {PARAM: tensor, CAT_DIM: cut.dimension or 0, PARAM_N_SUB_PARAMS: cut.stride}
             with (home / f"{key}.pt").open("wb") as file:
                 torch.save(tensor if key == STEP else entry, file)
-                file.flush()
-                os.fsync(file.fileno())
+        return [home / f"{key}.pt" for key in state]
 
     @property
     def counters(self) -> dict[str, int]:
         """What the engine has counted, by the name of its attribute."""
         return json.loads((self.folder / "counters.json").read_text())
 
-    def write_counters(self, counters: Mapping[str, int]) -> None:
-        """Write what `counters` gives."""
-        (self.folder / "counters.json").write_text(json.dumps(dict(counters)))
+    def write_counters(self, counters: Mapping[str, int]) -> Path:
+        """Write what `counters` gives; the file."""
+        file = self.folder / "counters.json"
+        file.write_text(json.dumps(dict(counters)))
+        return file

@@ -13,6 +13,7 @@ from megakernel.uptraining.folding import without_updates
 
 from .checkpoint import Checkpoint
 from .checkpoint_files import CheckpointTensors
+from .ranks import Ranks
 from .trained_run import find_checkpoint, recorded_config, stage_folders
 from .universal import WholeTensors
 from .unrounded import Unrounded
@@ -32,19 +33,20 @@ class WeightSource:
     """Ours; None for a dense model."""
 
     @classmethod
-    def find(cls, key: str, folder: Path) -> "WeightSource":
+    def find(cls, key: str, folder: Path, ranks: Ranks | None = None) -> "WeightSource":
         """What lies in a folder: a run's newest good checkpoint, a checkpoint, or a dense model.
 
-        Raises UserError where it is none of them.
+        ranks: those that look for it together, a share of its files each; None: this process alone.
+        Raises UserError, alike on all of them, where it is none of these.
         """
-        if is_dense_checkpoint(folder):
-            DenseCheckpoint(folder)
+        ranks = ranks or Ranks()
+        if ranks.first(lambda: is_dense_checkpoint(folder) and bool(DenseCheckpoint(folder))):
             return cls(key, folder, None)
-        if (folder / "checkpoints").is_dir() or stage_folders(folder):
-            return cls(key, folder, find_checkpoint(folder))
+        if ranks.first(lambda: (folder / "checkpoints").is_dir() or bool(stage_folders(folder))):
+            return cls(key, folder, find_checkpoint(folder, ranks=ranks))
         try:
-            return cls(key, folder, Checkpoint.read(folder))
-        except ValueError as error:
+            return cls(key, folder, Checkpoint.verified(folder, ranks))
+        except UserError as error:
             raise UserError(
                 f"{key}={folder} is no run, no good checkpoint ({error}) and no dense model; give a folder such as "
                 "runs/NAME, runs/NAME/checkpoints/step_N, or one with config.json and model.safetensors"
@@ -78,7 +80,13 @@ class WeightSource:
 
         Raises UserError for another one.
         """
-        return check_tokenizer(self.key, self.folder, corpora.tokenizer_hash, corpora.train[0].folder)
+        return check_tokenizer(
+            self.key,
+            self.folder,
+            corpora.tokenizer_hash,
+            corpora.train[0].folder,
+            add_bos=corpora.bos is not None,
+        )
 
     def other_words(self, words: int) -> list[str]:
         """A line if its configuration names another number of words, whatever padding adds to both."""

@@ -53,7 +53,7 @@ def export(
         )
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to} is in use; name a new folder")
-    tokenizer = tokenizers.load(tokenizer_folder(run_folder))
+    tokenizer = tokenizers.load(tokenizer_folder(run_folder), add_bos=run.config.data.add_bos)
     source = _Source(run, tokenizer, _DTYPES[dtype or run.config.training.dtype])
     with written_to("--to", to), _appearing_whole(to) as folder:
         save_tokenizer(tokenizer, folder)

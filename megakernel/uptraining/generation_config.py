@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.tokenizers import Tokenizer
-from megakernel.config import Config, ConfigError, UserError, from_yaml
+from megakernel.config import Config, ConfigError, UserError
+from megakernel.training.trained_run import recorded_config
 
 from .dense import is_dense_checkpoint
 
@@ -47,7 +48,7 @@ def _given(source: Path | None) -> dict[str, Any]:
             return {}
         passed.add(file)
         try:
-            source = from_yaml(file.read_text(encoding="utf-8"), str(file)).init.source
+            source = recorded_config(run).init.source
         except ConfigError:  # of a version that knew other keys
             return {}
     if source is None or not (source / FILE).is_file():

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from data_pipeline.corpus import Corpora
 from megakernel.config import Config
@@ -28,13 +27,9 @@ def model_maker(
     folder = config.objective.teacher
     if folder is None:
         return build_model
-    return partial(_with_teacher, config, ranks.first(lambda: _teacher(folder, corpora)))
-
-
-def _teacher(folder: Path, corpora: Corpora) -> WeightSource:
-    source = WeightSource.find("objective.teacher", folder)
-    source.check_tokenizer(corpora)
-    return source
+    source = WeightSource.find("objective.teacher", folder, ranks)
+    ranks.first(lambda: source.check_tokenizer(corpora))
+    return partial(_with_teacher, config, source)
 
 
 def _with_teacher(

@@ -131,8 +131,9 @@ def compared(ours: Tensor, named: str, folder: Path, config: "PreTrainedConfig |
 
     config: instead of its config.json. Raises UserError where it cannot, for another reason than memory.
     """
+    _, length, words = ours.shape
     try:
-        theirs = _reference_logits(folder, config, made_tokens(*ours.shape[1:], ours.device), named)
+        theirs = _reference_logits(folder, config, made_tokens(length, words, ours.device), named)
     except MemoryError as error:  # more than its weights, or memory that others took meanwhile
         return Parity(None, f"transformers ran out of memory ({error})")
     return Parity(float((ours - theirs).abs().max() / theirs.abs().max()))
@@ -213,7 +214,9 @@ def _reference_logits(folder: Path, config: "PreTrainedConfig | None", tokens: T
     logging.set_verbosity_error()  # a part leaves weights alone
     try:
         given = {} if config is None else {"config": config}
-        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **given)
+        reference = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, **given
+        )
         reference.config.return_dict = True
         logits: Tensor = reference.to(tokens.device).eval()(tokens).logits
     # It reads configurations of any kind, with code of their own and libraries that need not be there.

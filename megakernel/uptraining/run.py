@@ -14,6 +14,7 @@ from megakernel.training.ranks import Ranks
 from megakernel.training.resume import find_moments
 from megakernel.training.run_folder import RunFolder
 from megakernel.training.run_lock import RunLock
+from megakernel.training.trained_run import student
 from megakernel.training.trainer import Trainer
 from megakernel.training.weight_source import WeightSource
 from megakernel.training.whole_file import write_whole
@@ -59,12 +60,13 @@ class Uptraining:
         folder = self.config.init.source
         assert folder is not None
         # What is not there or does not fit is said before anything is written, and not when a stage begins with it.
-        source = self.ranks.first(lambda: WeightSource.find("init.from", folder))
+        source = WeightSource.find("init.from", folder, self.ranks)
+        corpora = Corpora(self.config.data)
         # What there is to remark on its tokenizer, the first stage says.
-        self.ranks.first(lambda: source.check_tokenizer(Corpora(self.config.data)))
+        self.ranks.first(lambda: source.check_tokenizer(corpora))
         moments = self.config.init.moments
         if moments is not None and self._reads(moments, source):
-            self.ranks.first(lambda: find_moments(moments))
+            find_moments(moments, self.ranks)
         self.ranks.first(self._open)
         validation = Validation(self.config, self.mesh)
         before = self._before(validation, source)
@@ -90,6 +92,11 @@ class Uptraining:
         if self.config.logging.tensorboard:
             self.ranks.first(lambda: write_events(report, RunFolder(self.config).tensorboard))
         self._note(report.markdown())
+        evaluate, export = (
+            f"evaluate {student(self.folder)}",
+            f"export {self.folder} --to models/{self.folder.name}",
+        )
+        self._note(f"done; next: megakernel {evaluate}   megakernel {export}")
         return 0
 
     def _reads(self, moments: Path, source: WeightSource) -> bool:

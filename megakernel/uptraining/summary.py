@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megakernel.config import Config, Model, Uptrain
 from megakernel.model import LanguageModel
+from megakernel.training.ranks import Ranks
 from megakernel.training.weight_source import WeightSource
 
 from .ablations import SINKS, as_sliding_window, without_far, without_near
@@ -29,6 +30,7 @@ def summarize(
 
     kept: layers that stay as the dense model, `source`, has them.
     """
+    ranks = Ranks.of(validation.mesh)
     window = near_window(config)
     swapped = before.swapped
     uptrain = config.uptrain or Uptrain()
@@ -58,7 +60,7 @@ def summarize(
     for stage in plan:
         own = stage.config.training.consumed(stage.config.training.steps)[1]
         tokens = own if stage.is_control else tokens + own
-        found = WeightSource.find("stage", stage.config.run.folder)
+        found = WeightSource.find("stage", stage.config.run.folder, ranks)
         model = validation.model(found.model(), found)
         row = measured(stage.purpose, model, tokens, stage.config.run.folder)
         (ablations if stage.is_control else rows).append(row)
@@ -68,7 +70,7 @@ def summarize(
                 as_sliding_window(model, window)
                 ablations.append(measured(f"{row.name}, sliding window", model, tokens, None))
     last = next(stage for stage in reversed(plan) if not stage.is_control)
-    found = WeightSource.find("stage", last.config.run.folder)
+    found = WeightSource.find("stage", last.config.run.folder, ranks)
     decode(last.purpose, validation.model(found.model(), found))
     changes: list[tuple[str, Callable[[LanguageModel], bool]]] = [
         (f"{last.purpose}, far part off", without_far),

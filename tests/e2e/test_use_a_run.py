@@ -1,5 +1,6 @@
 """What one does with a trained run: evaluate it and generate with it, whatever layout trained it."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -148,6 +149,21 @@ def test_generate_prints_the_prompt_and_what_follows(run, capsys):
     assert capsys.readouterr().out == f"import é{text(run, 'import é')}\n"
 
 
+def test_a_prompt_comes_from_a_file_and_many_from_lines(run, tmp_path, capsys, monkeypatch):
+    options = ["--max-new-tokens", "12", "--temperature", "1"]
+    expected = text(run, long := "import é\r\n" * 100, count=12)
+    (tmp_path / "prompt.txt").write_bytes(long.encode())
+    for name in (str(tmp_path / "prompt.txt"), "-"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(long.encode())))
+        assert main(["generate", str(run), "--prompt-file", name, *options]) == 0
+        assert capsys.readouterr().out == f"{expected}\n"
+    rows = [{"prompt": "import é", "id": 7}, {"prompt": ""}, {"prompt": long}]
+    (tmp_path / "prompts.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    assert main(["generate", str(run), "--prompts", str(tmp_path / "prompts.jsonl"), *options]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert found == [{**row, "continuation": text(run, row["prompt"], count=12)} for row in rows]
+
+
 @pytest.fixture(scope="module")
 def noisy(config):
     kernels = (
@@ -213,6 +229,11 @@ EVALUATE = ("evaluate",)
         ("untrained", EVALUATE, "has no checkpoint"),
         ("run", (*EVALUATE, "--step", "3"), "choose one of 2, 4"),
         ("run", (*GENERATE, "--step", "3"), "choose one of 2, 4"),
+        (
+            "run",
+            ("generate", "--prompt", "a\udcff"),
+            "prompt holds what is no text in UTF-8, at character 2; write",
+        ),
         ("run", (*EVALUATE, "--samples", "0"), "give --samples 1 or more"),
         ("run", (*EVALUATE, "--seq-len", "0"), "give --seq-len 1 or more"),
         ("run", (*EVALUATE, "--seq-len", "100000000"), "validation tokens; give at most"),

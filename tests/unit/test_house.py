@@ -1,11 +1,16 @@
 """The rules of living in this house that a machine can hold."""
 
+import ast
+import configparser
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import megakernel
+from megakernel.config import yaml_text
 
 REPOSITORY = Path(__file__).parents[2]
 ROOMS = ("megakernel", "launch", "data_pipeline")
@@ -66,6 +71,59 @@ def test_no_page_outside_of_the_repository_is_cited():
     assert [path for path in found if path != "tests/unit/test_house.py"] == []
 
 
+def test_one_file_alone_patches_another_library():
+    ours = {*ROOMS, *sys.stdlib_module_names}
+    patching = set()
+    for path in SOURCES:
+        nodes = list(ast.walk(ast.parse((REPOSITORY / path).read_text())))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        theirs = {name.split(".")[0] for name in names} - ours
+        for node in nodes:
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Attribute) and ast.unparse(target).split(".")[0] in theirs:
+                    patching.add(str(path))
+    assert patching == {"megakernel/parallel/device.py"}
+
+
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_the_readme_can_be_read_at_one_go():
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 140
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_says():
+    table = (REPOSITORY / "docs/troubleshooting.md").read_text()
+    shown = re.findall(r"^\| `([^`]+)`(?: from `doctor`[^|]*)? \|", table, re.MULTILINE)
+    sources = "".join((REPOSITORY / path).read_text() for path in (*SOURCES, "Makefile"))
+    assert len(shown) > 20
+    assert [message for message in shown if message not in sources] == []
+
+
+def test_licence_and_version_are_told_alike_everywhere():
+    told = configparser.ConfigParser()
+    told.read(REPOSITORY / "setup.cfg")
+    citation = yaml_text.read(REPOSITORY / "CITATION.cff")
+    assert {told["metadata"]["license"], citation["license"]} == {"Apache-2.0"}
+    assert {told["metadata"]["version"], citation["version"]} == {megakernel.__version__}
+    text = (REPOSITORY / told["metadata"]["license_files"]).read_text()
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_what_the_pages_commands_make_is_no_part_of_the_repository():
+    made = ["data/stdlib", "runs/first", "models/dense", ".venv/installed"]
+    ignored = subprocess.run(["git", "check-ignore", *made], cwd=REPOSITORY, capture_output=True, text=True)
+    assert ignored.stdout.split() == made
+
+
 def test_every_folder_of_sources_is_a_package():
     folders = {path.parent for path in SOURCES}
     assert [folder for folder in folders if not (REPOSITORY / folder / "__init__.py").exists()] == []
@@ -96,3 +154,30 @@ def test_no_test_needs_a_file_outside_of_the_repository():
         for path in tests
     }
     assert [path for path in tests if any(int(n) >= above[path] for n in asked[path])] == []
+
+
+SAFE = {
+    "torch.load": "weights_only=True",
+    "np.load": "allow_pickle=False",
+    "from_pretrained": "trust_remote_code=False",
+    "yaml.load": "never",
+    "pickle.load": "never",
+    "pickle.loads": "never",
+    "eval": "never",
+    "exec": "never",
+}
+"""Calls that can run what a file holds -> the argument that keeps them from it."""
+
+
+def test_nothing_that_is_read_is_run():
+    unsafe = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse((REPOSITORY / path).read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name, arguments = ast.unparse(node.func), {ast.unparse(keyword) for keyword in node.keywords}
+            if name.startswith("Auto") and name.endswith(".from_pretrained"):
+                name = "from_pretrained"
+            if SAFE.get(name, "") not in {*arguments, ""}:
+                unsafe.append(f"{path}:{node.lineno} {name}")
+    assert unsafe == []

@@ -124,10 +124,13 @@ def _save(ctx, inputs, output):
     *tensors, ctx.feature_map = inputs
     # Log scales are constants: the product does not depend on how it is split.
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _differentiate(ctx, grad, _):
+    if grad is None:
+        return (None,) * 6
     dx, of_diagonals = _backward(grad, *ctx.saved_tensors, ctx.feature_map)
     diagonals = ctx.saved_tensors[1:4]
     return dx, *(total.to(part.dtype) for total, part in zip(of_diagonals, diagonals)), None, None

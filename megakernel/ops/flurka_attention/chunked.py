@@ -16,7 +16,7 @@ from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import mixed_features, shifted
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once
-from megakernel.ops.sums import Sums, add, finish_of, in_range, normalized
+from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, normalized
 from megakernel.ops.window import Layout, Tail, cut, empty_tail, rotate_keys, softmax_pairs
 
 RUN = 256
@@ -64,7 +64,7 @@ def attend(
         tail = empty_tail(k, v, form.block_size * form.blocks)
     begin = None if exchange is None else Once(exchange)
 
-    def found(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None) -> tuple[tuple[Tensor, ...], KernelState]:
+    def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
         run = partial(_over_groups, form=form, weights=weights, positions=positions)
         if begin is None:
             out, leaving, _ = run(_attend, (q, k, v, gate), far, tail)
@@ -76,7 +76,8 @@ def attend(
         out, _, _ = run(_complete, (q, v, gate, reads, *sums), pending.wait(), tail)
         return out, own
 
-    return *in_range(found, q, k, v, gate), tail.after(k, v)
+    out, leaving = in_range(found(q, k, v), lambda: found(q.double(), k.double(), v.double()))
+    return out, leaving, tail.after(k, v)
 
 
 def _over_groups(

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megakernel.ops.flurka_attention import backward, pool_kernels, read_kernel
 from megakernel.ops.flurka_attention.launches import Call, Inputs, Shape
+from megakernel.ops.kernel_attention.launches import given_or_zeros
 from megakernel.ops.kernels.launch import strides
 
 
@@ -96,16 +97,16 @@ def _(q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight, table, st
 def _keep(ctx, inputs, output) -> None:
     *tensors, first_sums, _, first_logs = inputs[:16]
     ctx.shape, ctx.continues = inputs[16:], first_sums is not None
+    ctx.set_materialize_grads(False)
     out, *kept, _, _, last_logs = output
     ctx.mark_non_differentiable(*kept, last_logs)
     ctx.save_for_backward(*tensors, first_logs, out, *kept, last_logs)
 
 
 def _pull_back(ctx, grad, *grads):
-    wanted = ctx.needs_input_grad
-    *found, dsums, dnorms = backward.backward(
-        grad, grads[10], grads[11], *ctx.saved_tensors, wanted[3], *ctx.shape
-    )
+    wanted, kept = ctx.needs_input_grad, ctx.saved_tensors
+    outer = given_or_zeros((grad, grads[10], grads[11]), kept[14], *kept[-4:-2])
+    *found, dsums, dnorms = backward.backward(*outer, *kept, wanted[3], *ctx.shape)
     return (
         *(x if needed else None for x, needed in zip(found, wanted)),
         *(None,) * 4,

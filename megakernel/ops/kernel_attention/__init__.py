@@ -81,7 +81,8 @@ def kernel_attention(
             processes; in place of `initial_state`. The state returned is then what these tokens add.
         exchange_after: the same in the other direction, for what lies behind these tokens: beside `exchange` without
             `causal`, and never with it.
-        backend: reference or chunked; None takes the environment's MEGAKERNEL_BACKEND, else chunked.
+        backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a
+            GPU and chunked elsewhere.
 
     Returns:
         (B, H, N, D) in the dtype of v, and the state if asked for; its sums are float32 or better.

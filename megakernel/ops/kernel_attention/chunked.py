@@ -24,7 +24,7 @@ from megakernel.ops.mixture import mixed_features
 from megakernel.ops.projections import Projection
 from megakernel.ops.scan import Links, link, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge, start_state
-from megakernel.ops.sums import Finish, Sums, add, finish_of, in_range
+from megakernel.ops.sums import Finish, Found, Sums, add, finish_of, in_range
 
 CHUNK = 64
 """Tokens whose pairs are weighed one by one."""
@@ -73,22 +73,24 @@ def attend(
     """
     state = initial_state or start_state(feature_map, k[..., : q.shape[-1]], projection, v.shape[-1])
     begins = tuple(Once(begin) for begin in (exchange, exchange_after) if begin is not None)
-    path: Callable[..., tuple[tuple[Tensor, ...], KernelState]] = _documents
+    path: Callable[..., Found] = _documents
     if causal:
         path = _pieces if begins else _in_order
     elif isinstance(positions, int):
         path = _one_document
 
-    def found(*inputs: Tensor | None) -> tuple[tuple[Tensor, ...], KernelState]:
+    def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
         run = partial(_over_groups, phi=Phi(feature_map, projection, priors), positions=positions)
-        (out, *lost), left = path(run, finish_of(feature_map, normalize), inputs, state, begins, positions)
+        (out, *lost), left = path(
+            run, finish_of(feature_map, normalize), (q, k, v, mass), state, begins, positions
+        )
         if mass is not None and mass.shape[2] == q.shape[2]:
             # A token that is no key itself is padding, and its row nothing.
             real = (mass != 0).repeat_interleave(q.shape[1] // k.shape[1], 1)
             lost = [rows & real for rows in lost]
         return (out, *lost), left
 
-    return in_range(found, q, k, v, mass)
+    return in_range(found(q, k, v), lambda: found(q.double(), k.double(), v.double()))
 
 
 def _in_order(
@@ -98,7 +100,7 @@ def _in_order(
     state: KernelState,
     begins: tuple[Exchange, ...],
     positions: Positions,
-) -> tuple[tuple[Tensor, ...], KernelState]:
+) -> Found:
     """Tokens see what lies before them."""
     return run(partial(_attend, finish), inputs, state)
 
@@ -110,7 +112,7 @@ def _pieces(
     state: KernelState,
     begins: tuple[Exchange, ...],
     positions: Positions,
-) -> tuple[tuple[Tensor, ...], KernelState]:
+) -> Found:
     """The same, and what `begins` fetches from before, while the local sums are made."""
     q, *keys = inputs
     _, own = run(_write, tuple(keys), state)
@@ -123,7 +125,7 @@ def _pieces(
 
 def _one_document(
     run, finish: Finish, inputs: Tensors, state: KernelState, begins: tuple[Exchange, ...], positions: int
-) -> tuple[tuple[Tensor, ...], KernelState]:
+) -> Found:
     """All tokens see all keys, those that `begins` fetches from before and behind too."""
     q, *keys = inputs
     _, own = run(_write, tuple(keys), state)
@@ -136,7 +138,7 @@ def _one_document(
 
 def _documents(
     run, finish: Finish, inputs: Tensors, state: KernelState, begins: tuple[Exchange, ...], positions: Tensor
-) -> tuple[tuple[Tensor, ...], KernelState]:
+) -> Found:
     """Tokens see their documents: what lies before a token and itself, and what lies behind it, read backwards."""
     back = partial(run, positions=reversed_positions(positions, continued=bool(begins)))
     backwards = tuple(None if x is None else x.flip(2) for x in inputs)

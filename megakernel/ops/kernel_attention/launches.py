@@ -129,6 +129,17 @@ class Call(NamedTuple):
         return sums, norms, logs
 
 
+def given_or_zeros(
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None], out: Tensor, sums: Tensor, norms: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of the output and of the last of these states; autograd makes up none for what has none.
+
+    It would fill one for each output of an op, those that nobody differentiates included.
+    """
+    likes = (out, sums[:, :, -1], norms[:, :, -1])
+    return tuple(torch.zeros_like(like) if grad is None else grad for grad, like in zip(grads, likes))
+
+
 def total(parts: Tensor, like: Tensor) -> Tensor:
     """The sum of the parts (blocks, ...) of a gradient, in the dtype of `like`; one part is the gradient itself."""
     return parts[0] if len(parts) == 1 else parts.sum(0).to(like.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels, value_kernels
-from megakernel.ops.kernel_attention.launches import Call, total
+from megakernel.ops.kernel_attention.launches import Call, given_or_zeros, total
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.features import split_matrix
 from megakernel.ops.kernels.launch import launch, rows_together, strides
@@ -348,6 +348,7 @@ def _keep(ctx, inputs, output) -> None:
     q, k, v, matrix, mass, priors, starts, first_sums, _, first_logs, *form = inputs
     out, inverse, scale, sums, norms, logs, *_, last_logs = output
     ctx.form, ctx.continues = form, first_sums is not None
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(inverse, scale, sums, norms, logs, last_logs)
     ctx.save_for_backward(
         *(q, k, v, matrix, mass, priors, starts, first_logs),
@@ -356,9 +357,10 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _pull_back(ctx, grad, *grads):
-    wanted = ctx.needs_input_grad
+    wanted, kept = ctx.needs_input_grad, ctx.saved_tensors
+    outer = given_or_zeros((grad, grads[5], grads[6]), kept[8], *kept[-4:-2])
     dq, dk, dv, dmatrix, dmass, dpriors, dsums, dnorms = torch.ops.megakernel.kernel_attention_backward(
-        grad, grads[5], grads[6], *ctx.saved_tensors, wanted[3], *ctx.form
+        *outer, *kept, wanted[3], *ctx.form
     )
     beside = (x if wanted[index] else None for index, x in ((3, dmatrix), (4, dmass), (5, dpriors)))
     first = (dsums, dnorms) if ctx.continues else (None, None)

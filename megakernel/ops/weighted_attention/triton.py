@@ -173,9 +173,12 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.form = (similarity, variances, join, normalize)
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 10
     gradients = _pull(grad, *ctx.saved_tensors, *ctx.form)
     return (*gradients, None, None, None, None, None, None)
 

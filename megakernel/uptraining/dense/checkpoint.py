@@ -38,6 +38,7 @@ _FUNCTION = (
     "norm_eps",
     "qk_norm",
     "parallel_residual",
+    "normalized_residual",
     "position",
     "rotary_share",
     "tie_embeddings",
@@ -268,7 +269,7 @@ def their_config(folder: Path) -> "PreTrainedConfig":
     from transformers import AutoConfig  # seconds, which an error need not wait for
 
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "rope_parameters", None):
             config.standardize_rope_params()  # as its models do: a key beside the scaling may change it
     # Its checks of values raise many types.

@@ -12,7 +12,8 @@ def plain_config(model: Model, words: int, positions: int) -> dict[str, Any] | N
     words: of the vocabulary. positions: the longest row of training; what imported weights knew before stays known.
     """
     layers = {model.layer_attention(layer) for layer in range(model.num_layers)}
-    if {layer.model_copy(update={"window": None}) for layer in layers} != {Attention(similarity="softmax")}:
+    plain = {layer.model_copy(update={"window": None}) for layer in layers}
+    if plain != {Attention(similarity="softmax")} or model.normalized_residual:
         return None
     for fits, config in _KINDS:
         if fits(model):

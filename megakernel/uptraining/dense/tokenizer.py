@@ -20,7 +20,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         tokenizer.save(folder)
 
 
-def check_tokenizer(key: str, source: Path, digest: str, corpus: Path) -> str | None:
+def check_tokenizer(
+    key: str, source: Path, digest: str, corpus: Path, *, add_bos: bool = False
+) -> str | None:
     """Refuse data of another tokenizer than a model has learned with: its ids would stand for other words.
 
     Args:
@@ -28,9 +30,10 @@ def check_tokenizer(key: str, source: Path, digest: str, corpus: Path) -> str | 
         source: a run, one of its checkpoints, or a dense model.
         digest: `Tokenizer.hash` of the data.
         corpus: the data's folder.
+        add_bos: whether its documents begin with BOS.
 
     Returns:
-        A remark where `source` has no tokenizer to compare with.
+        A remark where `source` has no tokenizer to compare with, or begins documents otherwise.
 
     Raises:
         UserError: another tokenizer.
@@ -38,10 +41,18 @@ def check_tokenizer(key: str, source: Path, digest: str, corpus: Path) -> str | 
     folder = _folder(source)
     if folder is None:
         return f"{source} has no tokenizer: whether {corpus} was prepared with the same one is not known"
-    if tokenizers.load(folder).hash != digest:
+    theirs = tokenizers.load(folder, own_rule=folder == source)
+    if theirs.hash != digest:
         raise UserError(
             f"{key}={source} has another tokenizer than data.train={corpus}; prepare the data with "
             f"`megakernel prepare --tokenizer {folder}`"
+        )
+    if theirs.add_bos != add_bos:
+        flag = "--add-bos" if theirs.add_bos else "--no-add-bos"
+        return (
+            f"documents begin with BOS in {source if theirs.add_bos else corpus} and not in "
+            f"{corpus if theirs.add_bos else source}; prepare the data with `megakernel prepare {flag}` to keep what "
+            "the weights have learned with"
         )
     return None
 

@@ -104,6 +104,9 @@ def test_what_megakernel_decides_is_refused_in_the_deepspeed_section(deepspeed):
 
 
 def test_only_the_stage_of_zero_is_decided_here():
+    assert list(problems(deepspeed={"zero_optimization": "hello"})) == ["deepspeed.zero_optimization"]
+    (key,) = problems(deepspeed={"zero_optimization": {"reduce_bucket_size": "hello"}})
+    assert key == "deepspeed.zero_optimization.reduce_bucket_size"
     found = problems(deepspeed={"zero_optimization": {"stage": 1, "overlap_comm": False}})
     assert list(found) == ["deepspeed.zero_optimization.stage"]
     assert not problems(

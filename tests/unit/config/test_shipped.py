@@ -78,3 +78,35 @@ def test_a_size_has_the_parameters_of_its_name_and_a_softmax_twin(size, tmp_path
     assert parameter_count(flurka, GPT2_TOKENS, seq_len=8192) == pytest.approx(SIZES[size], rel=0.05)
     assert softmax.attention.is_full_softmax
     assert flurka.model_copy(update={"attention": softmax.attention}) == softmax
+
+
+# (steps, batch, rate, warmup, layers, width, heads, width of a head, of the MLP), as papers have them; None: not said.
+PUBLISHED = {
+    # FLuRKA, section 4.2 and table 6.
+    "glue/flurka/pretrain": (120_000, 1024, 1.2e-4, None, 12, 768, 12, 64, 3072),
+    # Learning the Transformer Kernel, tables 6 and 8; a rate of the arena's formula is its peak, rate / sqrt(warmup).
+    "lra/kl/listops": (10_000, 32, 5e-3 / 1000**0.5, 1000, 6, 512, 8, 64, 2048),
+    "lra/kl/text": (20_000, 32, 5e-2 / 8000**0.5, 8000, 4, 256, 4, 64, 1024),
+    "lra/kl/retrieval": (5000, 32, 5e-2 / 8000**0.5, 8000, 4, 128, 4, 32, 512),
+    "lra/kl/image": (200 * 175, 256, 5e-4, 175, 1, 128, 8, 8, 128),
+    "glue/kl/pretrain": (None, 64, 5e-4, 10_000, 3, 300, 10, 64, 512),
+    "glue/kl/rte": (2490 * 10 // 64, 64, 1e-4, 2490 // 64, 3, 300, 10, 64, 512),
+    # Skyformer, section 5.
+    "lra/skyformer/listops": (50_000, 32, 1e-4, None, 2, 64, 2, 32, 128),
+    "lra/skyformer/text": (50_000, 16, 1e-4, None, 2, 64, 2, 32, 128),
+    "lra/skyformer/retrieval": (50_000, 16, 2e-4, None, 2, 64, 2, 32, 128),
+    "lra/skyformer/image": (50_000, 256, 1e-4, None, 2, 64, 2, 32, 128),
+    "lra/skyformer/pathfinder": (50_000, 128, 2e-4, None, 2, 64, 2, 32, 128),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_papers_file_has_the_papers_numbers(name):
+    config = load(CONFIGS / f"{name}.yaml")
+    training, model = config.training, config.model
+    ours = (training.steps, training.global_batch_size, config.optimizer.lr, config.schedule.warmup_steps)
+    ours += (model.num_layers, model.hidden_size, model.num_heads, model.head_size, model.ffn_size)
+    published = [
+        theirs if theirs is not None else own for theirs, own in zip(PUBLISHED[name], ours, strict=True)
+    ]
+    assert list(ours) == pytest.approx(published, rel=1e-3)

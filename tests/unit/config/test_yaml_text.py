@@ -68,7 +68,18 @@ def test_every_repeated_key_is_named_with_both_lines():
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [1", "a: b: c", "a: 1\n\tb: 2", "\x00", "? [1]\n: 2", "a: !!python/name:os.x 1"]
+    "text",
+    [
+        "a: [1",
+        "a: b: c",
+        "a: 1\n\tb: 2",
+        "\x00",
+        "? [1]\n: 2",
+        "a: !!python/name:os.x 1",
+        'a: "\\ud800"',
+        '{"\\udfff": 1}',
+        "9" * 5000,
+    ],
 )
 def test_what_is_not_yaml_is_one_line_with_its_place(text):
     with pytest.raises(ConfigError, match=r"^run\.yaml.* is not YAML .*") as caught:

@@ -1,10 +1,16 @@
+import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from data_pipeline.corpus import Corpora
+from data_pipeline.manifest import FileRecord
 from megakernel.config.data import Data
+from tests.hostile import flip
 from tests.unit.data.conftest import documents, prepared, write_jsonl
 
 
@@ -116,3 +122,80 @@ def test_corpora_of_two_tokenizers(corpus: Path, tmp_path: Path):
             f"{key}={tmp_path / 'bpe'} was prepared with another tokenizer (huggingface, {size} ids) than "
             f"{corpus} (byte, 257 ids); prepare it with --tokenizer {corpus / 'tokenizer'}"
         )
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what this machine has read; nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.idx", "validation.bin"])
+@pytest.mark.parametrize("place", [0.4, 1.0])
+def test_damage_that_leaves_the_size(copy: Path, name: str, place: float):
+    flip(copy / name, place)
+    assert message(Data(train=copy)) == (
+        f"data.train={copy} holds a damaged {name} (its SHA-256 is not that of the manifest); "
+        "copy the folder from where it was prepared, or prepare it again"
+    )
+
+
+def test_a_corpus_is_read_once_on_a_machine(copy: Path, machine: Path, monkeypatch: pytest.MonkeyPatch):
+    Corpora(Data(train=copy))
+    read: list[Path] = []
+    of = FileRecord.of
+    monkeypatch.setattr(
+        FileRecord, "of", staticmethod(lambda file, look=None: read.append(file) or of(file, look))
+    )
+    Corpora(Data(train=copy))
+    assert read == []
+    os.utime(copy / "train.bin")
+    Corpora(Data(train=copy))
+    assert copy / "train.bin" in read, "a file that was touched is read again"
+    read.clear()
+    shutil.rmtree(machine)
+    machine.write_text("no folder")
+    Corpora(Data(train=copy))
+    Corpora(Data(train=copy))
+    assert len(read) == 8, "where nothing can be noted, both splits are read at every start"
+
+
+def test_a_failed_check_is_no_passed_one(copy: Path, machine: Path):
+    flip(copy / "train.bin", 0.5)
+    for _ in range(2):
+        assert "holds a damaged train.bin" in message(Data(train=copy))
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text()) | changes
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_ids_beyond_the_tokenizer(copy: Path):
+    """In a corpus whose manifest fits them."""
+    tokens = np.fromfile(copy / "train.bin", np.uint16)
+    tokens[len(tokens) // 2] = 300
+    tokens.tofile(copy / "train.bin")
+    splits = json.loads((copy / "manifest.json").read_text())["splits"]
+    splits["train"]["bin"] = FileRecord.of(copy / "train.bin").model_dump()
+    rewrite(copy, splits=splits)
+    assert "holds the id 300 in train.bin, and its tokenizer has 257 ids" in message(Data(train=copy))
+
+
+def test_a_manifest_of_another_vocabulary(copy: Path):
+    tokenizer = json.loads((copy / "manifest.json").read_text())["tokenizer"]
+    rewrite(copy, tokenizer={**tokenizer, "vocab_size": 301})
+    assert "has a tokenizer of 257 ids, and its manifest tells of 301" in message(Data(train=copy))
+
+
+def test_a_manifest_of_another_format(copy: Path):
+    rewrite(copy, format=7, novelty={})
+    assert "manifest.json is of format 7, which this version cannot read (1); prepare" in message(
+        Data(train=copy)
+    )
+
+
+def test_a_corpus_without_its_tokenizer(copy: Path):
+    shutil.rmtree(copy / "tokenizer")
+    assert message(Data(train=copy)).startswith(f"data.train={copy} lacks tokenizer/; copy the folder")

@@ -1,4 +1,5 @@
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import torch
 from data_pipeline.batch import PADDING, Batch
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
+from data_pipeline.manifest import FileRecord
 from data_pipeline.order import Share
-from megakernel.config import Config
+from megakernel.config import Config, UserError
+from tests.hostile import plant_pickle
 from tests.unit.data.conftest import SEQ_LEN, prepared
 
 Configure = Callable[..., Config]
@@ -164,6 +167,17 @@ def test_lost_labels_are_noticed(classify: Configure, tmp_path: Path):
     (tmp_path / "out" / "train.labels.npy").unlink()
     with pytest.raises(ValueError, match=r"lacks train\.labels\.npy; copy the folder"):
         step(classify(tmp_path / "out"), 0)
+
+
+def test_labels_of_others_are_not_unpickled(labelled: Path, classify: Configure, tmp_path: Path):
+    copy = Path(shutil.copytree(labelled, tmp_path / "copy"))
+    plant_pickle(copy / "train.labels.npy", tmp_path / "harm")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["labels"]["files"]["train"] = FileRecord.of(copy / "train.labels.npy").model_dump()
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"train\.labels\.npy holds no labels .*; prepare the folder again"):
+        step(classify(copy), 0)
+    assert not (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize(

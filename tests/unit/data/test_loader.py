@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -17,6 +18,7 @@ from data_pipeline.order import Share
 from data_pipeline.samples import BlendedSamples
 from megakernel.config.errors import UserError
 from megakernel.config.tree import Config
+from tests.hostile import Harm, plant_pickle
 from tests.unit.data.conftest import SEQ_LEN
 
 Configure = Callable[..., Config]
@@ -308,3 +310,30 @@ def test_indices_that_no_run_uses_are_deleted(corpus: Path, configure: Configure
     shutil.rmtree(cache)
     again = TrainingBatches(configure(corpus), Corpora(configure(corpus).data), Share(), builds_index=False)
     assert rows(again.batches_for(0)) == rows_read, "one that was deleted meanwhile is made again"
+
+
+def _empty(file: Path, marker: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _objects(file: Path, marker: Path) -> None:
+    np.save(file, np.array([Harm(marker)]), allow_pickle=True)
+
+
+@pytest.mark.parametrize("damage", [plant_pickle, _objects, _empty])
+@pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
+def test_an_index_of_others_is_mapped_and_not_unpickled(
+    name: str, damage: Callable[[Path, Path], None], corpus: Path, tmp_path: Path, configure: Configure
+):
+    copy = Path(shutil.copytree(corpus, tmp_path / "copy"))
+    config = configure(copy, data={"index_cache": None})
+    reader = opened(config)
+    (file,) = (copy / ".index_cache").glob(f"train-*-epoch0/*-{name}.npy")
+    damage(file, tmp_path / "harm")
+    for read in (lambda: opened(config), lambda: reader.batches_for(0)):
+        with pytest.raises(
+            UserError, match=rf"no index of samples \(.*{name}\.npy is no array.*; delete it"
+        ) as refused:
+            read()
+        assert "\n" not in str(refused.value)
+    assert not (tmp_path / "harm").exists()

@@ -197,7 +197,12 @@ def test_a_prepare_that_fails_leaves_nothing_behind(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("sent", "when"), [(signal.SIGTERM, ".out.partial-*/train.bin"), (signal.SIGINT, ".out.partial-*")]
+    ("sent", "when"),
+    [
+        (signal.SIGTERM, ".out.partial-*/train.bin"),
+        (signal.SIGHUP, ".out.partial-*/train.bin"),
+        (signal.SIGINT, ".out.partial-*"),
+    ],
 )
 def test_a_prepare_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, sent: signal.Signals, when: str):
     (tmp_path / "data").mkdir()

@@ -1,9 +1,12 @@
+import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from megakernel.config.errors import UserError
 from tests.unit.data.conftest import documents
 
 TEXTS = [
@@ -81,9 +84,9 @@ def test_tokenizers_that_encode_differently_have_different_hashes():
     assert _bpe().hash == _bpe().hash
 
 
-@pytest.mark.parametrize("spec", ["bpe:12", "bpe:", "bpe:many"])
+@pytest.mark.parametrize("spec", ["bpe:12", "bpe:", "bpe:many", "bpe:1000000000000", "bpe:nan", "bpe:-300"])
 def test_a_bpe_without_a_usable_size_is_refused(spec: str):
-    with pytest.raises(ValueError, match=f"--tokenizer {spec}: .* at least 257; write bpe:8192"):
+    with pytest.raises(ValueError, match=f"--tokenizer {spec}: .* at least 257 and .*; write bpe:8192"):
         tokenizers.make(spec, iter([]))
 
 
@@ -101,3 +104,18 @@ def test_a_tokenizer_without_an_end_of_sequence_token_is_refused(tmp_path: Path)
     PreTrainedTokenizerFast(tokenizer_object=_bpe()._tokenizer.backend_tokenizer).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no end-of-sequence token .* set eos_token"):
         tokenizers.load(tmp_path)
+
+
+@pytest.mark.parametrize("named_in", ["config.json", "tokenizer_config.json"])
+def test_the_code_of_a_tokenizer_is_not_run(named_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nor is anybody asked whether it should be."""
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    _bpe().save(tmp_path)
+    classes = {"AutoTokenizer": ["custom.Tokenizer", None], "AutoConfig": "custom.Config"}
+    content = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    custom = {"tokenizer_class": "Tokenizer", "auto_map": classes, "model_type": "custom"}
+    (tmp_path / named_in).write_text(json.dumps({**content, **custom}))
+    (tmp_path / "custom.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'harm')!r})\n")
+    with suppress(UserError):  # or what stands beside the code is enough
+        tokenizers.load(tmp_path)
+    assert not (tmp_path / "harm").exists()

@@ -37,6 +37,20 @@ def test_the_seed_determines_the_draws():
     assert drawn(Sampling(), seed=1) == drawn(Sampling(), seed=1) != drawn(Sampling(), seed=2)
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-30, 1e-5])
+def test_any_low_temperature_takes_the_likeliest(temperature):
+    assert set(drawn(Sampling(temperature), 50)) == {1}
+    draws = torch.Generator().manual_seed(0)
+    tied = torch.tensor([1e4, -float("inf"), 1e4])
+    assert {Sampling(temperature).draw(tied, draws) for _ in range(50)} == {0, 2}
+
+
+@pytest.mark.parametrize("temperature", [1e-40, float("nan"), float("inf"), -float("inf")])
+def test_a_temperature_is_one_that_float32_divides_by(temperature):
+    with pytest.raises(UserError, match=r"temperature=.* cannot be; give 0 \(the likeliest token\) or more"):
+        Sampling(temperature)
+
+
 @pytest.mark.parametrize("wrong", [{"temperature": -0.1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}])
 def test_values_that_leave_no_token_are_refused_by_name(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):

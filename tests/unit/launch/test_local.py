@@ -133,11 +133,12 @@ import os, sys
 from pathlib import Path
 from launch import rank_process
 from launch.local import run_ranks
-from launch.messages import make_output_a_courtesy
+from launch.messages import make_courtesies
 
 rank_process._PATIENCE_SECONDS = 0.2
+make_courtesies("stderr")
 if sys.argv[2] == "rank":
-    make_output_a_courtesy()
+    make_courtesies("stdout")
     print("x" * 200_000)
     print("the last line", file=sys.stderr)
     Path(sys.argv[1], "rank_0.log").write_text("the last line\\n")

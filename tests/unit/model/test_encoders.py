@@ -6,6 +6,7 @@ import torch
 from megakernel.analysis.parameters import parameter_count
 from megakernel.config import PRESETS, Attention, Model, Parallel, expand_preset
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
+from megakernel.model.layer import TransformerLayer
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
 
@@ -113,6 +114,27 @@ def test_a_masked_models_loss_is_that_of_its_hidden_tokens(mesh):
     assert ((each != 0) == (labels != IGNORED)).all()
     nothing = model(tokens, positions, torch.full_like(tokens, IGNORED), torch.tensor([6]))
     assert nothing == 0
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("kind", ["causal_lm", "masked_lm"])
+def test_a_layer_adds_attention_to_its_input_or_to_that_behind_the_norm(normalized, kind, mesh):
+    model = build(mesh, kind=kind, attention="softmax", norm="layernorm", normalized_residual=normalized)
+    layer = next(part for part in model.walk if isinstance(part, TransformerLayer))
+    positions, hidden = torch.arange(LENGTH)[None], torch.randn(LENGTH, 1, 32, dtype=torch.float64)
+    with torch.no_grad():
+        normed = layer.attention_norm(hidden)
+        attended = (normed if normalized else hidden) + layer.self_attention(normed, positions)[0]
+        expected = attended + layer.mlp(layer.mlp_norm(attended))[0]
+        torch.testing.assert_close(layer((hidden, positions))[0], expected)
+        if kind == "causal_lm":
+            torch.testing.assert_close(layer.extend(hidden, positions, None)[0], expected)
+
+
+def test_a_parallel_mlp_has_no_normalized_residual():
+    parts = {"parallel_residual": True, "normalized_residual": True}
+    with pytest.raises(ValueError, match="normalized_residual=True leaves no unnormalized input"):
+        Model(**SIZES | parts)
 
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])

@@ -1,12 +1,30 @@
 """Which implementation of an op runs."""
 
+import re
 import warnings
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from megakernel import ops
 from megakernel.ops import dispatch, flurka_attention, kernel_attention
+
+OPS = [
+    (module, name)
+    for file in sorted(Path(ops.__file__).parent.glob("*/__init__.py"))
+    if hasattr(module := import_module(f"megakernel.ops.{file.parent.name}"), "IMPLEMENTATIONS")
+    for name, function in vars(module).items()
+    if "backend:" in (getattr(function, "__doc__", None) or "")
+]
+
+
+@pytest.mark.parametrize(("module", "name"), OPS, ids=[name for _, name in OPS])
+def test_an_op_names_its_backends(module, name):
+    (told,) = re.findall(r"backend: ([a-z, ]+?)[.;]", getattr(module, name).__doc__)
+    assert set(re.split(", | or ", told)) == set(module.IMPLEMENTATIONS)
 
 
 class OnGpu(Tensor):

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megakernel.training.checkpoint import MANIFEST, Checkpoint, Progress
+from megakernel.training.checkpoint import MANIFEST, Checkpoint, Progress, flushed, write_manifest
 from megakernel.training.checkpoint_folder import CheckpointFolder, SaveFailed
 from megakernel.training.ranks import Ranks
+from tests.hostile import flip, plant
 
 from .threads import on_ranks
 
@@ -91,6 +92,43 @@ def break_file(step: Path) -> None:
     (step / "zero" / "weights.pt").unlink()
 
 
+def empty_manifest(step: Path) -> None:
+    (step / MANIFEST).write_text("{}")
+
+
+def change_progress(step: Path) -> None:
+    text = (step / MANIFEST).read_text()
+    (step / MANIFEST).write_text(text.replace('"consumed_samples": 160', '"consumed_samples": 961'))
+
+
+def flip_first(step: Path) -> None:
+    flip(step / "zero" / "weights.pt", 0.0)
+
+
+def flip_middle(step: Path) -> None:
+    flip(step / "zero" / "weights.pt", 0.5)
+
+
+def flip_last(step: Path) -> None:
+    flip(step / "zero" / "weights.pt", 1.0)
+
+
+def zero(step: Path) -> None:
+    file = step / "zero" / "weights.pt"
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def swap(step: Path) -> None:
+    """With a good file of the same size."""
+    torch.save(-torch.arange(16), step / "zero" / "weights.pt")
+
+
+def plant_code(step: Path) -> None:
+    """By somebody who writes the manifest for it, too."""
+    plant(step / "zero" / "weights.pt", step / "harm")
+    write_manifest(step, progress(20), flushed(step, [step / "zero" / "weights.pt"]))
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -98,6 +136,14 @@ def break_file(step: Path) -> None:
         (break_json, "complete.json is damaged"),
         (break_size, "weights.pt has 10 bytes instead of"),
         (break_file, "weights.pt is missing"),
+        (empty_manifest, "complete.json is damaged"),
+        (change_progress, "complete.json is damaged"),
+        (flip_first, "weights.pt is damaged"),
+        (flip_middle, "weights.pt is damaged"),
+        (flip_last, "weights.pt is damaged"),
+        (zero, "weights.pt is damaged"),
+        (swap, "weights.pt is damaged"),
+        (plant_code, "weights.pt names posix.mkdir, which is code"),
     ],
 )
 def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_used(folder, damage, reason):
@@ -107,6 +153,51 @@ def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_used(folder, 
     assert found.checkpoint.step == 10
     assert list(found.broken) == [folder.root / "step_20"]
     assert reason in found.broken[folder.root / "step_20"]
+    assert not (folder.root / "step_20" / "harm").exists()
+
+
+def test_what_stands_behind_a_damaged_checkpoint_is_read_as_well(folder):
+    save(folder, 10, 20)
+    for step in (20, 10):
+        flip_middle(folder.root / f"step_{step}")
+    with pytest.raises(ValueError, match=r"step_20: zero/weights.pt is damaged.*step_10: zero/weights.pt is"):
+        folder.newest_good()
+
+
+def test_a_checkpoint_found_damaged_is_replaced_and_does_not_count_as_kept(folder):
+    save(folder, 10, 20)
+    flip_middle(folder.root / "step_20")
+    assert folder.newest_good().checkpoint.step == 10
+    save(folder, 30)
+    assert names(folder.root) == {"step_10", "step_30", "latest"}
+    flip_middle(folder.root / "step_30")
+    assert folder.newest_good().checkpoint.step == 10
+    save(folder, 30)
+    assert folder.newest_good().checkpoint.step == 30
+
+
+@pytest.mark.parametrize("damaged", range(4))
+def test_ranks_read_a_share_each_and_take_the_same_checkpoint(damaged, tmp_path):
+    def work(ranks: Ranks):
+        folder = CheckpointFolder(tmp_path, keep=2, ranks=ranks)
+        for step in (5, 6):
+            own = tmp_path / f"step_{step}.partial" / f"rank_{ranks.rank}"
+            folder.save(progress(step), lambda _, own=own: own.write_bytes(os.urandom(1000)), [own].copy)
+        ranks.first(lambda: flip(tmp_path / "step_6" / f"rank_{damaged}", 0.5))
+        found = folder.newest_good()
+        return found.checkpoint.step, found.broken
+
+    outcomes = on_ranks(4, work)
+    reason = f"rank_{damaged} is damaged: its checksum is not that of saving"
+    assert outcomes == [(5, {tmp_path / "step_6": reason})] * 4
+
+
+def test_a_checkpoint_of_before_checksums_is_good(folder):
+    save(folder, 10)
+    file = folder.root / "step_10" / MANIFEST
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps({"progress": manifest["progress"], "files": manifest["files"]}))
+    assert folder.newest_good().checkpoint == Checkpoint(folder.root / "step_10", progress(10))
 
 
 def test_without_any_good_checkpoint_the_run_does_not_silently_start_over(folder):
@@ -184,12 +275,12 @@ def test_one_rank_that_cannot_write_fails_the_save_on_all_with_the_same_error(tm
 def test_files_of_all_ranks_are_in_the_manifest(tmp_path):
     def work(ranks: Ranks):
         folder = CheckpointFolder(tmp_path, keep=2, ranks=ranks)
-        folder.save(progress(5), lambda path: (path / f"rank_{ranks.rank}.pt").write_bytes(b"w" * ranks.rank))
+        folder.save(progress(5), lambda path: (path / f"rank_{ranks.rank}").write_bytes(b"w" * ranks.rank))
         return folder.newest_good().checkpoint.step
 
     assert on_ranks(3, work) == [5, 5, 5]
     manifest = json.loads((tmp_path / "step_5" / MANIFEST).read_text())
-    assert manifest["files"] == {"rank_0.pt": 0, "rank_1.pt": 1, "rank_2.pt": 2}
+    assert manifest["files"] == {"rank_0": 0, "rank_1": 1, "rank_2": 2}
 
 
 @pytest.fixture

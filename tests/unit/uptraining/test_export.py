@@ -57,7 +57,12 @@ def test_the_byte_tokenizer_gives_the_same_ids_in_transformers(tmp_path):
 def test_parts_that_no_architecture_has_together_have_no_plain_configuration():
     plain = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "attention": "softmax"}
     assert plain_config(Model(**plain), 384, 64) is not None
-    for other in ({"norm": "layernorm"}, {"attention_pattern": ["main", "performer"]}):
+    others = (
+        {"norm": "layernorm"},
+        {"attention_pattern": ["main", "performer"]},
+        {"normalized_residual": True},
+    )
+    for other in others:
         assert plain_config(Model(**plain | other), 384, 64) is None
 
 

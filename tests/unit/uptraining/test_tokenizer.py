@@ -10,6 +10,7 @@ from megakernel.config import UserError
 from megakernel.parallel import OneProcess
 from megakernel.training.model_settings import model_settings
 from megakernel.uptraining.dense.tokenizer import check_tokenizer, save_tokenizer
+from tests import bos_tokenizers
 from tests.unit.config import trees
 
 DATA = Path("data/x")
@@ -46,6 +47,20 @@ def test_another_is_refused_in_one_line_with_the_command_that_helps(sources):
             f"init.from={source} has another tokenizer than data.train={DATA}; prepare the data with "
             f"`megakernel prepare --tokenizer {folder}`"
         )
+
+
+@pytest.mark.parametrize(
+    ("rule", "add_bos", "flag"), [("template", False, "--add-bos"), ("no rule", True, "--no-add-bos")]
+)
+def test_data_that_begins_documents_otherwise_is_taken_with_a_remark(rule, add_bos, flag, tmp_path):
+    """A dense model's own rule, and the one that a run was trained with, which earlier versions had none of."""
+    bos_tokenizers.save(rule, tmp_path)
+    digest = tokenizers.load(tmp_path).hash
+    remark = check_tokenizer("init.from", tmp_path, digest, DATA, add_bos=add_bos)
+    assert f"; prepare the data with `megakernel prepare {flag}` to keep" in remark
+    assert check_tokenizer("init.from", tmp_path, digest, DATA, add_bos=not add_bos) is None
+    bos_tokenizers.save(rule, tmp_path / "run" / "tokenizer")
+    assert check_tokenizer("init.from", tmp_path / "run", digest, DATA) is None
 
 
 def test_weights_without_a_tokenizer_are_taken_with_a_remark(tmp_path):

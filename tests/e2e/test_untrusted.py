@@ -1,0 +1,198 @@
+"""Runs, corpora and models of others: what they hold is read, none of it is run, and damage is found."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.cli import main
+from megakernel.config import UserError, load
+from megakernel.training.checkpoint import Checkpoint, flushed, write_manifest
+from megakernel.training.reshape import reshape_run
+from megakernel.training.weight_source import WeightSource
+from megakernel.uptraining.parity import _reference_logits
+from tests import dense_models
+from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.training_run import train, write_config
+from tests.hostile import flip, plant
+
+OPTIONS = ("training.steps=4", "checkpoint.every=2", "training.eval_samples=2", "logging.tensorboard=false")
+SMALL = ("model.num_layers=2", "model.hidden_size=32", "model.attention_pattern=[main, softmax]")
+MODEL, OPTIMIZER = "*mp_rank_00_model_states.pt", "*zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, corpus):
+    return write_config(tmp_path_factory.mktemp("runs"), corpus)
+
+
+@pytest.fixture(scope="module")
+def run(config):
+    train(config, 2, *OPTIONS, *SMALL, "parallel.zero_stage=1", "run.name=run")
+    return config.parent / "run"
+
+
+def planted(run: Path, to: Path, pattern: str) -> Path:
+    """A copy of a run whose author has put code into one file of each checkpoint, and has written checksums for it."""
+    copy = Path(shutil.copytree(run, to))
+    for folder in copy.glob("checkpoints/step_*"):
+        (file,) = folder.glob(pattern)
+        plant(file, to.parent / "harm", **torch.load(file, weights_only=False))
+        write_manifest(folder, Checkpoint.read(run / "checkpoints" / folder.name).progress, {})
+        files = flushed(folder, folder.glob("*.pt"))
+        write_manifest(folder, Checkpoint.read(folder).progress, files)
+    return copy
+
+
+def commands(run: Path, out: Path) -> list[list[str]]:
+    return [
+        ["generate", str(run), "--prompt", "x"],
+        ["evaluate", str(run)],
+        ["evaluate", str(run), "--step", "2"],
+        ["analyze", str(run), "--what", "ranks"],
+        ["export", str(run), "--to", str(out / "exported")],
+        ["reshape", str(run)],
+    ]
+
+
+@pytest.mark.parametrize("pattern", [MODEL, OPTIMIZER])
+def test_no_command_runs_the_code_of_a_run(pattern, run, tmp_path, capsys):
+    foreign = planted(run, tmp_path / "foreign", pattern)
+    for command in commands(foreign, tmp_path):
+        assert main(command) == 2, command
+        said = capsys.readouterr().err.strip().splitlines()
+        assert len(said) == 1, (command, said)
+        assert "posix.mkdir, which is code" in said[0], command
+        assert not (tmp_path / "harm").exists(), command
+
+
+OTHER_LAYOUT = "parallel.zero_stage=0"
+RESUMED = ("parallel.zero_stage=1",)
+
+
+def begun(config: Path, cases: dict[str, tuple[Path, tuple[str, ...]]]) -> dict[str, int | str]:
+    """The steps that a start in each case's run would go on from, or why it was refused."""
+    from megakernel.training.trainer import Trainer
+
+    found: dict[str, int | str] = {}
+    with cpu_mesh() as mesh:
+        for name, (run, overrides) in cases.items():
+            place = (f"run.root={run.parent}", f"run.name={run.name}")
+            try:
+                found[name] = Trainer(load(config, [*OPTIONS, *SMALL, *place, *overrides]), mesh)._begin()
+            except UserError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_no_start_runs_the_code_of_a_run(run, config, tmp_path):
+    cases = {}
+    for pattern in (MODEL, OPTIMIZER):
+        (tmp_path / pattern).mkdir()
+        foreign = planted(run, tmp_path / pattern / "foreign", pattern)
+        for name, place, overrides in (
+            ("resume", foreign, RESUMED),
+            ("resume on another layout", foreign, (OTHER_LAYOUT,)),
+            ("init.from", tmp_path / "new", (f"init.from={foreign}",)),
+            ("init.moments", tmp_path / "new", (f"init.from={run}", f"init.moments={foreign}")),
+            (
+                "teacher",
+                tmp_path / pattern / "taught",
+                (f"objective.teacher={foreign}", "objective.kind=distill"),
+            ),
+        ):
+            cases[f"{name} {pattern}"] = (place, overrides)
+    said, other = run_ranks(begun, 2, config, cases)
+    assert said == other
+    for name, text in said.items():
+        assert "posix.mkdir, which is code" in text, name
+        assert len(text.splitlines()) == 1, name
+    assert not list(tmp_path.rglob("harm"))
+
+
+def swap_shards(folder: Path) -> None:
+    first, second = sorted(folder.glob("*optim_states.pt"))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def truncate(folder: Path) -> None:
+    file = next(folder.glob(OPTIMIZER))
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+DAMAGES = {
+    "optimizer, first bytes": lambda folder: flip(next(folder.glob(OPTIMIZER)), 0.05),
+    "optimizer, middle": lambda folder: flip(next(folder.glob(OPTIMIZER)), 0.5),
+    "optimizer, last bytes": lambda folder: flip(next(folder.glob(OPTIMIZER)), 0.95),
+    "model": lambda folder: flip(next(folder.glob(MODEL)), 0.5),
+    "truncated": truncate,
+    "zeroed": lambda folder: flip(next(folder.glob(MODEL)), 0.0, count=1000),
+    "swapped": swap_shards,
+}
+
+
+def test_a_start_goes_on_from_the_checkpoint_before_a_damaged_one(run, config, tmp_path):
+    cases, expected = {}, {}
+    for name, damage in DAMAGES.items():
+        copy = Path(shutil.copytree(run, tmp_path / name.replace(", ", "_").replace(" ", "_")))
+        damage(copy / "checkpoints/step_4")
+        cases[name], expected[name] = (copy, RESUMED), 2
+        cases[f"{name}, reshaped"], expected[f"{name}, reshaped"] = (copy, (OTHER_LAYOUT,)), 2
+    whole = Path(shutil.copytree(run, tmp_path / "whole"))
+    universal = reshape_run(whole)
+    file = max(universal.glob("zero/*/exp_avg.pt"), key=lambda path: path.stat().st_size)
+    saved = file.read_bytes()
+    flip(file, 0.5)
+    cases["universal"], expected["universal"] = (whole, (OTHER_LAYOUT,)), 4
+    assert run_ranks(begun, 2, config, cases) == [expected] * 2
+    assert file.read_bytes() == saved, "converted again"
+
+
+def test_commands_take_the_checkpoint_before_a_damaged_one(run, tmp_path, capsys, caplog):
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    flip(next((copy / "checkpoints/step_4").glob(OPTIMIZER)), 0.5)
+    assert main(["reshape", str(copy)]) == 0
+    assert "step_2" in capsys.readouterr().out
+    assert "step_4 cannot be used" in caplog.text
+    assert main(["reshape", str(copy), "--step", "4"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.search("step 4 .*damaged", said)
+
+
+def test_a_configuration_is_data(run, tmp_path, capsys):
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    text = (copy / "config.yaml").read_text()
+    call = f"!!python/object/apply:os.mkdir ['{tmp_path / 'harm'}']"
+    (copy / "config.yaml").write_text(text.replace("seed: 7", f"seed: {call}"))
+    assert call in (copy / "config.yaml").read_text()
+    for command in commands(copy, tmp_path)[:-1]:
+        assert main(command) == 2, command
+        (said,) = capsys.readouterr().err.splitlines()
+        assert "is not YAML (could not determine a constructor for the tag" in said
+    assert not (tmp_path / "harm").exists()
+
+
+def test_the_code_beside_a_dense_model_is_not_run(tmp_path, monkeypatch, capsys):
+    """Nor are its pickled weights read, nor is anybody asked whether they should be."""
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    folder = tmp_path / "llama"
+    dense_models.save("llama", folder)
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": classes}))
+    (folder / "custom.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'harm')!r})\n")
+    plant(folder / "pytorch_model.bin", tmp_path / "harm")
+    assert main(["import", str(folder)]) == 0
+    source = WeightSource.find("init.from", folder)
+    assert _reference_logits(source, torch.zeros(1, 4, dtype=torch.int64), torch.float32).shape == (1, 4, 384)
+    capsys.readouterr()
+    (folder / "model.safetensors").unlink()
+    assert main(["import", str(folder)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "pytorch_model.bin is pickled: save it again" in said
+    assert not (tmp_path / "harm").exists()

@@ -1,0 +1,84 @@
+"""Calls that start every kernel, of two sequences and two key heads with two queries each."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megakernel.ops import flurka_attention, kernel_attention, weighted_attention
+from megakernel.ops.fastfood_features import fastfood_features
+from megakernel.ops.projections import FastFood
+from megakernel.ops.state import start_state
+
+BATCH, QUERY_HEADS, HEADS, LENGTH, WIDTH = 2, 4, 2, 8192, 16
+
+
+def tokens(heads: int, *lead: int, length: int = LENGTH) -> Tensor:
+    return torch.empty(BATCH, heads, *lead, length, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+
+
+def parameter(*shape: int) -> Tensor:
+    return torch.ones(shape, requires_grad=True)
+
+
+def kernel(feature_map: str, keys: int = 0, **options) -> Tensor:
+    if feature_map != "elu":
+        options["projection"] = parameter(HEADS, WIDTH, WIDTH)
+    if keys:
+        options["priors"] = parameter(HEADS, keys)
+    k = tokens(HEADS, *[keys] * (keys > 0))
+    return kernel_attention(
+        tokens(QUERY_HEADS), k, tokens(HEADS), feature_map=feature_map, backend="triton", **options
+    )
+
+
+@torch.no_grad()
+def one_token(feature_map: str) -> None:
+    q, k = (tokens(heads, length=1) for heads in (QUERY_HEADS, HEADS))
+    projection = parameter(HEADS, WIDTH, WIDTH)
+    options = {"feature_map": feature_map, "projection": projection, "backend": "triton"}
+    kernel_attention(q, k, k, initial_state=start_state(feature_map, k, projection, WIDTH), **options)
+
+
+def flurka(feature_map: str, near: str, **options) -> Tensor:
+    pools = {name: parameter(HEADS, 4, 32) for name in ("pool_keys", "pool_values")}
+    if near == "softmax":
+        options["gate"] = parameter(BATCH, QUERY_HEADS, LENGTH)
+    if feature_map != "elu":
+        options["projection"] = parameter(HEADS, WIDTH, WIDTH)
+    q, k, v = tokens(QUERY_HEADS), tokens(HEADS), tokens(HEADS)
+    return flurka_attention(
+        q, k, v, feature_map=feature_map, near=near, **pools, backend="triton", **options
+    )[0]
+
+
+def weighted(similarity: str) -> Tensor:
+    q, k, v = tokens(QUERY_HEADS), tokens(HEADS, 2), tokens(HEADS)
+    mass = parameter(1, HEADS, 2, 1)
+    return weighted_attention(q, k, v, similarity=similarity, mass=mass, backend="triton")[0]
+
+
+def fastfood(feature_map: str) -> Tensor:
+    diagonals = (parameter(HEADS, 1, WIDTH) for _ in range(3))
+    projection = FastFood(*diagonals, torch.arange(WIDTH).expand(HEADS, 1, WIDTH).contiguous())
+    return fastfood_features(tokens(HEADS), projection, feature_map=feature_map, backend="triton").values
+
+
+def documents() -> Tensor:
+    return torch.arange(LENGTH).expand(BATCH, -1) % 100
+
+
+FORWARD: dict[str, Callable[[], Tensor]] = {
+    "kernel_attention elu": partial(kernel, "elu"),
+    "kernel_attention favor, documents": lambda: kernel("favor", positions=documents()),
+    "kernel_attention favor, both ways": partial(kernel, "favor", causal=False),
+    "kernel_attention hedgehog, 2 keys": partial(kernel, "hedgehog", 2),
+    "FLuRKA elu": partial(flurka, "elu", "softmax"),
+    "FLuRKA favor, 2 blocks, documents": lambda: flurka("favor", "softmax", blocks=2, positions=documents()),
+    "FLuRKA hedgehog, kernel window": partial(flurka, "hedgehog", "kernel"),
+    "weighted_attention gaussian": partial(weighted, "gaussian"),
+    "FastFood prf": partial(fastfood, "prf"),
+    "FastFood rks": partial(fastfood, "rks"),
+}
+"""Name -> a call whose output has a gradient."""

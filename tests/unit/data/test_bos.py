@@ -1,0 +1,177 @@
+"""Documents begin with BOS where their tokenizer begins texts with it: once, and as the manifest says."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from transformers import AutoTokenizer
+
+from data_pipeline import tokenizers
+from data_pipeline.answers import encode_answered
+from data_pipeline.corpus import Corpora, PreparedCorpus
+from data_pipeline.document import Document
+from data_pipeline.encoding import Encoder
+from data_pipeline.loader import TrainingBatches
+from data_pipeline.manifest import Manifest
+from data_pipeline.masking import Vocabulary, hide
+from data_pipeline.order import Share
+from data_pipeline.samples import BlendedSamples
+from megakernel.config import UserError
+from megakernel.config.data import Masking
+from megakernel.training.run_folder import RunFolder
+from tests import bos_tokenizers
+from tests.unit.data.conftest import prepared, write_jsonl
+
+TEXTS = [f"{number}: " + "some words " * (number % 7) for number in range(60)]
+
+
+@pytest.fixture(params=bos_tokenizers.MADE)
+def theirs(request, tmp_path):
+    """Name, folder and `transformers`' own of each tokenizer."""
+    folder = tmp_path / "theirs"
+    return request.param, folder, bos_tokenizers.save(request.param, folder)
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    """Corpora of one tokenizer that begins texts with BOS: with it, without it, and one of an earlier version."""
+    folder = tmp_path_factory.mktemp("corpora")
+    source = [str(write_jsonl(folder / "texts.jsonl", TEXTS))]
+    bos_tokenizers.save("template", folder / "tokenizer")
+    for name, add_bos in (("with", None), ("without", False)):
+        prepared(folder / name, source, tokenizer=str(folder / "tokenizer"), add_bos=add_bos)
+    shutil.copytree(folder / "without", folder / "old")
+    manifest = json.loads((folder / "old" / "manifest.json").read_text())
+    del manifest["tokenizer"]["bos"], manifest["arguments"]["add_bos"]
+    (folder / "old" / "manifest.json").write_text(json.dumps(manifest))
+    bos_tokenizers.save("template", folder / "old" / "tokenizer")
+    return folder
+
+
+def rows(folder: Path) -> list[list[int]]:
+    return [row.tolist() for row in IndexedDataset(str(folder / "train"))]
+
+
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_documents_begin_as_the_tokenizer_begins_texts_or_as_is_asked_for(add_bos, theirs, tmp_path):
+    name, folder, own = theirs
+    if add_bos and name == "bos is eos":
+        with pytest.raises(
+            UserError, match="no beginning-of-sequence token beside the one that ends documents"
+        ):
+            tokenizers.make(str(folder), iter([]), add_bos=add_bos)
+        return
+    begins = name in bos_tokenizers.WITH_BOS if add_bos is None else add_bos
+    prefix = [own.bos_token_id] if begins else []
+    tokenizers.make(str(folder), iter([]), add_bos=add_bos).save(tmp_path / "kept")
+    kept = tokenizers.load(tmp_path / "kept")
+    found = Encoder(kept, "uint16", 0, 0.0).encode([Document((text,)) for text in TEXTS])["train"].tokens
+    plain = [own(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    assert [row.tolist() for row in found] == [[*prefix, *ids, own.eos_token_id] for ids in plain]
+    assert kept.prompt("a b") == [*prefix, *own("a b", add_special_tokens=False)["input_ids"]]
+    assert kept.prompt("") == (prefix or [own.eos_token_id])
+    assert kept.decode(found[8]) == TEXTS[8]
+    # What `transformers` makes of the folder begins texts alike, whoever asks it.
+    assert AutoTokenizer.from_pretrained(tmp_path / "kept")("a b")["input_ids"] == kept.prompt("a b")
+    assert tokenizers.load(folder, own_rule=True).hash == kept.hash
+
+
+def test_a_folder_of_an_earlier_version_stays_without_bos(corpora):
+    assert rows(corpora / "old") == rows(corpora / "without")
+    assert [row[1:] for row in rows(corpora / "with")] == rows(corpora / "old")
+    old = tokenizers.load(corpora / "old" / "tokenizer")
+    assert not old.add_bos
+    assert old.hash == tokenizers.load(corpora / "with" / "tokenizer").hash
+    assert Manifest.read(corpora / "old").tokenizer.bos is None
+    request = {"tokenizer": str(corpora / "tokenizer")}
+    for asked in ({}, {"add_bos": False}):  # nothing to do
+        with pytest.raises(AssertionError, match=r"^assert None is not None"):
+            prepared(corpora / "old", [str(corpora / "texts.jsonl")], **request, **asked)
+    with pytest.raises(
+        UserError, match="was prepared with add_bos=None, not True; choose another --out, or add"
+    ):
+        prepared(corpora / "old", [str(corpora / "texts.jsonl")], **request, add_bos=True)
+
+
+def test_training_reads_bos_at_position_0_and_predicts_behind_it(corpora, configure):
+    config = configure(corpora / "with")
+    bos, eod = 0, 1
+    batches = TrainingBatches(config, Corpora(config.data), Share())
+    seen = 0
+    for batch in (batch for step in range(8) for batch in batches.batches_for(step)):
+        for tokens, labels, positions, counts in zip(
+            batch.tokens, batch.labels, batch.positions, batch.loss_mask
+        ):
+            ends = (tokens == eod).nonzero().flatten()
+            assert (labels[ends] == bos).all()  # never two, and never none
+            assert not counts[ends].any()
+            begins = (tokens == bos).nonzero().flatten()
+            assert (positions[begins] == 0).all()
+            assert counts[begins].all()
+            seen += len(begins)
+    assert seen > 20
+
+
+def test_corpora_that_begin_documents_otherwise_are_no_one_corpus(corpora, configure):
+    refused = "begins documents with token None, .* with 0 .*; prepare it with --add-bos"
+    with pytest.raises(UserError, match=refused):
+        Corpora(configure([str(corpora / "with"), str(corpora / "old")]).data)
+    Corpora(configure([str(corpora / "without"), str(corpora / "old")]).data)
+
+
+def test_a_run_goes_on_with_documents_as_it_began_with(corpora, configure, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(configure(corpora / "old"))
+    run.path.mkdir(parents=True)
+    digest = Manifest.read(corpora / "old").tokenizer.hash
+    for same in ("old", "old", "without"):
+        run.keep_tokenizer(corpora / same / "tokenizer", digest)
+    with pytest.raises(UserError, match=r"begin with BOS, unlike those .* prepare them with --no-add-bos"):
+        run.keep_tokenizer(corpora / "with" / "tokenizer", digest)
+
+
+def test_prompts_follow_the_key(corpora, configure):
+    for name, add_bos, prompt in (
+        ("with", None, [0]),
+        ("with", False, [1]),
+        ("old", None, [1]),
+        ("old", True, [0]),
+    ):
+        config = configure(corpora / name, data={"add_bos": add_bos})
+        assert Corpora(config.data).tokenizer.prompt("") == prompt
+
+
+def test_answers_stand_behind_bos(corpora):
+    tokenizer = tokenizers.load(corpora / "with" / "tokenizer")
+    found = encode_answered(tokenizer, "key: value.", [(5, 10)])
+    (start, end), tokens = found.answers[0], found.tokens
+    assert tokens[0] == tokenizer.bos
+    assert tokenizer.decode(tokens[start:end]) == "value"
+    assert found.scored().nonzero()[0].tolist() == list(range(start, end))
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_two_texts_of_an_example_have_one_bos_for_each_row(joined, corpora):
+    tokenizer = tokenizers.load(corpora / "with" / "tokenizer")
+    encoder = Encoder(tokenizer, "uint16", seed=0, validation_fraction=0.0)
+    found = encoder.encode([Document(("a", "b"), label=1, joined=joined)])["train"].tokens
+    assert [row.tolist().count(tokenizer.bos) for row in found] == ([1] if joined else [1, 1])
+    assert all(row[0] == tokenizer.bos for row in found)
+
+
+def test_masked_language_models_predict_no_bos():
+    tokens = torch.tensor([0, 5, 6, 7, 1] * 20)
+    hidden = hide(tokens, Masking(rate=1.0), Vocabulary(size=10, eod=1, bos=0), (0,))[1]
+    assert torch.equal(hidden, tokens > 1)
+
+
+def test_tokens_of_other_documents_have_no_bos_among_them(corpora, tmp_path):
+    corpus = PreparedCorpus(corpora / "with", 1.0, Manifest.read(corpora / "with"))
+    samples = BlendedSamples([corpus], "train", 32, 0, tmp_path)
+    samples.build(1)
+    others = samples.corpora[0].others(0, 400, np.random.default_rng(0))
+    assert (others > 1).all()

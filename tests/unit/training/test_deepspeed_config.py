@@ -1,0 +1,24 @@
+import pytest
+
+from megakernel.config import ConfigError
+from megakernel.training.deepspeed_config import check_own_keys
+
+from ..config import trees
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("comms_logger", "hello"),
+        ("activation_checkpointing", "hello"),
+        ("communication_data_type", "hello"),
+        ("zero_optimization", {"overlap_comm": "hello"}),
+        ("zero_optimization", {"overlap_com": True}),
+    ],
+)
+def test_what_deepspeed_does_not_read_is_refused_by_its_key(key, value):
+    with pytest.raises(ConfigError) as caught:
+        check_own_keys(trees.config(deepspeed={key: value}))
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"deepspeed.{key}={value} is not what DeepSpeed reads (")
+    assert line.endswith("or remove it")

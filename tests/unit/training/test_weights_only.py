@@ -1,0 +1,72 @@
+"""Files of tensors that somebody else may have written."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from megakernel.config import UserError
+from megakernel.training import weights_only
+from tests.hostile import Harm, flip, plant, plant_pickle
+
+OF_DEEPSPEED = {
+    "loss_scaler": LossScaler(2.0),
+    "zero_stage": ZeroStageEnum.gradients,
+    "param_slice_mappings": [{"weight": fragment_address(numel=3, start=4)}],
+    "weight": torch.arange(1000.0),
+}
+
+
+def test_what_deepspeed_writes_is_read_without_deepspeed(tmp_path):
+    torch.save(OF_DEEPSPEED, tmp_path / "file.pt")
+    script = f"""
+import sys
+from pathlib import Path
+from megakernel.training import weights_only
+file = Path({str(tmp_path / "file.pt")!r})
+weights_only.check(file)
+found = weights_only.load(file)
+place = found["param_slice_mappings"][0]["weight"]
+assert (found["zero_stage"], place.start, place.numel) == (2, 4, 3), found
+assert found["weight"].sum() == 499500
+assert "deepspeed" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("form", [plant, plant_pickle, lambda file, marker: torch.save(Harm(marker), file)])
+def test_code_in_a_file_is_named_and_not_run(form, tmp_path):
+    form(tmp_path / "file.pt", tmp_path / "harm")
+    for read in (weights_only.load, weights_only.check):
+        with pytest.raises(UserError, match=r"mkdir|damaged") as refused:
+            read(tmp_path / "file.pt")
+        assert len(str(refused.value).splitlines()) == 1
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_caller_that_asks_for_everything_gets_tensors_and_what_deepspeed_writes(tmp_path):
+    torch.save(OF_DEEPSPEED, tmp_path / "good.pt")
+    plant(tmp_path / "bad.pt", tmp_path / "harm")
+    with weights_only.enforced():
+        found = torch.load(tmp_path / "good.pt", weights_only=False)
+        assert isinstance(found["loss_scaler"], LossScaler)
+        with pytest.raises(Exception, match="mkdir"):
+            torch.load(tmp_path / "bad.pt", weights_only=False)
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 5000, None])
+def test_what_is_no_file_of_tensors_is_refused_in_one_line(content, tmp_path):
+    file = tmp_path / "file.pt"
+    torch.save(OF_DEEPSPEED, file)
+    flip(file, 0.0) if content is None else file.write_bytes(content)
+    for read in (weights_only.load, weights_only.check):
+        with pytest.raises(UserError, match="damaged") as refused:
+            read(file)
+        assert len(str(refused.value).splitlines()) == 1
