@@ -83,13 +83,17 @@ class _Plan(NamedTuple):
     @classmethod
     def read(cls, folder: Path) -> "_Plan":
         """Map its arrays. UserError for what would have to be unpickled: a corpus may come with its cache."""
-        try:
-            files = [next(folder.glob(f"*-{name}.npy")) for name in cls._fields]
-            return cls(*(np.load(file, mmap_mode="r", allow_pickle=False) for file in files))
-        except (OSError, ValueError, EOFError, StopIteration) as error:
-            raise UserError(
-                f"{folder} is no index of samples ({error}); delete it to have it made anew"
-            ) from None
+        arrays = []
+        for name in cls._fields:
+            file = next(folder.glob(f"*-{name}.npy"), folder / f"{name}.npy")
+            try:
+                arrays.append(np.load(file, mmap_mode="r", allow_pickle=False))
+            except (OSError, ValueError, EOFError) as error:
+                reason = f"{file.name} is no array of numbers: {error}"
+                raise UserError(
+                    f"{folder} is no index of samples ({reason}); delete it to have it made anew"
+                ) from None
+        return cls(*arrays)
 
 
 class CorpusSamples:
