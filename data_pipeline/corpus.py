@@ -1,6 +1,5 @@
 """Prepared folders, checked before anything is built on them."""
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,14 +7,13 @@ from pathlib import Path
 
 from data_pipeline import tokenizers
 from data_pipeline.manifest import Manifest, SplitRecord
+from data_pipeline.token_files import INDEX_HEADER
 from data_pipeline.tokenizers import Tokenizer
-from data_pipeline.verification import TOKEN_TYPES, verify_split, verify_tokenizer
+from data_pipeline.verification import INDEX_HEADER, TOKEN_TYPES, verify_split, verify_tokenizer
 from megakernel.config.data import Corpus as CorpusConfig
 from megakernel.config.data import Data
 from megakernel.config.errors import UserError
 
-# Magic and version of Megatron's index, then type code, number of sequences and of document bounds.
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
 _AGAIN = "copy the folder from where it was prepared, or prepare it again"
@@ -126,8 +124,8 @@ def _check_files(key: str, corpus: PreparedCorpus, split: str) -> None:
                 f"{expected.size}); {_AGAIN}"
             )
     with (corpus.folder / f"{split}.idx").open("rb") as stream:
-        header = stream.read(_INDEX_HEADER.size)
-    magic, _, token_type, sequences, _ = _INDEX_HEADER.unpack(header.ljust(_INDEX_HEADER.size))
+        header = stream.read(INDEX_HEADER.size)
+    magic, _, token_type, sequences, _ = INDEX_HEADER.unpack(header.ljust(INDEX_HEADER.size))
     is_known = (
         token_type in TOKEN_TYPES and record.bin.size == TOKEN_TYPES[token_type].itemsize * record.tokens
     )

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import struct
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,9 @@ _log = logging.getLogger(__name__)
 
 _LARGE = 2**32
 """Bytes from which on reading takes seconds, so that it is said."""
+
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+"""Magic and version of Megatron's index, then type code, number of sequences and of document bounds."""
 
 # Negative ids, if any, become large ones.
 TOKEN_TYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 5: np.dtype("<u8"), 8: np.dtype("<u2")}
@@ -89,6 +93,24 @@ def _verify(
             raise UserError(f"holds a damaged {name} (its SHA-256 is not that of the manifest)")
         if largest is not None and largest.id >= vocab_size:
             raise UserError(f"holds the id {largest.id} in {name}, and its tokenizer has {vocab_size} ids")
+    for name in filter(lambda name: name.endswith(".bin"), records):
+        _verify_places(folder / name, TOKEN_TYPES[token_type].itemsize if name == tokens else 1)
+
+
+def _verify_places(tokens: Path, width: int) -> None:
+    """Check that the documents of Megatron's index lie one after the other in a file of so many bytes a token."""
+    index = tokens.with_suffix(".idx")
+    with index.open("rb") as stream:
+        *_, count, _ = INDEX_HEADER.unpack(stream.read(INDEX_HEADER.size))
+        lengths = np.fromfile(stream, "<i4", count).astype(np.int64)
+        starts = np.fromfile(stream, "<i8", count)
+    ends = np.cumsum(lengths) * width
+    if (
+        (lengths < 0).any()
+        or not np.array_equal(starts, ends - lengths * width)
+        or ends[-1:] != tokens.stat().st_size
+    ):
+        raise UserError(f"holds a {index.name} whose documents are not those of {tokens.name}")
 
 
 class _Largest:

@@ -39,10 +39,14 @@ class FileRecord(NamedTuple):
         found = file.stat()
         return cls(found.st_size, _checksum(file, found.st_size, found.st_mtime_ns))
 
-    def check(self, file: Path, name: str) -> None:
-        """UserError, beginning with `name`, where a file is another one or names code that loading it would run."""
+    def compare(self, file: Path, name: str) -> None:
+        """Damaged, beginning with `name`, where a file is another one."""
         if self.checksum is not None and FileRecord.of(file) != self:
             raise Damaged(f"{name} is damaged: its checksum is not that of saving")
+
+    def check(self, file: Path, name: str) -> None:
+        """`compare` a file that will be loaded; UserError where that would run code which it names."""
+        self.compare(file, name)
         if file.suffix == ".pt":
             from . import weights_only  # torch, which an error before this one need not wait for
 

@@ -88,15 +88,19 @@ def find_checkpoint(folder: Path, step: int | None = None, ranks: Ranks | None =
 
 
 def finished(config: Config) -> str | None:
-    """A line that says so of a run that has its last checkpoint; None of one that is still to train.
-
-    Raises UserError where there are checkpoints and none is good.
-    """
+    """A line that says so of a run whose last checkpoint is whole; None of one that is still to train."""
     folder, steps = config.run.folder, config.training.steps
-    found = CheckpointFolder(folder / "checkpoints", keep=1).newest_good().checkpoint
-    if found is None or found.step < steps:
+    root = folder / "checkpoints"
+    last = max((step_of(path) or 0 for path in root.glob("step_*")), default=0)
+    if last < steps:
         return None
-    return is_done(folder, found.step, steps)
+    try:
+        found = Checkpoint.read(root / f"step_{last}")
+        for name, record in found.files.items():
+            record.compare(found.folder / name, name)
+    except (UserError, OSError):  # the start says so, and goes on from the one before
+        return None
+    return is_done(folder, last, steps)
 
 
 def is_done(folder: Path, done: int, steps: int) -> str:

@@ -172,14 +172,30 @@ def rewrite(folder: Path, **changes: Any) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def replace(folder: Path, kind: str, content: np.ndarray) -> None:
+    """A file of the training split, by somebody who writes the manifest for it, too."""
+    content.tofile(folder / f"train.{kind}")
+    splits = json.loads((folder / "manifest.json").read_text())["splits"]
+    splits["train"][kind] = FileRecord.of(folder / f"train.{kind}").model_dump()
+    rewrite(folder, splits=splits)
+
+
+@pytest.mark.parametrize("of", ["lengths", "starts"])
+def test_an_index_that_leads_elsewhere(copy: Path, of: str):
+    """Lengths and starts of documents that the token file has not."""
+    index = np.fromfile(copy / "train.idx", np.uint8)
+    documents = Corpora(Data(train=copy)).train[0].record("train").documents
+    place = {"lengths": 34, "starts": 34 + 4 * documents}[of]
+    index[place : place + 4] = 0x7F
+    replace(copy, "idx", index)
+    said = message(Data(train=copy))
+    assert "holds a train.idx whose documents are not those of train.bin; copy the folder" in said
+
+
 def test_ids_beyond_the_tokenizer(copy: Path):
-    """In a corpus whose manifest fits them."""
     tokens = np.fromfile(copy / "train.bin", np.uint16)
     tokens[len(tokens) // 2] = 300
-    tokens.tofile(copy / "train.bin")
-    splits = json.loads((copy / "manifest.json").read_text())["splits"]
-    splits["train"]["bin"] = FileRecord.of(copy / "train.bin").model_dump()
-    rewrite(copy, splits=splits)
+    replace(copy, "bin", tokens)
     assert "holds the id 300 in train.bin, and its tokenizer has 257 ids" in message(Data(train=copy))
 
 

@@ -6,9 +6,10 @@ import pytest
 
 from launch.cli import main
 from megakernel.config import UserError, load
-from megakernel.training.checkpoint import Progress, write_manifest
-from megakernel.training.trained_run import recorded_config, student
+from megakernel.training.checkpoint import Progress, flushed, write_manifest
+from megakernel.training.trained_run import finished, recorded_config, student
 from megakernel.training.weight_source import WeightSource
+from tests.hostile import flip
 from tests.unit.config import trees
 
 STAGES = ("1-transfer", "2-base", "9-main", "10-length", "11-scratch")
@@ -58,6 +59,19 @@ def test_the_student_is_the_last_stage_that_is_finished(steps, chosen, tmp_path)
         write_manifest(checkpoint, Progress(step, step, step, {}, {}), {})
     assert student(tmp_path) == (tmp_path if chosen is None else tmp_path / chosen)
     assert student(tmp_path / "1-transfer") == tmp_path / "1-transfer"
+
+
+def test_a_run_is_finished_where_its_last_checkpoint_is_whole(tmp_path):
+    config = load(trees.file(tmp_path, "config.yaml", run={"root": str(tmp_path), "name": "run"}))
+    checkpoint = config.run.folder / "checkpoints" / f"step_{config.training.steps}"
+    assert finished(config) is None
+    checkpoint.mkdir(parents=True)
+    file = checkpoint / "weights.pt"
+    file.write_bytes(bytes(range(256)))
+    write_manifest(checkpoint, Progress(config.training.steps, 1, 1, {}, {}), flushed(checkpoint, [file]))
+    assert "is done" in finished(config)
+    flip(file, 0.5)
+    assert finished(config) is None
 
 
 def test_a_run_that_has_not_saved_is_to_train_on(tmp_path):
