@@ -4,6 +4,7 @@ Megatron writes them. They are read here, because its import takes seconds.
 """
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,9 @@ class TokenFile:
     def __getitem__(self, document: int) -> np.ndarray:
         """All tokens of a document."""
         return self.get(document, offset=0, length=int(self.sequence_lengths[document]))
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[document] for document in range(len(self)))
 
     def get(self, document: int, offset: int, length: int) -> np.ndarray:
         """So many tokens of a document, from `offset` on."""
