@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-from megatron.core.datasets import helpers
 
 BLEND_PERIOD = 2**16
 """Samples after which the pattern of the blend repeats, each corpus in it at least once."""
@@ -36,10 +35,15 @@ class Blend(Generic[Sample]):
         self._parts = parts
         self._which = np.zeros(BLEND_PERIOD, dtype=np.int16)
         self._rank = np.zeros(BLEND_PERIOD, dtype=np.int64)
-        shares = np.array(weights, dtype=np.float64)
-        helpers.build_blending_indices(
-            self._which, self._rank, shares / shares.sum(), len(parts), BLEND_PERIOD, False
-        )
+        if len(parts) == 1:
+            self._rank[:] = np.arange(BLEND_PERIOD)
+        else:
+            from megatron.core.datasets import helpers  # seconds, which a blend of one need not wait for
+
+            shares = np.array(weights, dtype=np.float64)
+            helpers.build_blending_indices(
+                self._which, self._rank, shares / shares.sum(), len(parts), BLEND_PERIOD, False
+            )
         self._counts = np.bincount(self._which, minlength=len(parts))
 
     @property

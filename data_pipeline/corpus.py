@@ -7,8 +7,9 @@ from pathlib import Path
 
 from data_pipeline import tokenizers
 from data_pipeline.manifest import Manifest, SplitRecord
+from data_pipeline.token_files import INDEX_HEADER
 from data_pipeline.tokenizers import Tokenizer
-from data_pipeline.verification import INDEX_HEADER, TOKEN_TYPES, verify_split, verify_tokenizer
+from data_pipeline.verification import TOKEN_TYPES, verify_split, verify_tokenizer
 from megakernel.config.data import Corpus as CorpusConfig
 from megakernel.config.data import Data
 from megakernel.config.errors import UserError

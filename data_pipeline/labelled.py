@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 
 from data_pipeline.batch import PADDING, Batch
@@ -16,6 +15,7 @@ from data_pipeline.document import Label
 from data_pipeline.labels import read_labels
 from data_pipeline.order import Share
 from data_pipeline.packing import Packing
+from data_pipeline.token_files import TokenFile
 from megakernel.config.errors import UserError
 from megakernel.config.model import Classifier
 
@@ -34,7 +34,7 @@ class CorpusExamples:
     """The examples of one corpus' split, epoch after epoch, each in an order of its own."""
 
     def __init__(self, corpus: PreparedCorpus, split: str, documents: int, seed: int):
-        self._tokens = IndexedDataset(str(corpus.prefix(split)))
+        self._tokens = TokenFile(corpus.prefix(split))
         self._labels = read_labels(corpus.folder, split)
         self._documents = documents
         self._seed = seed

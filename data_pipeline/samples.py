@@ -17,20 +17,20 @@ import time
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.utils import Split
 from torch import Tensor
 
 from data_pipeline.blend import Blend
 from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.packing import Packing, packing
-from data_pipeline.token_files import scored_prefix
+from data_pipeline.token_files import TokenFile, scored_prefix
 from megakernel.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.gpt_dataset import GPTDataset
 
 MOST_PASSES = 10_000
 """Over a corpus, each with an index of its own: more teach nothing, and fill a disk with small files."""
@@ -68,6 +68,34 @@ class Piece(NamedTuple):
     """(N,) bool: which of them belong to answers; None where that is not asked, or not known."""
 
 
+class _Plan(NamedTuple):
+    """The index of one epoch, as GPTDataset has written it."""
+
+    document_index: np.ndarray
+    """Documents in the order of the epoch."""
+
+    sample_index: np.ndarray
+    """(samples + 1, 2): in which place of that order each begins, and at which token of the document."""
+
+    shuffle_index: np.ndarray
+    """Samples in the order in which they are read."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "_Plan":
+        """Map its arrays. UserError for what would have to be unpickled: a corpus may come with its cache."""
+        arrays = []
+        for name in cls._fields:
+            file = next(folder.glob(f"*-{name}.npy"), folder / f"{name}.npy")
+            try:
+                arrays.append(np.load(file, mmap_mode="r", allow_pickle=False))
+            except (OSError, ValueError, EOFError) as error:
+                reason = f"{file.name} is no array of numbers: {error}"
+                raise UserError(
+                    f"{folder} is no index of samples ({reason}); delete it to have it made anew"
+                ) from None
+        return cls(*arrays)
+
+
 class CorpusSamples:
     """The samples of one corpus' split, epoch after epoch, each packed and shuffled anew."""
 
@@ -83,11 +111,11 @@ class CorpusSamples:
         self._seq_len = seq_len
         self._seed = seed
         self._cache = cache
-        self._tokens = IndexedDataset(str(corpus.prefix(split)))
-        self._scored: IndexedDataset | None = None
+        self._tokens = TokenFile(corpus.prefix(split))
+        self._scored: TokenFile | None = None
         if answers and corpus.record(split).scored is not None:
-            self._scored = IndexedDataset(str(scored_prefix(corpus.prefix(split))))
-        self._epochs: OrderedDict[int, GPTDataset] = OrderedDict()
+            self._scored = TokenFile(scored_prefix(corpus.prefix(split)))
+        self._epochs: OrderedDict[int, _Plan] = OrderedDict()
         self.per_epoch = (corpus.record(split).tokens - 1) // seq_len
         self.bos = corpus.manifest.tokenizer.bos
 
@@ -129,7 +157,7 @@ class CorpusSamples:
     def _build(self, epoch: int) -> None:
         folder = self._index_folder(epoch)
         if folder.is_dir():
-            _check_arrays(folder)
+            _Plan.read(folder)  # refused now, where it cannot be read, and not at its first row
             with suppress(OSError):  # of a cache that is only read
                 os.utime(folder)
             return
@@ -205,15 +233,20 @@ class CorpusSamples:
         lengths = self._tokens.sequence_lengths
         return packing(str(self._corpus.folder), lengths, order, self._seq_len, self.per_epoch)
 
-    def _epoch(self, epoch: int) -> GPTDataset:
+    def _epoch(self, epoch: int) -> "_Plan":
         if epoch not in self._epochs:
             while len(self._epochs) >= _OPEN_EPOCHS:
                 self._epochs.popitem(last=False)
             self._build(epoch)
-            self._epochs[epoch] = self._dataset(epoch, self._index_folder(epoch))
+            self._epochs[epoch] = _Plan.read(self._index_folder(epoch))
         return self._epochs[epoch]
 
-    def _dataset(self, epoch: int, cache: Path) -> GPTDataset:
+    def _dataset(self, epoch: int, cache: Path) -> "GPTDataset":
+        # Megatron's import takes seconds, which a start that finds its indices need not wait for.
+        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+        from megatron.core.datasets.utils import Split
+
         # The content, not the place, names the index: a moved folder keeps it, one prepared anew does not.
         content = self._corpus.record(self._split).bin.sha256
         config = GPTDatasetConfig(
@@ -229,7 +262,8 @@ class CorpusSamples:
             create_attention_mask=False,
         )
         documents = np.arange(len(self._tokens), dtype=np.int32)
-        return GPTDataset(self._tokens, content, documents, None, Split.train, config)
+        tokens = IndexedDataset(str(self._corpus.prefix(self._split)))
+        return GPTDataset(tokens, content, documents, None, Split.train, config)
 
     def _index_folder(self, epoch: int) -> Path:
         content = self._corpus.record(self._split).bin.sha256[:16]
@@ -245,19 +279,7 @@ def _delete_unused(cache: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_arrays(folder: Path) -> None:
-    """Refuse what GPTDataset would unpickle, or could not map: a corpus may come from anywhere with its cache."""
-    for file in folder.glob("*.npy"):
-        try:
-            np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            reason = f"{file.name} is no array of numbers: {error}"
-            raise UserError(
-                f"{folder} is no index of samples ({reason}); delete it to have it made anew"
-            ) from None
-
-
-def _joined(files: IndexedDataset, parts: list[tuple[int, int, int]], dtype: type[np.generic]) -> np.ndarray:
+def _joined(files: TokenFile, parts: list[tuple[int, int, int]], dtype: type[np.generic]) -> np.ndarray:
     """Stretches of documents, each (document, offset, length), one after the other."""
     found = [files.get(document, offset=offset, length=length) for document, offset, length in parts]
     return np.concatenate(found, dtype=dtype, casting="unsafe")

@@ -1,18 +1,67 @@
-"""Megatron token files: `PREFIX.bin` holds the tokens, `PREFIX.idx` where each document lies."""
+"""Megatron token files: `PREFIX.bin` holds the tokens, `PREFIX.idx` where each document lies.
 
+Megatron writes them. They are read here, because its import takes seconds.
+"""
+
+import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from data_pipeline.document import Label
 from data_pipeline.encoding import Encoded
 from data_pipeline.manifest import FileRecord, ScoredRecord, SplitRecord
 
+if TYPE_CHECKING:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+"""Magic and version of Megatron's index, then type code, number of sequences and of document bounds."""
+
+_DTYPES = dict(enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1))
+"""By Megatron's type code."""
+
+
+class TokenFile:
+    """The documents of one split, mapped: only what is asked for comes from the disk."""
+
+    def __init__(self, prefix: Path):
+        """prefix: path of both files without their endings, which have been checked."""
+        self._prefix = prefix
+        index = np.memmap(f"{prefix}.idx", dtype=np.uint8, mode="r")
+        _, _, code, count, _ = INDEX_HEADER.unpack(index[: INDEX_HEADER.size].tobytes())
+        self.sequence_lengths = np.frombuffer(index, np.int32, count, INDEX_HEADER.size)
+        """Tokens of each document."""
+
+        self._places = np.frombuffer(index, np.int64, count, INDEX_HEADER.size + self.sequence_lengths.nbytes)
+        self._tokens = np.memmap(f"{prefix}.bin", dtype=_DTYPES[code], mode="r")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenFile, (self._prefix,)  # not the tokens
+
+    def __len__(self) -> int:
+        """Documents."""
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, document: int) -> np.ndarray:
+        """All tokens of a document."""
+        return self.get(document, offset=0, length=int(self.sequence_lengths[document]))
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[document] for document in range(len(self)))
+
+    def get(self, document: int, offset: int, length: int) -> np.ndarray:
+        """So many tokens of a document, from `offset` on."""
+        start = int(self._places[document]) // self._tokens.itemsize + offset
+        return self._tokens[start : start + length]
+
 
 def token_dtype(vocab_size: int) -> type[Any]:
     """The narrowest numpy integer type Megatron writes for ids below `vocab_size`."""
+    from megatron.core.datasets.indexed_dataset import DType
+
     return DType.optimal_dtype(vocab_size)
 
 
@@ -77,6 +126,8 @@ class _Documents:
 
     def add(self, document: np.ndarray) -> None:
         if self._builder is None:
+            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
             self._builder = IndexedDatasetBuilder(f"{self._prefix}.bin", dtype=self._dtype)
         self._builder.add_document(document, [document.size])
 

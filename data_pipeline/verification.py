@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import struct
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -14,15 +13,13 @@ import numpy as np
 
 from data_pipeline import tokenizers
 from data_pipeline.manifest import FileRecord, Manifest
+from data_pipeline.token_files import INDEX_HEADER
 from megakernel.config.errors import UserError
 
 _log = logging.getLogger(__name__)
 
 _LARGE = 2**32
 """Bytes from which on reading takes seconds, so that it is said."""
-
-INDEX_HEADER = struct.Struct("<9sQBQQ")
-"""Magic and version of Megatron's index, then type code, number of sequences and of document bounds."""
 
 # Negative ids, if any, become large ones.
 TOKEN_TYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 5: np.dtype("<u8"), 8: np.dtype("<u2")}

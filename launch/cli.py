@@ -113,24 +113,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(INTERRUPTED)
         return ExitStatus.FAILED
     except Exception as error:
-        print_error(_refusal(error) if _is_of_disk(error) else _unforeseen(error, args))
+        print_error(_of_disk(error) or _unforeseen(error, args))
         return ExitStatus.FAILED
     finally:
         _forget_what_cannot_be_printed()
 
 
-def _is_of_disk(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in REFUSED_BY_DISK
-
-
-def _refusal(error: Exception) -> str:
-    """What the file system refuses its user can change."""
-    assert isinstance(error, OSError)
-    remedy = (
-        "shorten it"
-        if error.errno == errno.ENAMETOOLONG
-        else "make it writable, free space or name another place"
-    )
+def _of_disk(error: Exception) -> str | None:
+    """What a file system has refused, which its user can change; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in REFUSED_BY_DISK:
+        return None
+    too_long = error.errno == errno.ENAMETOOLONG
+    remedy = "shorten it" if too_long else "make it writable, free space or name another place"
     return f"{error.filename or 'the output'} cannot be written or read ({error.strerror}); {remedy}"
 
 
@@ -140,12 +134,10 @@ def _unforeseen(error: Exception, args: argparse.Namespace) -> str:
     if len(said) > _MOST_SAID:
         said = said[: _MOST_SAID - 3] + "..."
     name = f"traceback-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    run = getattr(args, "run_folder", None)
-    for folder in (Path(run) / "logs" if run else None, Path(tempfile.gettempdir())):
-        with suppress(OSError, ValueError):
-            if folder is not None and folder.is_dir():
-                (folder / name).write_text(f"{sys.argv}\n{traceback.format_exc()}", encoding="utf-8")
-                return f"{said}; the traceback is in {folder / name}"
+    for folder in (lambda: Path(args.run_folder, "logs"), lambda: Path(tempfile.gettempdir())):
+        with suppress(OSError, ValueError, AttributeError):  # no such folder, none of a run, a full disk
+            (folder() / name).write_text(traceback.format_exc(), encoding="utf-8")
+            return f"{said}; the traceback is in {folder() / name}"
     return f"{said}\n{traceback.format_exc()}"
 
 

@@ -4,6 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
+from launch.numbers import Number
 from launch.run_arguments import add_job_run_arguments
 from launch.slurm.errors import NotFound
 from launch.slurm.job_folder import find_run
@@ -25,12 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"process, all of them (all), or the batch script ({BATCH}); default 0",
     )
     parser.add_argument(
-        "--restart", type=int, metavar="K", help="start of the newest job (default: its last)"
+        "--restart", type=Number(int, 0), metavar="K", help="start of the newest job (default: its last)"
     )
     parser.add_argument("--stderr", action="store_true", help="standard error in place of standard output")
     parser.add_argument("--grep", metavar="RE", help="only lines in which this regular expression is found")
     parser.add_argument(
-        "-n", type=int, default=50, metavar="N", help="last lines to show (default %(default)s)"
+        "-n", type=Number(int, 0), default=50, metavar="N", help="last lines to show (default %(default)s)"
     )
 
 

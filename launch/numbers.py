@@ -30,7 +30,7 @@ class Number:
 
     def __str__(self) -> str:
         bounds = {"of at least": self.least, "of at most": self.most}
-        given = [f"{words} {bound:,g}" for words, bound in bounds.items() if abs(bound) < float("inf")]
+        given = [f"{words} {bound:,}" for words, bound in bounds.items() if abs(bound) < float("inf")]
         return f"{_NAMES[self.kind]} {' and '.join(given)}".strip()
 
 

@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
             first_line.setdefault(name, line)
         return super().construct_mapping(node, deep)
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if any("\ud800" <= character <= "\udfff" for character in str(node.value)):
             reason = "half a surrogate pair is no character"
             raise yaml.constructor.ConstructorError(problem=reason, problem_mark=node.start_mark)

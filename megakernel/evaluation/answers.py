@@ -14,6 +14,7 @@ from data_pipeline.synthetic import Task as Examples
 from data_pipeline.synthetic.filler import Filler, Passages
 from data_pipeline.synthetic.haystack import Haystack
 from data_pipeline.synthetic.source import counter, open_filler
+from data_pipeline.token_files import TokenFile
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import UserError
 
@@ -92,10 +93,8 @@ def _filler(task: Examples, source: Source) -> Filler:
 
 def _texts(corpora: Corpora, tokenizer: Tokenizer, tokens: int) -> Iterator[str]:
     """The first validation documents, so many tokens or all."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
     for corpus in corpora.validation:
-        for document in IndexedDataset(str(corpus.prefix("validation"))):
+        for document in TokenFile(corpus.prefix("validation")):
             if tokens <= 0:
                 return
             yield tokenizer.decode(document[:tokens].tolist())

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from data_pipeline.batch import Batch
 from data_pipeline.corpus import PreparedCorpus
+from data_pipeline.token_files import TokenFile
 
 
 class Window(NamedTuple):
@@ -40,7 +40,7 @@ class SlidingBatches:
         self, corpora: list[PreparedCorpus], seq_len: int, stride: int, most: int, rows: int, eod: int
     ):
         """most: windows, of all corpora together. rows: windows in a batch."""
-        self._files = [IndexedDataset(str(corpus.prefix("validation"))) for corpus in corpora]
+        self._files = [TokenFile(corpus.prefix("validation")) for corpus in corpora]
         self._seq_len = seq_len
         self._rows = rows
         self._eod = eod
@@ -51,7 +51,7 @@ class SlidingBatches:
         self.samples = len(self._windows)
         """Windows."""
 
-    def _of(self, at: int, file: IndexedDataset, stride: int, most: int) -> list[tuple[int, int, Window]]:
+    def _of(self, at: int, file: TokenFile, stride: int, most: int) -> list[tuple[int, int, Window]]:
         found: list[tuple[int, int, Window]] = []
         for document in np.random.default_rng(0).permutation(len(file)).tolist():
             for window in windows(int(file.sequence_lengths[document]), self._seq_len, stride):

@@ -25,6 +25,7 @@ def choose_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
     Raises:
         UserError: training.device is cuda and this process has no CUDA device of its own.
     """
+    quieten_libraries()  # an index of samples, too, is made by one of them
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
@@ -46,7 +47,6 @@ def prepare_device(kind: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     # Megatron overlaps collectives with matrix products; one connection keeps the order they were queued in.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    quieten_libraries()
     if device.type == "cpu":
         _answer_for_cuda(device)
     _choose_deepspeed_accelerator(device.type)

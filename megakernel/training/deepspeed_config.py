@@ -23,9 +23,7 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
     """What `deepspeed.initialize` is given; `config.deepspeed` is merged last.
 
     DeepSpeed's data-parallel world is ours times the context ranks, so its batch size counts each sequence piece.
-    Raises ConfigError for keys of `config.deepspeed` that DeepSpeed does not read.
     """
-    check_own_keys(config)
     accumulation = micro_batches_per_step(config.training, mesh)
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
@@ -47,7 +45,7 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def check_own_keys(config: Config) -> None:
-    """ConfigError for each key of config.deepspeed that DeepSpeed cannot read, whose own errors name none."""
+    """ConfigError for keys of config.deepspeed that DeepSpeed cannot read: its own errors come late and name none."""
     found = []
     for key, value in config.deepspeed.items():
         alone = {

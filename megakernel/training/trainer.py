@@ -21,6 +21,7 @@ from .bits import bits_per_byte
 from .checkpoint import Progress
 from .checkpoint_folder import CheckpointFolder
 from .console import Console
+from .deepspeed_config import check_own_keys
 from .device_peak import peak_tflops
 from .engine import Engine, StepResult
 from .environment import package_versions
@@ -45,11 +46,13 @@ from .watchdog import Watchdog
 class Trainer:
     """One process's part of a run: reads its share of the data, steps its engine, and on rank 0 reports.
 
-    Raises UserError, alike on all processes, for data and run folders that do not fit the configuration.
+    Raises UserError, alike on all processes, for data and run folders that do not fit the configuration, and for keys
+    that DeepSpeed does not read.
     """
 
     def __init__(self, config: Config, mesh: Mesh, inside: Sequence[Path] = ()):
         """inside: folders of what the run is a part of, whose stop files it heeds beside its own."""
+        check_own_keys(config)
         self.config = config
         self.mesh = mesh
         self.inside = inside

@@ -294,10 +294,11 @@ for command in sys.argv[1:]:
 def test_what_does_not_train_waits_for_no_library_of_training(run, config, tmp_path):
     commands = {
         "generate": f"generate {run} --prompt x --max-new-tokens 1",
+        "evaluate": f"evaluate {run}",
         "export": f"export {run} --to {tmp_path / 'out'}",
         "reshape": f"reshape {run}",
         "pretrain": f"pretrain {config} run.name=one {' '.join(OPTIONS)}",
-        "config": f"config {config}",
+        "analyze": f"analyze {run} --what attention",
     }
     done = subprocess.run(
         [sys.executable, "-c", NOT_TRAINING, *commands.values()], capture_output=True, text=True, check=True

@@ -146,7 +146,7 @@ def pull_keys(
         inside = seats < length
         window = window_start(windows, row, seats, length, oldest, B, BLOCKS, ALIGNED)
         qa, qb, _ = window_tile(
-            q + g * q_head + place * q_far,
+            q + tl.cast(g, tl.int64) * q_head + place * q_far,
             q_row,
             length - place,
             table + (place - at) * 2 * H,
@@ -175,7 +175,9 @@ def pull_keys(
         elif UNBOUNDED:
             level = tl.load(scale + seats, mask=inside, other=EMPTY)
         shift = tl.load(delta + places + seats, mask=inside, other=0.0)
-        pulls = load_rows(grad + g * g_head + place * g_far, g_row, length - place, C, V, VP)
+        pulls = load_rows(
+            grad + tl.cast(g, tl.int64) * g_head + place * g_far, g_row, length - place, C, V, VP
+        )
         seen = (rows[:, None] >= window[None, :]) & (rows[:, None] <= seats[None, :]) & inside[None, :]
         weights, change = window_weights(
             products(ka, kb, qa, qb, PAIR, dtype),
@@ -195,6 +197,8 @@ def pull_keys(
     # Landmarks hand back to the tokens that they were pooled from.
     dmarks += head.to(tl.int64) * chunks * R * D
     dmarked += head.to(tl.int64) * chunks * R * V
+    pool_keys += kv.to(tl.int64) * pool_head
+    pool_values += kv.to(tl.int64) * pool_head
     pooled_a = tl.zeros((BK, DH), tl.float32)
     pooled_b = tl.zeros((BK, DH), tl.float32)
     landmark = tl.arange(0, RP)
@@ -203,7 +207,7 @@ def pull_keys(
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
         inner = rows - (end - B * BLOCKS + 1)
         pooled = ((inner >= 0) & (inner < B) & (end >= 0))[:, None] & (landmark < R)[None, :]
-        seats = kv * pool_head + landmark[None, :] * B + inner[:, None]
+        seats = landmark[None, :] * B + inner[:, None]
         of_keys = tl.load(pool_keys + seats, mask=pooled, other=0.0)
         part = dmarks + chunk * R * D
         pooled_a += dot(of_keys, load_rows(part, D, R, RP, H, DH), dtype)

@@ -185,8 +185,8 @@ def pull_landmarks(
                 norm2 *= shrink
             for g in range(G):
                 places = group + g * length + at
-                given = grad + g * g_head + at * g_far
-                x = q + g * q_head + at * q_far
+                given = grad + tl.cast(g, tl.int64) * g_head + at * g_far
+                x = q + tl.cast(g, tl.int64) * q_head + at * q_far
                 pull, pull_norm = pulls(
                     given, factor + places, drift + places, g_row, left, C, V - column, BV, column == 0
                 )

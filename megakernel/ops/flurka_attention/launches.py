@@ -255,13 +255,13 @@ class Call(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The states that enter each segment, from what each segment adds."""
         sums, norms, added = room
-        logs = torch.empty_like(added)
+        entering, logs = torch.empty_like(norms), torch.empty_like(added)
         features, values = sums.shape[-2:]
         entered = [unused if given is None else given for given, unused in zip(first, room)]
         launch(
             states.pass_states,
             (self.batch * self.heads, triton.cdiv(features, FEATURES_AT_ONCE)),
-            *(sums, norms, added, logs, *entered, added if starts is None else starts),
+            *(sums, norms, added, entering, logs, *entered, added if starts is None else starts),
             *(self.length, self.shape.start, self.heads, self.segments),
             warps=4,
             SEGMENT=self.segment * self.block_size,
@@ -274,7 +274,7 @@ class Call(NamedTuple):
             CAUSAL=True,
             UNBOUNDED=self.phi.unbounded,
         )
-        return sums, norms, logs
+        return sums, entering, logs
 
 
 class Inputs(NamedTuple):

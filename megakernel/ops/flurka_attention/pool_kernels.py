@@ -95,8 +95,8 @@ def pool(
     marked += head.to(tl.int64) * chunks * R * V + column
     matrix += kv * M * D
     counts, landmark = tl.load(mass + kv), tl.arange(0, RP)
-    of_keys = load_pool(pool_keys + kv * pool_head, R, RP, B, BP)
-    of_values = load_pool(pool_values + kv * pool_head, R, RP, B, BP)
+    of_keys = load_pool(pool_keys + kv.to(tl.int64) * pool_head, R, RP, B, BP)
+    of_values = load_pool(pool_values + kv.to(tl.int64) * pool_head, R, RP, B, BP)
     final = tl.minimum((segment + 1) * CHUNKS, chunks)
     last = first_token(starts, row, tl.minimum(final * B, length) - 1, length, start, PACKED)
 

@@ -117,11 +117,11 @@ def write_queries(
         factors = tl.where(reads, factors, 0.0)
         for g in range(G):
             places = group + g * length + at
-            given = grad + g * g_head + at * g_far
+            given = grad + tl.cast(g, tl.int64) * g_head + at * g_far
             pull, of_norm = pulls(
                 given, factor + places, drift + places, g_row, left, C, V - column, BV, column == 0
             )
-            x = q + g * q_head + at * q_far
+            x = q + tl.cast(g, tl.int64) * q_head + at * q_far
             a, b, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
             pull *= factors[:, None]
             of_norm *= factors
@@ -251,7 +251,7 @@ def pull_queries(
             of_state = state_factors(reads, log, r, UNBOUNDED)
             for g in range(G):
                 places = group + g * length + at
-                given = grad + g * g_head + at * g_far
+                given = grad + tl.cast(g, tl.int64) * g_head + at * g_far
                 here = tl.arange(0, C)
                 own = tl.load(factor + places + here, mask=inside, other=0.0)
                 # The pull as it is in memory, multiplied by its factor behind the product: nothing is rounded.
@@ -260,7 +260,7 @@ def pull_queries(
                 grad_b = grad_a
                 if TWO:
                     grad_b = tl.trans(dot(tile2, tl.trans(pull), dtype)) * (own * of_state)[:, None]
-                x = q + g * q_head + at * q_far
+                x = q + tl.cast(g, tl.int64) * q_head + at * q_far
                 qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
                 # With the features that the output was made of.
                 far = tl.sum(grad_a * rounded(qa, dtype).to(tl.float32), 1)

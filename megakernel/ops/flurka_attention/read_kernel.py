@@ -190,7 +190,7 @@ def read(
             reads = first < begin
             r = tl.where(reads, log, EMPTY) if UNBOUNDED else tl.zeros((C,), tl.float32)
             for g in range(G):
-                x = q + g * q_head + at * q_far
+                x = q + tl.cast(g, tl.int64) * q_head + at * q_far
                 # Angles count from the oldest place that a window of the tile can reach.
                 qa, qb, _ = window_tile(
                     x,

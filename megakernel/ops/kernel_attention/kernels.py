@@ -167,7 +167,7 @@ def read(
             scales = weights
         pairs, of_state, r = pair_factors(scales, weights, visible, reads, log, UNBOUNDED)
         for g in range(G):
-            queries = q + g * q_head + at * q_far
+            queries = q + tl.cast(g, tl.int64) * q_head + at * q_far
             x, y, own = phi(queries, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
             x, y = rounded(x, dtype), rounded(y, dtype)
             total = dot(x, tile, dtype)

@@ -193,7 +193,7 @@ def pull_keys(
                 norm2 *= shrink
             for g in range(G):
                 places = group + g * length + at
-                given = grad + g * g_head + at * g_far
+                given = grad + tl.cast(g, tl.int64) * g_head + at * g_far
                 pull, pull_norm = pulls(
                     given, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
                 )
@@ -201,7 +201,7 @@ def pull_keys(
                 along *= (
                     queries_of_keys(rows, first, weights, scales, r, length, UNBOUNDED) * weights[:, None]
                 )
-                x = q + g * q_head + at * q_far
+                x = q + tl.cast(g, tl.int64) * q_head + at * q_far
                 qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
                 qa, qb = rounded(qa, dtype), rounded(qb, dtype)
                 along = tl.trans(rounded(along, dtype))

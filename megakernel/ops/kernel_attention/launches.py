@@ -107,13 +107,13 @@ class Call(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The states that enter each segment, from what each segment adds."""
         sums, norms, added = room
-        logs = torch.empty_like(added)
+        entering, logs = torch.empty_like(norms), torch.empty_like(added)
         features, values = sums.shape[-2:]
         entered = [unused if given is None else given for given, unused in zip(first, (sums, norms, added))]
         launch(
             states.pass_states,
             (sums.shape[0] * sums.shape[1], triton.cdiv(features, FEATURES_AT_ONCE)),
-            *(sums, norms, added, logs, *entered, added if starts is None else starts),
+            *(sums, norms, added, entering, logs, *entered, added if starts is None else starts),
             *(length, self.start, sums.shape[1], sums.shape[2] - 1),
             warps=4,
             SEGMENT=self.tiles.segment,
@@ -126,7 +126,7 @@ class Call(NamedTuple):
             CAUSAL=self.causal,
             UNBOUNDED=self.phi.unbounded,
         )
-        return sums, norms, logs
+        return sums, entering, logs
 
 
 def given_or_zeros(

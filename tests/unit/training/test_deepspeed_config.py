@@ -2,6 +2,7 @@ import pytest
 
 from megakernel.config import ConfigError
 from megakernel.training.deepspeed_config import check_own_keys
+from megakernel.training.trainer import Trainer
 
 from ..config import trees
 
@@ -22,3 +23,10 @@ def test_what_deepspeed_does_not_read_is_refused_by_its_key(key, value):
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"deepspeed.{key}={value} is not what DeepSpeed reads (")
     assert line.endswith("or remove it")
+
+
+def test_a_run_that_deepspeed_would_refuse_leaves_its_folder_alone(tmp_path):
+    wrong = trees.config(deepspeed={"comms_logger": "hello"}, run={"root": str(tmp_path)})
+    with pytest.raises(ConfigError, match="not what DeepSpeed reads"):
+        Trainer(wrong, mesh=None)
+    assert not list(tmp_path.iterdir())

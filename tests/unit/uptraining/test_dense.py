@@ -134,6 +134,10 @@ FAULTS = {
         lambda f: (f / "config.json").unlink(),
         "is no Hugging Face checkpoint: it has no config.json",
     ),
+    "an adapter": (
+        lambda f: (f / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
+        "has an adapter beside its weights (adapter_config.json), which transformers adds to them; save the model",
+    ),
     "config.json cut off": (lambda f: (f / "config.json").write_text('{"model_type": "ll'), "is no JSON"),
     "unknown family": (
         lambda f: edit_config(f, model_type="mamba"),

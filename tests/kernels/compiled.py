@@ -1,0 +1,87 @@
+"""What the kernels' TTIR says of their offsets and of the memory that they share: `python -m tests.kernels.compiled`.
+
+A stride may be near 2^31, so that what it is multiplied by has to be 64 bits wide. Rows of a tile are the exception:
+they are few, and their strides bounded (`launch.rows_together`).
+
+Threads that hold the same number load it each for itself, at times of their own. What a program stores over it, without
+a barrier between, some of them may load instead.
+"""
+
+import json
+import re
+import sys
+
+import torch
+
+STRIDE = re.compile(r"%\w+_(batch|head|row|part)$")
+RESULT = re.compile(r"^\s*(%\w+)(?::\d+)? = (?:\"?)([\w.]+)")
+VALUE = re.compile(r"%\w+")
+SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
+SUMS = ("arith.addi", "arith.subi", "arith.muli", "arith.select", "arith.minsi", "arith.maxsi")
+
+
+def products(text: str) -> list[str]:
+    """The lines of a kernel's TTIR that multiply what comes from a stride in 32 bits, by more than rows of a tile."""
+    strides = {name for name in VALUE.findall(text.split("tt.func")[1].split("{\n")[0]) if STRIDE.match(name)}
+    rows: set[str] = set()
+    found = []
+    for line in text.splitlines():
+        for inner, outer in re.findall(r"(%\w+) = (%\w+)", line):  # what a loop carries
+            if outer in strides:
+                strides.add(inner)
+        match = RESULT.match(line)
+        if match is None or "i64" in line.split(" loc(")[0].rsplit(":", 1)[-1]:
+            continue
+        name, operation = match.groups()
+        operands = VALUE.findall(line.split("=", 1)[1])
+        if operation == "tt.make_range" or (operation in SAME and operands[0] in rows):
+            rows.add(name)
+        if operation == "arith.minsi" and any(x in rows for x in operands):
+            rows.add(name)
+        kinds = {"stride" if x in strides else "row" if x in rows else "" for x in operands}
+        if operation == "arith.muli" and "stride" in kinds and "row" not in kinds:
+            found.append(line.strip().split(" loc(")[0])
+        if operation in SAME + SUMS and any(x in strides for x in operands):
+            strides.add(name)
+    return found
+
+
+def reused(text: str) -> set[str]:
+    """The arguments of a kernel that it both loads from and stores to."""
+    roots = {name: name for name in re.findall(r"(%\w+): !tt.ptr", text)}
+    loaded, stored = set(), set()
+    for line in text.splitlines():
+        for inner, outer in re.findall(r"(%\w+) = (%\w+)", line):
+            if outer in roots:
+                roots[inner] = roots[outer]
+        match = RESULT.match(line)
+        operands = VALUE.findall(line.split("=", 1)[1] if match else line)
+        of = next((roots[x] for x in operands if x in roots), None)
+        if match and match[2] in (*SAME, "tt.addptr") and of:
+            roots[match[1]] = of
+        elif match and match[2] == "tt.load":
+            loaded.add(roots[operands[0]])
+        elif line.lstrip().startswith("tt.store"):
+            stored.add(roots[operands[0]])
+    return {name.removeprefix("%") for name in loaded & stored}
+
+
+def main() -> int:
+    from megakernel.ops.kernels.compiling import intermediate
+    from megakernel.ops.kernels.launch import noting
+    from tests.kernels.calls import FORWARD, one_token
+
+    with noting() as launches:
+        one_token("favor")
+        for call in FORWARD.values():
+            out = call()
+            out.backward(torch.empty_like(out))
+    for launch in launches:
+        text = intermediate(launch, 90)
+        name = f"{launch.kernel.__module__}.{launch.kernel.__name__}".removeprefix("megakernel.ops.")
+        print(json.dumps([name, products(text), sorted(reused(text))]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

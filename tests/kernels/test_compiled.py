@@ -1,0 +1,75 @@
+"""What the compiled kernels promise: offsets do not overflow, and no thread loads what another stores over."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megakernel.ops.kernel_attention.launches import FEATURES_AT_ONCE
+from megakernel.ops.kernels.features import padded
+from megakernel.ops.kernels.launch import FARTHEST, rows_together
+from tests.kernels.compiled import products
+
+KERNELS = 21
+"""All that there are."""
+
+REUSED = {
+    ("flurka_attention.pool_kernels.pool", "marks"): "a barrier stands between",
+    ("flurka_attention.key_kernels.pull_keys", "dk"): "a barrier stands between",
+    ("flurka_attention.query_kernels.pull_queries", "dq"): "a thread adds to its own numbers",
+    ("flurka_attention.query_kernels.pull_queries", "dy"): "a thread adds to its own numbers",
+    ("kernels.states.pass_states", "sums"): "a thread turns its own numbers",
+}
+"""(kernel, argument) that is loaded and stored -> why no thread loads what another has stored over."""
+
+OVERFLOWS = """
+  tt.func public @read(%q: !tt.ptr<bf16>, %q_head: i32, %q_row: i32) {
+    %rows = tt.make_range {end = 32 : i32, start = 0 : i32} : tensor<32xi32>
+    %row = tt.splat %q_row : i32 -> tensor<32xi32>
+    %inside = arith.muli %rows, %row : tensor<32xi32>
+    %wide = arith.extsi %q_head : i32 to i64
+    %enough = arith.muli %wide, %wide : i64
+    %sum = arith.addi %q_head, %q_row : i32
+    %short = arith.muli %sum, %g : i32
+"""
+
+
+def test_products_of_strides_are_found():
+    assert products(OVERFLOWS) == ["%short = arith.muli %sum, %g : i32"]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[tuple[str, list[str], list[str]]]:
+    """Name, 32-bit products, and what is both loaded and stored, of every launch."""
+    # In a process of its own: the interpreter's kernels cannot be compiled.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.compiled"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len({name for name, *_ in found}) == KERNELS
+    return found
+
+
+def test_no_kernel_multiplies_a_stride_in_32_bits(compiled):
+    assert [(name, products) for name, products, _ in compiled if products] == []
+
+
+def test_no_thread_loads_what_another_stores_over(compiled):
+    assert {(name, x) for name, _, reused in compiled for x in reused} == set(REUSED)
+
+
+def test_tiles_of_states_have_a_number_for_every_thread():
+    assert padded(1) * FEATURES_AT_ONCE >= 4 * 32  # warps of pass_states
+
+
+@pytest.mark.parametrize(("apart", "copied"), [(FARTHEST, False), (FARTHEST + 1, True)])
+def test_rows_that_lie_far_apart_are_copied(apart, copied):
+    x = torch.empty(2 * apart)[: 2 * apart].as_strided((2, 16), (apart, 1))
+    assert (rows_together(x) is not x) is copied
