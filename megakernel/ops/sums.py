@@ -28,8 +28,10 @@ class Sums(NamedTuple):
 
     @property
     def scale_or_zero(self) -> Tensor:
-        """(..., N) log scale of every row."""
-        return self.values.new_zeros(self.values.shape[:-1]) if self.log_scale is None else self.log_scale
+        """(..., N) log scale of every row, `EMPTY` where nothing is summed: it must not set a maximum."""
+        if self.log_scale is not None:
+            return self.log_scale
+        return torch.where(self.values.detach().any(-1), 0.0, EMPTY).to(self.values.dtype)
 
 
 def add(a: Sums, b: Sums) -> Sums:
@@ -113,4 +115,5 @@ def in_range(found: Found, again: Callable[[], Found]) -> tuple[Tensor, Any]:
 
 def unnormalized(sums: Sums) -> Tensor:
     """sum_j w_ij v_j itself, (..., N, D)."""
-    return sums.values[..., :-1] * torch.exp(sums.scale_or_zero)[..., None]
+    values = sums.values[..., :-1]
+    return values if sums.log_scale is None else values * torch.exp(sums.log_scale)[..., None]

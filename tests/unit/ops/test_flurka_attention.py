@@ -188,3 +188,15 @@ def test_arguments_that_do_not_fit_are_named(changes, message):
     pools = {"pool_keys": torch.zeros(RANK, BLOCK), "pool_values": torch.zeros(RANK, BLOCK)}
     with pytest.raises(ValueError, match=message):
         flurka_attention(q, k, v, feature_map="elu", **(pools | changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_that_weighs_itself_next_to_nothing_still_gives_its_value(dtype):
+    # exp(-2000 / sqrt(4)), beside no landmark: of one token the mean is its value.
+    q = torch.full((1, 1, 4, 4), 10.0, dtype=dtype)
+    v = torch.randn(1, 1, 4, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    pool = torch.full((1, 4), 0.25, dtype=dtype)
+    out, _ = flurka_attention(
+        q, -50 * q, v, feature_map="elu", pool_keys=pool, pool_values=pool, backend="chunked"
+    )
+    torch.testing.assert_close(out[:, :, 0], v[:, :, 0])
