@@ -31,7 +31,7 @@ class Sums(NamedTuple):
         """(..., N) log scale of every row, `EMPTY` where nothing is summed: it must not set a maximum."""
         if self.log_scale is not None:
             return self.log_scale
-        return torch.where(self.values.detach().any(-1), 0.0, EMPTY).to(self.values.dtype)
+        return self.values.new_full(self.values.shape[:-1], EMPTY).masked_fill(self.values.any(-1), 0.0)
 
 
 def add(a: Sums, b: Sums) -> Sums:
