@@ -212,7 +212,8 @@ def _check(config: Config, world_size: int) -> None:
     recorded = config.run.folder / "config.yaml"
     if recorded.exists():
         check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)
-    Corpora(config.data, validation=config.training.eval_samples > 0)
+    # A login node is not the place to read a large corpus: the job holds it against its checksums.
+    Corpora(config.data, validation=config.training.eval_samples > 0, verify=False)
 
 
 def indices(array: str) -> list[int]:

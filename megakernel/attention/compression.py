@@ -111,7 +111,9 @@ class Compressor(FullPrecision):
         pools = self.pools(keys)
         keys = keys / self._shares(pools.select(-3, 0), real).to(keys.dtype)
         values = values / self._shares(pools.select(-3, -1), real).to(values.dtype)
-        return Landmarks(keys, values, (real.to(keys.dtype) / self.rank).repeat_interleave(self.rank, 1))
+        return Landmarks(
+            keys, values, (real.to(wide(keys.dtype)) / self.rank).repeat_interleave(self.rank, 1)
+        )
 
     def _shares(self, pool: Tensor, real: Tensor) -> Tensor:
         """(B, 1 or H_kv, L, 1): weight that lies on the first `real` (B, blocks) tokens of each block, 1 where none."""
