@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from megakernel.config import Model
-from megakernel.model.self_attention import SelfAttention, SelfAttentionSubmodules
+from megakernel.model.self_attention import SelfAttention
 from megakernel.model.settings import ModelSettings, drawn_from
 from tests.distributed.ranks import cpu_mesh, run_ranks
 
@@ -38,9 +37,8 @@ def draw(*shape, seed):
 def layer(form, mesh):
     model = Model.model_validate({**SHAPE, "position": "none", "attention": form, "max_positions": None})
     settings = ModelSettings(model.model_copy(update={"max_positions": TOKENS}), vocab_size=8, mesh=mesh)
-    projections = SelfAttentionSubmodules(qkv=ColumnParallelLinear, output=RowParallelLinear)
     with drawn_from(0, "layer"):
-        return SelfAttention(settings, 0, projections).double()
+        return SelfAttention(settings, 0).double()
 
 
 def shard_of(tensor, sizes, rank):
