@@ -47,7 +47,8 @@ def intermediate(launch: Launch, capability: int) -> str:
     source, aim = _source(launch), _aim(launch, capability)
     backend = make_backend(aim["target"])
     options = backend.parse_options(aim["options"])
-    context, stages = ir.context(), {}
+    context = ir.context()
+    stages: dict[str, Any] = {}
     ir.load_dialects(context)
     backend.load_dialects(context)
     backend.add_stages(stages, options, source.language)
