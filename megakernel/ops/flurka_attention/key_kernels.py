@@ -175,9 +175,7 @@ def pull_keys(
         elif UNBOUNDED:
             level = tl.load(scale + seats, mask=inside, other=EMPTY)
         shift = tl.load(delta + places + seats, mask=inside, other=0.0)
-        pulls = load_rows(
-            grad + g * g_head + place * g_far, g_row, length - place, C, V, VP
-        )
+        pulls = load_rows(grad + g * g_head + place * g_far, g_row, length - place, C, V, VP)
         seen = (rows[:, None] >= window[None, :]) & (rows[:, None] <= seats[None, :]) & inside[None, :]
         weights, change = window_weights(
             products(ka, kb, qa, qb, PAIR, dtype),
