@@ -7,8 +7,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megakernel.analysis.pictures.plots import lines
-from megakernel.analysis.pictures.table import Row
+from megakernel.analysis.plots.plots import lines
+
+from megakernel.analysis.plots.table import Row
 
 COLUMNS = {"Linformer": 3, "kernel": 4, "FLuRKA": 5}
 """What was measured -> its column of milliseconds, behind d_k, d_m and the kernel's name."""

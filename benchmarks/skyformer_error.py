@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.page import add_out, description, give
-from megakernel.analysis.pictures.run import analyze_run
-from megakernel.analysis.pictures.table import Row
+from megakernel.analysis.plots.run import analyze_run
+from megakernel.analysis.plots.table import Row
 from megakernel.training.trained_run import TrainedRun
 
 

@@ -11,7 +11,7 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, or one rank's piece of it along the sequence."""
+    """One micro-batch, or one rank's shard of it along the sequence."""
 
     tokens: Tensor
     """(B, N) int64."""
@@ -19,7 +19,7 @@ class Batch:
     labels: Tensor
     """int64 (float32 for a regression): what is to be predicted, for each token (B, N) or for each example (E,).
 
-    A causal model's is the next token, of which the last lies beyond this piece's edge.
+    A causal model's is the next token, of which the last lies beyond this shard's edge.
     """
 
     loss_mask: Tensor
@@ -35,7 +35,7 @@ class Batch:
     def cu_seqlens(self) -> Tensor:
         """Where documents start in the flattened B·N tokens, then B·N itself; int32, ascending.
 
-        A start is a token of position 0. A row that continues a document begun on an earlier piece has none
+        A start is a token of position 0. A row that continues a document begun on an earlier shard has none
         at its first token, so with sequence sharding the first entry need not be 0. Waits for the device.
         """
         starts = (self.positions.flatten() == 0).nonzero().flatten()

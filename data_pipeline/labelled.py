@@ -83,7 +83,7 @@ class LabelledDocuments:
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`: tokens, positions (examples x documents, seq_len); labels (examples,) int64 or float32."""
-        assert share.piece_size == 1, "config.checks keeps labelled documents whole"
+        assert share.cp_size == 1, "config.checks keeps labelled documents whole"
         examples = [self._examples[index] for index in indices]
         rows = [self._row(document) for example in examples for document in example.documents]
         tokens, positions = map(torch.stack, zip(*rows))

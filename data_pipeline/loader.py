@@ -1,4 +1,4 @@
-"""Batches for training and validation: who reads which rows, cut into pieces of the sequence, read ahead."""
+"""Batches for training and validation: who reads which rows, cut into shards of the sequence, read ahead."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -28,7 +28,7 @@ class _Rows(Dataset[Batch]):
         self._share = share
 
     def __getitems__(self, indices: Sequence[int | None]) -> Batch:
-        """The share's piece of these samples; None is a sample of which no label counts."""
+        """The share's shard of these samples; None is a sample of which no label counts."""
         batch = self._objective.batch([index or 0 for index in indices], self._share)
         return batch.counting(torch.tensor([index is not None for index in indices]))
 

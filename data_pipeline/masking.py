@@ -45,13 +45,13 @@ def hide(
 ) -> tuple[Tensor, Tensor]:
     """One row (N,) as the model sees it, and which of its tokens are to be predicted (N,) bool.
 
-    start, seq_len: where the tokens are a piece of a row of seq_len tokens, its first. A function of (row, seed)
-    alone, whatever the pieces: each draws for the whole row. Ends of documents and BOS are never hidden.
+    start, seq_len: where the tokens are a shard of a row of seq_len tokens, its first. A function of (row, seed)
+    alone, whatever the shards: each draws for the whole row. Ends of documents and BOS are never hidden.
     """
     draw = np.random.default_rng(seed)
-    row, piece = len(tokens) if seq_len is None else seq_len, slice(start, start + len(tokens))
-    chosen, kind = torch.from_numpy(draw.random((2, row))[:, piece])
-    others = torch.from_numpy(draw.integers(vocabulary.size, size=row)[piece])
+    row, cp_shard = len(tokens) if seq_len is None else seq_len, slice(start, start + len(tokens))
+    chosen, kind = torch.from_numpy(draw.random((2, row))[:, cp_shard])
+    others = torch.from_numpy(draw.integers(vocabulary.size, size=row)[cp_shard])
     hidden = (chosen < masking.rate) & (tokens != vocabulary.eod)
     if vocabulary.bos is not None:
         hidden &= tokens != vocabulary.bos
@@ -87,14 +87,14 @@ class MaskedTokens:
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`."""
         seq_len = self._samples.seq_len
-        start, end = share.piece_of(seq_len)
-        pieces = [self._samples.read(index, start, end) for index in indices]
+        start, end = share.shard_of(seq_len)
+        shards = [self._samples.read(index, start, end) for index in indices]
         rows = [
-            hide(piece.tokens, self._masking, self._vocabulary, (self._seed, index), start, seq_len)
-            for piece, index in zip(pieces, indices)
+            hide(cp_shard.tokens, self._masking, self._vocabulary, (self._seed, index), start, seq_len)
+            for cp_shard, index in zip(shards, indices)
         ]
-        labels = torch.stack([piece.tokens for piece in pieces])
+        labels = torch.stack([cp_shard.tokens for cp_shard in shards])
         tokens, hidden = map(torch.stack, zip(*rows))
-        first = first_places(pieces, start, self._isolate_documents)
+        first = first_places(shards, start, self._isolate_documents)
         positions = document_positions(labels, self._vocabulary.eod, self._isolate_documents, first)
         return Batch(tokens, labels, hidden, positions)

@@ -29,7 +29,7 @@ class Objective(Protocol):
         """How each corpus's documents lie in rows, where rows are packed; something is built."""
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
-        """The share's piece of these samples of the stream."""
+        """The share's shard of these samples of the stream."""
 
 
 def open_objective(config: Config, corpora: Corpora, split: str, seq_len: int, seq_len_key: str) -> Objective:

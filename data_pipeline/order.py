@@ -19,16 +19,16 @@ class Share:
 
     data_size: int = 1
 
-    piece_rank: int = 0
-    """Which of `piece_size` equal contiguous pieces of every sequence it holds."""
+    cp_rank: int = 0
+    """Which of `cp_size` equal contiguous shards of every sequence it holds."""
 
-    piece_size: int = 1
+    cp_size: int = 1
 
-    def piece_of(self, seq_len: int) -> tuple[int, int]:
-        """First token and end of the share's piece of a row."""
-        assert seq_len % self.piece_size == 0, "config.checks cuts rows evenly"
-        length = seq_len // self.piece_size
-        return self.piece_rank * length, (self.piece_rank + 1) * length
+    def shard_of(self, seq_len: int) -> tuple[int, int]:
+        """First token and end of the share's shard of a row."""
+        assert seq_len % self.cp_size == 0, "config.checks cuts rows evenly"
+        length = seq_len // self.cp_size
+        return self.cp_rank * length, (self.cp_rank + 1) * length
 
 
 class ConsumptionOrder:

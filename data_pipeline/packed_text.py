@@ -8,13 +8,13 @@ from torch import Tensor
 
 from data_pipeline.batch import Batch
 from data_pipeline.order import Share
-from data_pipeline.samples import BlendedSamples, Piece
+from data_pipeline.samples import BlendedSamples, SampleShard
 
 
 def document_positions(tokens: Tensor, eod: int, isolate_documents: bool, first: Tensor | int = 0) -> Tensor:
     """Each token's place (B, N) in its document, or in its row where documents are not isolated.
 
-    first: the place of each row's first token (B,), not 0 where these tokens are a later piece of a row. The
+    first: the place of each row's first token (B,), not 0 where these tokens are a later shard of a row. The
     end-of-document token belongs to the document it ends, so the next token has position 0. Positions count from the
     start of the document or of the row, whichever is later.
     """
@@ -29,7 +29,7 @@ def document_positions(tokens: Tensor, eod: int, isolate_documents: bool, first:
 
 
 def next_tokens(rows: Tensor, eod: int, isolate_documents: bool, first: Tensor | int = 0) -> Batch:
-    """What a causal model reads of rows or of pieces of them.
+    """What a causal model reads of rows or of shards of them.
 
     rows: (B, N + 1) int64, the last token a label alone. first: as for `document_positions`. Where documents are
     isolated, what follows an end is no label.
@@ -52,22 +52,26 @@ class NextTokens:
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`."""
-        start, end = share.piece_of(self._samples.seq_len)
-        pieces = [self._samples.read(index, start, end + 1) for index in indices]
-        rows = torch.stack([piece.tokens for piece in pieces])
-        first = first_places(pieces, start, self._isolate_documents)
+        start, end = share.shard_of(self._samples.seq_len)
+        shards = [self._samples.read(index, start, end + 1) for index in indices]
+        rows = torch.stack([cp_shard.tokens for cp_shard in shards])
+        first = first_places(shards, start, self._isolate_documents)
         batch = next_tokens(rows, self._eod, self._isolate_documents, first)
-        if all(piece.scored is None for piece in pieces):
+        if all(cp_shard.scored is None for cp_shard in shards):
             return batch
-        scored = torch.stack([_scored_labels(piece) for piece in pieces])
+        scored = torch.stack([_scored_labels(cp_shard) for cp_shard in shards])
         return replace(batch, loss_mask=batch.loss_mask & scored)
 
 
-def _scored_labels(piece: Piece) -> Tensor:
-    """Which of a piece's labels (N - 1,) count by themselves: those of answers, or all where no answers are known."""
-    return torch.ones_like(piece.tokens[1:], dtype=torch.bool) if piece.scored is None else piece.scored[1:]
+def _scored_labels(cp_shard: SampleShard) -> Tensor:
+    """Which of a shard's labels (N - 1,) count by themselves: those of answers, or all where no answers are known."""
+    return (
+        torch.ones_like(cp_shard.tokens[1:], dtype=torch.bool)
+        if cp_shard.scored is None
+        else cp_shard.scored[1:]
+    )
 
 
-def first_places(pieces: Sequence[Piece], start: int, isolate_documents: bool) -> Tensor:
-    """The position (B,) of the first token of pieces that begin at token `start` of their rows."""
-    return torch.tensor([piece.position if isolate_documents else start for piece in pieces])
+def first_places(shards: Sequence[SampleShard], start: int, isolate_documents: bool) -> Tensor:
+    """The position (B,) of the first token of shards that begin at token `start` of their rows."""
+    return torch.tensor([cp_shard.position if isolate_documents else start for cp_shard in shards])

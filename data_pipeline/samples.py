@@ -7,7 +7,7 @@ What sample i is then depends on nothing but the corpora, the sequence length, t
 process has to talk to another to know it.
 
 GPTDataset makes the indices; reading is done here, because it knows whole samples only, and a process that holds a
-piece of a sequence should read that piece.
+shard of a sequence should read that shard.
 """
 
 import os
@@ -55,7 +55,7 @@ class _TokenizerFacts:
         self.unique_identifiers = {"hash": corpus.manifest.tokenizer.hash}
 
 
-class Piece(NamedTuple):
+class SampleShard(NamedTuple):
     """Consecutive tokens of a sample."""
 
     tokens: Tensor
@@ -179,7 +179,7 @@ class CorpusSamples:
         """Sample `index`: (seq_len + 1,) int64."""
         return self.read(index, 0, self._seq_len + 1).tokens
 
-    def read(self, index: int, start: int, end: int) -> Piece:
+    def read(self, index: int, start: int, end: int) -> SampleShard:
         """Tokens [start, end) of sample `index`, of which there are seq_len + 1; nothing else is read."""
         epoch, row = divmod(index, self.per_epoch)
         plan = self._epoch(epoch)
@@ -197,7 +197,7 @@ class CorpusSamples:
             parts.append((documents[at], int(since - begins[at]), int(until - since)))
         tokens = torch.from_numpy(_joined(self._tokens, parts, np.int64))
         scored = None if self._scored is None else torch.from_numpy(_joined(self._scored, parts, np.bool_))
-        return Piece(tokens, start - max(int(begins[begun]), int(offset)), scored)
+        return SampleShard(tokens, start - max(int(begins[begun]), int(offset)), scored)
 
     def others(self, index: int, length: int, rng: np.random.Generator) -> Tensor:
         """So many tokens (length,) of documents drawn among those that sample `index` has no part of.
@@ -314,7 +314,7 @@ class BlendedSamples(Blend[Tensor]):
         """How each corpus's documents lie in the rows; the index of an epoch is built."""
         return [corpus.packing() for corpus in self.corpora]
 
-    def read(self, index: int, start: int, end: int) -> Piece:
+    def read(self, index: int, start: int, end: int) -> SampleShard:
         """Tokens [start, end) of sample `index` of the stream."""
         part, place = self.locate(index)
         return self.corpora[part].read(place, start, end)

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from launch.messages import console
 from launch.numbers import Number
 from launch.run_arguments import add_run_arguments
-from megakernel.analysis.pictures.catalogue import ALL, ANALYSES
+from megakernel.analysis.plots.catalogue import ALL, ANALYSES
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from megakernel.analysis.pictures.run import Result
+    from megakernel.analysis.plots.run import Result
 
-HELP = "tables and pictures of what a checkpoint's attention does: spectra, ranks, spans, gates, noise"
+HELP = "tables and plots of what a checkpoint's attention does: spectra, ranks, spans, gates, noise"
 EXAMPLE = "megakernel analyze runs/demo --what attention span gates\n\nanalyses:\n" + "\n".join(
     f"  {name:<17} {analysis.shows}{f' ({analysis.source})' if analysis.source else ''}"
     for name, analysis in ANALYSES.items()
@@ -52,13 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder of the results (default: RUN/analysis/step_N, with the pictures in TensorBoard, too)",
+        help="folder of the results (default: RUN/analysis/step_N, with the plots in TensorBoard, too)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Do the analyses one after the other, and print a summary of each."""
-    from megakernel.analysis.pictures.run import analyze_run
+    from megakernel.analysis.plots.run import analyze_run
 
     out = console(highlight=False)
     with console(stderr=True).status("loading") as status:
@@ -80,14 +80,14 @@ def run(args: argparse.Namespace) -> int:
 def _print(result: "Result", out: "Console") -> None:
     if result.analysis.value:
         out.print(_summary(result))
-    pictures = len(result.pictures)
-    out.print(f"{result.table}, {pictures} picture{'s' * (pictures != 1)}", soft_wrap=True)
+    plots = len(result.plots)
+    out.print(f"{result.table}, {plots} plot{'s' * (plots != 1)}", soft_wrap=True)
 
 
 def _summary(result: "Result") -> "Table":
     from rich.table import Table
 
-    from megakernel.analysis.pictures.table import summaries
+    from megakernel.analysis.plots.table import summaries
 
     value, by = result.analysis.value, result.analysis.by
     groups = summaries(result.rows, value, by)

@@ -40,9 +40,9 @@ _LAYOUTS = """
 The axes of `parallel` along which each can be cut. *Tensor* ranks share the heads, whose number they divide; what heads
 share, so many of the added numbers, all of them hold. *Sequence parallel* is `parallel.sequence_parallel`: tokens are
 gathered before the layer, or landmarks of the input are summed too (then without padding, so not in classifiers).
-*Context* names what pieces of a row exchange: a `state`, whose size does not depend on the tokens; a `halo`, the end of
-the piece before, which must be whole blocks; `landmarks`; or tokens for `heads`, whose number on a tensor rank the
-pieces must then divide. Where they do not, full softmax takes the `ring`: keys and values go round, from piece to piece
+*Context* names what shards of a row exchange: a `state`, whose size does not depend on the tokens; a `halo`, the end of
+the shard before, which must be whole blocks; `landmarks`; or tokens for `heads`, whose number on a tensor rank the
+shards must then divide. Where they do not, full softmax takes the `ring`: keys and values go round, from shard to shard
 (`parallel.softmax_exchange`). Classifiers, whose rows are padded, keep `parallel.context: 1`.
 
 """

@@ -18,9 +18,9 @@ class Harm:
         return os.mkdir, (str(self._marker),)
 
 
-def plant(file: Path, marker: Path, **beside: Any) -> None:
+def plant(file: Path, marker: Path, **pack_keys: Any) -> None:
     """Put the harm in the place of a file of torch.save, `beside` with it."""
-    torch.save({**beside, "harm": Harm(marker)}, file)
+    torch.save({**pack_keys, "harm": Harm(marker)}, file)
 
 
 def plant_pickle(file: Path, marker: Path) -> None:

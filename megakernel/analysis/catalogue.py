@@ -100,7 +100,7 @@ class Entry:
     """Whether it sums landmarks of the layer's input over all ranks that share a row."""
 
     exchanges: dict[str, tuple[str, ...]]
-    """Kind of model, "decoder" or "encoder" -> what pieces of a row exchange over the context axis in it."""
+    """Kind of model, "decoder" or "encoder" -> what shards of a row exchange over the context axis in it."""
 
 
 def catalogue() -> list[Entry]:

@@ -5,16 +5,16 @@ from megakernel.attention.heads import ALL_HEADS, HeadShard
 from megakernel.attention.layer import AttentionLayer, Properties, SequenceState, finish_step
 from megakernel.attention.noise import redraw
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import WHOLE, SequencePiece
+from megakernel.attention.sequence import WHOLE, ContextParallelShard
 
 __all__ = [
     "ALL_HEADS",
     "WHOLE",
     "AttentionLayer",
+    "ContextParallelShard",
     "HeadShard",
     "Properties",
     "Rotary",
-    "SequencePiece",
     "SequenceState",
     "build",
     "finish_step",

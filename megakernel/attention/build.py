@@ -43,8 +43,8 @@ def build(
         max_positions: tokens of the longest row, which linformer's matrices have a column for.
         seed: what random matrices depend on beside the head, usually (run seed, layer).
         heads: the shard of the layer's heads that the module holds; its parameters are slices of the whole layer's.
-        softmax_exchange: how full softmax meets the keys of other pieces: `heads` trades tokens for heads, which must
-            divide over the pieces, `ring` passes keys and values round, `auto` is heads where they divide.
+        softmax_exchange: how full softmax meets the keys of other shards: `heads` trades tokens for heads, which must
+            divide over the shards, `ring` passes keys and values round, `auto` is heads where they divide.
 
     Raises:
         ValueError: an unknown preset or key, heads that do not divide, a mechanism that is causal only.

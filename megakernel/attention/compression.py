@@ -9,7 +9,7 @@ from megakernel.attention.flurka import pooling_logits
 from megakernel.attention.heads import HeadShard, Seed, generator
 from megakernel.attention.precision import FullPrecision
 from megakernel.config.compression import BlockCompression, Compression, LinformerCompression
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.low_rank import compress
 
 
@@ -75,10 +75,10 @@ class Compressor(FullPrecision):
         Float32 or better where rows have sum 1; Linformer's are the parameter itself, a view and no copy.
         """
         if self.matrices is None:
-            return like.new_full((1, 1, self.block_size), 1 / self.block_size, dtype=wide(like.dtype))
+            return like.new_full((1, 1, self.block_size), 1 / self.block_size, dtype=accum_dtype(like.dtype))
         used = self.matrices if self.per_head else self.heads.shared(self.matrices)
         used = used.to(like.device)
-        return used.to(wide(used.dtype)).softmax(-1) if self.normalized else used
+        return used.to(accum_dtype(used.dtype)).softmax(-1) if self.normalized else used
 
     def forward(self, parts: tuple[Tensor, ...], *, first: int, length: int) -> tuple[Tensor, ...]:
         """What tokens from place `first` on contribute to the landmarks of rows of `length` tokens.
@@ -112,7 +112,7 @@ class Compressor(FullPrecision):
         keys = keys / self._shares(pools.select(-3, 0), real).to(keys.dtype)
         values = values / self._shares(pools.select(-3, -1), real).to(values.dtype)
         return Landmarks(
-            keys, values, (real.to(wide(keys.dtype)) / self.rank).repeat_interleave(self.rank, 1)
+            keys, values, (real.to(accum_dtype(keys.dtype)) / self.rank).repeat_interleave(self.rank, 1)
         )
 
     def _shares(self, pool: Tensor, real: Tensor) -> Tensor:

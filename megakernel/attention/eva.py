@@ -14,11 +14,11 @@ from megakernel.attention.local import halo
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.attention.precision import FullPrecision
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import SequencePiece
-from megakernel.attention.whole_rows import WholeRows
+from megakernel.attention.sequence import ContextParallelShard
+from megakernel.attention.ulysses import Ulysses
 from megakernel.config.attention import Attention
 from megakernel.config.eva import Eva
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
 from megakernel.ops.eva_attention import Chunks, Windows, control_variates, eva_attention
 from megakernel.ops.landmark_attention import landmark_attention
@@ -107,7 +107,7 @@ class Summaries(nn.Module):
         S), the place of each chunk among those of its document; heads: which of the query heads these are.
         """
         # Means over tokens, of which half precision would leave 8 bits.
-        q, k, v = (x.to(wide(x.dtype)) for x in (q, k, v))
+        q, k, v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
         q_c = self.queries(self._mean(q, real_q))
         k_c = self.keys(self._mean(k, real_k))
         omega = self.share * (q_c + k_c)
@@ -146,7 +146,7 @@ def _real(length: int, size: int, counts: Tensor | None, device: torch.device) -
 
 
 class EvaAttention(AttentionLayer):
-    """EVA over a row, tokens seeing both ways. A row is one document; its pieces trade tokens for heads."""
+    """EVA over a row, tokens seeing both ways. A row is one document; its shards trade tokens for heads."""
 
     def __init__(
         self,
@@ -176,13 +176,13 @@ class EvaAttention(AttentionLayer):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = rotate(rotary, q, k, positions)
-        rows = WholeRows(piece, q.shape[1], k.shape[1])
+        rows = Ulysses(cp_shard, q.shape[1], k.shape[1])
         q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
         k, v = _every_head(q, k, v)
         size, window, length = self.form.chunk_size, self.form.window_size, q.shape[2]
@@ -261,7 +261,7 @@ class CausalEvaAttention(AttentionLayer):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
@@ -272,11 +272,11 @@ class CausalEvaAttention(AttentionLayer):
         # A chunk's summary needs its queries, too: they travel with the keys.
         both = torch.cat([k, q], -1)
         tail = empty_tail(both, v, self.halo) if state is None else state.tail
-        if piece.size > 1:
-            tail = halo(piece, both, v, self.halo)
+        if cp_shard.size > 1:
+            tail = halo(cp_shard, both, v, self.halo)
         before = state.landmarks if state is not None else None
         own = self._landmarks(both, v, tail, positions)
-        landmarks = gathered(piece, own, length) if piece.size > 1 else own.after(before)
+        landmarks = gathered(cp_shard, own, length) if cp_shard.size > 1 else own.after(before)
         seen = sight(positions, length, q.device, size=self.form.chunk_size, skipped=1)
         if self.form.exclude_window:
             apart = sight(positions, length, q.device, size=self.form.window_size, skipped=self.blocks)
@@ -338,11 +338,11 @@ class FlurkaEvaAttention(LowRankAttention):
         landmarks: Compressed,
         priors: Tensor | None,
         counts: Tensor | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
     ) -> Tensor:
-        rows = WholeRows(piece, q.shape[1], landmarks.keys.shape[1])
+        rows = Ulysses(cp_shard, q.shape[1], landmarks.keys.shape[1])
         q = rows.of_queries(q)
-        # Every piece holds the landmarks of all heads.
+        # Every shard holds the landmarks of all heads.
         k, v = _every_head(q, *(rows.of_key_heads(x, 1) for x in (landmarks.keys, landmarks.values)))
         window, length = self.form.window_size, q.shape[2]
         real_q = _real(length, window, counts, q.device)

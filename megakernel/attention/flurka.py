@@ -14,13 +14,13 @@ from megakernel.attention.local import halo
 from megakernel.attention.mixture import build_mixture, priors_and_shift, sharded_mixture
 from megakernel.attention.near_dropout import NearDropout
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import SequencePiece
+from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
 from megakernel.config.compression import BlockCompression
 from megakernel.ops import FlurkaState, flurka_attention
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
-from megakernel.ops.mixture import beside, first_key
+from megakernel.ops.mixture import first_key, pack_keys
 from megakernel.ops.state import start_state
 
 OWN_SHARE = 0.9
@@ -124,18 +124,18 @@ class FlurkaAttention(AttentionLayer):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         projection = self.projection()
         priors, shift = priors_and_shift(self.mixture)
-        if piece.size > 1:
+        if cp_shard.size > 1:
             far = start_state(
                 self.projection.feature_map, first_key(k, priors, shift), projection, v.shape[-1]
             )
-            state = FlurkaState(far, halo(piece, beside(k), v, self.block_size * self.near.blocks))
+            state = FlurkaState(far, halo(cp_shard, pack_keys(k), v, self.block_size * self.near.blocks))
         return flurka_attention(
             q,
             k,
@@ -155,7 +155,7 @@ class FlurkaAttention(AttentionLayer):
             far_rope=self.far_rope,
             positions=positions,
             initial_state=state,
-            exchange=piece.start_prefix if piece.size > 1 else None,
+            exchange=cp_shard.start_prefix if cp_shard.size > 1 else None,
         )
 
     def _pool(self, logits: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class FlurkaAttention(AttentionLayer):
         """Logarithm (H,) of what the far part counts under one normalizer; None where it has its own."""
         if self.near.kind == "kernel" or self.is_gated:
             return None
-        return self.far_weight.to(wide(self.far_weight.dtype)) + self.matched_scale
+        return self.far_weight.to(accum_dtype(self.far_weight.dtype)) + self.matched_scale
 
     def gate(self, q: Tensor) -> Tensor | None:
         """Logits (B, H, N) or (H, 1) of the near part's share, of queries (B, H, N, d); None without a gate."""

@@ -9,7 +9,7 @@ from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.mixture import build_mixture, keys_and_priors, sharded_mixture
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import SequencePiece
+from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
 from megakernel.ops import kernel_attention
 from megakernel.ops.documents import Positions
@@ -18,7 +18,7 @@ from megakernel.ops.documents import Positions
 class KernelAttention(AttentionLayer):
     """phi(q)^T sum phi(k) v^T over phi(q)^T sum phi(k) (docs/formulas.md, 2).
 
-    Pieces of a sequence exchange the states of what lies before each, and behind it where tokens see both ways.
+    Shards of a sequence exchange the states of what lies before each, and behind it where tokens see both ways.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class KernelAttention(AttentionLayer):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
@@ -83,7 +83,7 @@ class KernelAttention(AttentionLayer):
             positions=positions,
             initial_state=state,
             return_state=True,
-            exchange=piece.start_prefix if piece.size > 1 else None,
-            exchange_after=piece.start_suffix if piece.size > 1 and not self.causal else None,
+            exchange=cp_shard.start_prefix if cp_shard.size > 1 else None,
+            exchange_after=cp_shard.start_suffix if cp_shard.size > 1 and not self.causal else None,
         )
         return cast(Tensor, out).to(dtype), state

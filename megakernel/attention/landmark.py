@@ -11,14 +11,14 @@ from megakernel.attention.layer import AttentionLayer, Properties
 from megakernel.attention.local import halo
 from megakernel.attention.mixture import build_mixture, priors_and_shift, sharded_mixture
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import SequencePiece
+from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import landmark_attention
 from megakernel.ops.landmark_attention.form import MISSING, Landmarks, Near, complete_blocks, sight
 from megakernel.ops.mixture import Rotary as Rotation
-from megakernel.ops.mixture import beside, rotated_each, shifted
+from megakernel.ops.mixture import pack_keys, rotated_each, shifted
 from megakernel.ops.window import Tail, empty_tail
 
 
@@ -85,20 +85,22 @@ class LandmarkAttention(AttentionLayer):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         size, blocks, length = self.block_size, self.near.blocks, q.shape[2]
         priors, shift = priors_and_shift(self.mixture)
-        flat, rotate = beside(k), rotated_each(rotary, self.head_dim)
+        flat, rotate = pack_keys(k), rotated_each(rotary, self.head_dim)
         tail = empty_tail(flat, v, size * blocks) if state is None else state.tail
-        if piece.size > 1:
-            tail = halo(piece, flat, v, size * blocks)
+        if cp_shard.size > 1:
+            tail = halo(cp_shard, flat, v, size * blocks)
         far = rotate if self.far_rope == "centroid" else None
         own = self._landmarks(flat, v, tail, positions, far)
-        landmarks = gathered(piece, own, length) if piece.size > 1 else own.after(state and state.landmarks)
+        landmarks = (
+            gathered(cp_shard, own, length) if cp_shard.size > 1 else own.after(state and state.landmarks)
+        )
         out = landmark_attention(
             q,
             k,
@@ -122,7 +124,7 @@ class LandmarkAttention(AttentionLayer):
         """Those of the blocks that end among these tokens; k and v as they stand in a tail."""
         found = complete_blocks(positions, k.shape[2], k.device, self.block_size)
         # Sums over tokens, of which half precision would leave 8 bits.
-        dtype = wide(k.dtype)
+        dtype = accum_dtype(k.dtype)
         pools = [pool.to(dtype) for pool in self.compressor.pools(k).unbind(-3)]
         pools = [pool if pool.dim() == 2 else pool[:, None] for pool in pools]
         keys = shifted(pools[0] @ found.of(tail.keys, k).to(dtype), priors_and_shift(self.mixture)[1])
@@ -143,11 +145,11 @@ class LandmarkAttention(AttentionLayer):
         return (q @ self.gate_weight[..., None].to(q.dtype))[..., 0] + bias
 
 
-def gathered(piece: SequencePiece, own: Landmarks, length: int) -> Landmarks:
-    """The landmarks of all pieces of `length` tokens, their ends counted from this piece's first token."""
-    keys, values = (piece.all_tokens(x.flatten(3)).unflatten(3, x.shape[3:]) for x in own[:2])
+def gathered(cp_shard: ContextParallelShard, own: Landmarks, length: int) -> Landmarks:
+    """The landmarks of all shards of `length` tokens, their ends counted from this shard's first token."""
+    keys, values = (cp_shard.all_tokens(x.flatten(3)).unflatten(3, x.shape[3:]) for x in own[:2])
     ends = own.ends.expand(len(keys), -1)
-    missing, places = ends == MISSING, (ends + piece.rank * length).double()
-    told = piece.all_tokens(torch.where(missing, -1.0, places)[..., None])[..., 0]
-    here = torch.where(told < 0, MISSING, told.long() - piece.rank * length)
+    missing, places = ends == MISSING, (ends + cp_shard.rank * length).double()
+    told = cp_shard.all_tokens(torch.where(missing, -1.0, places)[..., None])[..., 0]
+    here = torch.where(told < 0, MISSING, told.long() - cp_shard.rank * length)
     return Landmarks(keys, values, here)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megakernel.attention.heads import ALL_HEADS, HeadShard
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import WHOLE, SequencePiece
+from megakernel.attention.sequence import WHOLE, ContextParallelShard
 from megakernel.ops.arguments import check_not_empty
 from megakernel.ops.documents import Positions, position_rows
 
@@ -32,7 +32,7 @@ class Properties:
     """Numbers that each token adds to it."""
 
     exchanges: tuple[Literal["state", "halo", "heads", "heads or ring", "landmarks"], ...]
-    """What pieces of a sequence exchange."""
+    """What shards of a sequence exchange."""
 
 
 class SequenceState(NamedTuple):
@@ -96,7 +96,7 @@ class AttentionLayer(nn.Module, ABC):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
@@ -115,9 +115,9 @@ class AttentionLayer(nn.Module, ABC):
         *,
         positions: Tensor | None = None,
         rotary: Rotary | None = None,
-        piece: SequencePiece = WHOLE,
+        cp_shard: ContextParallelShard = WHOLE,
     ) -> Tensor:
-        """Attention of whole rows, or of one piece of each.
+        """Attention of whole rows, or of one shard of each.
 
         Args:
             q: (B, H, N, d), H the heads of this shard.
@@ -127,26 +127,26 @@ class AttentionLayer(nn.Module, ABC):
             positions: (B, N) position of each token within its own document, counting real tokens; None:
                 every row is one document.
             rotary: rotates queries and keys where the mechanism wants it; q and k come unrotated.
-            piece: which piece of the sequence these tokens are.
+            shard: which shard of the sequence these tokens are.
 
         Returns:
             (B, H, N, D) in the dtype of v.
 
         Raises:
-            ValueError: shapes that do not fit; no token; padding on a piece of a sequence.
+            ValueError: shapes that do not fit; no token; padding on a shard of a sequence.
         """
         check_not_empty(q)
         if padding_mask is None:
-            start: Positions = piece.rank * q.shape[2] if positions is None else positions
+            start: Positions = cp_shard.rank * q.shape[2] if positions is None else positions
             return self.attend(
-                q, k, v, positions=start, rotary=rotary, piece=piece, key_mask=None, state=None
+                q, k, v, positions=start, rotary=rotary, cp_shard=cp_shard, key_mask=None, state=None
             )[0]
         expected = (q.shape[0], q.shape[2])
         if tuple(padding_mask.shape) != expected:
             raise ValueError(f"padding_mask has shape {tuple(padding_mask.shape)}; expected {expected}")
-        if piece.size > 1:
+        if cp_shard.size > 1:
             raise ValueError(
-                "padding_mask with a sequence in pieces: pad nothing, or keep the sequence whole"
+                "padding_mask with a sequence in shards: pad nothing, or keep the sequence whole"
             )
         # Real tokens move to the front of their row, in order: blocks and windows then know nothing of padding.
         mask = padding_mask.bool()
@@ -157,7 +157,7 @@ class AttentionLayer(nn.Module, ABC):
         mask_front = mask.gather(1, order)
         front = 0 if positions is None else positions.gather(1, order).masked_fill(~mask_front, 0)
         out, _ = self.attend(
-            q, k, v, positions=front, rotary=rotary, piece=piece, key_mask=mask_front, state=None
+            q, k, v, positions=front, rotary=rotary, cp_shard=cp_shard, key_mask=mask_front, state=None
         )
         return _reorder(out, order.argsort(dim=1)) * mask[:, None, :, None].to(out.dtype)
 
@@ -192,7 +192,7 @@ class AttentionLayer(nn.Module, ABC):
             v,
             positions=start,
             rotary=rotary,
-            piece=WHOLE,
+            cp_shard=WHOLE,
             key_mask=None,
             state=None if state is None else state.inner,
         )

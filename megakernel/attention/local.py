@@ -8,11 +8,11 @@ from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties
 from megakernel.attention.mixture import build_mixture, priors_and_shift, sharded_mixture
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import SequencePiece
+from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
 from megakernel.ops import Tail, window_attention
 from megakernel.ops.documents import Positions
-from megakernel.ops.mixture import beside
+from megakernel.ops.mixture import pack_keys
 
 
 class LocalAttention(AttentionLayer):
@@ -55,14 +55,14 @@ class LocalAttention(AttentionLayer):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         priors, shift = priors_and_shift(self.mixture)
-        if piece.size > 1:
-            state = halo(piece, beside(k), v, self.block_size * self.blocks)
+        if cp_shard.size > 1:
+            state = halo(cp_shard, pack_keys(k), v, self.block_size * self.blocks)
         return window_attention(
             q,
             k,
@@ -77,11 +77,11 @@ class LocalAttention(AttentionLayer):
         )
 
 
-def halo(piece: SequencePiece, k: Tensor, v: Tensor, count: int) -> Tail:
-    """The `count` tokens before a piece."""
+def halo(cp_shard: ContextParallelShard, k: Tensor, v: Tensor, count: int) -> Tail:
+    """The `count` tokens before a shard."""
     if count > k.shape[2]:
         raise ValueError(
-            f"a piece of {k.shape[2]} tokens is shorter than the {count} tokens that its neighbour needs; "
-            "use fewer pieces or smaller blocks"
+            f"a shard of {k.shape[2]} tokens is shorter than the {count} tokens that its neighbour needs; "
+            "use fewer shards or smaller blocks"
         )
-    return Tail(piece.previous_tokens(k, count), piece.previous_tokens(v, count))
+    return Tail(cp_shard.previous_tokens(k, count), cp_shard.previous_tokens(v, count))

@@ -11,12 +11,12 @@ from megakernel.attention.heads import HeadShard, Seed
 from megakernel.attention.layer import AttentionLayer, Properties
 from megakernel.attention.mixture import build_mixture, keys_and_priors, sharded_mixture
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import SequencePiece
+from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
 from megakernel.ops import kernel_attention, softmax_attention, weighted_attention
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, position_rows
-from megakernel.ops.mixture import beside, separate
+from megakernel.ops.mixture import pack_keys, separate
 
 
 class LowRankAttention(AttentionLayer):
@@ -78,15 +78,15 @@ class LowRankAttention(AttentionLayer):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer; k and v hold landmarks where the layer compresses its input."""
-        length = q.shape[2] * piece.size
-        k = beside(k)
+        length = q.shape[2] * cp_shard.size
+        k = pack_keys(k)
         if not self.compresses_input:
-            k, v = self._compressed(k, v, key_mask, piece)
+            k, v = self._compressed(k, v, key_mask, cp_shard)
         counts = None if key_mask is None else key_mask.sum(1)
         landmarks = self.compressor.finish(k, v, length=length, counts=counts)
         keys = landmarks.keys if self.keys_per_head == 1 else separate(landmarks.keys, self.head_dim)
@@ -94,7 +94,7 @@ class LowRankAttention(AttentionLayer):
         if rotary is not None and self.far_rope == "centroid":
             q = rotary(q, position_rows(positions, q.shape[2], q.device))
             keys = rotary(keys.flatten(1, -3), self._centres(length, counts, q)).view_as(keys)
-        return self._attend(q, landmarks._replace(keys=keys), priors, counts, piece), None
+        return self._attend(q, landmarks._replace(keys=keys), priors, counts, cp_shard), None
 
     def _attend(
         self,
@@ -102,7 +102,7 @@ class LowRankAttention(AttentionLayer):
         landmarks: Landmarks,
         priors: Tensor | None,
         counts: Tensor | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
     ) -> Tensor:
         """Output (B, H, N, D); with priors (H_kv, M) the landmarks' keys are (B, H_kv, M, L, d)."""
         keys, values, mass = landmarks
@@ -127,16 +127,16 @@ class LowRankAttention(AttentionLayer):
         return cast(Tensor, out).to(q.dtype)
 
     def _compressed(
-        self, k: Tensor, v: Tensor, key_mask: Tensor | None, piece: SequencePiece
+        self, k: Tensor, v: Tensor, key_mask: Tensor | None, cp_shard: ContextParallelShard
     ) -> tuple[Tensor, Tensor]:
         # Sums over tokens: half precision would leave 8 bits of what then enters an exponent.
-        k, v = (x.to(wide(x.dtype)) for x in (k, v))
+        k, v = (x.to(accum_dtype(x.dtype)) for x in (k, v))
         if key_mask is not None:
             k, v = (x * key_mask[:, None, :, None].to(x.dtype) for x in (k, v))
         tokens = k.shape[2]
-        parts = self.compressor((k, v), first=piece.rank * tokens, length=piece.size * tokens)
+        parts = self.compressor((k, v), first=cp_shard.rank * tokens, length=cp_shard.size * tokens)
         # One message for both.
-        keys, values = piece.total(torch.cat(parts, -1)).split([k.shape[-1], v.shape[-1]], -1)
+        keys, values = cp_shard.total(torch.cat(parts, -1)).split([k.shape[-1], v.shape[-1]], -1)
         return keys, values
 
     def _centres(self, length: int, counts: Tensor | None, like: Tensor) -> Tensor:

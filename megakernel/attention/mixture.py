@@ -10,12 +10,12 @@ from megakernel.attention.heads import HeadShard, Seed, generator
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.precision import FullPrecision
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import SequencePiece
-from megakernel.attention.whole_rows import WholeRows
+from megakernel.attention.sequence import ContextParallelShard
+from megakernel.attention.ulysses import Ulysses
 from megakernel.config.attention import Attention
 from megakernel.config.mixture import Mixture
 from megakernel.ops import weighted_attention
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
 from megakernel.ops.weighted_attention import responsibilities
 
@@ -54,7 +54,7 @@ class KeyMixture(FullPrecision):
         if not self.shifted:
             return k
         # A key and its shift have more digits than half precision has.
-        dtype = wide(k.dtype)
+        dtype = accum_dtype(k.dtype)
         return k.to(dtype)[:, :, None] + self.shift.to(dtype)[:, :, None]
 
     def priors(self) -> Tensor:
@@ -96,7 +96,7 @@ def keys_and_priors(mixture: KeyMixture | None, k: Tensor) -> tuple[Tensor, Tens
 class PairwiseAttention(AttentionLayer):
     """Every pair weighed by a softmax or gaussian similarity, with one or M keys at a position.
 
-    Pieces of a sequence trade tokens for heads, so that each sees whole rows.
+    Shards of a sequence trade tokens for heads, so that each sees whole rows.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PairwiseAttention(AttentionLayer):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
@@ -145,12 +145,12 @@ class PairwiseAttention(AttentionLayer):
         k, priors = keys_and_priors(self.mixture, k)
         q, v = q.to(k.dtype), v.to(k.dtype)
         q, k = rotate(rotary, q, k, positions)
-        rows = WholeRows(piece, q.shape[1], k.shape[1])
+        rows = Ulysses(cp_shard, q.shape[1], k.shape[1])
         positions = rows.of_positions(positions, q.shape[2])
         q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
         mass = None if priors is None else rows.of_key_heads(priors)[..., None]
         if key_mask is not None:
-            real = key_mask[:, None, None].to(wide(q.dtype))
+            real = key_mask[:, None, None].to(accum_dtype(q.dtype))
             mass = real if mass is None else mass * real
         out, state = weighted_attention(
             q,
@@ -181,7 +181,7 @@ class PairwiseAttention(AttentionLayer):
         mass: Tensor | None,
         key_mask: Tensor | None,
         positions: Positions,
-        rows: WholeRows,
+        rows: Ulysses,
     ) -> None:
         """Add the responsibilities of these tokens; what is computed again in backward counts twice for all alike."""
         shares = responsibilities(

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from megakernel.attention.heads import HeadShard
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import SequencePiece
-from megakernel.attention.whole_rows import WholeRows
+from megakernel.attention.sequence import ContextParallelShard
+from megakernel.attention.ulysses import Ulysses
 from megakernel.config.landmark import Nystromformer
 from megakernel.ops.documents import Positions
 from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_attention
@@ -18,7 +18,7 @@ from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_atte
 class NystromformerAttention(AttentionLayer):
     """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V, and a convolution of the values if asked for.
 
-    Segments divide whole rows: documents in one row see each other. Pieces of a row trade tokens for heads.
+    Segments divide whole rows: documents in one row see each other. Shards of a row trade tokens for heads.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class NystromformerAttention(AttentionLayer):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = rotate(rotary, q, k, positions)
-        rows = WholeRows(piece, q.shape[1], k.shape[1])
+        rows = Ulysses(cp_shard, q.shape[1], k.shape[1])
         q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
         places = torch.arange(q.shape[2], device=q.device)[None]
         count = q.shape[2] if key_mask is None else key_mask.sum(1, keepdim=True).clamp(min=1)

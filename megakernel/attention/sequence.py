@@ -1,6 +1,6 @@
-"""My piece of the sequence: the one thing an attention layer knows about sequence sharding.
+"""My shard of the sequence: the one thing an attention layer knows about sequence sharding.
 
-A layer holds N consecutive tokens of each row. `SequencePiece` lets it ask for what lies before them without
+A layer holds N consecutive tokens of each row. `ContextParallelShard` lets it ask for what lies before them without
 knowing of processes: `parallel/` answers over a process group, `WHOLE` answers for a layer that holds
 everything.
 """
@@ -13,14 +13,14 @@ from megakernel.ops.softmax_attention.ring import PendingTensors
 from megakernel.ops.state import KernelState, PendingState, empty_state
 
 
-class SequencePiece(Protocol):
-    """Piece `rank` of `size` equal contiguous pieces of every row."""
+class ContextParallelShard(Protocol):
+    """Shard `rank` of `size` equal contiguous shards of every row."""
 
     rank: int
     size: int
 
     def previous_tokens(self, x: Tensor, count: int) -> Tensor:
-        """The `count` tokens (dimension -2) before this piece: the left neighbour's last, zeros on rank 0.
+        """The `count` tokens (dimension -2) before this shard: the left neighbour's last, zeros on rank 0.
 
         x is (..., N, d) with count <= N; the result (..., count, d). Differentiable: gradients travel back to
         the rank that owns the tokens.
@@ -28,25 +28,25 @@ class SequencePiece(Protocol):
         ...
 
     def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """Begin the exclusive prefix of `state` over the pieces.
+        """Begin the exclusive prefix of `state` over the shards.
 
-        state: what this piece's tokens add to the state that leaves it. carries: (B,) bool, whether what
-        entered the piece also leaves it (False where a document starts inside). `wait()` gives what enters:
-        the `merge` (megakernel.ops.state) of the states of earlier pieces s, without those where a piece
+        state: what this shard's tokens add to the state that leaves it. carries: (B,) bool, whether what
+        entered the shard also leaves it (False where a document starts inside). `wait()` gives what enters:
+        the `merge` (megakernel.ops.state) of the states of earlier shards s, without those where a shard
         between s and this one does not carry; the empty state on rank 0.
         """
         ...
 
     def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """`start_prefix` read backwards: what later pieces' tokens add to what enters this one from behind."""
+        """`start_prefix` read backwards: what later shards' tokens add to what enters this one from behind."""
         ...
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the pieces, on each of them; its gradient is the sum of theirs."""
+        """The sum of `x` over the shards, on each of them; its gradient is the sum of theirs."""
         ...
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """(..., n, d) of mine -> (..., size * n, d) of all pieces in order; differentiable."""
+        """(..., n, d) of mine -> (..., size * n, d) of all shards in order; differentiable."""
         ...
 
     def tokens_to_heads(self, x: Tensor) -> Tensor:
@@ -58,9 +58,9 @@ class SequencePiece(Protocol):
         ...
 
     def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingTensors:
-        """Begin to hand `tensors` to the piece after this one, the last piece to the first.
+        """Begin to hand `tensors` to the shard after this one, the last shard to the first.
 
-        `wait()` gives those of the piece before, of the same shapes and dtypes; until then neither may be changed.
+        `wait()` gives those of the shard before, of the same shapes and dtypes; until then neither may be changed.
         Not differentiable: what rotates in backward is the caller's to say.
         """
         ...
@@ -83,7 +83,7 @@ class _Same:
 
 
 class WholeSequence:
-    """The piece of a layer that holds every token."""
+    """The shard of a layer that holds every token."""
 
     rank = 0
     size = 1

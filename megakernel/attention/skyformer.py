@@ -11,8 +11,8 @@ from megakernel.attention.heads import HeadShard, Seed, generator
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.noise import Noise
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import SequencePiece
-from megakernel.attention.whole_rows import WholeRows
+from megakernel.attention.sequence import ContextParallelShard
+from megakernel.attention.ulysses import Ulysses
 from megakernel.config.landmark import Skyformer
 from megakernel.ops.documents import Positions
 from megakernel.ops.pseudo_inverse import exact_inverse, regularized_inverse
@@ -25,7 +25,7 @@ BITS = 31
 class SkyformerAttention(AttentionLayer):
     """kappa(Q, L) kappa(L, L)^+ kappa(L, K) V; the landmarks L are drawn again at every training step.
 
-    They are landmarks of whole rows: documents in one row see each other. Pieces of a row trade tokens for heads.
+    They are landmarks of whole rows: documents in one row see each other. Shards of a row trade tokens for heads.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class SkyformerAttention(AttentionLayer):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = rotate(rotary, q, k, positions)
-        rows = WholeRows(piece, q.shape[1], k.shape[1])
+        rows = Ulysses(cp_shard, q.shape[1], k.shape[1])
         q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
         length = q.shape[2]
         # Real tokens lie first.

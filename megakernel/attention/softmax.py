@@ -7,8 +7,8 @@ from torch import Tensor
 from megakernel.attention.heads import HeadShard
 from megakernel.attention.layer import AttentionLayer, Properties, rotate
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import SequencePiece
-from megakernel.attention.whole_rows import WholeRows
+from megakernel.attention.sequence import ContextParallelShard
+from megakernel.attention.ulysses import Ulysses
 from megakernel.config.parallel import SoftmaxExchange
 from megakernel.ops import softmax_attention
 from megakernel.ops.documents import Positions
@@ -18,7 +18,7 @@ from megakernel.ops.softmax_attention.ring import ring_attention
 class SoftmaxAttention(AttentionLayer):
     """softmax(q k^T / sqrt(d)) v, over all tokens in sight: of the document, or the last `window` of them.
 
-    Pieces of a sequence trade tokens for heads where they have as many heads each, so that each sees whole rows of its
+    Shards of a sequence trade tokens for heads where they have as many heads each, so that each sees whole rows of its
     own, all with the same work. Otherwise, or where `exchange` says so, keys and values go round (`ring_attention`).
     """
 
@@ -57,17 +57,17 @@ class SoftmaxAttention(AttentionLayer):
         *,
         positions: Positions,
         rotary: Rotary | None,
-        piece: SequencePiece,
+        cp_shard: ContextParallelShard,
         key_mask: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = rotate(rotary, q, k, positions)
-        if self._goes_round(piece):
+        if self._goes_round(cp_shard):
             real = None if self.causal else key_mask
             form: dict[str, Any] = {"causal": self.causal, "window": self.window, "positions": positions}
-            return ring_attention(q, k, v, ring=piece, key_mask=real, **form), None
-        rows = WholeRows(piece, q.shape[1], k.shape[1])
+            return ring_attention(q, k, v, ring=cp_shard, key_mask=real, **form), None
+        rows = Ulysses(cp_shard, q.shape[1], k.shape[1])
         out, state = softmax_attention(
             rows.of_queries(q),
             *rows.of_keys(k, v),
@@ -79,6 +79,6 @@ class SoftmaxAttention(AttentionLayer):
         )
         return rows.cut(out), state
 
-    def _goes_round(self, piece: SequencePiece) -> bool:
-        divide = len(self.query_heads) % piece.size == 0
-        return piece.size > 1 and (self.exchange == "ring" or (self.exchange == "auto" and not divide))
+    def _goes_round(self, cp_shard: ContextParallelShard) -> bool:
+        divide = len(self.query_heads) % cp_shard.size == 0
+        return cp_shard.size > 1 and (self.exchange == "ring" or (self.exchange == "auto" and not divide))

@@ -149,7 +149,7 @@ class Attention(Section):
         return self.takes_whole_rows and f"{self.mechanism} approximates the sum of its weights, too"
 
     def trades_heads(self, causal: bool) -> bool:
-        """Whether pieces of a row trade tokens for heads, whose number must then divide over them.
+        """Whether shards of a row trade tokens for heads, whose number must then divide over them.
 
         Layers for which `passes_keys_round` need not.
         """
@@ -159,7 +159,7 @@ class Attention(Section):
 
     @property
     def passes_keys_round(self) -> bool:
-        """Whether pieces of a row can also pass their keys and values round, whatever the number of heads."""
+        """Whether shards of a row can also pass their keys and values round, whatever the number of heads."""
         return self.is_full_softmax and self.mixture is None
 
     @property

@@ -83,7 +83,7 @@ def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training
     wrong = {k: n for k, n in _lengths(training).items() if n % unit or n < shortest}
     if not wrong:
         return
-    needs = [f"pieces for parallel.context={parallel.context}"] if parallel.context > 1 else []
+    needs = [f"shards for parallel.context={parallel.context}"] if parallel.context > 1 else []
     if max(blocks) > 1:
         needs.append(f"whole blocks of {' and '.join(map(str, sorted(set(blocks) - {1})))} tokens in each")
     if max(windows) > max(blocks):
@@ -115,7 +115,7 @@ def _phases_rotate_what_rotates(model: Model, training: Training) -> Iterator[Pr
             yield Problem(f"{phase.key}.{key}", getattr(own, key), reason, remedy)
 
 
-def _pieces_of_a_row_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Problem]:
+def _shards_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if parallel.context == 1 or model.num_heads % parallel.tensor:
         return
     heads = model.num_heads // parallel.tensor
@@ -127,7 +127,7 @@ def _pieces_of_a_row_have_heads_to_trade(model: Model, parallel: Parallel) -> It
     softmax = [key for key, attention in trading if attention.passes_keys_round]
     if keys:
         reason = (
-            f"does not divide the {heads} heads of a tensor rank, for which the pieces of a row trade tokens "
+            f"does not divide the {heads} heads of a tensor rank, for which the shards of a row trade tokens "
             f"in {' and '.join(keys)}"
         )
         remedy = "set a divisor of the heads, or take similarity: kernel"
@@ -287,7 +287,7 @@ _RULES: list[Rule] = [
     _numbers_do_not_flow_through_stages,
     _sequence_is_cut_evenly,
     _phases_rotate_what_rotates,
-    _pieces_of_a_row_have_heads_to_trade,
+    _shards_have_heads_to_trade,
     _bfloat16_has_master_weights,
     _positions_reach_the_end,
     _encoders_see_both_ways,

@@ -21,7 +21,7 @@ class Parallel(Section):
     """Megatron sequence parallelism: norms and residuals are cut along the sequence over the tensor ranks."""
 
     context: int = Field(default=1, gt=0, le=1_000_000)
-    """Processes that share one sequence; each holds a contiguous piece."""
+    """Processes that share one sequence; each holds a contiguous shard."""
 
     state_exchange: Literal["auto", "gather", "ring"] = "auto"
     """How kernel states reach the other context ranks: all to all at once, or summed from rank to rank."""

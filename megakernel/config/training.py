@@ -265,7 +265,7 @@ class Logging(Section):
     """Steps between two histograms of every weight, gradient and gate; null writes none."""
 
     analysis_every: int | None = Field(default=None, gt=0)
-    """Steps between two pictures of what attention layers do; null draws none."""
+    """Steps between two plots of what attention layers do; null draws none."""
 
     sample_prompt: str | None = None
     """Text that the model continues at each evaluation, '' for a new document; null writes no samples."""

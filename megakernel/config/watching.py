@@ -9,7 +9,7 @@ from .training import Logging
 
 
 def processes_hold_what_is_watched(logging: Logging, model: Model, parallel: Parallel) -> Iterator[Problem]:
-    """Samples take a process that holds the whole model, pictures one that holds all its layers."""
+    """Samples take a process that holds the whole model, plots one that holds all its layers."""
     if logging.analysis_every is not None and parallel.pipeline > 1:
         reason = f"needs all layers in one process, and parallel.pipeline={parallel.pipeline} parts them"
         remedy = "remove it; `megakernel analyze RUN` takes checkpoints of every layout"

@@ -1,4 +1,4 @@
-"""The picture of a task whose answers lie at depths: which are found, by length and depth."""
+"""The plot of a task whose answers lie at depths: which are found, by length and depth."""
 
 from io import BytesIO
 
@@ -26,6 +26,6 @@ def heat_map(found: AnswerCounts) -> bytes | None:
         for place, share in enumerate(row):
             axes.text(place, at, f"{share:.0%}", ha="center", va="center", fontsize="x-small")
     figure.colorbar(image, label="right")
-    picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=100)
-    return picture.getvalue()
+    plot = BytesIO()
+    figure.savefig(plot, format="png", dpi=100)
+    return plot.getvalue()

@@ -46,8 +46,8 @@ def measure(
     for done, batch in enumerate(batches, start=1):
         labels = batch.labels.where(batch.loss_mask, IGNORED)
         num_targets = batch.loss_mask.sum().reshape(1)  # what `losses` has no need of
-        stream = (batch.tokens, batch.positions, labels, num_targets)
-        predict = partial(_log_probabilities, model, tuple(part.to(device) for part in stream))
+        inputs = (batch.tokens, batch.positions, labels, num_targets)
+        predict = partial(_log_probabilities, model, tuple(part.to(device) for part in inputs))
         losses = -log_vote(model, predict, draws)
         _add(sums, counts, losses.cpu(), batch.positions, batch.loss_mask)
         longest = max(longest, int(batch.positions.max()))
@@ -59,9 +59,9 @@ def measure(
     ]
 
 
-def _log_probabilities(model: LanguageModel, stream: tuple[Tensor, ...]) -> Tensor:
+def _log_probabilities(model: LanguageModel, inputs: tuple[Tensor, ...]) -> Tensor:
     """Of the labels, (B, N)."""
-    return -model.losses(*stream)
+    return -model.losses(*inputs)
 
 
 def _add(sums: Tensor, counts: Tensor, losses: Tensor, positions: Tensor, counted: Tensor) -> None:

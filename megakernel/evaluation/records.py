@@ -36,8 +36,8 @@ def record(folder: Path, step: int, spec: str, result: Result, tensorboard: bool
     place = folder / "evaluation" / f"step_{step}"
     place.mkdir(parents=True, exist_ok=True)
     file = place / f"{file_name(spec)}.json"
-    if isinstance(result, AnswerCounts) and (picture := heat_map(result)) is not None:
-        file.with_suffix(".png").write_bytes(picture)
+    if isinstance(result, AnswerCounts) and (plot := heat_map(result)) is not None:
+        file.with_suffix(".png").write_bytes(plot)
     file.with_suffix(".md").write_text(result.table().markdown() + "\n", encoding="utf-8")
     # Last: it is what is looked for.
     write_whole(

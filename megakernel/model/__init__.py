@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .language_model import LanguageModel, cast, layer_list
+from .layer_inputs import IGNORED
 from .self_attention import rotate_by
 from .settings import ModelSettings
-from .stream import IGNORED
 
 if TYPE_CHECKING:
     from .pipeline import Parted, Pipeline, build_model, stage_layers

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .layer_inputs import IGNORED, LayerInputs
 from .settings import ModelSettings, drawn_from
-from .stream import IGNORED, Stream
 
 
 class ClassifierHead(nn.Module):
@@ -29,12 +29,12 @@ class ClassifierHead(nn.Module):
             width = width if self.inner is None else model.hidden_size
             self.output = _linear(width, self.form.num_classes, model.init_std)
 
-    def forward(self, stream: Stream) -> Tensor:
+    def forward(self, layer_inputs: LayerInputs) -> Tensor:
         """The loss: this rank's share of the mean cross entropy in nats of all examples of the global batch.
 
         Outside training (2,): also its share of their accuracy. Of a regression: the mean squared error alone.
         """
-        hidden, positions, labels, num_targets = stream
+        hidden, positions, labels, num_targets = layer_inputs
         logits = self.logits(hidden, positions)
         if self.form.num_classes == 1:
             errors = (logits.squeeze(-1) - labels).masked_fill(labels == IGNORED, 0.0)

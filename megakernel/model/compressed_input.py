@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.attention import SequencePiece
+from megakernel.attention import ContextParallelShard
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.parallel import replicated, total
 
@@ -21,13 +21,13 @@ class Tokens(NamedTuple):
     """A layer's input as its two uses take it."""
 
     whole: Tensor
-    """(N, B, C), all tokens of this piece of the sequence, for the queries."""
+    """(N, B, C), all tokens of this shard of the sequence, for the queries."""
 
     mine: Tensor
     """(n, B, C), those whose landmarks this tensor rank forms."""
 
     first: int
-    """Place of the first of them within the piece."""
+    """Place of the first of them within the shard."""
 
 
 def share_tokens(hidden: Tensor, mesh: "Mesh | OneProcess") -> Tokens:
@@ -52,7 +52,7 @@ def project(
     parts: tuple[int, int, int],
     core: LowRankAttention,
     mesh: "Mesh | OneProcess",
-    piece: SequencePiece,
+    cp_shard: ContextParallelShard,
     padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of all tokens, keys and values of landmarks.
@@ -63,28 +63,30 @@ def project(
         parts: how many of each a key head has.
         core: the mechanism; its `compress` knows E and F.
         mesh: where sums go.
-        piece: this process's piece of the sequence.
+        shard: this process's shard of the sequence.
         padding_mask: (B, N) bool, True for real tokens, which come to the front of their row; None: all are.
 
     Returns:
         q (B, H, N, d), k and v (B, H_kv, L, d), or k (B, H_kv, M, L, d) of M keys per key head.
 
     Raises:
-        ValueError: padding with sequence parallelism or a sequence in pieces.
+        ValueError: padding with sequence parallelism or a sequence in shards.
     """
     tokens = share_tokens(hidden, mesh)
     mine = tokens.mine
     if padding_mask is not None:
-        if mesh.sequence_parallel or piece.size > 1:
+        if mesh.sequence_parallel or cp_shard.size > 1:
             raise ValueError(
                 "padding with a compressed input needs whole rows; set parallel.sequence_parallel: false "
                 "and parallel.context: 1, or compression.compress: projected"
             )
         mine = real_first(tokens.whole, padding_mask)[tokens.first : tokens.first + len(mine)]
     length = len(tokens.whole)
-    landmarks = core.compress(mine, first=piece.rank * length + tokens.first, length=piece.size * length)
+    landmarks = core.compress(
+        mine, first=cp_shard.rank * length + tokens.first, length=cp_shard.size * length
+    )
     # Whole sums are rounded once, to what the projections multiply.
-    landmarks = piece.total(total(landmarks, mesh.tp.group)).to(mine.dtype)
+    landmarks = cp_shard.total(total(landmarks, mesh.tp.group)).to(mine.dtype)
 
     queries, keys, values = weight.unflatten(0, (-1, sum(parts), core.head_dim)).split(parts, 1)
     q = _heads(tokens.whole, queries)

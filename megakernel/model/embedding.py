@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from .layer_inputs import LayerInputs
 from .linear import embedding
 from .settings import ModelSettings, drawn_from
-from .stream import Stream
 
 
 class TokenEmbedding(nn.Module):
@@ -23,9 +23,9 @@ class TokenEmbedding(nn.Module):
         with drawn_from(settings.seed, "embedding"):
             self.tokens = embedding(settings)
 
-    def forward(self, stream: Stream) -> Stream:
-        """The stream's token ids become hidden states (N, B, C); N / tp tokens under sequence parallelism."""
-        ids, *rest = stream
+    def forward(self, inputs: LayerInputs) -> LayerInputs:
+        """The inputs's token ids become hidden states (N, B, C); N / tp tokens under sequence parallelism."""
+        ids, *rest = inputs
         hidden = self.tokens(ids)
         if not self.scattered:  # the scatter has already put the sequence first
             hidden = hidden.transpose(0, 1).contiguous()
@@ -43,9 +43,9 @@ class AddedPositions(nn.Module, ABC):
     def rows(self, positions: Tensor) -> Tensor:
         """The vectors (N, B, C) at positions (N, B); those of padding are never looked at."""
 
-    def forward(self, stream: Stream) -> Stream:
+    def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Hidden states (N, B, C) plus the vectors of positions (B, N)."""
-        hidden, positions, *rest = stream
+        hidden, positions, *rest = inputs
         rows = self.rows(positions.transpose(0, 1))
         if self.scatter_group is not None:
             from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region

@@ -10,23 +10,23 @@ from torch import Tensor, nn
 from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.layers import load_liger
 
+from .layer_inputs import IGNORED, LayerInputs
 from .linear import column_linear
 from .norm import Norm
 from .settings import ModelSettings, drawn_from
-from .stream import IGNORED, Stream
-from .vocabulary_loss import Lesson, summed_lesson, summed_loss
+from .vocabulary_loss import DistillationTarget, summed_distillation, summed_loss
 
 
 class FinalNorm(nn.Module):
-    """The norm before the head, on the stream."""
+    """The norm before the head, on the inputs."""
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
         self.norm = Norm(settings)
 
-    def forward(self, stream: Stream) -> Stream:
-        """Normalized hidden states; the rest of the stream passes through."""
-        hidden, *rest = stream
+    def forward(self, inputs: LayerInputs) -> LayerInputs:
+        """Normalized hidden states; the rest of the inputs passes through."""
+        hidden, *rest = inputs
         return (self.norm(hidden), *rest)
 
 
@@ -41,36 +41,39 @@ class OutputHead(nn.Module):
                 settings, settings.model.hidden_size, settings.embedding_rows, bias=False
             )
 
-    def forward(self, stream: Stream, lesson: Lesson | None = None) -> Tensor:
+    def forward(self, inputs: LayerInputs, distillation: DistillationTarget | None = None) -> Tensor:
         """The mean loss, see `mean_loss`."""
-        return mean_loss(self.linear.weight, stream, self.settings, lesson)
+        return mean_loss(self.linear.weight, inputs, self.settings, distillation)
 
 
 def mean_loss(
-    weight: Tensor, stream: Stream, settings: ModelSettings, lesson: Lesson | None = None
+    weight: Tensor,
+    inputs: LayerInputs,
+    settings: ModelSettings,
+    distillation: DistillationTarget | None = None,
 ) -> Tensor:
-    """Cross entropy in nats: this piece's sum over its targets, divided by the global batch's number of targets.
+    """Cross entropy in nats: this shard's sum over its targets, divided by the global batch's number of targets.
 
-    With a lesson, whose states are (N, B, C'): divergence T^2 KL(teacher || model) + cross_entropy x the labels'.
+    With distillation, whose states are (N, B, C'): divergence T^2 KL(teacher || model) + cross_entropy x the labels'.
 
     weight (R / tp, C), padding included; hidden states (N, B, C). Summed over context and data ranks and accumulated
     micro-batches this is the global mean, whatever the layout.
     """
-    hidden, _, labels, num_targets = stream
-    tp, rows, words = settings.mesh.tp, settings.loss_chunk_size, settings.words_here
+    hidden, _, labels, num_targets = inputs
+    tp, rows, words = settings.mesh.tp, settings.loss_chunk_size, settings.local_vocab_size
     group = None if tp.size == 1 else tp.group
     hidden = for_vocabulary(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
     # Of a causal model nearly all tokens count; finding out waits for the device.
-    counts = None if settings.model.is_causal and lesson is None else targets != IGNORED
+    counts = None if settings.model.is_causal and distillation is None else targets != IGNORED
     if counts is not None:  # what does not count needs no logits
         hidden, targets = hidden[counts], targets[counts]
-    if lesson is not None:
+    if distillation is not None:
         assert counts is not None
-        theirs = for_vocabulary(lesson.hidden, settings).flatten(0, 1)[counts]
-        own = replace(lesson, hidden=theirs)
-        summed, parts = summed_lesson(hidden, weight, targets, rows, words, group, own)
-        lesson.parts = torch.cat([parts, counts.sum()[None]])
+        teacher_hidden = for_vocabulary(distillation.hidden, settings).flatten(0, 1)[counts]
+        own = replace(distillation, hidden=teacher_hidden)
+        summed, parts = summed_distillation(hidden, weight, targets, rows, words, group, own)
+        distillation.parts = torch.cat([parts, counts.sum()[None]])
     elif group is None:
         # A vocabulary that lies here whole needs no other rank: whoever is fastest on this device computes the loss.
         summed = choose(SUMS, None)(hidden, weight, targets, rows, words)
@@ -84,7 +87,7 @@ def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: Model
     hidden = for_vocabulary(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
     is_cut = settings.mesh.tp.size > 1
-    return _losses(weight, hidden, targets, settings.loss_chunk_size, settings.words_here, is_cut)
+    return _losses(weight, hidden, targets, settings.loss_chunk_size, settings.local_vocab_size, is_cut)
 
 
 def _sum_of_losses(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, words: int) -> Tensor:

@@ -12,9 +12,9 @@ from .classifier import ClassifierHead
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
 from .head import FinalNorm, OutputHead, for_vocabulary, mean_loss, token_losses
 from .layer import TransformerLayer
+from .layer_inputs import LayerInputs
 from .settings import ModelSettings
-from .stream import Stream
-from .vocabulary_loss import Lesson
+from .vocabulary_loss import DistillationTarget
 
 TIED = "embedding"
 """Name of the embedding that is also the head."""
@@ -60,16 +60,20 @@ def layer_list(settings: ModelSettings) -> list[LayerSpec]:
 
 
 def _tied_loss(
-    embedding: TokenEmbedding, stream: Stream, lesson: Lesson | None = None, *, settings: ModelSettings
+    embedding: TokenEmbedding,
+    inputs: LayerInputs,
+    distillation: DistillationTarget | None = None,
+    *,
+    settings: ModelSettings,
 ) -> Tensor:
-    return mean_loss(embedding.tokens.weight, stream, settings, lesson)
+    return mean_loss(embedding.tokens.weight, inputs, settings, distillation)
 
 
 class LanguageModel(nn.Module):
     """The layers one after the other in this process: all of them, or a part of the list.
 
     Parameters carry the names that PipelineModule gives the same list (`1.mlp…`, `tied_modules.embedding…`), so that
-    a checkpoint of one becomes a checkpoint of the other. A part maps the stream that enters it to the one that leaves
+    a checkpoint of one becomes a checkpoint of the other. A part maps the inputs that enters it to the one that leaves
     it, and the rest of what a model can be asked for needs the layers that answer.
     """
 
@@ -94,25 +98,25 @@ class LanguageModel(nn.Module):
         module = self.tied_modules[spec.shared]
         return module if spec.forward is None else partial(spec.forward, module)
 
-    def forward(self, *stream: Tensor) -> Any:
+    def forward(self, *inputs: Tensor) -> Any:
         """Token ids (B, N), positions, labels and num_targets -> what the head makes of them, in training the loss."""
-        stream = self.body(stream)
-        return self.walk[-1](stream) if self.has_head else stream
+        inputs = self.body(inputs)
+        return self.walk[-1](inputs) if self.has_head else inputs
 
-    def body(self, stream: Stream) -> Stream:
-        """The stream as it enters the head: normalized hidden states in place of token ids."""
+    def body(self, inputs: LayerInputs) -> LayerInputs:
+        """The inputs as it enters the head: normalized hidden states in place of token ids."""
         for layer in self.walk[:-1] if self.has_head else self.walk:
-            stream = layer(stream)
-        return stream
+            inputs = layer(inputs)
+        return inputs
 
-    def loss(self, stream: Stream, lesson: Lesson | None = None) -> Tensor:
-        """The head's loss of a stream from `body`; see `mean_loss`."""
-        loss: Tensor = self.walk[-1](stream, lesson)
+    def loss(self, inputs: LayerInputs, distillation: DistillationTarget | None = None) -> Tensor:
+        """The head's loss of inputs from `body`; see `mean_loss`."""
+        loss: Tensor = self.walk[-1](inputs, distillation)
         return loss
 
-    def losses(self, *stream: Tensor) -> Tensor:
+    def losses(self, *inputs: Tensor) -> Tensor:
         """The cross entropy of each token in nats, float32 (B, N); 0 where the label is IGNORED."""
-        hidden, _, labels, _ = self.body(stream)
+        hidden, _, labels, _ = self.body(inputs)
         return token_losses(self.output_matrix, hidden, labels, self.settings).view(labels.T.shape).T
 
     def log_probabilities(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -135,16 +139,16 @@ class LanguageModel(nn.Module):
         The states' size does not grow with the number of tokens for kernelized layers; a softmax layer keeps its keys.
         """
         entering: list[Any] = states or [None] * self.settings.model.num_layers
-        stream: Stream = (tokens, positions)
+        inputs: LayerInputs = (tokens, positions)
         leaving: list[Any] = []
         for layer in self.walk[:-1]:
             if isinstance(layer, TransformerLayer):
-                hidden, state = layer.extend(stream[0], positions, entering[len(leaving)])
-                stream = (hidden, positions)
+                hidden, state = layer.extend(inputs[0], positions, entering[len(leaving)])
+                inputs = (hidden, positions)
                 leaving.append(state)
             else:
-                stream = layer(stream)
-        return stream[0], leaving
+                inputs = layer(inputs)
+        return inputs[0], leaving
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (N, B, C) -> logits (B, N, V) of the words that may follow."""

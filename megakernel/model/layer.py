@@ -8,12 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megakernel.parallel import replicated
 
+from .layer_inputs import LayerInputs
 from .mlp import MLP
 from .norm import Norm
 from .recompute import recomputed
 from .self_attention import SelfAttention
 from .settings import ModelSettings, drawn_from
-from .stream import Stream
 
 
 class TransformerLayer(nn.Module):
@@ -37,9 +37,9 @@ class TransformerLayer(nn.Module):
             self.mlp_norm = Norm(settings)
             self.mlp = MLP(settings)
 
-    def forward(self, stream: Stream) -> Stream:
-        """Hidden states (N, B, C) to hidden states; the rest of the stream passes through."""
-        hidden, positions, *rest = stream
+    def forward(self, inputs: LayerInputs) -> LayerInputs:
+        """Hidden states (N, B, C) to hidden states; the rest of the inputs passes through."""
+        hidden, positions, *rest = inputs
         if self.recompute and self.training:
             hidden = recomputed(self._compute, hidden, positions, offload=self.offload)
         else:

@@ -10,9 +10,9 @@ from megakernel.parallel import Mesh
 
 from .language_model import TIED, LanguageModel, layer_list
 from .layer import TransformerLayer
+from .layer_inputs import LayerInputs
 from .settings import ModelSettings
-from .stream import Stream
-from .vocabulary_loss import Lesson
+from .vocabulary_loss import DistillationTarget
 
 
 def stage_layers(settings: ModelSettings) -> range:
@@ -29,7 +29,7 @@ def stage_layers(settings: ModelSettings) -> range:
 class Pipeline(PipelineModule):
     """This process's stage of the layers, under the names that they have in a `LanguageModel`.
 
-    DeepSpeed calls it with the stream that enters the stage; the last stage makes the loss of it.
+    DeepSpeed calls it with the inputs that enters the stage; the last stage makes the loss of it.
     """
 
     def __init__(self, settings: ModelSettings, loss_scale: Callable[[], float]):
@@ -54,15 +54,15 @@ class Pipeline(PipelineModule):
         self.mesh = settings.mesh
         assert range(self._local_start, self._local_stop) == stage_layers(settings)
 
-    def body(self, stream: Stream) -> Stream:
-        """The stream as it leaves this stage, on the last one as it enters the head."""
+    def body(self, inputs: LayerInputs) -> LayerInputs:
+        """The inputs as it leaves this stage, on the last one as it enters the head."""
         for layer in self.forward_funcs[:-1] if self.mesh.is_last_stage else self.forward_funcs:
-            stream = layer(stream)
-        return stream
+            inputs = layer(inputs)
+        return inputs
 
-    def loss(self, stream: Stream, lesson: Lesson | None = None) -> Tensor:
+    def loss(self, inputs: LayerInputs, distillation: DistillationTarget | None = None) -> Tensor:
         """As of a `LanguageModel`; on the last stage."""
-        loss: Tensor = self.forward_funcs[-1](stream, lesson)
+        loss: Tensor = self.forward_funcs[-1](inputs, distillation)
         return loss
 
     @property

@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
         self.kv_heads = model.kv_heads // mesh.tp.size
         self.queries_per_key = model.num_heads // model.kv_heads
         self.keys_per_head = model.layer_attention(index).keys_per_head
-        self.piece = mesh.new_sequence_piece()
+        self.cp_shard = mesh.new_cp_shard()
         self.isolate_documents = settings.isolate_documents
         self.pads = model.classifier is not None
         self.recompute = settings.recompute == "selective"
@@ -98,7 +98,9 @@ class SelfAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         # Without documents to look for, the ops work on views of whole rows.
         at = positions if self.isolate_documents else None
-        return self.core(q, k, v, self._real(positions), positions=at, rotary=self.rotary, piece=self.piece)
+        return self.core(
+            q, k, v, self._real(positions), positions=at, rotary=self.rotary, cp_shard=self.cp_shard
+        )
 
     def _real(self, positions: Tensor) -> Tensor | None:
         """(B, N) bool, which tokens are no padding; None where none is."""
@@ -113,7 +115,7 @@ class SelfAttention(nn.Module):
                 parts,
                 self.core,
                 self.mesh,
-                self.piece,
+                self.cp_shard,
                 self._real(positions),
             )
         fused, _ = apply(self.qkv, hidden)

@@ -67,7 +67,7 @@ class ModelSettings:
         return self.model.embedding_rows(self.vocab_size)
 
     @property
-    def words_here(self) -> int:
+    def local_vocab_size(self) -> int:
         """How many of this tensor rank's rows stand for a word, the first ones; behind the last word none does."""
         rows = self.embedding_rows // self.mesh.tp.size
         return min(max(self.vocab_size - self.mesh.tp.rank * rows, 0), rows)

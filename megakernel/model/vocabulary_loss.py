@@ -4,7 +4,7 @@ A chunk's logits exist once, and backward finds the gradients of the states and 
 head where keeping all logits takes three and the memory, and computing them again takes four.
 
 Rows that pad the vocabulary take part in the products, whose sizes GPUs are fast with, and in nothing else: their
-logits are -inf, so no probability and no gradient is theirs. A rank may have nothing but such rows.
+logits are -inf, so no probability and no gradient is teacher_logits. A rank may have nothing but such rows.
 """
 
 import math
@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 
-from .stream import IGNORED
+from .layer_inputs import IGNORED
 
 
 @dataclass(eq=False)
-class Lesson:
+class DistillationTarget:
     """What a teacher adds to the labels: T^2 KL(teacher || model) in nats at temperature T. It gets no gradient."""
 
     hidden: Tensor
@@ -42,7 +42,7 @@ class Lesson:
     """Weight of the labels' cross entropy in the loss; 0: labels only say which tokens count."""
 
     parts: Tensor | None = None
-    """Left by `head.mean_loss`: this piece's sums of cross entropy and KL(teacher || model), and their tokens."""
+    """Left by `head.mean_loss`: this shard's sums of cross entropy and KL(teacher || model), and their tokens."""
 
 
 def summed_loss(
@@ -67,20 +67,20 @@ def summed_loss(
     return loss
 
 
-def summed_lesson(
+def summed_distillation(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     rows: int,
     words: int,
     group: ProcessGroup | None,
-    lesson: Lesson,
+    distillation: DistillationTarget,
 ) -> tuple[Tensor, Tensor]:
-    """The same for a loss with a lesson, and its parts (2,) without gradients.
+    """The same for a loss with distillation, and its parts (2,) without gradients.
 
     The parts are sums over tokens of the cross entropy and of KL(teacher || model), before they are weighed.
     """
-    return _sums(hidden, weight, targets, rows, words, group, lesson)
+    return _sums(hidden, weight, targets, rows, words, group, distillation)
 
 
 def _sums(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class _SummedLoss(torch.autograd.Function):
         rows: int,
         words: int,
         group: ProcessGroup | None,
-        lesson: Lesson | None,
+        distillation: DistillationTarget | None,
         learns: bool,
     ) -> tuple[Tensor, Tensor]:
         for_hidden, for_weight = (learns and needed for needed in ctx.needs_input_grad[:2])
@@ -107,16 +107,16 @@ class _SummedLoss(torch.autograd.Function):
         of_weight = None
         if for_weight:
             # In bfloat16 a chunk's term would be lost in the sum of those before.
-            dtype = wide(weight.dtype) if len(hidden) > rows else weight.dtype
+            dtype = accum_dtype(weight.dtype) if len(hidden) > rows else weight.dtype
             of_weight = torch.zeros_like(weight, dtype=dtype)
-        parts = torch.zeros(2, dtype=wide(hidden.dtype), device=hidden.device)
+        parts = torch.zeros(2, dtype=accum_dtype(hidden.dtype), device=hidden.device)
         for part in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
             logits = _logits(hidden[part], weight, words, parts.dtype)
-            if lesson is None:
+            if distillation is None:
                 found, slope = _cross_entropy(logits, targets[part], group)
             else:
-                theirs = _logits(lesson.hidden[part], lesson.weight, words, parts.dtype)
-                found, slope = _taught(logits, theirs, targets[part], words, group, lesson)
+                teacher_logits = _logits(distillation.hidden[part], distillation.weight, words, parts.dtype)
+                found, slope = _taught(logits, teacher_logits, targets[part], words, group, distillation)
             parts += found
             slope = slope.to(hidden.dtype)
             if of_hidden is not None:
@@ -129,9 +129,11 @@ class _SummedLoss(torch.autograd.Function):
                 of_weight += slope.T @ hidden[part]
         ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
         ctx.mark_non_differentiable(parts)
-        if lesson is None:
+        if distillation is None:
             return parts[0].clone(), parts
-        return lesson.cross_entropy * parts[0] + lesson.divergence * lesson.temperature**2 * parts[1], parts
+        return distillation.cross_entropy * parts[
+            0
+        ] + distillation.divergence * distillation.temperature**2 * parts[1], parts
 
     @staticmethod
     @once_differentiable
@@ -161,17 +163,22 @@ def _cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) 
 
 
 def _taught(
-    logits: Tensor, theirs: Tensor, targets: Tensor, words: int, group: ProcessGroup | None, lesson: Lesson
+    logits: Tensor,
+    teacher_logits: Tensor,
+    targets: Tensor,
+    words: int,
+    group: ProcessGroup | None,
+    distillation: DistillationTarget,
 ) -> tuple[Tensor, Tensor]:
-    """Both sums (2,) and the gradient of the loss; theirs: the teacher's logits, written over as well."""
-    heat = lesson.temperature
-    highest = _highest([logits, theirs], group)
+    """Both sums (2,) and the gradient of the loss; teacher_logits: the teacher's logits, written over as well."""
+    temperature = distillation.temperature
+    highest = _highest([logits, teacher_logits], group)
     logits -= highest[0]
-    theirs = theirs.sub_(highest[1]).div_(heat)
+    teacher_logits = teacher_logits.sub_(highest[1]).div_(temperature)
     picked, place, here = _pick(logits, targets, group)
-    ours = logits / heat
-    theirs_weights = theirs.exp()
-    apart = theirs.sub_(ours)
+    ours = logits / temperature
+    theirs_weights = teacher_logits.exp()
+    apart = teacher_logits.sub_(ours)
     apart[:, words:] = 0  # and not -inf + inf
     apart = apart.mul_(theirs_weights).sum(-1)
     ours_weights = ours.exp_()
@@ -179,9 +186,9 @@ def _taught(
     sums = [part.sum(-1) for part in (weights, ours_weights, theirs_weights)]
     total, ours_total, theirs_total, apart, picked = _summed([*sums, apart, picked], group)
     divergence = apart / theirs_total + ours_total.log() - theirs_total.log()
-    slope = weights.mul_((lesson.cross_entropy / total)[:, None])
-    slope.scatter_add_(-1, place, -lesson.cross_entropy * here.to(slope.dtype))
-    share = lesson.divergence * heat
+    slope = weights.mul_((distillation.cross_entropy / total)[:, None])
+    slope.scatter_add_(-1, place, -distillation.cross_entropy * here.to(slope.dtype))
+    share = distillation.divergence * temperature
     slope += ours_weights.mul_((share / ours_total)[:, None])
     slope -= theirs_weights.mul_((share / theirs_total)[:, None])
     counts = targets != IGNORED

@@ -80,6 +80,6 @@ def _no_device(x: torch.Tensor) -> str | None:
     return None if runs_on(x.device) else f"tensors are on {x.device}; expected cuda, or TRITON_INTERPRET=1"
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of features, weights, sums and states: float32, or float64 for float64 inputs."""
     return torch.promote_types(dtype, torch.float32)

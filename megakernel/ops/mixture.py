@@ -18,7 +18,7 @@ Rotary = Callable[[Tensor, Tensor], Tensor]
 """(x (B, H, N, d), positions (B, N)) -> x rotated."""
 
 
-def beside(k: Tensor) -> Tensor:
+def pack_keys(k: Tensor) -> Tensor:
     """Keys (B, H_kv, M, N, d) as (B, H_kv, N, M d); one key at a position, (B, H_kv, N, d), as it is."""
     return k if k.dim() == 4 else k.movedim(2, 3).flatten(3)
 
@@ -60,7 +60,7 @@ class RotatedEach:
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x` rotated at positions (B, N)."""
         keys = separate(x, self.width)
-        return beside(self.rotary(keys.flatten(1, 2), positions).unflatten(1, keys.shape[1:3]))
+        return pack_keys(self.rotary(keys.flatten(1, 2), positions).unflatten(1, keys.shape[1:3]))
 
 
 def rotated_each(rotary: Rotary | None, width: int) -> Rotary | None:

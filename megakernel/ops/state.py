@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.feature_maps import FeatureMap, features
 from megakernel.ops.projections import Projection
 
@@ -87,7 +87,7 @@ def start_state(
     """The empty state of keys k (B, H_kv, N, d) and values of `value_dim` numbers."""
     batch, heads = k.shape[:2]
     # The map itself, asked about no token, knows how many features there are and whether they need a scale.
-    phi = features(feature_map, k.detach()[:, :, None, :0].to(wide(k.dtype)), projection)
-    sums = k.new_zeros(batch, heads, phi.values.shape[-1], value_dim + 1, dtype=wide(k.dtype))
+    phi = features(feature_map, k.detach()[:, :, None, :0].to(accum_dtype(k.dtype)), projection)
+    sums = k.new_zeros(batch, heads, phi.values.shape[-1], value_dim + 1, dtype=accum_dtype(k.dtype))
     log_scale = sums.new_full((batch, heads), 0.0 if phi.log_scale is None else EMPTY)
     return KernelState(sums, log_scale)

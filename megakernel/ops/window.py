@@ -19,7 +19,7 @@ from megakernel.ops.sums import Sums
 
 
 class Tail(NamedTuple):
-    """The last b * blocks tokens before a piece of the sequence: a block that ends in the piece may begin there."""
+    """The last b * blocks tokens before a shard of the sequence: a block that ends in the shard may begin there."""
 
     keys: Tensor
     """(B, H_kv, b blocks, d), or M d where M keys stand at a position; not rotated, and anything where no token of the

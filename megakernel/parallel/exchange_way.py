@@ -1,4 +1,4 @@
-"""Which way kernel states take between the pieces of a sequence; loads no torch, for the planner asks too."""
+"""Which way kernel states take between the shards of a sequence; loads no torch, for the planner asks too."""
 
 import math
 from typing import Literal
@@ -19,7 +19,7 @@ MOST_PARTS = 16
 
 
 def way(size: int, message_bytes: int) -> Way:
-    """The shorter way between `size` pieces, by a model of the network.
+    """The shorter way between `size` shards, by a model of the network.
 
     A gather moves P - 1 messages of S bytes past each process, (P - 1) S / w seconds and one hop. A message that is
     passed on in K parts has gone round after P + K - 2 hops of S / K bytes. Both grow with P: what decides is whether S

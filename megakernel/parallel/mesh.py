@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megakernel.attention.sequence import WHOLE, SequencePiece
+from megakernel.attention.sequence import WHOLE, ContextParallelShard
 from megakernel.config import Parallel, UserError
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.device import quieten_ranks
@@ -20,7 +20,7 @@ from megakernel.parallel.mpu import ModelParallelUnit
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.progress import Progress
 from megakernel.parallel.rendezvous import meet
-from megakernel.parallel.sequence import ContextPiece
+from megakernel.parallel.sequence import GroupShard
 from megakernel.parallel.tensor import head_shard
 
 
@@ -34,9 +34,9 @@ class Mesh:
         gradient: dp x cp, over which gradients are averaged and ZeRO shards.
         model: tp x pp, which together hold one copy of the weights.
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
-        state_exchange: how kernel states go from piece to piece.
-        softmax_exchange: how softmax layers reach the other pieces of a sequence.
-        sequence_piece: this process's piece of every sequence, for attention.
+        state_exchange: how kernel states go from shard to shard.
+        softmax_exchange: how softmax layers reach the other shards of a sequence.
+        cp_shard: this process's shard of every sequence, for attention.
         head_shard: this process's share of every attention layer's heads.
         topology: the same order for DeepSpeed's PipelineModule, where `data` is `gradient`.
         progress: how far this process is.
@@ -60,7 +60,7 @@ class Mesh:
         self.gradient = Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self.model = Axis.of(parallel_state.get_model_parallel_group())
         self.state_exchange = parallel.state_exchange
-        self.sequence_piece = self.new_sequence_piece()
+        self.cp_shard = self.new_cp_shard()
         self.head_shard = head_shard(self.tp)
         self.topology = PipeModelDataParallelTopology(
             num_pp=self.pp.size, num_mp=self.tp.size, num_dp=self.gradient.size
@@ -106,9 +106,9 @@ class Mesh:
         )
         return cls(parallel, device, store)
 
-    def new_sequence_piece(self) -> SequencePiece:
-        """This process's piece of every sequence, with a count of its own of what it sends."""
-        return WHOLE if self.cp.size == 1 else ContextPiece(self.cp, self.state_exchange, self.progress)
+    def new_cp_shard(self) -> ContextParallelShard:
+        """This process's shard of every sequence, with a count of its own of what it sends."""
+        return WHOLE if self.cp.size == 1 else GroupShard(self.cp, self.state_exchange, self.progress)
 
     @property
     def is_first_stage(self) -> bool:

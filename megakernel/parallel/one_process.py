@@ -2,7 +2,7 @@
 
 from torch.distributed import HashStore, ProcessGroup
 
-from megakernel.attention.sequence import WHOLE, SequencePiece
+from megakernel.attention.sequence import WHOLE, ContextParallelShard
 from megakernel.config.parallel import SoftmaxExchange
 from megakernel.parallel.axis import Axis
 
@@ -18,6 +18,6 @@ class OneProcess:
     sequence_parallel = False
     softmax_exchange: SoftmaxExchange = "auto"
 
-    def new_sequence_piece(self) -> SequencePiece:
+    def new_cp_shard(self) -> ContextParallelShard:
         """The whole sequence."""
         return WHOLE

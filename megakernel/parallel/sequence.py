@@ -1,4 +1,4 @@
-"""A piece of the sequence over the context-parallel group: what `attention` asks of its neighbours.
+"""A shard of the sequence over the context-parallel group: what `attention` asks of its neighbours.
 
 The kernel state is all that every process sends to every other, and its size does not depend on the tokens.
 """
@@ -26,8 +26,8 @@ from megakernel.parallel.tensor import total
 from megakernel.parallel.traffic import Traffic
 
 
-class ContextPiece:
-    """Piece `rank` of `size`, the others being held by the processes of one axis (a `SequencePiece`).
+class GroupShard:
+    """Shard `rank` of `size`, the others being held by the processes of one axis (a `ContextParallelShard`).
 
     Every process of the axis must ask the same questions in the same order, and must run the same backward.
     """
@@ -43,7 +43,7 @@ class ContextPiece:
         self.size = axis.size
         self._group = axis.group
         self.traffic = Traffic(progress)
-        """What has gone from here to the other pieces."""
+        """What has gone from here to the other shards."""
 
     def previous_tokens(self, x: Tensor, count: int) -> Tensor:
         """The left neighbour's last `count` tokens, zeros on rank 0: (..., N, d) -> (..., count, d)."""
@@ -65,11 +65,11 @@ class ContextPiece:
         return torch.cat([missing, received]).movedim(0, -2)
 
     def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """Send `state` towards the later pieces: see `SequencePiece.start_prefix`."""
+        """Send `state` towards the later shards: see `ContextParallelShard.start_prefix`."""
         return PendingPrefix(self._exchange(state, Place(self._axis)), state, carries)
 
     def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """The same, with the pieces read from the last to the first."""
+        """The same, with the shards read from the last to the first."""
         return PendingPrefix(self._exchange(state, Place(self._axis, backwards=True)), state, carries)
 
     def _exchange(self, state: KernelState, place: Place) -> Exchange:
@@ -83,14 +83,14 @@ class ContextPiece:
         return Passed(place, self.traffic, self._background)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the pieces, on each of them."""
+        """The sum of `x` over the shards, on each of them."""
         with self.traffic.waiting("sums"):
             result = total(x, self._group)
         self.traffic.sends_and_returns("sums", x, result, times=2 * (self.size - 1) / self.size)
         return result
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """(..., n, d) of mine -> (..., size * n, d) of all pieces in order."""
+        """(..., n, d) of mine -> (..., size * n, d) of all shards in order."""
         tokens_first = x.movedim(-2, 0).contiguous()
         with self.traffic.waiting("tokens"):
             result = gather_from_sequence_parallel_region(tokens_first, group=self._group)

@@ -1,8 +1,8 @@
-"""The exclusive prefix of kernel states over the pieces of a sequence, asynchronous both ways.
+"""The exclusive prefix of kernel states over the shards of a sequence, asynchronous both ways.
 
-Two ways to send the same numbers. `Gathered`: every piece's state goes to all others at once, P - 1 states per piece.
-`Passed`: each piece adds its own state to what enters it and hands the sum to its neighbour, so that one state per
-piece travels, in parts that follow each other like the stages of a pipeline. `exchange_way` says which is shorter.
+Two ways to send the same numbers. `Gathered`: every shard's state goes to all others at once, P - 1 states per shard.
+`Passed`: each shard adds its own state to what enters it and hands the sum to its neighbour, so that one state per
+shard travels, in parts that follow each other like the stages of a pipeline. `exchange_way` says which is shorter.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from megakernel.parallel.traffic import Traffic
 
 
 class Place(NamedTuple):
-    """Where a process stands in the order in which pieces are read."""
+    """Where a process stands in the order in which shards are read."""
 
     axis: Axis
     backwards: bool = False
@@ -29,11 +29,11 @@ class Place(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Pieces before this one."""
+        """Shards before this one."""
         return self.axis.size - 1 - self.axis.rank if self.backwards else self.axis.rank
 
     def neighbour(self, distance: int) -> int | None:
-        """World rank of the piece `distance` places behind; None beyond the ends."""
+        """World rank of the shard `distance` places behind; None beyond the ends."""
         place = self.axis.rank + (-distance if self.backwards else distance)
         return self.axis.ranks[place] if 0 <= place < self.axis.size else None
 
@@ -42,11 +42,11 @@ class Exchange(Protocol):
     """One prefix and its backward; `start` and `finish` enclose local work, in forward and in backward."""
 
     def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
-        """Begin with this piece's state, and whether what enters the piece also leaves it (B,)."""
+        """Begin with this shard's state, and whether what enters the shard also leaves it (B,)."""
         ...
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Sums and log scale of what enters this piece."""
+        """Sums and log scale of what enters this shard."""
         ...
 
     def start_backward(self, grad: Tensor) -> None:
@@ -54,7 +54,7 @@ class Exchange(Protocol):
         ...
 
     def finish_backward(self) -> Tensor:
-        """The gradient of the sums that this piece handed in."""
+        """The gradient of the sums that this shard handed in."""
         ...
 
 
@@ -66,7 +66,7 @@ class PendingPrefix:
         self._ticket = _Start.apply(state.sums, state.log_scale, carries, exchange)
 
     def wait(self) -> KernelState:
-        """What enters this piece."""
+        """What enters this shard."""
         sums, log_scale = _Wait.apply(self._ticket, self._exchange)
         return KernelState(sums, log_scale)
 
@@ -74,7 +74,7 @@ class PendingPrefix:
 class Gathered:
     """Two all-gathers, forward and backward.
 
-    What enters piece r is sum_s weights[r, s] sums_s; the gradient of sums_s is the same sum over r.
+    What enters shard r is sum_s weights[r, s] sums_s; the gradient of sums_s is the same sum over r.
     """
 
     def __init__(self, place: Place, traffic: Traffic):
@@ -84,7 +84,7 @@ class Gathered:
         self.traffic = traffic
 
     def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
-        """Send one message: the state, its scales and whether this piece carries."""
+        """Send one message: the state, its scales and whether this shard carries."""
         self.shape, self.scale_dtype = sums.shape, log_scale.dtype
         self._gather(torch.cat([sums.flatten(), log_scale.to(sums.dtype).flatten(), carries.to(sums.dtype)]))
 
@@ -125,10 +125,10 @@ class Gathered:
 
 
 class Passed:
-    """A chain from piece to piece, forward from the first, backward from the last.
+    """A chain from shard to shard, forward from the first, backward from the last.
 
-    With a and b what the sums that enter a piece and its own are scaled by, E' = a E + b S leaves it; its gradient G'
-    comes back, b G' is that of S, and G + a G' goes on to the piece before.
+    With a and b what the sums that enter a shard and its own are scaled by, E' = a E + b S leaves it; its gradient G'
+    comes back, b G' is that of S, and G + a G' goes on to the shard before.
     """
 
     def __init__(self, place: Place, traffic: Traffic, background: "Background"):
@@ -212,7 +212,7 @@ class _Running(Protocol):
 class Background:
     """Where chains run while local work goes on: a thread on CPU, a stream of its own on a GPU.
 
-    One after the other, in the order in which they are begun, which is that of all pieces.
+    One after the other, in the order in which they are begun, which is that of all shards.
     """
 
     def __init__(self, device: torch.device):
@@ -249,15 +249,15 @@ class _Queued:
 
 
 def prefix_weights(log_scales: Tensor, carries: Tensor) -> tuple[Tensor, Tensor]:
-    """How much of each piece's sums enters each other piece.
+    """How much of each shard's sums enters each other shard.
 
-    log_scales: (P, B, H). carries: (P, B), 1 where what enters a piece also leaves it. Returns the log scale
-    of what enters each piece (P, B, H), and weights (P, P, B, H): [r, s] for the sums of s in what enters r.
+    log_scales: (P, B, H). carries: (P, B), 1 where what enters a shard also leaves it. Returns the log scale
+    of what enters each shard (P, B, H), and weights (P, P, B, H): [r, s] for the sums of s in what enters r.
     """
     order = torch.arange(len(carries), device=carries.device)
     resets = (1 - carries).cumsum(0)
     resets_before = resets - (1 - carries)
-    # s reaches r when no piece between them resets: as many resets before r as up to s.
+    # s reaches r when no shard between them resets: as many resets before r as up to s.
     earlier = (order[None, :] < order[:, None])[..., None]
     reaches = (earlier & (resets_before[:, None] == resets[None, :]))[..., None]
     entering = torch.where(reaches, log_scales[None], EMPTY).amax(1)

@@ -75,7 +75,7 @@ def mark_head_parameters(layer: AttentionLayer) -> None:
     """Say of a layer's parameters and buffers which are cut between tensor ranks, in Megatron-core's way.
 
     Without the mark DeepSpeed takes a parameter for a copy and counts it on the first tensor rank only, and a
-    checkpoint for another layout would hold the first rank's piece.
+    checkpoint for another layout would hold the first rank's shard.
     """
     tensors = layer.state_dict(keep_vars=True)
     for name, dimension in layer.sharded_parameters().items():

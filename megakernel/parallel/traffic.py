@@ -1,4 +1,4 @@
-"""What pieces of a sequence send each other, counted where it is sent."""
+"""What shards of a sequence send each other, counted where it is sent."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from megakernel.parallel.progress import Progress
 
 Kind = Literal["state", "window", "heads", "keys", "tokens", "sums"]
 """Kernel states; a neighbour's last tokens; tokens traded for heads; keys and values that go round, and their
-gradients; tokens gathered; sums over pieces."""
+gradients; tokens gathered; sums over shards."""
 
 
 class Traffic:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint
-from .cut import Cut
+from .partition import Partition
 from .universal import STATE, STEP, WEIGHT
 from .weights_only import load
 
@@ -21,14 +21,16 @@ _FLAT_ZERO_3 = "fp32_flat_groups", "optimizer_state_dict"
 """Entries of a shard with the flat groups' weights and with their optimizer's state."""
 
 
-def record(model: nn.Module, cuts: Mapping[str, Cut], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def record(
+    model: nn.Module, partitions: Mapping[str, Partition], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
     """What `CheckpointTensors` needs to know beside DeepSpeed's own entries: client state for save_checkpoint.
 
     Made before deepspeed.initialize, which replaces the optimizer's parameters.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    plain = {name: (cut.dimension, cut.stride) for name, cut in cuts.items()}
+    plain = {name: (partition.dimension, partition.stride) for name, partition in partitions.items()}
     return {_RECORD: {"cuts": plain, "parameters": order}}
 
 
@@ -43,16 +45,16 @@ class CheckpointTensors:
         ]
         self._first = stages[0][0]
         # A tied embedding lies on the first and on the last stage: either copy will do.
-        self._homes = {name: tensor_ranks for tensor_ranks in stages for name in tensor_ranks[0].cuts}
+        self._homes = {name: tensor_ranks for tensor_ranks in stages for name in tensor_ranks[0].partitions}
 
     @property
     def names(self) -> set[str]:
         """All parameters and buffers."""
         return set(self._homes)
 
-    def cut(self, name: str) -> Cut:
+    def partition(self, name: str) -> Partition:
         """How the checkpoint's tensor ranks share a tensor."""
-        return self._homes[name][0].cuts[name]
+        return self._homes[name][0].partitions[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor."""
@@ -60,10 +62,10 @@ class CheckpointTensors:
 
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
         """Those of `keys` that are known of a tensor."""
-        pieces = [tensor_rank.read(name, set(keys)) for tensor_rank in self._homes[name]]
+        shards = [tensor_rank.read(name, set(keys)) for tensor_rank in self._homes[name]]
         return {
-            key: tensor if key == STEP else self.cut(name).join([piece[key] for piece in pieces])
-            for key, tensor in pieces[0].items()
+            key: tensor if key == STEP else self.partition(name).join([shard[key] for shard in shards])
+            for key, tensor in shards[0].items()
         }
 
     @property
@@ -87,9 +89,9 @@ class _ModelRank:
         self._number = stage * layout["tensor"] + tensor
 
     @cached_property
-    def cuts(self) -> dict[str, Cut]:
-        """Name -> cut of the tensors this rank has a piece of."""
-        return {name: Cut(*cut) for name, cut in self._main[_RECORD]["cuts"].items()}
+    def partitions(self) -> dict[str, Partition]:
+        """Name -> cut of the tensors this rank has a shard of."""
+        return {name: Partition(*partition) for name, partition in self._main[_RECORD]["cuts"].items()}
 
     @property
     def counters(self) -> dict[str, int]:
@@ -97,7 +99,7 @@ class _ModelRank:
         return {name: self._main[name] for name in _COUNTERS}
 
     def read(self, name: str, keys: set[str]) -> dict[str, Tensor]:
-        """This rank's piece. A buffer has a WEIGHT alone, and so has a parameter that was never updated."""
+        """This rank's shard. A buffer has a WEIGHT alone, and so has a parameter that was never updated."""
         if name in self._numbers and self._zero_stage > 0:
             return self._joined_shards(name, keys)
         state = {WEIGHT: self._module[name]}
@@ -118,8 +120,8 @@ class _ModelRank:
         shape = next(shapes[name] for shapes in self._main["param_shapes"] if name in shapes)
         return {
             # ZeRO 3 pads the last shard.
-            key: pieces[0] if key == STEP else torch.cat(pieces)[: shape.numel()].view(shape)
-            for key, pieces in fragments.items()
+            key: shards[0] if key == STEP else torch.cat(shards)[: shape.numel()].view(shape)
+            for key, shards in fragments.items()
         }
 
     def _places_in(self, shard: dict[str, Any], name: str) -> Iterator[tuple[int, int, int]]:
@@ -169,5 +171,5 @@ class _ModelRank:
             for key, tensor in load(file).items():
                 tensors[f"{layer}.{key}"] = tensor
         # The embedding's file has its number in the list of layers; tied to the head, the module has its name.
-        tied = {name: name.split(".", 2)[2] for name in self.cuts if name.startswith("tied_modules.")}
+        tied = {name: name.split(".", 2)[2] for name in self.partitions if name.startswith("tied_modules.")}
         return tensors | {name: tensors[f"0.{key}"] for name, key in tied.items()}

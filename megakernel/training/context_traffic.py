@@ -1,4 +1,4 @@
-"""What a step sends between the pieces of a sequence, as numbers to log."""
+"""What a step sends between the shards of a sequence, as numbers to log."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,15 +6,15 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from megakernel.parallel.sequence import ContextPiece
+from megakernel.parallel.sequence import GroupShard
 
 
 class ContextTraffic:
     """Sums what the layers of this process have sent in training steps."""
 
     def __init__(self, model: nn.Module):
-        pieces = (getattr(module, "piece", None) for module in model.modules())
-        self._layers = [piece.traffic for piece in pieces if isinstance(piece, ContextPiece)]
+        shards = (getattr(module, "cp_shard", None) for module in model.modules())
+        self._layers = [shard.traffic for shard in shards if isinstance(shard, GroupShard)]
         self._sent: Counter[str] = Counter()
         self._late = 0
         self._steps = 0

@@ -22,7 +22,7 @@ def micro_batches_per_step(training: Training, mesh: Mesh) -> int:
 def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
     """What `deepspeed.initialize` is given; `config.deepspeed` is merged last.
 
-    DeepSpeed's data-parallel world is ours times the context ranks, so its batch size counts each sequence piece.
+    DeepSpeed's data-parallel world is ours times the context ranks, so its batch size counts each sequence shard.
     """
     accumulation = micro_batches_per_step(config.training, mesh)
     ours: dict[str, Any] = {

@@ -15,20 +15,20 @@ from data_pipeline.batch import Batch
 from megakernel import attention
 from megakernel.config import Config, Phase
 from megakernel.model import ModelSettings, Parted, build_model, rotate_by
-from megakernel.model.stream import Stream
+from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel import Mesh
 from megakernel.uptraining.near_windows import LinearDecay, drop_near_windows
 
 from . import weights_only
 from .checkpoint_files import record
 from .context_traffic import ContextTraffic
-from .cut import cuts
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
 from .deferred_errors import DeferredErrors
 from .memory import MemoryPeaks
+from .model_inputs import means, model_inputs
 from .optimizer import SHARE, build_optimizer, freeze
+from .partition import partitions
 from .ranks import Ranks
-from .streams import means, streams
 from .universal import UniversalFolder, WholeTensors
 from .universal_load import (
     Comparison,
@@ -80,8 +80,8 @@ class Engine:
         ds_config = deepspeed_config(config, mesh)
         model = Ranks.of(mesh).alike(lambda: self._made(settings, make_model))
         optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config))
-        self.cuts = cuts(model)
-        self.record = record(model, self.cuts, optimizer)
+        self.partitions = partitions(model)
+        self.record = record(model, self.partitions, optimizer)
         self.engine, self.optimizer, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -138,7 +138,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group[SHARE]
         self.engine.train()
-        inputs = self._streams(batches)
+        inputs = self._model_inputs(batches)
         skipped_before = self.skipped_steps
         with self.traffic.step():
             loss = self._update(inputs)
@@ -150,17 +150,17 @@ class Engine:
             skipped=self.skipped_steps > skipped_before,
         )
 
-    def _update(self, inputs: list[Stream]) -> float:
+    def _update(self, inputs: list[LayerInputs]) -> float:
         if self.pipelined:
             # Forward, backward and update overlap over the stages.
             with self._phase("step"):
-                return float(self.engine.train_batch(iter([(stream, stream[-1]) for stream in inputs])))
+                return float(self.engine.train_batch(iter([(one, one[-1]) for one in inputs])))
         total = torch.zeros((), device=self.mesh.device)
-        for index, stream in enumerate(inputs):
+        for index, one in enumerate(inputs):
             # DeepSpeed's own count of micro-batches would lose its step where their number changes.
             self.engine.set_gradient_accumulation_boundary(index == len(inputs) - 1)
             with self._phase("forward"):
-                loss = self.engine(*stream)
+                loss = self.engine(*one)
             with self._phase("backward"):
                 self.engine.backward(loss * self.loss_scale)
             with self._phase("optimizer"):
@@ -194,14 +194,14 @@ class Engine:
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """What `Model.measures` names, means over the targets of all ranks' batches; no gradients."""
         self.engine.eval()
-        inputs = self._streams(batches)
+        inputs = self._model_inputs(batches)
         names = self.config.model.measures
         found = self._evaluated_by_stages(inputs) if self.pipelined else means(self.engine, inputs, self.mesh)
         return dict(zip(names, found.expand(len(names)).tolist()))
 
     @torch.no_grad()
-    def _evaluated_by_stages(self, inputs: list[Stream]) -> Tensor:
-        pairs = iter([(stream, stream[-1]) for stream in inputs])
+    def _evaluated_by_stages(self, inputs: list[LayerInputs]) -> Tensor:
+        pairs = iter([(one, one[-1]) for one in inputs])
         # DeepSpeed adds to what the last training step left, and hands a single number from the last stage to the
         # others: a vector it can do neither with.
         self.engine.total_loss = None
@@ -211,9 +211,9 @@ class Engine:
             total += mean * len(inputs) / self.micro_batches
         return self.mesh.sum(total, self.mesh.pp)
 
-    def _streams(self, batches: Sequence[Batch]) -> list[Stream]:
+    def _model_inputs(self, batches: Sequence[Batch]) -> list[LayerInputs]:
         self._pass_on(batches[0].tokens.shape)
-        return streams(batches, self.mesh)
+        return model_inputs(batches, self.mesh)
 
     def _pass_on(self, rows: torch.Size) -> None:
         """Prepare the stages for micro-batches of these rows (B, N).
@@ -245,20 +245,20 @@ class Engine:
 
     def load_universal(self, folder: Path) -> None:
         """Read the state that `save` wrote on any layout, in its universal form."""
-        load_run(self.engine, self.cuts, self.mesh.tp, UniversalFolder(folder))
+        load_run(self.engine, self.partitions, self.mesh.tp, UniversalFolder(folder))
 
     def load_weights(self, source: WholeTensors) -> Comparison:
         """Take the weights alone, those that fit; returns what did and what did not."""
-        comparison = compare(gathered_shapes(self.engine.module, self.cuts, self.mesh), source)
-        load_weights(self.engine.module, self.cuts, self.mesh.tp, source, comparison.common)
+        comparison = compare(gathered_shapes(self.engine.module, self.partitions, self.mesh), source)
+        load_weights(self.engine.module, self.partitions, self.mesh.tp, source, comparison.common)
         return comparison
 
     def load_moments(self, source: WholeTensors) -> int:
         """Take AdamW's moments of the weights that fit; returns of how many, over all stages."""
-        comparison = compare(gathered_shapes(self.engine.module, self.cuts, self.mesh), source)
+        comparison = compare(gathered_shapes(self.engine.module, self.partitions, self.mesh), source)
         own = with_moments(self.engine.module, source, comparison.common)
         every = {name: updates for part in self.mesh.gather_objects(own) for name, updates in part.items()}
         if every:  # a stage that has none of them counts with the others
             updates = max(every.values())
-            load_moments(self.engine, self.cuts, self.mesh.tp, source, own, updates)
+            load_moments(self.engine, self.partitions, self.mesh.tp, source, own, updates)
         return len(every)

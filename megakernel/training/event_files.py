@@ -1,4 +1,4 @@
-"""TensorBoard's event files: pictures for them, and rewritten without what a run has gone back behind."""
+"""TensorBoard's event files: plots for them, and rewritten without what a run has gone back behind."""
 
 import struct
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _CHECKSUM_BYTES = 4
 
 
 def drop_later_steps(folder: Path, last_kept: int) -> None:
-    """Remove every record of a step behind `last_kept`: scalars, histograms, pictures, texts alike.
+    """Remove every record of a step behind `last_kept`: scalars, histograms, plots, texts alike.
 
     Readers disagree about what a restart hides. TensorBoard's Python reader hides later steps of all kinds when it
     meets the mark of a restart; its default data server knows no such mark, and shows them until the same tag is
@@ -40,7 +40,7 @@ def drop_later_steps(folder: Path, last_kept: int) -> None:
 
 
 def add_png(writer: "SummaryWriter", tag: str, png: bytes, step: int) -> None:
-    """Add a picture that is a PNG file already."""
+    """Add a plot that is a PNG file already."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     width, height = struct.unpack(">II", png[16:24])  # of the file's first chunk

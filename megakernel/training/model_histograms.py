@@ -25,7 +25,7 @@ class ModelHistograms:
     weights/NAME: of every trained weight in float32, before the step's update.
     gradients/NAME: of the whole batch, before clipping. What is not finite is left out.
     gates/LAYER: the near window's share of each output, of heads (and of the tokens of the step's last micro-batch).
-    NAME is the name in a checkpoint. A tensor that ranks share is counted piece by piece, a copy once.
+    NAME is the name in a checkpoint. A tensor that ranks share is counted shard by shard, a copy once.
 
     ZeRO has every rank hold a part of each gradient. DeepSpeed's own reader puts one tensor after the other together,
     on all ranks of a replica group: an all-reduce of as many bytes as the weights take in float32, in these steps only.

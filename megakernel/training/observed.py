@@ -1,4 +1,4 @@
-"""What a run shows beside numbers, and in which steps: histograms, pictures, samples, profiles."""
+"""What a run shows beside numbers, and in which steps: histograms, plots, samples, profiles."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,9 +12,9 @@ from megakernel.model import LanguageModel
 from .engine import Engine
 from .metrics_writer import Entry
 from .model_histograms import ModelHistograms
+from .model_inputs import model_inputs
 from .profiler import Profiler
 from .samples import Samples
-from .streams import streams
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,15 +33,15 @@ class Observed:
         engine: Engine,
         corpora: Corpora,
         profiler: Profiler,
-        aside: Callable[[], AbstractContextManager[None]],
+        excluded: Callable[[], AbstractContextManager[None]],
     ):
         logging = config.logging
         self._engine = engine
         self._mesh = engine.mesh
-        self._aside = aside
+        self._excluded = excluded
         self._profiler = profiler
-        self._histograms = ModelHistograms(engine, logging.histograms_every, aside)
-        self._pictures_every = logging.analysis_every
+        self._histograms = ModelHistograms(engine, logging.histograms_every, excluded)
+        self._plots_every = logging.analysis_every
         self._samples = None if logging.sample_prompt is None else Samples(config, corpora.tokenizer)
 
     @contextmanager
@@ -52,25 +52,25 @@ class Observed:
 
     def after_step(self, step: int, batches: Sequence[Batch], entry: Entry) -> None:
         """Draw what attention layers make of the first row of `batches`, in the steps that want it."""
-        if self._pictures_every is None or step % self._pictures_every:
+        if self._plots_every is None or step % self._plots_every:
             return
-        with self._aside():
-            entry.figures |= self._pictures(batches)
+        with self._excluded():
+            entry.figures |= self._plots(batches)
 
     def evaluated(self, entry: Entry) -> None:
         """Let the model write, after an evaluation."""
         if self._samples is not None and self._mesh.rank == 0:
             model = self._engine.engine.module
             assert isinstance(model, LanguageModel)
-            with self._aside():
+            with self._excluded():
                 entry.texts["samples"] = self._samples.markdown(model)
 
-    def _pictures(self, batches: Sequence[Batch]) -> "dict[str, Figure]":
-        # Imported here because a run without pictures needs no matplotlib.
-        from megakernel.analysis.pictures.live import attention_figures
+    def _plots(self, batches: Sequence[Batch]) -> "dict[str, Figure]":
+        # Imported here because a run without plots needs no matplotlib.
+        from megakernel.analysis.plots.live import attention_figures
 
         model = self._engine.engine.module
         assert isinstance(model, LanguageModel)
         # The layers of all ranks work together; one of them draws.
-        stream = streams(batches[:1], self._mesh)[0]
-        return attention_figures(model, stream, draw=self._mesh.rank == 0)
+        inputs = model_inputs(batches[:1], self._mesh)[0]
+        return attention_figures(model, inputs, draw=self._mesh.rank == 0)

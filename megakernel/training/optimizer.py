@@ -112,7 +112,7 @@ class ClippedAdamW(torch.optim.AdamW):
 
 
 def counts_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
-    """Whether this rank's piece of a weight counts where all ranks of `mesh.model` add up and copies count once."""
+    """Whether this rank's shard of a weight counts where all ranks of `mesh.model` add up and copies count once."""
     if getattr(parameter, "ds_pipe_replicated", False):  # a tied embedding's second copy
         return False
     return mesh.tp.rank == 0 or getattr(parameter, "tensor_model_parallel", False)

@@ -33,7 +33,7 @@ class Profiler:
         rank: int,
         device: torch.device,
         note: Callable[[str], None],
-        aside: Callable[[], AbstractContextManager[None]],
+        excluded: Callable[[], AbstractContextManager[None]],
     ):
         """aside: put around time that is no part of a step."""
         self._wanted = wanted
@@ -41,7 +41,7 @@ class Profiler:
         self._layers = ExitStack()
         self._device = device
         self._note = note
-        self._aside = aside
+        self._excluded = excluded
         self._profile: profile | None = None
         if wanted is not None:
             self._folder = run / "profile" / f"step_{wanted.start}"
@@ -68,7 +68,7 @@ class Profiler:
         with record_function(f"step {step}"):
             yield
         if self._profile is not None and step == self._wanted.start + self._wanted.steps - 1:
-            with self._aside():
+            with self._excluded():
                 self._write()
 
     def _begin(self) -> None:

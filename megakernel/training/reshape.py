@@ -85,7 +85,7 @@ def _convert(checkpoint: Checkpoint, folder: Path, rank: int, size: int) -> dict
     if rank == 0:
         written.append(universal.write_counters(tensors.counters))
     for name in sorted(tensors.names)[rank::size]:
-        written += universal.write(name, tensors.read(name), tensors.cut(name))
+        written += universal.write(name, tensors.read(name), tensors.partition(name))
     return flushed(folder, written)
 
 

@@ -25,7 +25,7 @@ class Samples:
 
     def markdown(self, model: LanguageModel) -> str:
         """Prompt and continuation; the model is in evaluation mode."""
-        pieces = continued(
+        shards = continued(
             model,
             self._tokenizer,
             self._tokens,
@@ -34,6 +34,6 @@ class Samples:
             seed=self._config.run.seed,
             isolate_documents=self._config.data.isolate_documents,
         )
-        text = self._prompt + "".join(pieces)
+        text = self._prompt + "".join(shards)
         # Markdown shows an indented text as it is.
         return "\n".join(f"    {line}" for line in text.splitlines())

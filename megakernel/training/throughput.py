@@ -36,13 +36,13 @@ class Throughput:
         self._loading += self._clock() - start
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """Around evaluating and saving, which are no part of a step."""
         self._wait_for_device()
         start = self._clock()
         yield
         self._wait_for_device()
-        self._aside += self._clock() - start
+        self._excluded += self._clock() - start
 
     def step(self, tokens: int, flops_per_token: float) -> None:
         """Count a finished step of `tokens` over all processes.
@@ -64,7 +64,7 @@ class Throughput:
         Times in seconds.
         """
         self._wait_for_device()
-        seconds = self._clock() - self._start - self._aside
+        seconds = self._clock() - self._start - self._excluded
         per_device = self._tokens / seconds / self._devices
         tflops = self._flops / seconds / self._devices / 1e12
         means = {
@@ -82,7 +82,7 @@ class Throughput:
     def _open_window(self) -> None:
         self._start = self._clock()
         self._steps = self._tokens = 0
-        self._flops = self._loading = self._aside = 0.0
+        self._flops = self._loading = self._excluded = 0.0
 
     def _wait_for_device(self) -> None:
         # Kernels run on after the call that started them: unwaited for, their time lands in the wrong place.

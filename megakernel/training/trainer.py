@@ -241,7 +241,7 @@ class Trainer:
         if self.validation is None:
             return
         self.mesh.progress.reach("evaluation")
-        with self.throughput.aside():
+        with self.throughput.excluded():
             measured = self.engine.evaluate(list(self.validation))
         scalars = {f"eval/{name}": value for name, value in measured.items()}
         scalars |= self._bits("eval", measured["loss"], "validation")
@@ -267,7 +267,7 @@ class Trainer:
             layout=self.layout,
             versions=package_versions(),
         )
-        with self.throughput.aside():
+        with self.throughput.excluded():
             # A streak of skipped steps may end the run, which then goes on from before it.
             written = self.engine.write_errors.take_written
             self.checkpoints.save(progress, self.engine.save, written, prune=not self.skipped_in_a_row)
@@ -294,10 +294,10 @@ class Trainer:
     def _observed(self, stack: ExitStack) -> Observed:
         run, rank, device = self.folder.path, self.mesh.rank, self.mesh.device
         stack.enter_context(kept_when_memory_runs_out(run, rank))
-        wanted, aside = self.config.training.profile, self.throughput.aside
+        wanted, excluded = self.config.training.profile, self.throughput.excluded
         model = self.engine.engine.module
-        profiler = stack.enter_context(Profiler(wanted, model, run, rank, device, self._note, aside))
-        return Observed(self.config, self.engine, self.corpora, profiler, aside)
+        profiler = stack.enter_context(Profiler(wanted, model, run, rank, device, self._note, excluded))
+        return Observed(self.config, self.engine, self.corpora, profiler, excluded)
 
     def _throughput(self) -> Throughput:
         # The table holds bfloat16 peaks.

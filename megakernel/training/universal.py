@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .cut import Cut
+from .partition import Partition
 from .weights_only import load
 
 PARAM, CAT_DIM, PARAM_N_SUB_PARAMS = "param", "cat_dim", "param_n_sub_params"
@@ -61,14 +61,18 @@ class UniversalFolder:
         entries = {key: load(file) for key, file in files.items() if file.exists()}
         return {key: entry if key == STEP else entry[PARAM] for key, entry in entries.items()}
 
-    def write(self, name: str, state: Mapping[str, Tensor], cut: Cut) -> list[Path]:
+    def write(self, name: str, state: Mapping[str, Tensor], partition: Partition) -> list[Path]:
         """Write what is known of one tensor, by key; the files. cut: how the layout that it comes from shared it."""
         home = self.folder / "zero" / name
         home.mkdir(parents=True)
         for key, value in state.items():
             # A slice of a flat buffer would take its whole storage to the file.
             tensor = value.clone()
-            entry: Any = {PARAM: tensor, CAT_DIM: cut.dimension or 0, PARAM_N_SUB_PARAMS: cut.stride}
+            entry: Any = {
+                PARAM: tensor,
+                CAT_DIM: partition.dimension or 0,
+                PARAM_N_SUB_PARAMS: partition.stride,
+            }
             with (home / f"{key}.pt").open("wb") as file:
                 torch.save(tensor if key == STEP else entry, file)
         return [home / f"{key}.pt" for key in state]

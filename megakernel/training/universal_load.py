@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from megakernel.parallel import Mesh
 from megakernel.parallel.axis import Axis
 
-from .cut import Cut
+from .partition import Partition
 from .universal import MOMENTS, STEP, WEIGHT, UniversalFolder, WholeTensors
 
 
-def load_run(engine: Any, cuts: Mapping[str, Cut], tp: Axis, source: UniversalFolder) -> None:
+def load_run(engine: Any, partitions: Mapping[str, Partition], tp: Axis, source: UniversalFolder) -> None:
     """Put weights, AdamW's state and the engine's counters in place. engine: from deepspeed.initialize."""
-    load_weights(engine.module, cuts, tp, source, set(cuts))
-    trained = with_moments(engine.module, source, set(cuts))
+    load_weights(engine.module, partitions, tp, source, set(partitions))
+    trained = with_moments(engine.module, source, set(partitions))
     if trained:  # no moments mean that no update was made
         (updates,) = set(trained.values())
-        load_moments(engine, cuts, tp, source, trained, updates)
+        load_moments(engine, partitions, tp, source, trained, updates)
     for counter, count in source.counters.items():
         setattr(engine, counter, count)
 
@@ -35,7 +35,12 @@ def with_moments(module: nn.Module, source: WholeTensors, names: set[str]) -> di
 
 
 def load_moments(
-    engine: Any, cuts: Mapping[str, Cut], tp: Axis, source: WholeTensors, names: Iterable[str], updates: int
+    engine: Any,
+    partitions: Mapping[str, Partition],
+    tp: Axis,
+    source: WholeTensors,
+    names: Iterable[str],
+    updates: int,
 ) -> None:
     """Put AdamW's moments of this process's parameters `names` in place, after so many updates.
 
@@ -48,7 +53,7 @@ def load_moments(
     for name in names:
         parameter, moments = parameters[name], source.read(name, MOMENTS)
         for key in MOMENTS:
-            moment = cuts[name].piece(moments[key], tp.rank, tp.size).to(parameter.device)
+            moment = partitions[name].shard(moments[key], tp.rank, tp.size).to(parameter.device)
             if parameter in optimizer.state:  # without ZeRO
                 optimizer.state[parameter][key].copy_(moment)
             else:
@@ -56,7 +61,7 @@ def load_moments(
 
 
 def load_weights(
-    module: nn.Module, cuts: Mapping[str, Cut], tp: Axis, source: WholeTensors, names: set[str]
+    module: nn.Module, partitions: Mapping[str, Partition], tp: Axis, source: WholeTensors, names: set[str]
 ) -> None:
     """Put those of this process's parameters and buffers in place that are among `names`.
 
@@ -66,7 +71,7 @@ def load_weights(
         if name not in names:
             continue
         whole = source.read(name, [WEIGHT])[WEIGHT]
-        value = cuts[name].piece(whole, tp.rank, tp.size).to(target.device)
+        value = partitions[name].shard(whole, tp.rank, tp.size).to(target.device)
         # Every rank writes the same; under ZeRO 3 the first one's copy is what is sharded again.
         with deepspeed.zero.GatheredParameters([target], modifier_rank=0):
             target.data.copy_(value)
@@ -127,17 +132,21 @@ def compare(shapes: Mapping[str, tuple[int, ...]], source: WholeTensors) -> Comp
     )
 
 
-def gathered_shapes(module: nn.Module, cuts: Mapping[str, Cut], mesh: Mesh) -> dict[str, tuple[int, ...]]:
+def gathered_shapes(
+    module: nn.Module, partitions: Mapping[str, Partition], mesh: Mesh
+) -> dict[str, tuple[int, ...]]:
     """Name -> shape over all tensor ranks, of the parameters and buffers of all stages; called on all ranks."""
-    own = whole_shapes(module, cuts, mesh.tp)
+    own = whole_shapes(module, partitions, mesh.tp)
     return {name: shape for part in mesh.gather_objects(own) for name, shape in part.items()}
 
 
-def whole_shapes(module: nn.Module, cuts: Mapping[str, Cut], tp: Axis) -> dict[str, tuple[int, ...]]:
+def whole_shapes(
+    module: nn.Module, partitions: Mapping[str, Partition], tp: Axis
+) -> dict[str, tuple[int, ...]]:
     """Name -> shape over all tensor ranks, of this process's parameters and buffers."""
     return {
         # ZeRO 3 leaves an empty tensor behind.
-        name: cuts[name].whole_shape(getattr(tensor, "ds_shape", tensor.shape), tp.size)
+        name: partitions[name].whole_shape(getattr(tensor, "ds_shape", tensor.shape), tp.size)
         for name, tensor in _tensors(module)
-        if name in cuts  # buffers that no checkpoint holds are not
+        if name in partitions  # buffers that no checkpoint holds are not
     }

@@ -65,7 +65,7 @@ class SlidingWindow(nn.Module):
         *,
         positions: Tensor | None = None,
         rotary: Rotary | None = None,
-        piece: Any = None,
+        cp_shard: Any = None,
     ) -> Tensor:
         """q (B, H, N, d), k and v (B, H_kv, N, d) -> (B, H, N, d)."""
         length = q.shape[2]

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megakernel.config import Config, Objective
 from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline
-from megakernel.model.stream import Stream, as_bits, from_bits
-from megakernel.model.vocabulary_loss import Lesson
+from megakernel.model.layer_inputs import LayerInputs, as_bits, from_bits
+from megakernel.model.vocabulary_loss import DistillationTarget
 from megakernel.parallel import Mesh
 from megakernel.training.dtypes import DTYPES
 
@@ -23,19 +23,19 @@ class Distillation:
         self.teacher, self.objective, self.mesh = teacher, objective, mesh
         self._parts: Tensor | None = None
 
-    def hidden(self, stream: Stream) -> Tensor | None:
+    def hidden(self, inputs: LayerInputs) -> Tensor | None:
         """The teacher's states (N, B, C) as they leave this stage; None: no divergence is wanted."""
-        return self.teacher.hidden(stream) if self.objective.kl else None
+        return self.teacher.hidden(inputs) if self.objective.kl else None
 
-    def loss(self, model: Parted, leaving: Stream, theirs: Tensor | None) -> Tensor:
-        """Of the streams that enter both heads."""
-        if theirs is None:
+    def loss(self, model: Parted, leaving: LayerInputs, teacher_hidden: Tensor | None) -> Tensor:
+        """Of the inputs that enter both heads."""
+        if teacher_hidden is None:
             return self.objective.cross_entropy * model.loss(leaving)
         weights = self.objective.temperature, self.objective.kl, self.objective.cross_entropy
-        lesson = Lesson(theirs, self.teacher.output_matrix, *weights)
-        loss = model.loss(leaving, lesson)
-        assert lesson.parts is not None
-        self._parts = lesson.parts if self._parts is None else self._parts + lesson.parts
+        distillation = DistillationTarget(teacher_hidden, self.teacher.output_matrix, *weights)
+        loss = model.loss(leaving, distillation)
+        assert distillation.parts is not None
+        self._parts = distillation.parts if self._parts is None else self._parts + distillation.parts
         return loss
 
     def scalars(self) -> dict[str, float]:
@@ -80,12 +80,12 @@ class DistilledModel(_Distilled, LanguageModel):
         assert isinstance(settings.mesh, Mesh)
         self.distillation = Distillation(teacher, config.objective, settings.mesh)
 
-    def forward(self, *stream: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:
         """As a LanguageModel, but for the loss."""
         if not self.training:
-            return super().forward(*stream)
-        theirs = self.distillation.hidden(stream)
-        return self.distillation.loss(self, self.body(stream), theirs)
+            return super().forward(*inputs)
+        teacher_hidden = self.distillation.hidden(inputs)
+        return self.distillation.loss(self, self.body(inputs), teacher_hidden)
 
 
 class DistilledPipeline(_Distilled, Pipeline):
@@ -99,16 +99,16 @@ class DistilledPipeline(_Distilled, Pipeline):
         self.dtype = DTYPES[config.training.dtype]
         self.distillation = Distillation(teacher, config.objective, self.mesh)
 
-    def forward(self, stream: Stream) -> Stream | Tensor:
+    def forward(self, inputs: LayerInputs) -> LayerInputs | Tensor:
         """What the stage hands on; of the last one the loss."""
         if not self.training:
-            return super().forward(stream)
-        entering = stream
+            return super().forward(inputs)
+        entering = inputs
         if self.distillation.objective.kl and not self.mesh.is_first_stage:
-            stream, bits = stream[:-1], stream[-1]
-            entering = (from_bits(bits, self.dtype), *stream[1:])
-        theirs = self.distillation.hidden(entering)
-        leaving = self.body(stream)
+            inputs, bits = inputs[:-1], inputs[-1]
+            entering = (from_bits(bits, self.dtype), *inputs[1:])
+        teacher_hidden = self.distillation.hidden(entering)
+        leaving = self.body(inputs)
         if self.mesh.is_last_stage:
-            return self.distillation.loss(self, leaving, theirs)
-        return leaving if theirs is None else (*leaving, as_bits(theirs))
+            return self.distillation.loss(self, leaving, teacher_hidden)
+        return leaving if teacher_hidden is None else (*leaving, as_bits(teacher_hidden))

@@ -7,8 +7,8 @@ import torch
 from megakernel.config import Model, UserError
 from megakernel.model import LanguageModel, ModelSettings, stage_layers
 from megakernel.parallel import Mesh
-from megakernel.training.cut import cuts
 from megakernel.training.optimizer import is_new
+from megakernel.training.partition import partitions
 from megakernel.training.universal_load import compare, gathered_shapes, load_weights
 from megakernel.training.weight_source import WeightSource
 
@@ -29,7 +29,7 @@ def frozen_model(
     assert isinstance(mesh, Mesh)
     made = LanguageModel(own, stage_layers(own))
     tp, tensors = mesh.tp, source.tensors(model)
-    shares = cuts(made)
+    shares = partitions(made)
     found = compare(gathered_shapes(made, shares, mesh), tensors)
     lost = [name for name in found.missing if not is_new(name)]
     wrong = [*source.other_words(settings.vocab_size), *found.misshapen]

@@ -3,21 +3,21 @@
 import torch
 from torch import Tensor
 
-from megakernel.attention import WHOLE, SequencePiece
-from megakernel.ops.dispatch import wide
+from megakernel.attention import WHOLE, ContextParallelShard
+from megakernel.ops.dispatch import accum_dtype
 
 FLOOR = 1e-8
 """Of weights in a cross entropy, so that one that vanishes has a finite gradient."""
 
 
-def normalized_errors(output: Tensor, target: Tensor, piece: SequencePiece = WHOLE) -> Tensor:
+def normalized_errors(output: Tensor, target: Tensor, cp_shard: ContextParallelShard = WHOLE) -> Tensor:
     """|y' - y|^2 / |y|^2 of each row and head, (B, H), of outputs y' and targets y (B, H, n, D), 0 at padding.
 
-    Of a piece of the rows it is the piece's part: those of all pieces add up. Float32 or better.
+    Of a shard of the rows it is the shard's part: those of all shards add up. Float32 or better.
     """
-    dtype = wide(target.dtype)
+    dtype = accum_dtype(target.dtype)
     output, target = output.to(dtype), target.to(dtype)
-    energy = piece.total(target.square().sum((2, 3)))
+    energy = cp_shard.total(target.square().sum((2, 3)))
     return (output - target).square().sum((2, 3)) / energy.clamp(min=torch.finfo(dtype).tiny)
 
 

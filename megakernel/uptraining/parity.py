@@ -21,7 +21,7 @@ from megakernel.training.weight_source import WeightSource
 from .dense import DenseCheckpoint
 from .dense.checkpoint import their_config
 from .dense.families import OWN
-from .handed_on import before_head
+from .pipeline_forward import before_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -72,7 +72,7 @@ def parity(dense: Callable[[], LanguageModel], source: WeightSource, mesh: Mesh)
     """Compare the logits of one made row; called on all ranks, which get the same.
 
     dense: makes the model of `source` in float32, from `frozen_model`. One rank of the last stage has all its logits,
-    and loads the reference. Where the model is too large for that, or rows are cut in pieces, that rank alone compares
+    and loads the reference. Where the model is too large for that, or rows are cut in shards, that rank alone compares
     as many layers as fit. Raises UserError, alike on all ranks, where `transformers` cannot compute it.
     """
     if source.checkpoint is not None:

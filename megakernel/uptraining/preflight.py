@@ -29,7 +29,7 @@ class Preflight(NamedTuple):
     identity: Identity | None
     """Of a student whose near windows cover the tokens: the dense model again.
 
-    None where rows are cut in pieces, or none of those tokens counts (data.scored: answers).
+    None where rows are cut in shards, or none of those tokens counts (data.scored: answers).
     """
 
     dense: tuple[float, float]
@@ -41,7 +41,7 @@ class Preflight(NamedTuple):
     sliding: tuple[float, float] | None
     """Of the dense model through a sliding window as long as the near one, with sinks.
 
-    None where there is no near window, or rows are too long or cut in pieces.
+    None where there is no near window, or rows are too long or cut in shards.
     """
 
     @classmethod

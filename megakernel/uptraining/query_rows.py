@@ -16,9 +16,9 @@ from torch import Tensor
 from megakernel.attention import AttentionLayer
 from megakernel.attention.heads import generator
 from megakernel.attention.layer import rotate
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 
-from .core_call import CoreCall
+from .attention_inputs import AttentionInputs
 
 
 def sample_queries(length: int, count: int, seed: int, step: int) -> Tensor:
@@ -34,7 +34,7 @@ def sample_queries(length: int, count: int, seed: int, step: int) -> Tensor:
 class QueryRows:
     """Sampled queries of one call: who sees whom, and the weights that mechanisms give."""
 
-    call: CoreCall
+    inputs: AttentionInputs
 
     queries: Tensor
     """(R,) places in the whole row."""
@@ -46,18 +46,18 @@ class QueryRows:
     """(B, N) int64, place of each token in its document."""
 
     @classmethod
-    def of(cls, call: CoreCall, queries: Tensor, causal: bool) -> "QueryRows":
+    def of(cls, inputs: AttentionInputs, queries: Tensor, causal: bool) -> "QueryRows":
         """The queries at places (R,) of a call whose layer is or is not causal."""
-        queries = queries.to(call.q.device)
-        places = call.piece.all_tokens(call.places()[..., None])[..., 0]
-        real = call.real()
+        queries = queries.to(inputs.q.device)
+        places = inputs.cp_shard.all_tokens(inputs.places()[..., None])[..., 0]
+        real = inputs.real()
         visible = real[:, queries, None] & real[:, None]
-        if call.positions is not None:
+        if inputs.positions is not None:
             documents = ((places == 0) & real).cumsum(1)
             visible = visible & (documents[:, queries, None] == documents[:, None])
         if causal:
-            visible = visible & (torch.arange(call.length, device=real.device) <= queries[:, None])
-        return cls(call, queries, visible, places)
+            visible = visible & (torch.arange(inputs.length, device=real.device) <= queries[:, None])
+        return cls(inputs, queries, visible, places)
 
     @property
     def real(self) -> Tensor:
@@ -66,14 +66,14 @@ class QueryRows:
 
     def scores(self) -> Tensor:
         """q.k / sqrt(d) of rotated queries and keys (B, H, R, N), float32 or better; of hidden keys anything."""
-        call = self.call
-        dtype = wide(call.q.dtype)
-        q, k = rotate(call.rotary, call.q.to(dtype), call.k.to(dtype), call.places())
+        inputs = self.inputs
+        dtype = accum_dtype(inputs.q.dtype)
+        q, k = rotate(inputs.rotary, inputs.q.to(dtype), inputs.k.to(dtype), inputs.places())
         own, index = self._mine()
         asked = q.new_zeros(*q.shape[:2], len(self.queries), q.shape[-1])
         asked[:, :, index] = q[:, :, own]
-        asked = call.piece.total(asked) * q.shape[-1] ** -0.5
-        scores = asked @ k.repeat_interleave(call.group, 1).transpose(-1, -2)
+        asked = inputs.cp_shard.total(asked) * q.shape[-1] ** -0.5
+        scores = asked @ k.repeat_interleave(inputs.group, 1).transpose(-1, -2)
         return self._whole(scores)
 
     def softmax(self, scores: Tensor, window: int | None = None) -> Tensor:
@@ -84,7 +84,7 @@ class QueryRows:
         seen = self.visible
         if window is not None:
             seen = seen & (
-                torch.arange(self.call.length, device=seen.device) > self.queries[:, None] - window
+                torch.arange(self.inputs.length, device=seen.device) > self.queries[:, None] - window
             )
         hidden = ~seen[:, None]
         return scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
@@ -94,73 +94,75 @@ class QueryRows:
 
         0 where a query sees nothing. Weights of landmarks are those that their tokens have through E and F.
         """
-        call = self._widened()
+        inputs = self._widened()
         parts = []
         for some in self._passes():
             with torch.enable_grad():
                 values = self._values().requires_grad_()
-                out = call.run(core, values)
+                out = inputs.run(core, values)
                 (grad,) = torch.autograd.grad(out, values, self._picked(out, some))
             parts.append(self._channels(grad).permute(0, 1, 3, 4, 2).flatten(1, 2)[:, :, : len(some)])
         return self._whole(torch.cat(parts, 2))
 
     def weighted(self, core: AttentionLayer, slopes: Tensor) -> Tensor:
-        """The sum of slopes (B, H, R, N) times the weights of `core`, over this piece's queries; a scalar.
+        """The sum of slopes (B, H, R, N) times the weights of `core`, over this shard's queries; a scalar.
 
-        Differentiable by the parameters of `core`; gradients of all pieces add up.
+        Differentiable by the parameters of `core`; gradients of all shards add up.
         """
-        call = self._widened()
-        mine = slopes[..., call.first : call.first + call.q.shape[2]]
+        inputs = self._widened()
+        mine = slopes[..., inputs.first : inputs.first + inputs.q.shape[2]]
         total = slopes.new_zeros(())
         for some in self._passes():
             values = self._values()
-            by_key = mine[:, :, some.start : some.stop].unflatten(1, (-1, call.group)).permute(0, 1, 4, 2, 3)
+            by_key = (
+                mine[:, :, some.start : some.stop].unflatten(1, (-1, inputs.group)).permute(0, 1, 4, 2, 3)
+            )
             self._channels(values)[..., : len(some)] = by_key
-            out = call.run(core, values)
+            out = inputs.run(core, values)
             total = total + (out * self._picked(out, some)).sum()
         return total
 
     @property
     def _per_pass(self) -> int:
         """Queries of each head whose weights fit into values as wide as the layer's own, which every kernel takes."""
-        return max(1, self.call.q.shape[-1] // self.call.group)
+        return max(1, self.inputs.q.shape[-1] // self.inputs.group)
 
     def _passes(self) -> Iterator[range]:
         for start in range(0, len(self.queries), self._per_pass):
             yield range(start, min(start + self._per_pass, len(self.queries)))
 
-    def _widened(self) -> CoreCall:
-        call = self.call
-        dtype = wide(call.q.dtype)
-        return call._replace(q=call.q.to(dtype), k=call.k.to(dtype))
+    def _widened(self) -> AttentionInputs:
+        inputs = self.inputs
+        dtype = accum_dtype(inputs.q.dtype)
+        return inputs._replace(q=inputs.q.to(dtype), k=inputs.k.to(dtype))
 
     def _values(self) -> Tensor:
         """Zeros (B, H_kv, n, G R' or wider), G query heads to a key head and R' queries in a pass."""
-        batch, heads, tokens, width = self.call.k.shape
-        width = max(width, self.call.group * self._per_pass)
-        return self.call.k.new_zeros(batch, heads, tokens, width, dtype=wide(self.call.k.dtype))
+        batch, heads, tokens, width = self.inputs.k.shape
+        width = max(width, self.inputs.group * self._per_pass)
+        return self.inputs.k.new_zeros(batch, heads, tokens, width, dtype=accum_dtype(self.inputs.k.dtype))
 
     def _channels(self, values: Tensor) -> Tensor:
         """A view (B, H_kv, n, G, R') of the channels that belong to query heads and queries."""
-        used = values[..., : self.call.group * self._per_pass]
-        return used.unflatten(-1, (self.call.group, self._per_pass))
+        used = values[..., : self.inputs.group * self._per_pass]
+        return used.unflatten(-1, (self.inputs.group, self._per_pass))
 
     def _mine(self, some: range | None = None) -> tuple[Tensor, Tensor]:
-        """This piece's queries among `some`: their places in the piece, and their numbers among `some`."""
+        """This shard's queries among `some`: their places in the shard, and their numbers among `some`."""
         queries = self.queries if some is None else self.queries[some.start : some.stop]
-        places = queries - self.call.first
-        (index,) = torch.where((places >= 0) & (places < self.call.q.shape[2]))
+        places = queries - self.inputs.first
+        (index,) = torch.where((places >= 0) & (places < self.inputs.q.shape[2]))
         return places[index], index
 
     def _picked(self, out: Tensor, some: range) -> Tensor:
         """1 where a query of the pass meets its own channel of an output like `out` (B, H, n, .), 0 elsewhere."""
         own, index = self._mine(some)
         pick = out.new_zeros(out.shape)
-        by_key_head = pick.unflatten(1, (-1, self.call.group))
-        for head in range(self.call.group):
+        by_key_head = pick.unflatten(1, (-1, self.inputs.group))
+        for head in range(self.inputs.group):
             by_key_head[:, :, head, own, head * self._per_pass + index] = 1
         return pick
 
     def _whole(self, rows: Tensor) -> Tensor:
-        """(B, H, R, n) of this piece's keys -> (B, H, R, N)."""
-        return self.call.piece.all_tokens(rows.transpose(-1, -2)).transpose(-1, -2)
+        """(B, H, R, n) of this shard's keys -> (B, H, R, N)."""
+        return self.inputs.cp_shard.all_tokens(rows.transpose(-1, -2)).transpose(-1, -2)

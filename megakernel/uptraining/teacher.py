@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megakernel.model import LanguageModel
-from megakernel.model.stream import Stream
+from megakernel.model.layer_inputs import LayerInputs
 
 
 @dataclass(eq=False)
@@ -19,9 +19,9 @@ class Teacher:
     _shares: bool = field(default=False, init=False)
 
     @torch.no_grad()
-    def hidden(self, stream: Stream) -> Tensor:
-        """States (N, B, C) before its head, of the tokens of a stream; of a stage, from what enters to what leaves."""
-        return self.model.body(stream)[0]
+    def hidden(self, inputs: LayerInputs) -> Tensor:
+        """States (N, B, C) before its head, of the tokens of inputs; of a stage, from what enters to what leaves."""
+        return self.model.body(inputs)[0]
 
     @property
     def output_matrix(self) -> Tensor:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from megakernel.attention import AttentionLayer
 from megakernel.attention.softmax import SoftmaxAttention
 
-from .core_call import CoreCall
+from .attention_inputs import AttentionInputs
 from .head_statistics import head_statistics
 from .head_sums import HeadSums, Place
 from .layers import attention_cores, check_students
@@ -89,7 +89,7 @@ class AttentionTransfer:
             self._hooks.pop().remove()
 
     def loss(self) -> Tensor:
-        """The loss of what was heard since the last call: this process's rows, tokens, heads and layers of the step's.
+        """The loss of what was captured since the last call, of this process's share of rows, tokens, heads and layers.
 
         Its `backward()` hands gradients that are known already to the students' parameters; over data and context ranks
         they are to be added up.
@@ -108,32 +108,38 @@ class AttentionTransfer:
             raise RuntimeError("the teacher of attention transfer runs under torch.no_grad()")
         student = self._students[index]
         parameters = [x for x in student.parameters() if x.requires_grad] if student.training else []
-        call = CoreCall.of(args, kwargs)
+        inputs = AttentionInputs.of(args, kwargs)
         with torch.set_grad_enabled(bool(parameters)):
-            loss = self._loss_of(index, student, call, output.detach())
+            loss = self._loss_of(index, student, inputs, output.detach())
         gradients: Sequence[Tensor] = ()
         if parameters:
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         self._found.append(_Found(loss.detach(), parameters, gradients))
 
-    def _loss_of(self, index: int, student: AttentionLayer, call: CoreCall, output: Tensor) -> Tensor:
-        """This piece's and these heads' part of the loss; notes down what it is made of."""
+    def _loss_of(
+        self, index: int, student: AttentionLayer, inputs: AttentionInputs, output: Tensor
+    ) -> Tensor:
+        """This shard's and these heads' part of the loss; notes down what it is made of."""
         place = partial(Place, layer=index, first_head=student.query_heads.start)
-        # Rows are whole on every piece, and count once.
-        rows = torch.full((), float(len(call.q) if call.piece.rank == 0 else 0), device=output.device)
-        errors = normalized_errors(call.run(student), output, call.piece)
+        # Rows are whole on every shard, and count once.
+        rows = torch.full((), float(len(inputs.q) if inputs.cp_shard.rank == 0 else 0), device=output.device)
+        errors = normalized_errors(inputs.run(student), output, inputs.cp_shard)
         self.sums.add(place("error"), errors.detach().sum(0), rows)
         loss = errors.sum()
         if self._query_rows:
-            loss = loss + self._look_at_queries(self._teachers[index], student, call, place)
+            loss = loss + self._look_at_queries(self._teachers[index], student, inputs, place)
         return loss / (self._batch_rows * len(student.query_heads) * student.heads.size)
 
     def _look_at_queries(
-        self, teacher: AttentionLayer, student: AttentionLayer, call: CoreCall, place: "partial[Place]"
+        self,
+        teacher: AttentionLayer,
+        student: AttentionLayer,
+        inputs: AttentionInputs,
+        place: "partial[Place]",
     ) -> Tensor:
         """The part of the loss that sampled queries have, before it is a mean; notes down what they see."""
-        queries = sample_queries(call.length, self._query_rows, self._seed, self._step)
-        rows = QueryRows.of(call, queries, student.causal)
+        queries = sample_queries(inputs.length, self._query_rows, self._seed, self._step)
+        rows = QueryRows.of(inputs, queries, student.causal)
         scores = rows.scores()
         if isinstance(teacher, SoftmaxAttention):
             theirs = rows.softmax(scores, teacher.window)
@@ -141,7 +147,7 @@ class AttentionTransfer:
             theirs = rows.weights(teacher.forward)  # past the hooks, which would hear it
         ours = rows.weights(student)
         values, slopes = cross_entropy(theirs, ours, rows.real)
-        if call.piece.rank == 0:  # all pieces have the same
+        if inputs.cp_shard.rank == 0:  # all shards have the same
             count = torch.full((), float(len(values)), device=values.device)
             self.sums.add(place("cross_entropy"), values.sum(0), count)
             for name, (sums, counts) in head_statistics(
@@ -150,7 +156,7 @@ class AttentionTransfer:
                 self.sums.add(place(name), sums, counts)
         if not self._cross_entropy:
             return values.new_zeros(())
-        value = values.sum() if call.piece.rank == 0 else values.new_zeros(())
+        value = values.sum() if inputs.cp_shard.rank == 0 else values.new_zeros(())
         if torch.is_grad_enabled():
             slope = rows.weighted(student, slopes)
             value = value + slope - slope.detach()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megakernel.config import Config
 from megakernel.model import LanguageModel, ModelSettings, Pipeline
-from megakernel.model.stream import Stream, as_bits, from_bits
+from megakernel.model.layer_inputs import LayerInputs, as_bits, from_bits
 from megakernel.parallel import Mesh
 from megakernel.training.dtypes import DTYPES
 
@@ -38,10 +38,10 @@ class LayerTransfer:
             seed=config.run.seed,
         )
 
-    def __call__(self, stream: Stream) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
         """The states that leave the teacher's layers, and the loss of these layers."""
         with self.attention:
-            hidden = self.teacher.hidden(stream)
+            hidden = self.teacher.hidden(inputs)
         # Each tensor rank has the heads that are its own.
         group = self.mesh.tp.group
         return hidden, reduce_from_tensor_model_parallel_region(self.attention.loss(), group=group)
@@ -88,17 +88,17 @@ class TransferModel(_Transferred, LanguageModel):
         assert isinstance(settings.mesh, Mesh)
         self.transfer = LayerTransfer(self, teacher, config, settings.mesh)
 
-    def forward(self, *stream: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:
         """As a LanguageModel, but for the loss."""
         if not self.training:
-            return super().forward(*stream)
-        return self.transfer(stream)[1]
+            return super().forward(*inputs)
+        return self.transfer(inputs)[1]
 
 
 class TransferPipeline(_Transferred, Pipeline):
     """The same for a stage: layers learn apart, so each stage's learn while the next ones run the teacher further.
 
-    In training stages hand on (loss so far, the teacher's states as bits, the rest of the stream). Nothing flows back
+    In training stages hand on (loss so far, the teacher's states as bits, the rest of the inputs). Nothing flows back
     but the gradient of the loss, one number: a stage has its layers' gradients since its forward pass, and what
     DeepSpeed's schedule calls its backward pass is to scale them.
     """
@@ -111,18 +111,18 @@ class TransferPipeline(_Transferred, Pipeline):
         self.dtype = DTYPES[config.training.dtype]
         self.transfer = LayerTransfer(self, teacher, config, self.mesh)
 
-    def forward(self, stream: Stream) -> Stream | Tensor:
+    def forward(self, inputs: LayerInputs) -> LayerInputs | Tensor:
         """What the stage hands on; of the last one the loss."""
         if not self.training:
-            return super().forward(stream)
+            return super().forward(inputs)
         if self.mesh.is_first_stage:
             loss = torch.zeros(1, device=self.mesh.device)
         else:
             # The loss comes first: DeepSpeed receives the n-th gradient where the n-th tensor came in.
-            loss, bits, *rest = stream
-            stream = (from_bits(bits, self.dtype), *rest)
-        hidden, own = self.transfer(stream)
+            loss, bits, *rest = inputs
+            inputs = (from_bits(bits, self.dtype), *rest)
+        hidden, own = self.transfer(inputs)
         loss = loss + own
         if self.mesh.is_last_stage:
             return loss.squeeze()
-        return (loss, as_bits(hidden), *stream[1:])
+        return (loss, as_bits(hidden), *inputs[1:])

@@ -10,16 +10,16 @@ from data_pipeline.loader import ValidationBatches
 from megakernel.config import Config, Model
 from megakernel.model import LanguageModel
 from megakernel.model.head import token_losses
-from megakernel.model.stream import IGNORED, Stream
+from megakernel.model.layer_inputs import IGNORED, LayerInputs
 from megakernel.parallel import Mesh
 from megakernel.training.dtypes import DTYPES
+from megakernel.training.model_inputs import means, model_inputs
 from megakernel.training.model_settings import model_settings
 from megakernel.training.reading import reading
-from megakernel.training.streams import means, streams
 from megakernel.training.weight_source import WeightSource
 
 from .frozen import frozen_model
-from .handed_on import before_head
+from .pipeline_forward import before_head
 
 
 def measured_on(config: Config) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Validation:
         self.corpora = Corpora(config.data, validation=True)
         self.settings = model_settings(config, mesh, self.corpora.vocab_size)
         batches = list(ValidationBatches(config, self.corpora, **reading(mesh)))
-        self._streams = streams(batches, mesh)
+        self._model_inputs = model_inputs(batches, mesh)
 
     def model(self, model: Model, source: WeightSource, dtype: torch.dtype | None = None) -> LanguageModel:
         """A frozen model with the weights of `source`, in training's dtype where None; see `frozen_model`."""
@@ -53,14 +53,16 @@ class Validation:
 
         tokens: read so many at the beginning of each row alone.
         """
-        read = [tuple(part[:, :tokens] if part.dim() == 2 else part for part in one) for one in self._streams]
-        shares = means(lambda *stream: self._share(model, stream, window), read, self.mesh)
+        read = [
+            tuple(part[:, :tokens] if part.dim() == 2 else part for part in one) for one in self._model_inputs
+        ]
+        shares = means(lambda *inputs: self._share(model, inputs, window), read, self.mesh)
         every, beyond, count, count_beyond = self.mesh.sum(shares, self.mesh.pp).tolist()
         return every / max(count, 1), beyond / max(count_beyond, 1)
 
-    def _share(self, model: LanguageModel, stream: Stream, window: int) -> Tensor:
+    def _share(self, model: LanguageModel, inputs: LayerInputs, window: int) -> Tensor:
         """float64 (4,): what this stage knows of a micro-batch's two sums and their tokens; on the last one all."""
-        entering = before_head(model, stream, self.mesh)
+        entering = before_head(model, inputs, self.mesh)
         if entering is None:
             return torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
         hidden, positions, labels, _ = entering

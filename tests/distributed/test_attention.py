@@ -1,4 +1,4 @@
-"""Attention over pieces of the sequence and shards of the heads gives the numbers of one process."""
+"""Attention over shards of the sequence and shards of the heads gives the numbers of one process."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.distributed.ranks import cpu_mesh, run_ranks
 BATCH, HEADS, KEY_HEADS, TOKENS, DIM, BLOCK = 2, 8, 4, 64, 8, 8
 
 ONE_BLOCK = TOKENS // BLOCK
-"""Pieces of one block each."""
+"""Shards of one block each."""
 
 BLOCKS = {"compression": {"block_size": BLOCK, "rank": 2}}
 
@@ -39,7 +39,7 @@ FORMS = {name: name for name in PRESETS if is_cut_by_time_and_heads(name)} | {
 
 
 WIDE = (TWO_BLOCKS, "eva")
-"""Their windows reach back by two blocks, and a piece asks its left neighbour alone."""
+"""Their windows reach back by two blocks, and a shard asks its left neighbour alone."""
 
 
 def inputs():
@@ -47,7 +47,7 @@ def inputs():
     generator = torch.Generator().manual_seed(0)
     shapes = [(BATCH, heads, TOKENS, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    # Documents end inside pieces, at their edges, and beyond several of them.
+    # Documents end inside shards, at their edges, and beyond several of them.
     packed = torch.cat([torch.arange(length) for length in (3, 13, 29, 3, 16)])
     return tensors, torch.stack([torch.arange(TOKENS), packed])
 
@@ -67,9 +67,9 @@ def layer(form, heads):
     return module
 
 
-def outputs_and_gradients(form, heads=attention.ALL_HEADS, piece=attention.WHOLE):
+def outputs_and_gradients(form, heads=attention.ALL_HEADS, cp_shard=attention.WHOLE):
     def mine(x):
-        return x.chunk(heads.size, 1)[heads.rank].chunk(piece.size, 2)[piece.rank]
+        return x.chunk(heads.size, 1)[heads.rank].chunk(cp_shard.size, 2)[cp_shard.rank]
 
     tensors, positions = inputs()
     q, k, v, weight = (mine(x).clone().requires_grad_() for x in tensors)
@@ -78,9 +78,9 @@ def outputs_and_gradients(form, heads=attention.ALL_HEADS, piece=attention.WHOLE
         q,
         k,
         v,
-        positions=positions.chunk(piece.size, 1)[piece.rank],
+        positions=positions.chunk(cp_shard.size, 1)[cp_shard.rank],
         rotary=attention.Rotary(DIM),
-        piece=piece,
+        cp_shard=cp_shard,
     )
     (out * weight).sum().backward()
     parameters = {name: parameter.grad for name, parameter in module.named_parameters()}
@@ -93,7 +93,7 @@ def all_forms_on_ranks(sizes):
         for name, form in FORMS.items():
             if name in WIDE and mesh.cp.size == ONE_BLOCK:
                 continue
-            tensors, parameters, cut = outputs_and_gradients(form, mesh.head_shard, mesh.sequence_piece)
+            tensors, parameters, cut = outputs_and_gradients(form, mesh.head_shard, mesh.cp_shard)
             found[name] = (
                 tensors,
                 {key: mesh.sum(grad, mesh.gradient) for key, grad in parameters.items()},
@@ -108,20 +108,20 @@ LAYOUTS = [{"context": 2}, {"context": 4}, {"context": ONE_BLOCK}, {"tensor": 2,
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def layout(request):
     sizes = request.param
-    shards, pieces = sizes.get("tensor", 1), sizes["context"]
-    return shards, pieces, run_ranks(all_forms_on_ranks, shards * pieces, sizes)
+    shards, shards = sizes.get("tensor", 1), sizes["context"]
+    return shards, shards, run_ranks(all_forms_on_ranks, shards * shards, sizes)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_attention_over_ranks_is_attention_of_one_process(form, layout):
     expected, gradients, cut = outputs_and_gradients(FORMS[form])
-    shards, pieces, results = layout
+    shards, shards, results = layout
     if form not in results[0]:
-        pytest.skip("a window of two blocks does not fit into a piece of one")
+        pytest.skip("a window of two blocks does not fit into a shard of one")
     for rank, (actual, parameters, _) in enumerate(result[form] for result in results):
-        shard, piece = rank % shards, rank // shards
+        shard, cp_shard = rank % shards, rank // shards
         for part, whole in zip(actual, expected):
-            mine = whole.chunk(shards, 1)[shard].chunk(pieces, 2)[piece]
+            mine = whole.chunk(shards, 1)[shard].chunk(shards, 2)[cp_shard]
             # float64 sums in another order.
             torch.testing.assert_close(part, mine, rtol=1e-10, atol=1e-10)
         for name, gradient in parameters.items():

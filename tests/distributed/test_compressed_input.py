@@ -1,4 +1,4 @@
-"""FLuRKA eq. 2 over tensor ranks, sequence shards and pieces of the sequence: E X is formed where its tokens are."""
+"""FLuRKA eq. 2 over tensor ranks, sequence shards and shards of the sequence: E X is formed where its tokens are."""
 
 import pytest
 import torch
@@ -42,9 +42,13 @@ def layer(form, mesh):
 
 
 def shard_of(tensor, sizes, rank):
-    """The rank's piece of (N, B, C): pieces of the sequence over cp, then shards over tp."""
-    piece = tensor.chunk(sizes.get("context", 1), 0)[rank // sizes.get("tensor", 1)]
-    return piece.chunk(sizes["tensor"], 0)[rank % sizes["tensor"]] if "sequence_parallel" in sizes else piece
+    """The rank's shard of (N, B, C): shards of the sequence over cp, then shards over tp."""
+    cp_shard = tensor.chunk(sizes.get("context", 1), 0)[rank // sizes.get("tensor", 1)]
+    return (
+        cp_shard.chunk(sizes["tensor"], 0)[rank % sizes["tensor"]]
+        if "sequence_parallel" in sizes
+        else cp_shard
+    )
 
 
 def outputs_and_gradients(form, mesh, sizes):
@@ -54,7 +58,7 @@ def outputs_and_gradients(form, mesh, sizes):
     positions = torch.arange(tokens) + mesh.cp.rank * tokens
     out, _ = module(hidden, positions.expand(BATCH, -1))
     (out * shard_of(draw(TOKENS, BATCH, WIDTH, seed=2), sizes, mesh.rank)).sum().backward()
-    # What a training step sees: the sum over pieces of the sequence.
+    # What a training step sees: the sum over shards of the sequence.
     gradients = {name: mesh.sum(x.grad, mesh.cp) for name, x in module.named_parameters()}
     return out.detach(), hidden.grad, gradients, module.core.sharded_parameters()
 

@@ -37,12 +37,12 @@ def read(config: Config, share: Share, **options: object) -> dict[str, list[list
     }
 
 
-def read_in_a_group(folder: Path, pieces: int) -> dict[str, list[list[list[int]]]]:
-    with cpu_mesh(context=pieces):
+def read_in_a_group(folder: Path, shards: int) -> dict[str, list[list[list[int]]]]:
+    with cpu_mesh(context=shards):
         rank, size = dist.get_rank(), dist.get_world_size()
-        share = Share(rank // pieces, size // pieces, rank % pieces, pieces)
+        share = Share(rank // shards, size // shards, rank % shards, shards)
         return read(
-            configuration(folder, f"index-{pieces}"), share, builds_index=rank == 0, barrier=dist.barrier
+            configuration(folder, f"index-{shards}"), share, builds_index=rank == 0, barrier=dist.barrier
         )
 
 

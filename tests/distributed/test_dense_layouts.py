@@ -36,7 +36,7 @@ def look(place, names):
     from megakernel.model.head import token_losses
     from megakernel.training.weight_source import WeightSource
     from megakernel.uptraining.frozen import frozen_model
-    from megakernel.uptraining.handed_on import before_head
+    from megakernel.uptraining.pipeline_forward import before_head
 
     with cpu_mesh(tensor=2, pipeline=2) as mesh:
 
@@ -48,8 +48,8 @@ def look(place, names):
         said = dict.fromkeys(names)
         for name in names:
             model = read(name)
-            stream = tokens(), torch.arange(dense_models.LENGTH)[None], labels(name), torch.ones(1)
-            if (entering := before_head(model, stream, mesh)) is not None:
+            layer_inputs = tokens(), torch.arange(dense_models.LENGTH)[None], labels(name), torch.ones(1)
+            if (entering := before_head(model, layer_inputs, mesh)) is not None:
                 losses = token_losses(model.output_matrix, entering[0], labels(name), model.settings)
                 said[name] = model.logits(entering[0]), model.loss(entering), losses.sum()
         return said, reading(place / "deep", mesh)
@@ -58,14 +58,14 @@ def look(place, names):
 def reading(folder, mesh):
     """Bytes that reading a checkpoint into a model allocates at once, of the model's weights, and of the largest."""
     from megakernel.model import LanguageModel, ModelSettings, stage_layers
-    from megakernel.training.cut import cuts
+    from megakernel.training.partition import partitions
     from megakernel.training.universal_load import load_weights
     from megakernel.uptraining.dense import DenseCheckpoint
 
     checkpoint = DenseCheckpoint(folder)
     settings = ModelSettings(checkpoint.model, dense_models.VOCABULARY, mesh)
     model = LanguageModel(settings, stage_layers(settings))
-    shares = cuts(model)
+    shares = partitions(model)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         load_weights(model, shares, mesh.tp, checkpoint, checkpoint.names)
     events = [event for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -1,4 +1,4 @@
-"""Pieces of a sequence over processes give the numbers of the whole sequence, forward and backward."""
+"""Shards of a sequence over processes give the numbers of the whole sequence, forward and backward."""
 
 import pytest
 import torch
@@ -21,15 +21,15 @@ def close(actual, expected, dtype):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def states(pieces, dtype):
-    """What each piece adds, whether it carries, and a weight for what enters it."""
+def states(shards, dtype):
+    """What each shard adds, whether it carries, and a weight for what enters it."""
     generator = torch.Generator().manual_seed(0)
-    sums = torch.randn(pieces, BATCH, HEADS, FEATURES, WIDTH, generator=generator, dtype=dtype)
-    log_scales = 20 * torch.randn(pieces, BATCH, HEADS, generator=generator, dtype=dtype)
+    sums = torch.randn(shards, BATCH, HEADS, FEATURES, WIDTH, generator=generator, dtype=dtype)
+    log_scales = 20 * torch.randn(shards, BATCH, HEADS, generator=generator, dtype=dtype)
     log_scales[:, 1::4] = 0.0
     log_scales[:2, 2::4], sums[:2, 2::4] = EMPTY, 0.0
-    # Row b carries over piece p where bit p of b is set: every pattern of document starts.
-    carries = torch.arange(BATCH) >> torch.arange(pieces)[:, None] & 1 == 1
+    # Row b carries over shard p where bit p of b is set: every pattern of document starts.
+    carries = torch.arange(BATCH) >> torch.arange(shards)[:, None] & 1 == 1
     return (
         sums.requires_grad_(),
         log_scales,
@@ -38,14 +38,14 @@ def states(pieces, dtype):
     )
 
 
-def entering_states(pieces, dtype, direction, way):
+def entering_states(shards, dtype, direction, way):
     chosen, parts = WAYS[way]
     state_exchange.parts = lambda size, message_bytes: parts
-    with cpu_mesh(context=pieces, state_exchange=chosen) as mesh:
-        sums, log_scales, carries, weights = states(pieces, dtype)
-        piece, rank = mesh.sequence_piece, mesh.cp.rank
+    with cpu_mesh(context=shards, state_exchange=chosen) as mesh:
+        sums, log_scales, carries, weights = states(shards, dtype)
+        cp_shard, rank = mesh.cp_shard, mesh.cp.rank
         mine = sums[rank].detach().requires_grad_()
-        begin = {"before": piece.start_prefix, "behind": piece.start_suffix}[direction]
+        begin = {"before": cp_shard.start_prefix, "behind": cp_shard.start_suffix}[direction]
         pending = begin(KernelState(mine, log_scales[rank]), carries[rank])
         entering = pending.wait()
         (entering.sums * weights[rank]).sum().backward()
@@ -54,32 +54,32 @@ def entering_states(pieces, dtype, direction, way):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("pieces", SIZES)
+@pytest.mark.parametrize("shards", SIZES)
 @pytest.mark.parametrize("direction", ["before", "behind"])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_state_that_enters_is_the_state_of_all_keys_on_its_side(way, direction, pieces, dtype):
-    sums, log_scales, carries, weights = states(pieces, dtype)
+def test_the_state_that_enters_is_the_state_of_all_keys_on_its_side(way, direction, shards, dtype):
+    sums, log_scales, carries, weights = states(shards, dtype)
     entering = empty_state(KernelState(sums[0], log_scales[0]))
     expected, loss = {}, 0.0
-    for piece in range(pieces) if direction == "before" else reversed(range(pieces)):
-        expected[piece] = entering
-        loss = loss + (entering.sums * weights[piece]).sum()
-        entering = merge(keep(entering, carries[piece]), KernelState(sums[piece], log_scales[piece]))
+    for cp_shard in range(shards) if direction == "before" else reversed(range(shards)):
+        expected[cp_shard] = entering
+        loss = loss + (entering.sums * weights[cp_shard]).sum()
+        entering = merge(keep(entering, carries[cp_shard]), KernelState(sums[cp_shard], log_scales[cp_shard]))
     loss.backward()
-    results = run_ranks(entering_states, pieces, pieces, dtype, direction, way)
-    for piece, (actual, log_scale, grad) in enumerate(results):
-        assert torch.equal(log_scale, expected[piece].log_scale)
-        close(actual, expected[piece].sums.detach(), dtype)
-        close(grad, sums.grad[piece], dtype)
+    results = run_ranks(entering_states, shards, shards, dtype, direction, way)
+    for cp_shard, (actual, log_scale, grad) in enumerate(results):
+        assert torch.equal(log_scale, expected[cp_shard].log_scale)
+        close(actual, expected[cp_shard].sums.detach(), dtype)
+        close(grad, sums.grad[cp_shard], dtype)
 
 
-def stacked(x, piece, recompute):
+def stacked(x, cp_shard, recompute):
     """Two exchanges under way at once, their results used in the other order, twice over."""
 
     def layer(x):
         carries = torch.ones(len(x), dtype=torch.bool)
-        first = piece.start_prefix(KernelState(x.tanh(), x.new_zeros(x.shape[:2])), carries)
-        second = piece.start_prefix(KernelState(x.sin(), x.new_zeros(x.shape[:2])), carries)
+        first = cp_shard.start_prefix(KernelState(x.tanh(), x.new_zeros(x.shape[:2])), carries)
+        second = cp_shard.start_prefix(KernelState(x.sin(), x.new_zeros(x.shape[:2])), carries)
         return x + second.wait().sums * first.wait().sums
 
     for _ in range(2):
@@ -87,11 +87,11 @@ def stacked(x, piece, recompute):
     return x
 
 
-def stacked_gradients(pieces, recompute, way):
-    with cpu_mesh(context=pieces, state_exchange=way) as mesh:
-        x = torch.linspace(-1, 1, pieces * 24, dtype=torch.float64).view(pieces, 1, 2, 3, 4)[mesh.cp.rank]
+def stacked_gradients(shards, recompute, way):
+    with cpu_mesh(context=shards, state_exchange=way) as mesh:
+        x = torch.linspace(-1, 1, shards * 24, dtype=torch.float64).view(shards, 1, 2, 3, 4)[mesh.cp.rank]
         x.requires_grad_()
-        out = stacked(x, mesh.sequence_piece, recompute)
+        out = stacked(x, mesh.cp_shard, recompute)
         (out * out).sum().backward()
         return out.detach(), x.grad
 
@@ -109,69 +109,69 @@ def test_exchanges_overlap_and_are_recomputed_without_changing_gradients(recompu
         close(grad, x.grad[rank], torch.float64)
 
 
-def tokens(pieces, dtype):
+def tokens(shards, dtype):
     generator = torch.Generator().manual_seed(1)
-    shape = (2, 4, pieces * TOKENS, 3)
+    shape = (2, 4, shards * TOKENS, 3)
     x = torch.randn(shape, generator=generator).to(dtype)
     return x.requires_grad_(), torch.randn(shape, generator=generator).to(dtype)
 
 
-def previous(pieces, dtype, count):
-    with cpu_mesh(context=pieces) as mesh:
-        x, weights = (part.chunk(pieces, 2)[mesh.cp.rank].detach() for part in tokens(pieces, dtype))
+def previous(shards, dtype, count):
+    with cpu_mesh(context=shards) as mesh:
+        x, weights = (part.chunk(shards, 2)[mesh.cp.rank].detach() for part in tokens(shards, dtype))
         x.requires_grad_()
-        before = mesh.sequence_piece.previous_tokens(x, count)
+        before = mesh.cp_shard.previous_tokens(x, count)
         (before * weights[:, :, :count]).sum().backward()
         return before.detach(), x.grad
 
 
 @pytest.mark.parametrize("count", [1, TOKENS])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("pieces", SIZES)
-def test_previous_tokens_are_the_left_neighbours_last(pieces, dtype, count):
-    x, weights = tokens(pieces, dtype)
+@pytest.mark.parametrize("shards", SIZES)
+def test_previous_tokens_are_the_left_neighbours_last(shards, dtype, count):
+    x, weights = tokens(shards, dtype)
     padded = torch.cat([x.new_zeros(2, 4, count, 3), x], 2)
-    expected = [padded[:, :, piece * TOKENS :][:, :, :count] for piece in range(pieces)]
-    loss = sum((e * w[:, :, :count]).sum() for e, w in zip(expected, weights.chunk(pieces, 2)))
+    expected = [padded[:, :, cp_shard * TOKENS :][:, :, :count] for cp_shard in range(shards)]
+    loss = sum((e * w[:, :, :count]).sum() for e, w in zip(expected, weights.chunk(shards, 2)))
     loss.backward()
-    for piece, (before, grad) in enumerate(run_ranks(previous, pieces, pieces, dtype, count)):
-        close(before, expected[piece].detach(), dtype)
-        close(grad, x.grad.chunk(pieces, 2)[piece], dtype)
+    for cp_shard, (before, grad) in enumerate(run_ranks(previous, shards, shards, dtype, count)):
+        close(before, expected[cp_shard].detach(), dtype)
+        close(grad, x.grad.chunk(shards, 2)[cp_shard], dtype)
 
 
-def swapped(pieces, dtype):
-    with cpu_mesh(context=pieces) as mesh:
-        piece, rank = mesh.sequence_piece, mesh.cp.rank
-        x, weights = tokens(pieces, dtype)
-        mine = x.chunk(pieces, 2)[rank].detach().requires_grad_()
-        heads = piece.tokens_to_heads(mine)
-        back = piece.heads_to_tokens(heads * weights.chunk(pieces, 1)[rank])
+def swapped(shards, dtype):
+    with cpu_mesh(context=shards) as mesh:
+        cp_shard, rank = mesh.cp_shard, mesh.cp.rank
+        x, weights = tokens(shards, dtype)
+        mine = x.chunk(shards, 2)[rank].detach().requires_grad_()
+        heads = cp_shard.tokens_to_heads(mine)
+        back = cp_shard.heads_to_tokens(heads * weights.chunk(shards, 1)[rank])
         (back * back).sum().backward()
         return heads.detach(), back.detach(), mine.grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("pieces", SIZES)
-def test_heads_and_tokens_change_places_and_return(pieces, dtype):
-    x, weights = tokens(pieces, dtype)
+@pytest.mark.parametrize("shards", SIZES)
+def test_heads_and_tokens_change_places_and_return(shards, dtype):
+    x, weights = tokens(shards, dtype)
     y = x * weights
     (y * y).sum().backward()
-    for rank, (heads, back, grad) in enumerate(run_ranks(swapped, pieces, pieces, dtype)):
-        close(heads, x.chunk(pieces, 1)[rank].detach(), dtype)
-        close(back, y.chunk(pieces, 2)[rank].detach(), dtype)
-        close(grad, x.grad.chunk(pieces, 2)[rank], dtype)
+    for rank, (heads, back, grad) in enumerate(run_ranks(swapped, shards, shards, dtype)):
+        close(heads, x.chunk(shards, 1)[rank].detach(), dtype)
+        close(back, y.chunk(shards, 2)[rank].detach(), dtype)
+        close(grad, x.grad.chunk(shards, 2)[rank], dtype)
 
 
 def whole():
     with cpu_mesh() as mesh:
-        return mesh.sequence_piece.size
+        return mesh.cp_shard.size
 
 
 def test_a_sequence_that_nobody_shares_is_whole():
     assert run_ranks(whole, 1) == [1]
 
 
-def test_large_states_and_those_of_many_pieces_are_passed_on():
+def test_large_states_and_those_of_many_shards_are_passed_on():
     state = 16 * 128 * 129 * 4  # one row, 16 key heads, F = D = 128
     assert [exchange_way.way(8, size) for size in (100, state, 8 * state)] == ["gather", "gather", "ring"]
-    assert [exchange_way.way(pieces, state) for pieces in (2, 64, 1024)] == ["gather", "gather", "ring"]
+    assert [exchange_way.way(shards, state) for shards in (2, 64, 1024)] == ["gather", "gather", "ring"]

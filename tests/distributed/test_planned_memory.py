@@ -68,10 +68,10 @@ def test_a_scan_keeps_one_state_for_each_of_its_groups():
     check_kept([case(name, seq_len=8192) for name in ("hedgehog", "flurka")], 1, 0.01)
 
 
-def test_what_a_layer_keeps_of_a_piece_of_the_row():
-    pieces = {"context": 2}
+def test_what_a_layer_keeps_of_a_shard_of_the_row():
+    shards = {"context": 2}
     check_kept(
-        [case(name, pieces, seq_len=4096) for name in ("softmax", "linear", "flurka", "local")], 2, 0.01
+        [case(name, shards, seq_len=4096) for name in ("softmax", "linear", "flurka", "local")], 2, 0.01
     )
 
 

@@ -10,7 +10,7 @@ BATCH, TOKENS, DIM = 2, 32, 8
 
 LAYOUTS = [{"context": 2}, {"context": 4}, {"tensor": 2, "context": 2}]
 HEADS = {
-    # Neither divides over pieces of tensor ranks.
+    # Neither divides over shards of tensor ranks.
     "3 heads": (3, 3, "auto"),
     "1 head": (1, 1, "auto"),
     "3 heads, 1 key head": (3, 1, "auto"),
@@ -19,7 +19,7 @@ HEADS = {
 }
 PACKED = torch.stack(
     [
-        # Documents that end inside pieces, at their edges, and beyond several of them.
+        # Documents that end inside shards, at their edges, and beyond several of them.
         torch.cat([torch.arange(length) for length in (3, 13, 9, 3, 4)]),
         torch.cat([torch.arange(7, 11), torch.arange(28)]),
     ]
@@ -33,14 +33,14 @@ CASES = [
 ]
 
 
-def outputs_and_gradients(case, heads=attention.ALL_HEADS, piece=attention.WHOLE):
+def outputs_and_gradients(case, heads=attention.ALL_HEADS, cp_shard=attention.WHOLE):
     """Output and gradients of one layer's queries, keys and values."""
     name, causal, packed, dtype = case
     num_heads, kv_heads, exchange = HEADS[name]
     generator = torch.Generator().manual_seed(0)
     shapes = [(BATCH, count, TOKENS, DIM) for count in (num_heads, kv_heads, kv_heads, num_heads)]
     wholes = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-    parts = [x.chunk(heads.size, 1)[heads.rank].chunk(piece.size, 2)[piece.rank] for x in wholes]
+    parts = [x.chunk(heads.size, 1)[heads.rank].chunk(cp_shard.size, 2)[cp_shard.rank] for x in wholes]
     q, k, v, weight = (x.clone().requires_grad_() for x in parts)
     layer = attention.build(
         "softmax",
@@ -51,8 +51,8 @@ def outputs_and_gradients(case, heads=attention.ALL_HEADS, piece=attention.WHOLE
         heads=heads,
         softmax_exchange=exchange,
     )
-    positions = PACKED.chunk(piece.size, 1)[piece.rank] if packed else None
-    out = layer(q, k, v, positions=positions, rotary=attention.Rotary(DIM), piece=piece)
+    positions = PACKED.chunk(cp_shard.size, 1)[cp_shard.rank] if packed else None
+    out = layer(q, k, v, positions=positions, rotary=attention.Rotary(DIM), cp_shard=cp_shard)
     (out * weight).sum().backward()
     return out.detach(), q.grad, k.grad, v.grad
 
@@ -65,7 +65,7 @@ def suits(case, sizes):
 def all_cases_on_ranks(sizes):
     with cpu_mesh(**sizes) as mesh:
         return {
-            case: outputs_and_gradients(case, mesh.head_shard, mesh.sequence_piece)
+            case: outputs_and_gradients(case, mesh.head_shard, mesh.cp_shard)
             for case in CASES
             if suits(case, sizes)
         }
@@ -74,40 +74,40 @@ def all_cases_on_ranks(sizes):
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def layout(request):
     sizes = request.param
-    shards, pieces = sizes.get("tensor", 1), sizes["context"]
-    return shards, pieces, run_ranks(all_cases_on_ranks, shards * pieces, sizes)
+    shards, shards = sizes.get("tensor", 1), sizes["context"]
+    return shards, shards, run_ranks(all_cases_on_ranks, shards * shards, sizes)
 
 
 def test_attention_by_keys_that_go_round_is_attention_of_one_process(layout):
-    shards, pieces, results = layout
+    shards, shards, results = layout
     for case in results[0]:
         wanted = outputs_and_gradients(case)
         # Sums in another order.
         tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}[case[-1]]
         for rank, found in enumerate(result[case] for result in results):
             for part, whole in zip(found, wanted, strict=True):
-                mine = whole.chunk(shards, 1)[rank % shards].chunk(pieces, 2)[rank // shards]
+                mine = whole.chunk(shards, 1)[rank % shards].chunk(shards, 2)[rank // shards]
                 torch.testing.assert_close(
                     part, mine, rtol=tolerance, atol=tolerance, msg=lambda text, case=case: f"{case}: {text}"
                 )
 
 
-def handed_on(pieces):
+def pipeline_forward(shards):
     """Two rotations under way at once, and the second waited for first."""
-    with cpu_mesh(context=pieces) as mesh:
-        rank, piece = mesh.cp.rank, mesh.sequence_piece
+    with cpu_mesh(context=shards) as mesh:
+        rank, cp_shard = mesh.cp.rank, mesh.cp_shard
         grid = torch.arange(12.0).view(3, 4) + 100 * rank
-        first = piece.start_rotation(
+        first = cp_shard.start_rotation(
             (grid.to(torch.bfloat16), grid.T.double(), torch.tensor([rank, 2**40 + rank]))
         )
-        second = piece.start_rotation((torch.tensor([rank % 2 == 0, True]), grid.new_empty(0)))
+        second = cp_shard.start_rotation((torch.tensor([rank % 2 == 0, True]), grid.new_empty(0)))
         return second.wait(), first.wait()
 
 
-@pytest.mark.parametrize("pieces", [2, 3])
-def test_every_piece_receives_what_the_one_before_holds(pieces):
-    for rank, (second, first) in enumerate(run_ranks(handed_on, pieces, pieces)):
-        before = (rank - 1) % pieces
+@pytest.mark.parametrize("shards", [2, 3])
+def test_every_shard_receives_what_the_one_before_holds(shards):
+    for rank, (second, first) in enumerate(run_ranks(pipeline_forward, shards, shards)):
+        before = (rank - 1) % shards
         grid = torch.arange(12.0).view(3, 4) + 100 * before
         expected = (grid.to(torch.bfloat16), grid.T.double(), torch.tensor([before, 2**40 + before]))
         for found, wanted in zip(first, expected, strict=True):

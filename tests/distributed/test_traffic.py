@@ -1,4 +1,4 @@
-"""What pieces of a sequence send, and whether local work hides it."""
+"""What shards of a sequence send, and whether local work hides it."""
 
 from contextlib import contextmanager
 
@@ -18,18 +18,18 @@ LENGTHS = [2**16, 2**20]
 
 
 def attend(mesh, tokens, preset):
-    """Forward and backward of one layer on this rank's piece of one row of `tokens`."""
+    """Forward and backward of one layer on this rank's shard of one row of `tokens`."""
     torch.manual_seed(0)
     layer = attention.build(preset, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=WIDTH)
     own = tokens // mesh.cp.size
     q, k, v = (torch.randn(1, heads, own, WIDTH, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    layer(q, k, v, piece=mesh.sequence_piece).square().mean().backward()
+    layer(q, k, v, cp_shard=mesh.cp_shard).square().mean().backward()
 
 
 def sent_by_layer(tokens, preset, size, **parallel):
     with cpu_mesh(context=size, **parallel) as mesh:
         attend(mesh, tokens, preset)
-        sent, _ = mesh.sequence_piece.traffic.take()
+        sent, _ = mesh.cp_shard.traffic.take()
         return dict(sent)
 
 
@@ -37,8 +37,8 @@ def sent_by_layer(tokens, preset, size, **parallel):
 def test_a_kernel_layer_sends_its_state_whatever_the_length(tokens):
     for sent in run_ranks(sent_by_layer, 2, tokens, "linear", 2):
         state = KV_HEADS * WIDTH * (WIDTH + 1)
-        beside = KV_HEADS + 1  # a log scale per head, and whether the piece carries what enters it
-        assert sent == {"state": FLOAT32 * ((state + beside) + state)}
+        pack_keys = KV_HEADS + 1  # a log scale per head, and whether the shard carries what enters it
+        assert sent == {"state": FLOAT32 * ((state + pack_keys) + state)}
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -128,7 +128,7 @@ def delayed(units):
 def late_exchanges(preset, units):
     with cpu_mesh(context=2) as mesh, delayed(units):
         attend(mesh, 2 * 2048, preset)
-        return mesh.sequence_piece.traffic.take()[1]
+        return mesh.cp_shard.traffic.take()[1]
 
 
 @pytest.mark.parametrize("preset", ["linear", "flurka"])

@@ -8,8 +8,8 @@ from megakernel.model import IGNORED, LanguageModel, ModelSettings, stage_layers
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.optimizer import freeze
-from megakernel.uptraining.handed_on import before_head
 from megakernel.uptraining.layers import attention_cores, converted_cores
+from megakernel.uptraining.pipeline_forward import before_head
 from megakernel.uptraining.transfer import AttentionTransfer
 from tests.distributed.ranks import cpu_mesh, run_ranks
 
@@ -25,7 +25,7 @@ def model(mesh, attention):
 
 
 def batch(mesh):
-    """This rank's tokens of two rows; documents end inside pieces and between them."""
+    """This rank's tokens of two rows; documents end inside shards and between them."""
     tokens = torch.randint(32, (ROWS, TOKENS), generator=torch.Generator().manual_seed(2))
     packed = torch.cat([torch.arange(length) for length in (3, 7, 6)])
     positions = torch.stack([torch.arange(TOKENS), packed])

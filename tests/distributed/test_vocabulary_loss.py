@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megakernel.model.head import SUMS
-from megakernel.model.vocabulary_loss import Lesson
+from megakernel.model.vocabulary_loss import DistillationTarget
 from tests.distributed.ranks import cpu_mesh, run_ranks
 from tests.unit.model.test_vocabulary_loss import LESSONS, drawn, expected, found
 
@@ -19,9 +19,9 @@ def losses_over_ranks():
         for weights in LESSONS.values():
             (hidden, head, theirs, their_head), targets = drawn(torch.float64)
             head, their_head = (x.chunk(len(HERE))[mesh.tp.rank].clone() for x in (head, their_head))
-            lesson = None if weights is None else Lesson(theirs, their_head, **weights)
+            distillation = None if weights is None else DistillationTarget(theirs, their_head, **weights)
             learned = hidden.requires_grad_(), head.requires_grad_()
-            loss, _ = found(*learned, targets, 8, lesson, HERE[mesh.tp.rank], mesh.tp.group)
+            loss, _ = found(*learned, targets, 8, distillation, HERE[mesh.tp.rank], mesh.tp.group)
             results.append((loss.item(), *torch.autograd.grad(loss, learned)))
         (hidden, head, *_), targets = drawn(torch.float32)
         own = head.chunk(len(HERE))[mesh.tp.rank]

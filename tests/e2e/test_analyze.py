@@ -1,4 +1,4 @@
-"""`megakernel analyze` of a real run with several mechanisms: tables, pictures and TensorBoard."""
+"""`megakernel analyze` of a real run with several mechanisms: tables, plots and TensorBoard."""
 
 import shutil
 
@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launch.cli import main
 from launch.exit_status import ExitStatus
-from megakernel.analysis.pictures.table import from_csv
+from megakernel.analysis.plots.table import from_csv
 from megakernel.training.checkpoint_files import CheckpointTensors
 from megakernel.training.trained_run import TrainedRun
 from megakernel.training.universal import WEIGHT
@@ -57,13 +57,13 @@ def analyzed(run):
     return run / "analysis" / "step_2"
 
 
-def test_everything_that_applies_has_a_table_and_pictures(analyzed):
+def test_everything_that_applies_has_a_table_and_plots(analyzed):
     assert {path.stem for path in analyzed.glob("*.csv")} == APPLYING
     for name in APPLYING:
         assert rows(analyzed, name)
-        pictures = list(analyzed.glob(f"{name}_*.png"))
-        assert pictures
-        assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+        plots = list(analyzed.glob(f"{name}_*.png"))
+        assert plots
+        assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
     assert not list(analyzed.glob("*partial*"))
 
 
@@ -92,7 +92,7 @@ def test_tables_are_of_the_checkpoint(run, analyzed):
     assert {row["layer"] for row in rows(analyzed, "query_likelihood")} == {2}
 
 
-def test_tensorboard_has_each_picture_once_at_its_step(run, analyzed):
+def test_tensorboard_has_each_plots_once_at_its_step(run, analyzed):
     assert analyze(run, "span", "ranks") == 0
     assert analyze(run, "span", "--step", "1") == 0
     reader = EventAccumulator(str(run / "tensorboard" / "analysis"), size_guidance={"images": 0})

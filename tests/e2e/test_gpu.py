@@ -72,7 +72,7 @@ def test_offloaded_layer_inputs_leave_the_device_until_backward():
     assert all(torch.equal(a, b) for a, b in zip(*gradients.values()))
 
 
-def test_running_out_of_memory_leaves_a_picture_of_it(tmp_path, capsys):
+def test_running_out_of_memory_leaves_a_plots_of_it(tmp_path, capsys):
     held = torch.empty(1 << 20, device="cuda")
     with pytest.raises(torch.OutOfMemoryError), kept_when_memory_runs_out(tmp_path, rank=3):
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")

@@ -247,7 +247,7 @@ def test_later_tokens_leave_earlier_outputs_bit_identical(form, feature_map, dra
 
 @pytest.mark.parametrize("form", ["gated", "kernel"])
 @pytest.mark.usefixtures("short_segments")
-def test_pieces_of_a_row_give_the_whole(form, draw, device):
+def test_shards_of_a_row_give_the_whole(form, draw, device):
     leaves = tokens(draw, device, form=form)
     whole = run("triton", leaves, form=form, feature_map="hedgehog")["out"]
     per_token = ("q", "k", "v", "gate")

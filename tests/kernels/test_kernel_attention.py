@@ -200,14 +200,14 @@ def test_two_runs_are_bit_identical(feature_map, draw, device):
 
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
 @pytest.mark.usefixtures("short_segments")
-def test_pieces_of_a_row_give_the_whole(feature_map, draw, device):
+def test_shards_of_a_row_give_the_whole(feature_map, draw, device):
     leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=150)
     options = {"feature_map": feature_map, "backend": "triton"}
     shared = {name: leaves[name] for name in leaves if name not in "qkv"}
     whole, end = kernel_attention(*(leaves[n] for n in "qkv"), **shared, **options, return_state=True)
     parts, state = [], None
-    for piece in (slice(0, 1), slice(1, 70), slice(70, 150)):
-        here = (leaves[name][:, :, piece] for name in "qkv")
+    for cp_shard in (slice(0, 1), slice(1, 70), slice(70, 150)):
+        here = (leaves[name][:, :, cp_shard] for name in "qkv")
         out, state = kernel_attention(*here, **shared, **options, initial_state=state, return_state=True)
         parts.append(out)
     assert rms_ratio(torch.cat(parts, 2), whole) < 1e-6

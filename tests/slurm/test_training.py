@@ -54,8 +54,10 @@ def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(p
     assert now["heartbeat"] < 30
 
     # Another job of a partition that goes first takes both nodes.
-    rival = ["sbatch", "--parsable", "-p", "high", "-N", "2", "--exclusive", "-o", "/dev/null", "--wrap"]
-    other = subprocess.run([*rival, "sleep 600"], capture_output=True, text=True, check=True).stdout.strip()
+    baseline = ["sbatch", "--parsable", "-p", "high", "-N", "2", "--exclusive", "-o", "/dev/null", "--wrap"]
+    other = subprocess.run(
+        [*baseline, "sleep 600"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     waiting = until_state("preempted", "PENDING")
     assert waiting["why"].startswith("saved and stopped to make room; ")
     step = last("preempted", "signalled")["step"]

@@ -24,7 +24,7 @@ SHORT_COPIES = 5
 """How many times q, k and v in float32 such a graph takes (`ops.groups` measured 4 to 6)."""
 
 
-class Kept(NamedTuple):
+class SavedActivations(NamedTuple):
     """Bytes kept by a part of the model."""
 
     tokens: float
@@ -33,9 +33,9 @@ class Kept(NamedTuple):
     states: float = 0.0
     """What attention keeps beside q, k, v and its output: states, tails of windows, masks of documents."""
 
-    def plus(self, other: "Kept") -> "Kept":
+    def plus(self, other: "SavedActivations") -> "SavedActivations":
         """Both parts together."""
-        return Kept(self.tokens + other.tokens, self.states + other.states)
+        return SavedActivations(self.tokens + other.tokens, self.states + other.states)
 
     @property
     def total(self) -> float:
@@ -43,23 +43,25 @@ class Kept(NamedTuple):
         return self.tokens + self.states
 
 
-def layer(job: Job, attention: Attention) -> Kept:
+def layer(job: Job, attention: Attention) -> SavedActivations:
     """One transformer layer, as training.activation_checkpointing says."""
     recompute = job.layout.recompute
     if recompute == "full" and job.config.training.checkpoint_offload and job.stack.on_gpu:
-        return Kept(0, _start(job, attention))
+        return SavedActivations(0, _start(job, attention))
     if recompute == "full":
-        return Kept(job.sharded_tokens * job.model.hidden_size * job.element, _start(job, attention))
+        return SavedActivations(
+            job.sharded_tokens * job.model.hidden_size * job.element, _start(job, attention)
+        )
     outside = 2 * norm(job) + residuals(job) + projections(job, attention) + mlp(job)
     if recompute == "selective":
-        return Kept(outside, _start(job, attention))
-    return Kept(outside).plus(core(job, attention))
+        return SavedActivations(outside, _start(job, attention))
+    return SavedActivations(outside).plus(core(job, attention))
 
 
-def whole_layer(job: Job, attention: Attention) -> Kept:
+def whole_layer(job: Job, attention: Attention) -> SavedActivations:
     """The layer when backward has run it again."""
     outside = 2 * norm(job) + residuals(job) + projections(job, attention) + mlp(job)
-    return Kept(outside).plus(core(job, attention))
+    return SavedActivations(outside).plus(core(job, attention))
 
 
 def norm(job: Job) -> float:
@@ -88,7 +90,7 @@ def projections(job: Job, attention: Attention) -> float:
 
 
 def _trades(job: Job, attention: Attention) -> bool:
-    """Whether whole rows of some heads take the place of a piece of all heads."""
+    """Whether whole rows of some heads take the place of a shard of all heads."""
     trades = job.exchange == "own" and attention.trades_heads(job.model.is_causal)
     return trades and job.layout.context > 1 and not job.passes_keys_round(attention)
 
@@ -104,18 +106,18 @@ def mlp(job: Job) -> float:
     Eager SwiGLU keeps both halves, silu and the product; the fused one of a GPU what goes in and what comes out.
     """
     copies = (3 if job.stack.on_gpu else 4) if job.model.activation == "swiglu" else 2
-    tokens = min(job.tokens, (job.config.training.mlp_chunk_size or job.piece) * job.rows)
+    tokens = min(job.tokens, (job.config.training.mlp_chunk_size or job.cp_shard) * job.rows)
     return tokens * copies * job.model.ffn_size / job.layout.tensor * job.element
 
 
-def core(job: Job, attention: Attention) -> Kept:
+def core(job: Job, attention: Attention) -> SavedActivations:
     """The attention itself, beside its inputs q, k, v."""
     size, element = job.model.head_size, job.element
     keys = attention.keys_per_head * job.kv_heads
     values = job.heads * size * element
     scans = attention.near is not None or attention.feature_map is not None
     if attention.near is not None:
-        kept = Kept(job.tokens * values if job.stack.on_gpu else 0)
+        kept = SavedActivations(job.tokens * values if job.stack.on_gpu else 0)
         return kept.plus(_windows(job, attention))
     rotated = 0.0
     if _rotates_at_once(job, attention):
@@ -123,16 +125,16 @@ def core(job: Job, attention: Attention) -> Kept:
         rotated = (job.heads + keys) * size * element + size * FLOAT32
     if scans:
         output = values + 2 * job.heads * FLOAT32 if job.stack.on_gpu else 0
-        return Kept(job.tokens * (rotated + output)).plus(_states(job, attention))
+        return SavedActivations(job.tokens * (rotated + output)).plus(_states(job, attention))
     traded = 0.0
     if _trades(job, attention):
-        # Neither the projections nor the rotated pieces are needed any more.
+        # Neither the projections nor the rotated shards are needed any more.
         cut = job.kv_heads % job.layout.context == 0
         traded = (job.heads + (keys + job.kv_heads if cut else 2 * job.heads)) * size * element
         rotated = size * FLOAT32 if rotated else 0
     output = values + job.heads * FLOAT32
     masks = _mask(job, attention) if attention.is_full_softmax else 0.0
-    return Kept(job.tokens * (rotated + traded + output), masks)
+    return SavedActivations(job.tokens * (rotated + traded + output), masks)
 
 
 def _mask(job: Job, attention: Attention) -> float:
@@ -179,10 +181,10 @@ def tail(job: Job, attention: Attention) -> float:
 
 
 def _groups(job: Job, block: int = 1) -> int:
-    """Groups of a scan over a piece; a group holds whole chunks of the far scan."""
+    """Groups of a scan over a shard; a group holds whole chunks of the far scan."""
     span = max(1, 256 // block) * block if block > 1 else GROUP
     group = span * max(1, GROUP // span)
-    return -(-job.piece // group)
+    return -(-job.cp_shard // group)
 
 
 def _short(job: Job, attention: Attention) -> float:
@@ -190,24 +192,24 @@ def _short(job: Job, attention: Attention) -> float:
     return SHORT_COPIES * job.tokens * vectors * job.model.head_size * FLOAT32
 
 
-def _states(job: Job, attention: Attention) -> Kept:
-    """Kernel attention: a state for each group, and the local sums where pieces exchange states."""
-    if job.piece <= SHORT:
-        return Kept(_short(job, attention), state(job, attention))
+def _states(job: Job, attention: Attention) -> SavedActivations:
+    """Kernel attention: a state for each group, and the local sums where shards exchange states."""
+    if job.cp_shard <= SHORT:
+        return SavedActivations(_short(job, attention), state(job, attention))
     scans, sums = 1, 0.0
     if job.layout.context > 1 or not job.model.is_causal:
         scans = 2  # keys are written before queries read, in groups of their own
         sums = job.tokens * job.heads * (job.model.head_size + 2) * FLOAT32
-    return Kept(sums, (scans * _groups(job) + 1) * state(job, attention))
+    return SavedActivations(sums, (scans * _groups(job) + 1) * state(job, attention))
 
 
-def _windows(job: Job, attention: Attention) -> Kept:
-    """A window, alone or with landmarks: tails and states for each group, a gate, sums where pieces exchange."""
+def _windows(job: Job, attention: Attention) -> SavedActivations:
+    """A window, alone or with landmarks: tails and states for each group, a gate, sums where shards exchange."""
     near, block = attention.near, attention.block_size
     assert near is not None
     assert block is not None
-    if job.piece <= SHORT:
-        return Kept(_short(job, attention), state(job, attention))
+    if job.cp_shard <= SHORT:
+        return SavedActivations(_short(job, attention), state(job, attention))
     gated = attention.compression is not None and (near.join, near.gate) == ("gated", "token")
     kept = job.tokens * job.heads * job.element if gated and near.kind == "softmax" else 0.0
     scans = 1
@@ -215,8 +217,8 @@ def _windows(job: Job, attention: Attention) -> Kept:
         scans = 2
         kept += job.tokens * 2 * job.heads * (job.model.head_size + 2) * FLOAT32
     if attention.compression is not None and attention.feature_map is None:
-        # Landmarks of the whole piece at once, as sums of tokens in float32.
+        # Landmarks of the whole shard at once, as sums of tokens in float32.
         vectors = (attention.keys_per_head + 1) * job.kv_heads
         kept += job.tokens * vectors * job.model.head_size * FLOAT32
     at_bounds = state(job, attention) + tail(job, attention)
-    return Kept(kept, (scans * _groups(job, block) + 1) * at_bounds)
+    return SavedActivations(kept, (scans * _groups(job, block) + 1) * at_bounds)

@@ -11,7 +11,7 @@ from .stages import stage_layers, stage_parameters
 
 Recompute = Literal["none", "selective", "full"]
 Exchange = Literal["own", "ring"]
-"""How pieces of a row meet in softmax layers: as the code does it, by heads, or (for comparison) by a ring of keys."""
+"""How shards of a row meet in softmax layers: as the code does it, by heads, or (for comparison) by a ring of keys."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ class Job:
         return self.layout.micro_batch_size * self.model.rows_per_sample
 
     @property
-    def piece(self) -> int:
+    def cp_shard(self) -> int:
         """Tokens of a row that one device holds."""
         return self.seq_len // self.layout.context
 
     @property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one device."""
-        return self.rows * self.piece
+        return self.rows * self.cp_shard
 
     @property
     def sharded_tokens(self) -> float:

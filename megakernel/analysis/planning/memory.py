@@ -6,7 +6,7 @@ from megakernel.analysis import parameters
 from megakernel.config import Attention
 
 from . import activations
-from .activations import Kept
+from .activations import SavedActivations
 from .gpus import Gpu
 from .layout import Job
 
@@ -102,10 +102,10 @@ def _stage(job: Job, stage: int) -> Memory:
     layers = job.layers(stage)
     # One forward, one backward: an early stage has sent on as many micro-batches as there are stages behind it.
     under_way = min(job.micro_batches, job.layout.pipeline - stage)
-    kept = Kept(0.0)
+    kept = SavedActivations(0.0)
     for attention, count in layers:
         one = activations.layer(job, attention)
-        kept = kept.plus(Kept(one.tokens * count, one.states * count))
+        kept = kept.plus(SavedActivations(one.tokens * count, one.states * count))
     last = stage == job.layout.pipeline - 1
     in_buckets, at_update = buckets(job, job.parameters[stage])
     fixed = stays(job, stage)
@@ -161,7 +161,7 @@ def exchange_buffer(job: Job, attention: Attention) -> float:
             return 4 * 2 * job.tokens * job.kv_heads * width
         return 2 * job.tokens * max(job.heads, job.kv_heads) * width
     state = activations.state(job, attention)
-    # Of all pieces, or what enters this one and what leaves it.
+    # Of all shards, or what enters this one and what leaves it.
     at_once = ranks if job.state_parts(state) is None else 2
     return at_once * state + 2 * activations.tail(job, attention)
 
@@ -175,7 +175,7 @@ def _workspace(job: Job, attention: Attention) -> float:
     # When backward comes to the attention, what the MLP kept is gone.
     vectors = 2 * job.heads + (attention.keys_per_head + 1) * job.kv_heads
     gradients = job.tokens * vectors * job.model.head_size * job.element + hidden
-    group = job.rows * min(activations.GROUP, job.piece) * activations.scanned(job, attention)
+    group = job.rows * min(activations.GROUP, job.cp_shard) * activations.scanned(job, attention)
     in_core = gradients + group - activations.mlp(job) - activations.norm(job)
     if job.layout.recompute == "selective":  # backward comes to the attention behind the MLP
         return max(in_mlp, again + in_core)

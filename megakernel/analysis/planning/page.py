@@ -5,10 +5,10 @@ from datetime import date
 
 from megakernel.config import Config
 
+from .baselines import BASELINES, compare
 from .gpus import Gpu
 from .plan import Plan, Planned
 from .rates import ASSUMED
-from .rivals import RIVALS, compare
 from .scaling import WAYS, Point, Way, efficiency, grow, scaling
 
 SHOWN = 5
@@ -24,7 +24,7 @@ def page(
     lines = [*_opening(config, note, at, gpu, command), *_best(own, gpu)]
     for way, title in WAYS.items():
         lines += [f"## {_capital(title)}: *predicted*", "", *_scaled(points[way]), ""]
-    lines += _rivals(config, vocabulary, counts, at, gpu)
+    lines += _baselines(config, vocabulary, counts, at, gpu)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -97,13 +97,13 @@ def _scaled(points: list[Point]) -> Iterator[str]:
     yield from markdown(names, rows)
 
 
-def _rivals(config: Config, vocabulary: int, counts: list[int], at: int, gpu: Gpu) -> Iterator[str]:
+def _baselines(config: Config, vocabulary: int, counts: list[int], at: int, gpu: Gpu) -> Iterator[str]:
     yield "## Softmax attention in the same model: *predicted*"
     yield ""
     yield (
         "The same Transformer on the same devices, each with its best layout. Ring: keys and values pass every device "
         "behind the work on those before, balanced over the devices. Ulysses: tokens are traded for heads, whose "
-        "number the pieces divide. Heads over tensor ranks: also across nodes, up to the number of heads, without "
+        "number the shards divide. Heads over tensor ranks: also across nodes, up to the number of heads, without "
         "context ranks. Rows are one document each, so that no masks are kept. A step in seconds; *times* is over the "
         "first."
     )
@@ -119,7 +119,7 @@ def _rivals(config: Config, vocabulary: int, counts: list[int], at: int, gpu: Gp
             rows.append([f"{count:,}", f"{grown.training.seq_len:,}", *_against(plans)])
         yield f"### {_capital(WAYS[way])}"
         yield ""
-        yield from markdown(["GPUs", "tokens of a row", *(rival.name for rival in RIVALS)], rows)
+        yield from markdown(["GPUs", "tokens of a row", *(baseline.name for baseline in BASELINES)], rows)
         yield ""
 
 

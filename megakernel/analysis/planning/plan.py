@@ -71,7 +71,7 @@ def plan(
 
     rules: the configuration whose rules decide what may be combined, where that is not `config`'s own.
     most_tensor: tensor ranks at most; None: those of a node.
-    most_context: pieces of a row at most; None: as many as there are devices.
+    most_context: shards of a row at most; None: as many as there are devices.
     """
     refused: Counter[str] = Counter()
     fitting: dict[tuple, Planned] = {}

@@ -134,7 +134,7 @@ def _shared(job: Job, attention: Attention) -> int:
 
 
 def over_context(job: Job, attention: Attention) -> Iterator[Transfer]:
-    """What one layer's pieces exchange."""
+    """What one layer's shards exchange."""
     ranks, model = job.layout.context, job.model
     forwards = 1 if job.layout.recompute == "none" else 2
     if attention.trades_heads(model.is_causal):
@@ -144,7 +144,7 @@ def over_context(job: Job, attention: Attention) -> Iterator[Transfer]:
         return
     tail = activations.tail(job, attention)
     if tail:
-        # The first piece sends no gradients and the last no tokens, so of two neither does both.
+        # The first shard sends no gradients and the last no tokens, so of two neither does both.
         both = ranks > 2
         yield Transfer("cp", "all_to_all", tail, 2, ranks).times(forwards)
         if both:
@@ -152,12 +152,12 @@ def over_context(job: Job, attention: Attention) -> Iterator[Transfer]:
     if attention.feature_map is not None:
         yield from (one.times(1 if model.is_causal else 2) for one in _states(job, attention, forwards))
     elif attention.compression is not None:
-        # Landmarks of all pieces, gathered or summed.
+        # Landmarks of all shards, gathered or summed.
         yield from _landmarks(job, attention, forwards)
 
 
 def _states(job: Job, attention: Attention, forwards: int) -> Iterator[Transfer]:
-    """Kernel states, in one direction: to all pieces at once, or summed from piece to piece."""
+    """Kernel states, in one direction: to all shards at once, or summed from shard to shard."""
     ranks, state = job.layout.context, activations.state(job, attention)
     scales, carries = job.rows * job.kv_heads * FLOAT32, job.rows * FLOAT32
     parts = job.state_parts(state - scales)
@@ -166,7 +166,7 @@ def _states(job: Job, attention: Attention, forwards: int) -> Iterator[Transfer]
         yield Transfer("cp", "all_gather", forward, 1, ranks, "attention").times(forwards)
         yield Transfer("cp", "all_gather", backward, 1, ranks, "attention", backward=True)
         return
-    # Each piece knows by itself whether it carries.
+    # Each shard knows by itself whether it carries.
     yield Transfer("cp", "chain", state, 1, ranks, "attention", parts=parts).times(forwards)
     yield Transfer("cp", "chain", backward, 1, ranks, "attention", backward=True, parts=parts)
 
@@ -180,7 +180,7 @@ def _landmarks(job: Job, attention: Attention, forwards: int) -> Iterator[Transf
         yield Transfer("cp", "all_reduce", numbers * FLOAT32, 1, ranks, backward=True)
         return
     rank, block = getattr(compression, "rank", 1), attention.block_size or job.seq_len
-    vectors = (attention.keys_per_head + 1) * job.kv_heads * rank * -(-job.piece // block)
+    vectors = (attention.keys_per_head + 1) * job.kv_heads * rank * -(-job.cp_shard // block)
     size = job.rows * vectors * job.model.head_size * FLOAT32
     yield Transfer("cp", "all_gather", size, 2, ranks).times(forwards)
     yield Transfer("cp", "reduce_scatter", size * ranks, 2, ranks, backward=True)
@@ -204,7 +204,7 @@ def _heads(job: Job, attention: Attention, forwards: int) -> Iterator[Transfer]:
 
 
 def _ring(job: Job, attention: Attention) -> Iterator[Transfer]:
-    """Ring attention: every piece's keys and values pass every device; backward their gradients travel along."""
+    """Ring attention: every shard's keys and values pass every device; backward their gradients travel along."""
     ranks, forwards = job.layout.context, 1 if job.layout.recompute == "none" else 2
     vectors = (attention.keys_per_head + 1) * job.kv_heads * job.model.head_size
     pair = job.tokens * vectors * job.element

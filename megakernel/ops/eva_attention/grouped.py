@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, join_queries
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.eva_attention.form import Chunks, Windows, by_query
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.sums import Sums, add, normalized
@@ -16,7 +16,7 @@ GROUP = 1024
 
 def attend(q: Tensor, windows: Windows, chunks: Chunks) -> Tensor:
     """Attention (B, H, N, D)."""
-    heads, length, dtype = q.shape[1], q.shape[2], wide(q.dtype)
+    heads, length, dtype = q.shape[1], q.shape[2], accum_dtype(q.dtype)
     count = windows.keys.shape[2]
     queries = chunk_queries(q.to(dtype), heads, windows.queries, count)
     visible = windows.real[:, :, None].expand(-1, -1, windows.queries, -1)

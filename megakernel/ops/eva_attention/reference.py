@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.eva_attention.form import Chunks, Windows, by_query
 
 
 def attend(q: Tensor, windows: Windows, chunks: Chunks) -> Tensor:
     """Arguments and result of `grouped.attend`."""
-    dtype, length = wide(q.dtype), q.shape[2]
+    dtype, length = accum_dtype(q.dtype), q.shape[2]
     count = windows.keys.shape[2]
     keys = torch.cat([windows.keys.flatten(2, 3), chunks.keys], 2).to(dtype)
     values = torch.cat([windows.values.flatten(2, 3), chunks.values], 2).to(dtype)

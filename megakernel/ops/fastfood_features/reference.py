@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.feature_maps import FEATURE_MAPS, Features
 from megakernel.ops.projections import FastFood, dense
 
@@ -10,4 +10,4 @@ from megakernel.ops.projections import FastFood, dense
 def attend(x: Tensor, projection: FastFood, *, feature_map: str) -> Features:
     """Arguments and results of `chunked.attend`."""
     matrix = dense(projection, x.shape[-1])
-    return FEATURE_MAPS[feature_map].phi(x.to(wide(x.dtype)), matrix)
+    return FEATURE_MAPS[feature_map].phi(x.to(accum_dtype(x.dtype)), matrix)

@@ -18,7 +18,7 @@ from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
 from megakernel.ops.flurka_attention.form import FarRope, FlurkaState, Form, NearKind, Weights
-from megakernel.ops.mixture import beside, first_key, rotated_each
+from megakernel.ops.mixture import first_key, pack_keys, rotated_each
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, start_state
 from megakernel.ops.window import Rotary
@@ -118,7 +118,7 @@ def flurka_attention(
     if isinstance(positions, Tensor):
         check_positions(positions, q)
     size = pool_keys.shape[-1]
-    k = beside(k)
+    k = pack_keys(k)
     far, tail = initial_state or (start_state(feature_map, key, projection, v.shape[-1]), None)
     out, far, tail = choose(IMPLEMENTATIONS, backend)(
         q,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, join_queries, row_mask
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, open_documents, position_rows
 from megakernel.ops.feature_maps import Features, features
 from megakernel.ops.flurka_attention.form import Form, Weights
@@ -87,7 +87,7 @@ def _over_groups(
     runs = max(1, RUN // form.block_size)
     span = runs * form.block_size
     varying = None if isinstance(positions, int) else positions[:, None]
-    dtype = torch.promote_types(wide(inputs[0].dtype), far.sums.dtype)
+    dtype = torch.promote_types(accum_dtype(inputs[0].dtype), far.sums.dtype)
     far = KernelState(*(x.to(dtype) for x in far))
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):

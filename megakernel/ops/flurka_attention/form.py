@@ -65,7 +65,7 @@ class Weights(NamedTuple):
 
 
 class FlurkaState(NamedTuple):
-    """What a sequence carries from piece to piece: constant in the number of tokens."""
+    """What a sequence carries from shard to shard: constant in the number of tokens."""
 
     far: KernelState
     """The landmarks of blocks that every later token of the open document sees."""

@@ -120,8 +120,8 @@ def pull_landmarks(
     HALVES: tl.constexpr = 1 if ALIGNED else 2
     final = tl.minimum((segment + 1) * CHUNKS, chunks)
     for step in range((final - segment * CHUNKS) * HALVES):
-        piece = final * HALVES - 1 - step
-        chunk, half = piece // HALVES, piece % HALVES
+        cp_shard = final * HALVES - 1 - step
+        chunk, half = cp_shard // HALVES, cp_shard % HALVES
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
         begin, close = half_of_chunk(half, chunk * B, tl.minimum(chunk * B + B, length), end)
         # The queries behind half 0 see its landmarks; half 1 has none, and no branch, which would cost registers.

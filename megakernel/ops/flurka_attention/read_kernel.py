@@ -188,8 +188,8 @@ def read(
 
     # Half chunks, where landmarks become visible inside them.
     HALVES: tl.constexpr = 1 if ALIGNED else 2
-    for piece in range(segment * CHUNKS * HALVES, tl.minimum((segment + 1) * CHUNKS, chunks) * HALVES):
-        chunk, half = piece // HALVES, piece % HALVES
+    for cp_shard in range(segment * CHUNKS * HALVES, tl.minimum((segment + 1) * CHUNKS, chunks) * HALVES):
+        chunk, half = cp_shard // HALVES, cp_shard % HALVES
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
         begin, close = half_of_chunk(half, chunk * B, tl.minimum(chunk * B + B, length), end)
         for at in range(begin, close, C):

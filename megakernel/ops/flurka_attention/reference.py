@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, open_documents, position_rows
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.kernel_attention.reference import per_query_head, phi
@@ -30,7 +30,7 @@ def attend(
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
     batch, heads, length, _ = q.shape
-    dtype, device = wide(q.dtype), q.device
+    dtype, device = accum_dtype(q.dtype), q.device
     rows = position_rows(positions, length, device).expand(batch, -1)
     tokens = [
         _Row(
@@ -135,10 +135,10 @@ class _Row:
         return (self._phi_q(q) @ state.repeat_interleave(self.group, 0))[0, :, 0]
 
     def landmark_sums(self, i: int) -> Tensor:
-        """(H_kv, F, D + 1): the landmarks seen at place i that became visible in this piece.
+        """(H_kv, F, D + 1): the landmarks seen at place i that became visible in this shard.
 
         Block J of a document becomes visible at the end of block J + blocks - 1. Place `length` is the token
-        behind the piece, if it continues the last document.
+        behind the shard, if it continues the last document.
         """
         b, blocks = self.form.block_size, self.form.blocks
         position = self.at[i] if i < len(self.at) else self.at[-1] + 1

@@ -16,7 +16,7 @@ from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions, positions_from_cu_seqlens
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention import chunked, reference
-from megakernel.ops.mixture import beside, first_key
+from megakernel.ops.mixture import first_key, pack_keys
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
 
@@ -93,7 +93,7 @@ def kernel_attention(
     cross = not causal and positions is None and cu_seqlens is None
     key = first_key(k, priors)
     check_heads(q, key, v, cross=cross)
-    k = beside(k)
+    k = pack_keys(k)
     check_feature_map(feature_map, projection, key)
     batch, _, length, _ = key.shape
     if mass is not None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import (
     Positions,
     began_before,
@@ -75,7 +75,7 @@ def attend(
     begins = tuple(Once(begin) for begin in (exchange, exchange_after) if begin is not None)
     path: Callable[..., Found] = _documents
     if causal:
-        path = _pieces if begins else _in_order
+        path = _shards if begins else _in_order
     elif isinstance(positions, int):
         path = _one_document
 
@@ -105,7 +105,7 @@ def _in_order(
     return run(partial(_attend, finish), inputs, state)
 
 
-def _pieces(
+def _shards(
     run,
     finish: Finish,
     inputs: Tensors,
@@ -160,7 +160,7 @@ def _documents(
 def _over_groups(step, inputs: Tensors, state: KernelState, *, phi: Phi, positions: Positions):
     """Run `step(inputs, state, positions, phi) -> outputs, state` over groups of tokens."""
     varying = None if isinstance(positions, int) else positions[:, None]
-    dtype = torch.promote_types(wide(inputs[0].dtype), state.sums.dtype)
+    dtype = torch.promote_types(accum_dtype(inputs[0].dtype), state.sums.dtype)
     state = KernelState(*(x.to(dtype) for x in state))
 
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):

@@ -45,7 +45,7 @@ def step_half(
     norm = norm * shrink + key * weight
     if column == 0:
         tl.store(new_sums + normalizer, norm, mask=m < M)
-    # Products of few rows: tensor cores would need the tile in shared memory, and a second time in pieces for float32.
+    # Products of few rows: tensor cores would need the tile in shared memory, and a second time in shards for float32.
     total = tl.zeros((features.shape[0], BV), tl.float32)
     for g in range(G):
         read = tl.sum(row_of(features, g)[:, None] * tile, 0)

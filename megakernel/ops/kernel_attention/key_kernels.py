@@ -126,10 +126,10 @@ def pull_keys(
     matrix += kv * M * D
     priors += kv * KEYS
     group = head.to(tl.int64) * G * length
-    beside = tl.cast(tokens, tl.int64)
+    pack_keys = tl.cast(tokens, tl.int64)
     EACH: tl.constexpr = KEYS if KEYS > 0 else 1
-    dk += (block * beside + own) * EACH * D
-    dy += (block * beside * EACH + own) * M
+    dk += (block * pack_keys + own) * EACH * D
+    dy += (block * pack_keys * EACH + own) * M
     shares = tl.zeros((MOST_KEYS,), tl.float32)
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
     FP: tl.constexpr = MP * (2 if TWO else 1)
@@ -226,7 +226,7 @@ def pull_keys(
             tl.trans(grad_b),
             dk + tl.cast(at, tl.int64) * EACH * D,
             dy + tl.cast(at, tl.int64) * M,
-            beside * M,
+            pack_keys * M,
             KEYS,
             C,
             LEARNED,

@@ -19,7 +19,7 @@ States = tuple[Tensor, Tensor, Tensor]
 """Sums, normalizers and log scales, see `megakernel.ops.kernels.states`."""
 
 
-class _Beside(NamedTuple):
+class _PackedArguments(NamedTuple):
     """What kernels take beside tokens; an empty tensor in place of one that is not used."""
 
     mass: Tensor
@@ -41,7 +41,7 @@ class _Beside(NamedTuple):
         starts: Tensor | None,
         matrix: Tensor | None,
         priors: Tensor | None,
-    ) -> "_Beside":
+    ) -> "_PackedArguments":
         """For `heads` key heads."""
         split = split_matrix(matrix, heads, q.dtype)
         masses, shares = (None if x is None else x.to(torch.float32).contiguous() for x in (mass, priors))
@@ -50,7 +50,7 @@ class _Beside(NamedTuple):
         masses, places, terms, shares = (
             q.new_empty(0) if x is None else x for x in (masses, starts, split, shares)
         )
-        return _Beside(masses, places, terms, shares, low, flags)
+        return _PackedArguments(masses, places, terms, shares, low, flags)
 
 
 @torch.library.custom_op("megakernel::kernel_attention", mutates_args=())
@@ -75,14 +75,14 @@ def attend(
     call = Call.of(q, k, v, matrix, feature_map, components, causal, normalize, start)
     q, k, v = rows_together(q), rows_together(k), rows_together(v)
     length, heads = k.shape[2], k.shape[1]
-    beside = _Beside.of(q, heads, mass, starts, matrix, priors)
+    packed = _PackedArguments.of(q, heads, mass, starts, matrix, priors)
     room = call.empty_states(k, v, length)
     launch(
         states.write_keys,
         call.grid("write_keys", k, length),
-        *(k, v, *beside[:4], *room, *strides(k), *strides(v)),
-        *(length, start, heads, call.segments(length), beside.low),
-        **beside.flags,
+        *(k, v, *packed[:4], *room, *strides(k), *strides(v)),
+        *(length, start, heads, call.segments(length), packed.low),
+        **packed.flags,
         **call.options("write_keys", v, starts),
     )
     first = (first_sums, first_norms, first_logs)
@@ -93,13 +93,13 @@ def attend(
         launch(
             kernels.read,
             call.grid("read", k, queries),
-            *(q, k, v, *beside[:4], sums, norms, logs, out, inverse, scale),
+            *(q, k, v, *packed[:4], sums, norms, logs, out, inverse, scale),
             *(*strides(q), *strides(k), *strides(v)),
-            *(queries, start, heads, call.segments(queries), call.segments(length), beside.low),
+            *(queries, start, heads, call.segments(queries), call.segments(length), packed.low),
             G=call.group,
             CAUSAL=causal,
             NORMALIZE=normalize,
-            **beside.flags,
+            **packed.flags,
             **call.options("read", v, starts),
         )
     last = (sums[:, :, -1].clone(), norms[:, :, -1].clone(), logs[:, :, -1].clone())
@@ -151,8 +151,8 @@ def _backward(
     """Gradients of q, k, v, matrix, mass, priors, the first state's sums and normalizers; empty where unwanted."""
     call = Call.of(q, k, v, matrix, feature_map, components, causal, normalize, start)
     q, k, v, grad = rows_together(q), rows_together(k), rows_together(v), rows_together(grad)
-    beside = _Beside.of(q, k.shape[1], mass, starts, matrix, priors)
-    tokens = _Tokens(q, k, v, grad, beside, starts, inverse, scale, learned, call)
+    packed = _PackedArguments.of(q, k.shape[1], mass, starts, matrix, priors)
+    tokens = _Tokens(q, k, v, grad, packed, starts, inverse, scale, learned, call)
     dq, dy_q, drift = _pull_queries(tokens, (sums, norms, logs), out)
     # A last state without keys has gradients and no scale: they go to nothing.
     empty = last_logs <= EMPTY / 2
@@ -194,7 +194,7 @@ class _Tokens(NamedTuple):
     k: Tensor
     v: Tensor
     grad: Tensor
-    beside: _Beside
+    packed: _PackedArguments
     starts: Tensor | None
     inverse: Tensor
     scale: Tensor
@@ -222,7 +222,7 @@ class _Tokens(NamedTuple):
 
 def _pull_queries(tokens: _Tokens, entering: States, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, those of projected ones (blocks, B, H, N, M), and the drifts (B, H, N)."""
-    q, k, call, beside = tokens.q, tokens.k, tokens.call, tokens.beside
+    q, k, call, packed = tokens.q, tokens.k, tokens.call, tokens.packed
     queries, length = q.shape[2], k.shape[2]
     dq = call.parts("pull_queries", q, q.shape[-1])
     dy = call.parts("pull_queries", q, call.phi.rows if tokens.learned else 0)
@@ -233,13 +233,13 @@ def _pull_queries(tokens: _Tokens, entering: States, out: Tensor) -> tuple[Tenso
         launch(
             query_kernels.pull_queries,
             call.grid("pull_queries", k, queries),
-            *(*tokens[:4], *beside[:4], *entering, out, tokens.inverse, drifts, dq, dy, *tokens.strides),
-            *(queries, call.start, k.shape[1], call.segments(queries), call.segments(length), beside.low),
+            *(*tokens[:4], *packed[:4], *entering, out, tokens.inverse, drifts, dq, dy, *tokens.strides),
+            *(queries, call.start, k.shape[1], call.segments(queries), call.segments(length), packed.low),
             q.shape[0] * q.shape[1] * queries,
             NORMALIZE=call.normalize,
             LEARNED=tokens.learned,
             **tokens.flags,
-            **beside.flags,
+            **packed.flags,
             **call.options("pull_queries", tokens.v, tokens.starts),
         )
     return total(dq, q), dy, total(drifts, drifts)
@@ -247,7 +247,7 @@ def _pull_queries(tokens: _Tokens, entering: States, out: Tensor) -> tuple[Tenso
 
 def _write_queries(tokens: _Tokens, drift: Tensor) -> States:
     """What each segment's queries add to the gradient of the state that enters it."""
-    q, k, call, beside = tokens.q, tokens.k, tokens.call, tokens.beside
+    q, k, call, packed = tokens.q, tokens.k, tokens.call, tokens.packed
     queries = q.shape[2]
     room = call.empty_states(k, tokens.v, tokens.span)
     if not queries:
@@ -257,9 +257,9 @@ def _write_queries(tokens: _Tokens, drift: Tensor) -> States:
     launch(
         query_kernels.write_queries,
         call.grid("write_queries", k, queries),
-        *(q, tokens.grad, tokens.inverse, drift, tokens.scale, beside.starts, beside.matrix, *room),
+        *(q, tokens.grad, tokens.inverse, drift, tokens.scale, packed.starts, packed.matrix, *room),
         *(*strides(q), *strides(tokens.grad)),
-        *(queries, call.start, k.shape[1], call.segments(queries), beside.low),
+        *(queries, call.start, k.shape[1], call.segments(queries), packed.low),
         **tokens.flags,
         **call.options("write_queries", tokens.v, tokens.starts),
     )
@@ -268,10 +268,10 @@ def _write_queries(tokens: _Tokens, drift: Tensor) -> States:
 
 def _pull_values(tokens: _Tokens, pulled: States, drift: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of values and of masses."""
-    k, v, call, beside = tokens.k, tokens.v, tokens.call, tokens.beside
+    k, v, call, packed = tokens.k, tokens.v, tokens.call, tokens.packed
     dv = v.new_empty(v.shape)
     blocks = call.tiles.blocks("pull_values")
-    weighted = beside.flags["MASSES"]
+    weighted = packed.flags["MASSES"]
     dmass = tokens.inverse.new_empty((blocks, *k.shape[:3]) if weighted else (blocks, 0))
     launch(
         value_kernels.pull_values,
@@ -282,14 +282,14 @@ def _pull_values(tokens: _Tokens, pulled: States, drift: Tensor) -> tuple[Tensor
             k,
             v if weighted else v[:0],
             tokens.grad,
-            *beside[:4],
+            *packed[:4],
             *_behind(tokens, pulled, drift),
             dv,
             dmass,
             *_sizes(tokens),
         ),
         **tokens.flags,
-        **beside.flags,
+        **packed.flags,
         **call.options("pull_values", v, tokens.starts),
     )
     return dv, total(dmass, dmass)
@@ -297,8 +297,8 @@ def _pull_values(tokens: _Tokens, pulled: States, drift: Tensor) -> tuple[Tensor
 
 def _pull_keys(tokens: _Tokens, pulled: States, drift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of keys, of projected ones (blocks, max(M, 1), B, H_kv, N, rows), and of priors."""
-    k, call, beside = tokens.k, tokens.call, tokens.beside
-    keys = beside.flags["KEYS"]
+    k, call, packed = tokens.k, tokens.call, tokens.packed
+    keys = packed.flags["KEYS"]
     dk = call.parts("pull_keys", k, k.shape[-1])
     rows = call.parts("pull_keys", k, call.phi.rows if tokens.learned else 0)
     dy = rows.new_empty(len(rows), max(keys, 1), *rows.shape[1:])
@@ -307,10 +307,10 @@ def _pull_keys(tokens: _Tokens, pulled: States, drift: Tensor) -> tuple[Tensor, 
     launch(
         key_kernels.pull_keys,
         grid,
-        *(*tokens[:4], *beside[:4], *_behind(tokens, pulled, drift), dk, dy, dpriors, *_sizes(tokens)),
+        *(*tokens[:4], *packed[:4], *_behind(tokens, pulled, drift), dk, dy, dpriors, *_sizes(tokens)),
         LEARNED=tokens.learned,
         **tokens.flags,
-        **beside.flags,
+        **packed.flags,
         **call.options("pull_keys", tokens.v, tokens.starts),
     )
     shares = dpriors.view(len(k), k.shape[1], -1, keys).sum((0, 2)) if keys else dpriors.view(0)
@@ -331,7 +331,7 @@ def _sizes(tokens: _Tokens) -> tuple[int, ...]:
     k, call = tokens.k, tokens.call
     length, heads = k.shape[2], k.shape[1]
     lengths = (length, call.start, heads, call.segments(length), call.segments(tokens.span))
-    return *tokens.strides, *lengths, tokens.beside.low, k.shape[0] * heads * length
+    return *tokens.strides, *lengths, tokens.packed.low, k.shape[0] * heads * length
 
 
 def _matrix_gradient(matrix: Tensor, q: Tensor, k: Tensor, dy_q: Tensor, dy_k: Tensor) -> Tensor:
@@ -362,9 +362,9 @@ def _pull_back(ctx, grad, *grads):
     dq, dk, dv, dmatrix, dmass, dpriors, dsums, dnorms = torch.ops.megakernel.kernel_attention_backward(
         *outer, *kept, wanted[3], *ctx.form
     )
-    beside = (x if wanted[index] else None for index, x in ((3, dmatrix), (4, dmass), (5, dpriors)))
+    packed = (x if wanted[index] else None for index, x in ((3, dmatrix), (4, dmass), (5, dpriors)))
     first = (dsums, dnorms) if ctx.continues else (None, None)
-    return dq, dk, dv, *beside, None, *first, *(None,) * (1 + len(ctx.form))
+    return dq, dk, dv, *packed, None, *first, *(None,) * (1 + len(ctx.form))
 
 
 attend.register_autograd(_pull_back, setup_context=_keep)

@@ -7,7 +7,7 @@ from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import grouped, reference
 from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight
-from megakernel.ops.mixture import beside, first_key
+from megakernel.ops.mixture import first_key, pack_keys
 from megakernel.ops.window import Tail
 
 IMPLEMENTATIONS = {"chunked": grouped.attend, "reference": reference.attend}
@@ -37,7 +37,7 @@ def landmark_attention(
         q: (B, H, N, d).
         k: (B, H_kv, N, d), H a multiple of H_kv; (B, H_kv, M, N, d) with priors and no shift.
         v: (B, H_kv, N, D).
-        landmarks: of every block that a query may see, whichever piece it came from.
+        landmarks: of every block that a query may see, whichever shard it came from.
         sight: which of them each query sees.
         near: the window.
         tail: at least the near.block_size * near.blocks tokens before these.
@@ -63,7 +63,7 @@ def landmark_attention(
         gate = expand_tokens("gate", gate, q)
     return choose(IMPLEMENTATIONS, backend)(
         q,
-        beside(k),
+        pack_keys(k),
         v,
         landmarks,
         sight,

@@ -23,10 +23,10 @@ class Landmarks(NamedTuple):
     """(B, H_kv, S, r, D)"""
 
     ends: Tensor
-    """(B, S) int64: place of a block's last token, counted from the first token of this piece; or MISSING."""
+    """(B, S) int64: place of a block's last token, counted from the first token of this shard; or MISSING."""
 
     def moved(self, places: int) -> "Landmarks":
-        """The same landmarks for a piece that begins `places` later."""
+        """The same landmarks for a shard that begins `places` later."""
         return self._replace(ends=torch.where(self.ends == MISSING, MISSING, self.ends - places))
 
     def after(self, other: "Landmarks | None") -> "Landmarks":

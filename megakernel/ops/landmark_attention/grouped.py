@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, join_queries
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight, with_ones
@@ -42,7 +42,7 @@ def attend(
         tail, heads, length, kv_heads = Tail(*carry), q.shape[1], q.shape[2], k.shape[1]
         places = positions + start if at is None else at[:, 0]
         window = _window(q, k, v, tail, places, near, priors, shift)
-        far_q = q.to(wide(q.dtype))
+        far_q = q.to(accum_dtype(q.dtype))
         if near.far_rotary:
             far_q = near.far_rotary(far_q, position_rows(places, length, q.device))
         queries = chunk_queries(far_q, kv_heads, length)
@@ -54,7 +54,7 @@ def attend(
         out = _join(window, far, gate, visible.any(-1))
         return (out.to(v.dtype),), tuple(tail.after(k, v))
 
-    dtype = wide(q.dtype)
+    dtype = accum_dtype(q.dtype)
     keys = landmarks.keys.to(dtype).flatten(2, 3)[:, :, None]
     values = with_ones(landmarks.values.to(dtype).flatten(2, 3), mass)[:, :, None]
     wide_weight = None if far_weight is None else far_weight.to(dtype)
@@ -76,7 +76,7 @@ def _window(
     shift: Tensor | None,
 ) -> Sums:
     """Sums (B, H, N, D + 1) over the window."""
-    heads, length, dtype = q.shape[1], q.shape[2], wide(q.dtype)
+    heads, length, dtype = q.shape[1], q.shape[2], accum_dtype(q.dtype)
     layout = cut(places, length, q.device, block_size=near.block_size, blocks=near.blocks)
     queries = q.to(dtype)
     past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))

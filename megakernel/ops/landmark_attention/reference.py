@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight
 from megakernel.ops.mixture import by_component, shifted
@@ -28,7 +28,7 @@ def attend(
 ) -> Tensor:
     """Arguments and result of `grouped.attend`."""
     batch, heads, length, width = q.shape
-    group, dtype, rank = heads // k.shape[1], wide(q.dtype), landmarks.keys.shape[3]
+    group, dtype, rank = heads // k.shape[1], accum_dtype(q.dtype), landmarks.keys.shape[3]
     rows = position_rows(positions, length, q.device)
     far_q = q.to(dtype)
     past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))

@@ -12,7 +12,7 @@ def compress(x: Tensor, pool: Tensor, first: int, length: int) -> Tensor:
     rank, size = pool.shape[-2:]
     tokens = x.shape[-2]
     before, inside = divmod(first, size)
-    # The end of a block that began in another piece, whole blocks, and the beginning of one that goes on in the next.
+    # The end of a block that began in another shard, whole blocks, and the beginning of one that goes on in the next.
     lead = min(tokens, -first % size)
     whole, rest = divmod(tokens - lead, size)
     parts = []

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 
 SLICE = 4096
 """Tokens that a CPU widens at once."""
@@ -13,7 +13,7 @@ SLICE = 4096
 
 def product(pool: Tensor, x: Tensor) -> Tensor:
     """(..., r, n) times (..., n, c), batches broadcast, in float32 or better."""
-    if wide(x.dtype) == x.dtype:
+    if accum_dtype(x.dtype) == x.dtype:
         return pool.to(x.dtype) @ x
     return _HalfProduct.apply(pool, x)
 

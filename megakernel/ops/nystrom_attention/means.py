@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 
 
 def attend(
@@ -20,7 +20,7 @@ def attend(
 ) -> Tensor:
     """Attention (B, H, N, D); arguments as in `nystrom_attention`."""
     group = q.shape[1] // k.shape[1]
-    out_dtype, dtype = v.dtype, wide(q.dtype)
+    out_dtype, dtype = v.dtype, accum_dtype(q.dtype)
     q = q.to(dtype) * q.shape[-1] ** -0.5
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
     real = segments.new_ones(segments.shape).bool() if key_mask is None else key_mask

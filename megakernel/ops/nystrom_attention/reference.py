@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 
 
 def attend(
@@ -22,7 +22,7 @@ def attend(
     batch, heads, length, _ = q.shape
     group = heads // k.shape[1]
     real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
-    wide_q, wide_k, wide_v = (x.to(wide(x.dtype)) for x in (q, k, v))
+    wide_q, wide_k, wide_v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
     out = v.new_zeros(batch, heads, length, v.shape[-1])
     for row, there in enumerate(real):
         here = segments.expand(batch, -1)[row, there]

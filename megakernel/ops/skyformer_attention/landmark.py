@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 
 
 def attend(
@@ -18,7 +18,7 @@ def attend(
     key_mask: Tensor | None,
 ) -> Tensor:
     """(B, H, N, D); k and v with H heads, landmarks (B, H, F)."""
-    q, k = q.to(wide(q.dtype)), k.to(wide(k.dtype))
+    q, k = q.to(accum_dtype(q.dtype)), k.to(accum_dtype(k.dtype))
     rows = torch.cat([q, k], 2).gather(2, landmarks[..., None].expand(-1, -1, -1, q.shape[3]))
     to_landmarks, between, from_keys = _gaussian(q, rows), _gaussian(rows, rows), _gaussian(rows, k)
     if key_mask is not None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 
 
 def attend(
@@ -20,7 +20,7 @@ def attend(
 ) -> Tensor:
     """Arguments and result of `landmark.attend`."""
     length = q.shape[2]
-    x = torch.cat([q, k], 2).to(wide(q.dtype))
+    x = torch.cat([q, k], 2).to(accum_dtype(q.dtype))
     lifted = torch.exp(-(x[..., :, None, :] - x[..., None, :, :]).square().sum(-1) / (2 * q.shape[-1] ** 0.5))
     sampling = F.one_hot(landmarks, 2 * length).to(x.dtype).transpose(-1, -2)
     approximation = (

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.softmax_attention.spans import Spans
 
 BLOCK = 512
@@ -27,7 +27,7 @@ def attend(
         mask = None if key_mask is None else key_mask[:, None, None]
         if mass is not None:
             # A finite logarithm of 0: rows without any key stay finite.
-            logs = mass.to(wide(q.dtype)).log().clamp(min=torch.finfo(q.dtype).min / 2)
+            logs = mass.to(accum_dtype(q.dtype)).log().clamp(min=torch.finfo(q.dtype).min / 2)
             mask = logs.to(q.dtype)[:, None, None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     outputs = []

@@ -1,4 +1,4 @@
-"""All keys of a piece at once by PyTorch's fused kernels, which also give each query's log of summed weights.
+"""All keys of a shard at once by PyTorch's fused kernels, which also give each query's log of summed weights.
 
 The functions behind `scaled_dot_product_attention` are called by name, because it keeps that logarithm to itself. They
 share key heads between query heads without repeating them, and read a normalizer that is that of more keys than
@@ -8,7 +8,7 @@ they are given.
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 
 aten = torch.ops.aten
 
@@ -32,8 +32,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
     if q.is_cuda:
         out, log_sums, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
         return out, log_sums
-    # CPUs have no faster arithmetic for halves, and float32 spares a rounding for each piece.
-    q, k, v = (x.to(wide(x.dtype)) for x in (q, k, v))
+    # CPUs have no faster arithmetic for halves, and float32 spares a rounding for each shard.
+    q, k, v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
 
@@ -52,5 +52,5 @@ def gradients(
             grad.to(q.dtype), q, k, v, out.to(q.dtype), log_sums.contiguous(),
             None, None, q.shape[2], k.shape[2], 0.0, causal, state, offset,
         )  # fmt: skip
-    tensors = (x.to(wide(x.dtype)) for x in (grad, q, k, v, out))
+    tensors = (x.to(accum_dtype(x.dtype)) for x in (grad, q, k, v, out))
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, log_sums, 0.0, causal)

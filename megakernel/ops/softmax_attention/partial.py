@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.softmax_attention import fused
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.state import EMPTY
@@ -69,7 +69,7 @@ class Pull(NamedTuple):
 
 def no_sums(q: Tensor, value_dim: int) -> Sums:
     """The sums over no keys of queries (B, H_kv, G, N, d), in float32 or better."""
-    values = q.new_zeros(*q.shape[:-1], value_dim + 1, dtype=wide(q.dtype))
+    values = q.new_zeros(*q.shape[:-1], value_dim + 1, dtype=accum_dtype(q.dtype))
     return Sums(values, values.new_full(values.shape[:-1], EMPTY))
 
 
@@ -141,7 +141,7 @@ def _block_gradients(
     With p = exp(s - normalizer), the weights as they were after the division: dV = p^T grad, and scores have the
     gradient ds = p (grad V^T - mean). Both are sums over pairs, whoever holds the row's other keys.
     """
-    rows, k, v, grad = (x.to(wide(q.dtype)) for x in (q, k, v, pull.grad))
+    rows, k, v, grad = (x.to(accum_dtype(q.dtype)) for x in (q, k, v, pull.grad))
     weights = torch.exp_(_scores(rows, k).sub_(pull.normalizer[..., None]))
     weights = weights.masked_fill_(~visible, 0.0).flatten(2, 3)
     rows, grad = rows.flatten(2, 3), grad.flatten(2, 3)
@@ -157,5 +157,5 @@ def _at(queries: slice) -> tuple[slice, ...]:
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
     """(B, H_kv, G, n, d) and (B, H_kv, m, d) -> q.k / sqrt(d), (B, H_kv, G, n, m) in float32 or better."""
-    rows = q.to(wide(q.dtype)).flatten(2, 3) * q.shape[-1] ** -0.5
+    rows = q.to(accum_dtype(q.dtype)).flatten(2, 3) * q.shape[-1] ** -0.5
     return (rows @ k.to(rows.dtype).transpose(-1, -2)).unflatten(2, q.shape[2:4])

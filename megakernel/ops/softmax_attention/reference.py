@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.softmax_attention.spans import Spans
 
 
@@ -20,7 +20,10 @@ def attend(
     """Arguments and result of `blocked.attend`."""
     group = q.shape[1] // k.shape[1]
     queries, keys = q.shape[2], k.shape[2]
-    k, v = k.to(wide(k.dtype)).repeat_interleave(group, 1), v.to(wide(v.dtype)).repeat_interleave(group, 1)
+    k, v = (
+        k.to(accum_dtype(k.dtype)).repeat_interleave(group, 1),
+        v.to(accum_dtype(v.dtype)).repeat_interleave(group, 1),
+    )
     visible = torch.ones(1, queries, keys, dtype=torch.bool, device=q.device)
     if spans is not None:
         visible = spans.mask(slice(None), 0, keys)

@@ -1,24 +1,24 @@
-"""Softmax attention over a row in pieces, the keys and values going round (ring attention, Liu et al. 2023).
+"""Softmax attention over a row in shards, the keys and values going round (ring attention, Liu et al. 2023).
 
-Each of P processes keeps its queries. The pieces of keys and values pass from neighbour to neighbour, P - 1 times, and
-are met where they come by: sums over disjoint keys add, so a query has seen its row when the last piece has. The next
-piece is under way while the present one is used.
+Each of P processes keeps its queries. The shards of keys and values pass from neighbour to neighbour, P - 1 times, and
+are met where they come by: sums over disjoint keys add, so a query has seen its row when the last shard has. The next
+shard is under way while the present one is used.
 
 Backward sends the keys and values round again and weighs again, given each query's normalizer. The gradients of a
-piece's keys and values travel behind it, in float32, growing at every process, and come home after P - 1 hops.
+shard's keys and values travel behind it, in float32, growing at every process, and come home after P - 1 hops.
 
-Bytes that each process sends, for B rows with pieces of N tokens, H_kv key heads of width d and values of width D in
+Bytes that each process sends, for B rows with shards of N tokens, H_kv key heads of width d and values of width D in
 numbers of s bytes:
 
     forward     (P - 1) B N (H_kv (d + D) s + e)
     backward    (P - 1) B N (H_kv (d + D) (s + w) + e)
 
 w = 4 (8 for float64). e = 8 for packed rows, whose keys say which document they are of, and 1 more with a key mask.
-Query heads that share a key head cost nothing. Unlike a state's, this traffic grows with the tokens; the work per piece
-grows with their square, so that long pieces hide it.
+Query heads that share a key head cost nothing. Unlike a state's, this traffic grows with the tokens; the work per shard
+grows with their square, so that long shards hide it.
 
-Causal rows are not balanced: process r weighs r + 1 of the P pieces, the first waits for the last, and the layer takes
-about as long as one that is not causal. Pieces are contiguous because kernel states and near windows want them so;
+Causal rows are not balanced: process r weighs r + 1 of the P shards, the first waits for the last, and the layer takes
+about as long as one that is not causal. Shards are contiguous because kernel states and near windows want them so;
 dealing out a row's ends and middles together would balance this layer alone.
 """
 
@@ -51,13 +51,13 @@ class PendingTensors(Protocol):
 
 
 class Ring(Protocol):
-    """Piece `rank` of `size` equal contiguous pieces of every row, between two neighbours."""
+    """Shard `rank` of `size` equal contiguous shards of every row, between two neighbours."""
 
     rank: int
     size: int
 
     def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingTensors:
-        """Begin to hand tensors to the next piece, the last to the first; not differentiable."""
+        """Begin to hand tensors to the next shard, the last to the first; not differentiable."""
         ...
 
 
@@ -72,17 +72,17 @@ def ring_attention(
     positions: Positions = 0,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """`softmax_attention` of whole rows for the queries of one piece, by rotation of keys and values.
+    """`softmax_attention` of whole rows for the queries of one shard, by rotation of keys and values.
 
-    Every piece calls this with the same shapes, dtypes and options, and runs the same backward. Differentiable once.
+    Every shard calls this with the same shapes, dtypes and options, and runs the same backward. Differentiable once.
 
     Args:
-        q: (B, H, N, d), this piece's queries.
-        k: (B, H_kv, N, d), this piece's keys, H a multiple of H_kv.
+        q: (B, H, N, d), this shard's queries.
+        k: (B, H_kv, N, d), this shard's keys, H a multiple of H_kv.
         v: (B, H_kv, N, D).
-        ring: which piece this is, and its neighbours.
+        ring: which shard this is, and its neighbours.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
-        window: of causal attention, token i sees tokens j > i - window alone; None: all. Pieces out of sight pass by.
+        window: of causal attention, token i sees tokens j > i - window alone; None: all. Shards out of sight pass by.
         positions: (B, N) positions within documents, or any number for rows that hold one document each.
         key_mask: (B, N) bool, False removes a key.
 
@@ -97,7 +97,7 @@ def ring_attention(
     if not isinstance(positions, Tensor):
         return _RingAttention.apply(rows, k, v, None, key_mask, causal, window, ring).flatten(1, 2)
     check_positions(positions, q)
-    # Where a token's document starts in the whole row: alike for its tokens in all pieces, and increasing.
+    # Where a token's document starts in the whole row: alike for its tokens in all shards, and increasing.
     places = torch.arange(q.shape[2], device=q.device) + ring.rank * q.shape[2]
     return _RingAttention.apply(rows, k, v, places - positions, key_mask, causal, window, ring).flatten(1, 2)
 
@@ -115,16 +115,16 @@ class _Keys(NamedTuple):
         return ring.start_rotation(tuple(x for x in self if x is not None))
 
     def replaced(self, tensors: tuple[Tensor, ...]) -> "_Keys":
-        """These of another piece, which has the same of them."""
+        """These of another shard, which has the same of them."""
         rest = list(tensors[2:])
         documents = None if self.documents is None else rest.pop(0)
         return _Keys(tensors[0], tensors[1], documents, None if self.mask is None else rest.pop(0))
 
 
 def _arrivals(ring: Ring, mine: _Keys, causal: bool, window: int | None) -> Iterator[tuple[int, Seen | None]]:
-    """Every piece's number, mine first, and what my queries see of its keys; None: nothing.
+    """Every shard's number, mine first, and what my queries see of its keys; None: nothing.
 
-    The next piece is under way while the caller has one.
+    The next shard is under way while the caller has one.
     """
     here = mine
     for hop in range(ring.size):
@@ -174,7 +174,7 @@ class _RingAttention(torch.autograd.Function):
             if source == ring.rank:
                 mine = of_keys, of_values
                 continue
-            # What the pieces between found for these keys comes one hop behind the keys themselves.
+            # What the shards between found for these keys comes one hop behind the keys themselves.
             travelling = ring.start_rotation(_joined((of_keys, of_values), travelling))
         of_keys, of_values = _joined(mine, travelling)
         return (

@@ -87,10 +87,10 @@ def document_spans(positions: Tensor, cached: int, causal: bool, window: int | N
 
 
 def spans_among(documents: Tensor, keys: Tensor, ahead: int | None, window: int | None = None) -> Spans:
-    """Spans of queries among keys of another piece of their rows; empty, first > last, where it has none for them.
+    """Spans of queries among keys of another shard of their rows; empty, first > last, where it has none for them.
 
     documents: (B, N) and keys: (B, M) say of each token which document it belongs to, increasing along the row and
-    beyond the edges of pieces. ahead: how many tokens of the row lie between the first key and the first query, for
+    beyond the edges of shards. ahead: how many tokens of the row lie between the first key and the first query, for
     queries that see no later key, and no more than `window` of them with their own; None where they do.
     """
     first = torch.searchsorted(keys, documents)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_choice, check_heads, check_positions
-from megakernel.ops.dispatch import Implementation, Kernels, choose, wide
+from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
 from megakernel.ops.weighted_attention import reference, streamed
@@ -154,9 +154,9 @@ def _form(
 def _mass(mass: Tensor | None, k: Tensor) -> Tensor:
     expected = tuple(k.shape[:4])
     if mass is None:
-        return k.new_ones(expected, dtype=wide(k.dtype))
+        return k.new_ones(expected, dtype=accum_dtype(k.dtype))
     try:
-        return mass.to(wide(k.dtype)).expand(expected)
+        return mass.to(accum_dtype(k.dtype)).expand(expected)
     except RuntimeError:
         raise ValueError(f"mass has shape {tuple(mass.shape)}; expected to broadcast to {expected}") from None
 

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.weighted_attention.form import Form
 
 
 def component_weights(q: Tensor, k: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> Tensor:
     """log of the weight of every key, (B, H, N, S, M), -inf where a query sees none; arguments of `attend`."""
-    keys = k.to(wide(k.dtype)).repeat_interleave(q.shape[1] // k.shape[1], 1).movedim(2, 3)[:, :, None]
+    keys = k.to(accum_dtype(k.dtype)).repeat_interleave(q.shape[1] // k.shape[1], 1).movedim(2, 3)[:, :, None]
     queries = q.to(keys.dtype)[:, :, :, None, None]
     root = q.shape[-1] ** 0.5
     if form.similarity == "softmax":

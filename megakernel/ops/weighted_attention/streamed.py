@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.state import EMPTY
 from megakernel.ops.sums import Sums, add, normalized, unnormalized
@@ -52,7 +52,7 @@ def _visible(spans: Spans, queries: slice, keys: slice) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(wide(x.dtype))
+    return x.to(accum_dtype(x.dtype))
 
 
 def _wide_rows(q: Tensor, queries: slice) -> Tensor:
@@ -70,7 +70,7 @@ class _Stream(torch.autograd.Function):
     def forward(ctx, q, k, v, mass, form, spans):
         batch, kv_heads, group, count, _ = q.shape
         finish = normalized if form.normalize else unnormalized
-        total = q.new_zeros(batch, kv_heads, group, count, v.shape[-1] + 1, dtype=wide(q.dtype))
+        total = q.new_zeros(batch, kv_heads, group, count, v.shape[-1] + 1, dtype=accum_dtype(q.dtype))
         scale = total.new_full(total.shape[:-1], EMPTY)
         for queries, keys in spans.blocks(QUERIES, KEYS):
             logs = position_logs(

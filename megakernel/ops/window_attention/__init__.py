@@ -5,7 +5,7 @@ from torch import Tensor
 from megakernel.ops.arguments import check_choice, check_heads, check_positions
 from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
-from megakernel.ops.mixture import beside, first_key, rotated_each
+from megakernel.ops.mixture import first_key, pack_keys, rotated_each
 from megakernel.ops.window import Rotary, Tail, empty_tail
 from megakernel.ops.window_attention import chunked, reference
 
@@ -53,7 +53,7 @@ def window_attention(
     check_choice("blocks", blocks, (1, 2))
     if isinstance(positions, Tensor):
         check_positions(positions, q)
-    k = beside(k)
+    k = pack_keys(k)
     tail = initial_state or empty_tail(k, v, block_size * blocks)
     out, tail = choose(IMPLEMENTATIONS, backend)(
         q,

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, join_queries
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import shifted
@@ -37,7 +37,7 @@ def attend(
         heads, length = q.shape[1:3]
         places = positions + start if at is None else at[:, 0]
         layout = cut(places, length, q.device, block_size=block_size, blocks=blocks)
-        dtype = wide(q.dtype)
+        dtype = accum_dtype(q.dtype)
         queries = q.to(dtype)
         past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
         if rotary:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import wide
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.mixture import by_component, shifted
 from megakernel.ops.window import Rotary, Tail, rotate_keys
@@ -23,7 +23,7 @@ def attend(
     tail: Tail,
 ) -> tuple[Tensor, Tail]:
     """Arguments and results of `chunked.attend`."""
-    group, dtype = q.shape[1] // k.shape[1], wide(q.dtype)
+    group, dtype = q.shape[1] // k.shape[1], accum_dtype(q.dtype)
     rows = position_rows(positions, q.shape[2], q.device)
     queries = q.to(dtype)
     past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))

@@ -1,4 +1,4 @@
-"""The piece of configuration that a run is laid on which starts from a dense checkpoint."""
+"""The shard of configuration that a run is laid on which starts from a dense checkpoint."""
 
 from megakernel.config import yaml_text
 

@@ -5,7 +5,7 @@ import torch
 
 from megakernel.attention import HeadShard, Rotary
 from megakernel.attention.noise import redraw
-from megakernel.attention.whole_rows import WholeRows
+from megakernel.attention.ulysses import Ulysses
 from tests.unit.attention.mechanisms import (
     BIDIRECTIONAL,
     FORMS,
@@ -17,14 +17,14 @@ from tests.unit.attention.mechanisms import (
     shard_of,
     tokens,
 )
-from tests.unit.attention.pieces import Table, ThreadPiece, in_pieces
+from tests.unit.attention.shards import Table, ThreadShard, in_shards
 
 every_mechanism = pytest.mark.parametrize("name", BIDIRECTIONAL)
 
 ROTARY = Rotary(WIDTH)
 DOCUMENTS = packed(24, (3, 4, 13), (8, 17))
 PACKED = packed(32, (3, 4, 13, 16), (17,))
-"""Documents that begin inside pieces, at their edges, and before several of them."""
+"""Documents that begin inside shards, at their edges, and before several of them."""
 
 
 @every_mechanism
@@ -121,34 +121,34 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
 @every_mechanism
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("positions", [None, PACKED], ids=["one_document", "packed"])
-def test_pieces_of_a_sequence_give_the_numbers_of_the_whole(name, size, positions):
-    check_pieces(name, size, positions)
+def test_shards_of_a_sequence_give_the_numbers_of_the_whole(name, size, positions):
+    check_shards(name, size, positions)
 
 
 @pytest.mark.parametrize("name", ["performer", "mlk"])
 @pytest.mark.parametrize("positions", [None, PACKED], ids=["one_document", "packed"])
 def test_the_reference_exchanges_what_the_kernels_do(name, positions, monkeypatch):
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
-    check_pieces(name, 4, positions)
+    check_shards(name, 4, positions)
 
 
-def check_pieces(name, size, positions):
-    # Two key heads do not divide over four pieces: they are repeated for their queries.
+def check_shards(name, size, positions):
+    # Two key heads do not divide over four shards: they are repeated for their queries.
     module = layer(name, causal=False)
     q, k, v = tokens(2, 32)
     expected = module(q, k, v, positions=positions, rotary=ROTARY)
 
-    def work(piece):
-        here = [x.chunk(size, 2)[piece.rank] for x in (q, k, v)]
-        at = None if positions is None else positions.chunk(size, 1)[piece.rank]
-        return module(*here, positions=at, rotary=ROTARY, piece=piece)
+    def work(cp_shard):
+        here = [x.chunk(size, 2)[cp_shard.rank] for x in (q, k, v)]
+        at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
+        return module(*here, positions=at, rotary=ROTARY, cp_shard=cp_shard)
 
-    out = torch.cat(in_pieces(size, work), 2)
+    out = torch.cat(in_shards(size, work), 2)
     assert_close(out, expected)
     for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
         assert_close(actual, wanted)
 
 
-def test_heads_that_do_not_divide_over_pieces_are_refused():
-    with pytest.raises(ValueError, match="4 heads do not divide over 3 pieces of the sequence"):
-        WholeRows(ThreadPiece(Table(3), rank=0), num_heads=4, num_kv_heads=2)
+def test_heads_that_do_not_divide_over_shards_are_refused():
+    with pytest.raises(ValueError, match="4 heads do not divide over 3 shards of the sequence"):
+        Ulysses(ThreadShard(Table(3), rank=0), num_heads=4, num_kv_heads=2)

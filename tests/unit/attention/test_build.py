@@ -6,7 +6,7 @@ from megakernel.attention.flurka import pooling_logits
 from megakernel.attention.heads import generator
 from megakernel.attention.projection import orthogonal_gaussian
 from megakernel.config.attention import PRESETS, Attention, expand_preset
-from tests.unit.attention.pieces import Table, ThreadPiece
+from tests.unit.attention.shards import Table, ThreadShard
 
 QKV = [torch.randn(1, 4, 150, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
@@ -52,19 +52,19 @@ def test_padding_must_fit_and_needs_the_whole_sequence():
     with pytest.raises(ValueError, match=r"padding_mask has shape \(1, 149\); expected \(1, 150\)"):
         module(*QKV, torch.ones(1, 149, dtype=torch.bool))
     with pytest.raises(ValueError, match="keep the sequence whole"):
-        module(*QKV, torch.ones(1, 150, dtype=torch.bool), piece=ThreadPiece(Table(2), 0))
+        module(*QKV, torch.ones(1, 150, dtype=torch.bool), cp_shard=ThreadShard(Table(2), 0))
 
 
-def test_a_halo_longer_than_the_piece_is_refused():
-    with pytest.raises(ValueError, match="a piece of 150 tokens is shorter than the 200 tokens"):
+def test_a_halo_longer_than_the_shard_is_refused():
+    with pytest.raises(ValueError, match="a shard of 150 tokens is shorter than the 200 tokens"):
         build({"preset": "local", "near": {"block_size": 200}}, num_heads=4, head_dim=8)(
-            *QKV, piece=ThreadPiece(Table(2), 0)
+            *QKV, cp_shard=ThreadShard(Table(2), 0)
         )
 
 
-def test_weights_of_every_pair_over_pieces_need_heads_that_divide():
-    with pytest.raises(ValueError, match="4 heads do not divide over 3 pieces"):
-        build("gaussian", num_heads=4, head_dim=8)(*QKV, piece=ThreadPiece(Table(3), 0))
+def test_weights_of_every_pair_over_shards_need_heads_that_divide():
+    with pytest.raises(ValueError, match="4 heads do not divide over 3 shards"):
+        build("gaussian", num_heads=4, head_dim=8)(*QKV, cp_shard=ThreadShard(Table(3), 0))
 
 
 @pytest.mark.parametrize("size", [2, 4])

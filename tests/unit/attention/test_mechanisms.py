@@ -22,7 +22,7 @@ from tests.unit.attention.mechanisms import (
     shard_of,
     tokens,
 )
-from tests.unit.attention.pieces import in_pieces
+from tests.unit.attention.shards import in_shards
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -212,20 +212,20 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
 @pytest.mark.parametrize(
     "positions",
     [None, packed(32, (3, 4, 13), (17,)), packed(32, (8, 16, 24), (7, 15, 25))],
-    ids=["one_document", "packed", "cut_at_pieces"],
+    ids=["one_document", "packed", "cut_at_shards"],
 )
 @pytest.mark.usefixtures("small_chunks")
-def test_pieces_of_a_sequence_give_the_whole(name, size, positions):
+def test_shards_of_a_sequence_give_the_whole(name, size, positions):
     module = layer(name, kv_heads=4)
     q, k, v = tokens(2, 32, kv_heads=4)
     expected = module(q, k, v, positions=positions, rotary=ROTARY)
 
-    def work(piece):
-        here = [x.chunk(size, 2)[piece.rank] for x in (q, k, v)]
-        at = None if positions is None else positions.chunk(size, 1)[piece.rank]
-        return module(*here, positions=at, rotary=ROTARY, piece=piece)
+    def work(cp_shard):
+        here = [x.chunk(size, 2)[cp_shard.rank] for x in (q, k, v)]
+        at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
+        return module(*here, positions=at, rotary=ROTARY, cp_shard=cp_shard)
 
-    out = torch.cat(in_pieces(size, work), 2)
+    out = torch.cat(in_shards(size, work), 2)
     assert_close(out, expected)
     for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
         assert_close(actual, wanted)

@@ -70,9 +70,9 @@ def test_shards_of_heads_hold_the_numbers_of_the_whole_layer(name):
     for module in (whole, *parts):
         redraw(module, 300)
     for key, value in whole.state_dict().items():
-        pieces = [part.state_dict()[key] for part in parts]
+        shards = [part.state_dict()[key] for part in parts]
         shared = key not in parts[0].sharded_parameters()
-        assert torch.equal(pieces[0] if shared else torch.cat(pieces), value), key
+        assert torch.equal(shards[0] if shared else torch.cat(shards), value), key
 
 
 def test_running_statistics_move_once_per_step_however_often_the_layer_runs():

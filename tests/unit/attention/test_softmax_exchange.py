@@ -1,19 +1,19 @@
-"""How softmax over pieces of a row reaches all keys: trading heads where they divide, keys that go round elsewhere."""
+"""How softmax over shards of a row reaches all keys: trading heads where they divide, keys that go round elsewhere."""
 
 import pytest
 import torch
 
 from megakernel import attention
-from tests.unit.attention.pieces import ThreadPiece, in_pieces
+from tests.unit.attention.shards import ThreadShard, in_shards
 
 SIZE, TOKENS, WIDTH = 2, 4, 4
 
 
-class Noting(ThreadPiece):
-    """A piece that remembers which questions it was asked."""
+class Noting(ThreadShard):
+    """A shard that remembers which questions it was asked."""
 
-    def __init__(self, piece: ThreadPiece):
-        super().__init__(piece.table, piece.rank)
+    def __init__(self, cp_shard: ThreadShard):
+        super().__init__(cp_shard.table, cp_shard.rank)
         self.asked: set[str] = set()
 
     def tokens_to_heads(self, x):
@@ -28,12 +28,12 @@ class Noting(ThreadPiece):
 def asked(heads, exchange, preset="softmax"):
     layer = attention.build(preset, num_heads=heads, head_dim=WIDTH, softmax_exchange=exchange)
 
-    def work(piece):
-        noting = Noting(piece)
-        layer(*(torch.ones(1, heads, TOKENS, WIDTH) for _ in range(3)), piece=noting)
+    def work(cp_shard):
+        noting = Noting(cp_shard)
+        layer(*(torch.ones(1, heads, TOKENS, WIDTH) for _ in range(3)), cp_shard=noting)
         return noting.asked
 
-    found = in_pieces(SIZE, work)
+    found = in_shards(SIZE, work)
     assert found == [found[0]] * SIZE
     return found[0]
 
@@ -53,7 +53,7 @@ def test_softmax_trades_heads_where_they_divide_unless_it_is_told(heads, exchang
 
 
 def test_heads_that_do_not_divide_cannot_be_traded_by_force():
-    with pytest.raises(ValueError, match="3 heads do not divide over 2 pieces of the sequence"):
+    with pytest.raises(ValueError, match="3 heads do not divide over 2 shards of the sequence"):
         asked(3, "heads")
 
 

@@ -55,7 +55,7 @@ def test_a_sequence_that_is_not_cut_into_whole_blocks_names_the_nearest_that_is(
         )
 
 
-def test_without_sequence_pieces_any_length_goes():
+def test_without_sequence_shards_any_length_goes():
     assert not problems(training={"seq_len": 511})
 
 

@@ -69,9 +69,9 @@ def test_shares_that_make_no_sense_are_refused(masking, key, remedy):
 
 
 def test_sequences_of_encoders_are_cut_unless_they_are_padded():
-    pieces = {"parallel": {"context": 2}}
-    assert not problems(model=MASKED, **pieces)
-    padded = problems(model=CLASSIFIER, **pieces)["parallel.context"]
+    shards = {"parallel": {"context": 2}}
+    assert not problems(model=MASKED, **shards)
+    padded = problems(model=CLASSIFIER, **shards)["parallel.context"]
     assert "padded and pooled as a whole" in padded.reason
     assert padded.remedy.startswith("set 1")
 
@@ -88,7 +88,7 @@ def test_encoders_of_every_kind_are_cut_over_processes(attention):
 
 
 @pytest.mark.parametrize("attention", ["gaussian", "mgk", "eva", "flurka_eva", "skyformer", "nystromformer"])
-def test_pieces_that_trade_tokens_for_heads_need_heads_that_divide(attention):
+def test_shards_that_trade_tokens_for_heads_need_heads_that_divide(attention):
     model = {**MASKED, "attention": "linear", "attention_pattern": ["main", attention]}
     model |= {"num_heads": 8, "hidden_size": 64}
     data, training = {"isolate_documents": False}, {"seq_len": 960}

@@ -5,7 +5,7 @@ from data_pipeline.batch import Batch
 from data_pipeline.packed_text import next_tokens
 
 EOD = 9
-# Three documents in one row; ends at the edges and side by side; an end before and at the edge of a piece.
+# Three documents in one row; ends at the edges and side by side; an end before and at the edge of a shard.
 ROWS = torch.tensor(
     [
         [1, 2, 9, 3, 4, 5, 6, 9, 7, 8, 1, 2, 3],
@@ -19,8 +19,8 @@ def whole(isolate: bool = True) -> Batch:
     return next_tokens(ROWS, EOD, isolate)
 
 
-def piece(rank: int, size: int, isolate: bool = True) -> Batch:
-    """A piece of whole(), made of its own tokens and the place of the first."""
+def cp_shard(rank: int, size: int, isolate: bool = True) -> Batch:
+    """A shard of whole(), made of its own tokens and the place of the first."""
     length = 12 // size
     start, end = rank * length, (rank + 1) * length
     return next_tokens(ROWS[:, start : end + 1], EOD, isolate, whole(isolate).positions[:, start])
@@ -76,22 +76,22 @@ def test_cu_seqlens_are_the_document_starts_and_the_end():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("isolate", [True, False])
-def test_pieces_put_together_are_the_whole(size: int, isolate: bool):
-    pieces = [piece(rank, size, isolate) for rank in range(size)]
+def test_shards_put_together_are_the_whole(size: int, isolate: bool):
+    shards = [cp_shard(rank, size, isolate) for rank in range(size)]
     for name in ("tokens", "labels", "loss_mask", "positions"):
         assert torch.equal(
-            torch.cat([getattr(piece, name) for piece in pieces], 1), getattr(whole(isolate), name)
+            torch.cat([getattr(cp_shard, name) for cp_shard in shards], 1), getattr(whole(isolate), name)
         )
 
 
-def test_the_last_label_of_a_piece_is_the_first_token_of_the_next():
-    left, right = (piece(rank, 2) for rank in range(2))
+def test_the_last_label_of_a_shard_is_the_first_token_of_the_next():
+    left, right = (cp_shard(rank, 2) for rank in range(2))
     assert torch.equal(left.labels[:, -1], right.tokens[:, 0])
     assert torch.equal(right.labels[:, -1], ROWS[:, -1])
 
 
-def test_a_document_begun_on_an_earlier_piece_does_not_start_again():
-    right = piece(1, 2)
+def test_a_document_begun_on_an_earlier_shard_does_not_start_again():
+    right = cp_shard(1, 2)
     assert right.positions[0].tolist() == [3, 4, 0, 1, 2, 3]
     # Row 0 continues and starts at 2; row 1 continues all along; row 2 starts at its first token, 12.
     assert right.cu_seqlens.tolist() == [2, 12, 18]

@@ -132,13 +132,13 @@ def test_skipped_samples_are_passed_over(corpus: Path, configure: Configure):
     assert read == kept[:72]
 
 
-def test_pieces_of_a_sequence_put_together_are_the_sample(corpus: Path, configure: Configure):
+def test_shards_of_a_sequence_put_together_are_the_sample(corpus: Path, configure: Configure):
     config = configure(corpus)
     whole = opened(config).batches_for(3)
-    pieces = [opened(config, piece_rank=rank, piece_size=4).batches_for(3) for rank in range(4)]
+    shards = [opened(config, cp_rank=rank, cp_size=4).batches_for(3) for rank in range(4)]
     for micro, batch in enumerate(whole):
         for name in ("tokens", "labels", "loss_mask", "positions"):
-            parts = [getattr(piece[micro], name) for piece in pieces]
+            parts = [getattr(cp_shard[micro], name) for cp_shard in shards]
             assert all(part.shape == (2, SEQ_LEN // 4) for part in parts)
             assert torch.equal(torch.cat(parts, 1), getattr(batch, name))
 

@@ -73,8 +73,8 @@ def test_every_layout_hides_the_same_tokens(configured: Config, name: str):
     expected = whole(step(configured, 3), name)
     replicas = [step(configured, 3, data_rank=rank, data_size=2) for rank in range(2)]
     assert torch.equal(whole([batch for passes in zip(*replicas) for batch in passes], name), expected)
-    pieces = [whole(step(configured, 3, piece_rank=rank, piece_size=2), name) for rank in range(2)]
-    assert torch.equal(torch.cat(pieces, 1), expected)
+    shards = [whole(step(configured, 3, cp_rank=rank, cp_size=2), name) for rank in range(2)]
+    assert torch.equal(torch.cat(shards, 1), expected)
 
 
 def test_labels_are_the_tokens_themselves_and_documents_stay_what_they_are(configured: Config):

@@ -60,8 +60,8 @@ def test_the_labels_that_count_are_the_answers(recall: Path, configure: Configur
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_pieces_of_rows_count_the_same_labels(recall: Path, configure: Configure, size: int):
-    # Rows of another length than the documents, so that these are cut, by rows and by pieces.
+def test_shards_of_rows_count_the_same_labels(recall: Path, configure: Configure, size: int):
+    # Rows of another length than the documents, so that these are cut, by rows and by shards.
     config = configure(recall, seq_len=64, **ANSWERS)
     corpora = Corpora(config.data)
 
@@ -71,9 +71,9 @@ def test_pieces_of_rows_count_the_same_labels(recall: Path, configure: Configure
         return [batch.loss_mask for batch in batches]
 
     whole = masks(Share())
-    pieces = [masks(Share(piece_rank=rank, piece_size=size)) for rank in range(size)]
+    shards = [masks(Share(cp_rank=rank, cp_size=size)) for rank in range(size)]
     for at, mask in enumerate(whole):
-        assert torch.equal(torch.cat([piece[at] for piece in pieces], 1), mask)
+        assert torch.equal(torch.cat([cp_shard[at] for cp_shard in shards], 1), mask)
     shares = torch.cat([mask.flatten() for mask in whole]).float().mean()
     assert shares == pytest.approx(5 / LENGTH, rel=0.2)
 

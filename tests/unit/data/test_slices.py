@@ -1,4 +1,4 @@
-"""A piece of a row is read without the rest of the row."""
+"""A shard of a row is read without the rest of the row."""
 
 import itertools
 from collections.abc import Callable
@@ -67,16 +67,16 @@ def test_any_slice_of_a_row_is_that_slice(samples: CorpusSamples):
             {0, 1, SEQ_LEN, SEQ_LEN + 1, *(at + d for at in starts for d in (0, 1, 2) if at + d <= SEQ_LEN)}
         )
         for start, end in itertools.pairwise(edges):
-            piece = samples.read(row, start, end)
-            assert torch.equal(piece.tokens, whole[start:end])
+            cp_shard = samples.read(row, start, end)
+            assert torch.equal(cp_shard.tokens, whole[start:end])
             begun = max((at + 1 for at in starts if at < start), default=0)
-            assert piece.position == start - begun
+            assert cp_shard.position == start - begun
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("isolate", [True, False])
 @pytest.mark.parametrize("kind", ["causal_lm", "masked_lm"])
-def test_pieces_of_packed_rows_put_together_are_the_rows(
+def test_shards_of_packed_rows_put_together_are_the_rows(
     kind: str, isolate: bool, size: int, corpus: Path, configure: Configure
 ):
     config = kinds(configure, corpus, kind, isolate_documents=isolate)
@@ -86,24 +86,24 @@ def test_pieces_of_packed_rows_put_together_are_the_rows(
         training = TrainingBatches(config, corpora, share).batches_for(4)
         return [*training, *ValidationBatches(config, corpora, share)]
 
-    pieces = [read(Share(piece_rank=rank, piece_size=size)) for rank in range(size)]
+    shards = [read(Share(cp_rank=rank, cp_size=size)) for rank in range(size)]
     continued = 0
     for at, whole in enumerate(read(Share())):
         for name in FIELDS:
-            parts = [getattr(piece[at], name) for piece in pieces]
+            parts = [getattr(cp_shard[at], name) for cp_shard in shards]
             assert torch.equal(torch.cat(parts, 1), getattr(whole, name)), name
-        continued += sum(int((piece[at].positions[:, 0] > 0).sum()) for piece in pieces)
+        continued += sum(int((cp_shard[at].positions[:, 0] > 0).sum()) for cp_shard in shards)
     assert continued or size == 1, "documents have to cross the cuts, or there was nothing to get wrong"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_a_piece_reads_its_tokens_and_one_label(
+def test_a_shard_reads_its_tokens_and_one_label(
     size: int, corpus: Path, configure: Configure, tokens_read: list[int]
 ):
     config = kinds(configure, corpus, "causal_lm")
     corpora = Corpora(config.data)
     for rank in range(size):
-        batches = TrainingBatches(config, corpora, Share(piece_rank=rank, piece_size=size))
+        batches = TrainingBatches(config, corpora, Share(cp_rank=rank, cp_size=size))
         tokens_read.clear()
         rows = sum(len(batch.tokens) for batch in batches.batches_for(2))
         assert sum(tokens_read) == rows * (SEQ_LEN // size + 1)

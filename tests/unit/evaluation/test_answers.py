@@ -115,11 +115,11 @@ def test_counts_of_examples_add_up():
     assert cell.loss == pytest.approx(8 / 5)
 
 
-def test_a_heat_map_is_a_picture_of_every_length_and_depth():
+def test_a_heat_map_is_a_plots_of_every_length_and_depth():
     cells = [Cell(length, depth, 1, 1, 1, 1, 1) for length in (64, 128) for depth in (0.0, 1.0)]
-    picture = heat_map(AnswerCounts("passkey", "runs/x", 3, cells))
-    assert picture is not None
-    assert picture.startswith(b"\x89PNG")
+    plot = heat_map(AnswerCounts("passkey", "runs/x", 3, cells))
+    assert plot is not None
+    assert plot.startswith(b"\x89PNG")
     assert heat_map(AnswerCounts("copy", "runs/x", 3, [Cell(64, None, 1, 1, 1, 1, 1)])) is None
 
 

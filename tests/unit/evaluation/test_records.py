@@ -25,7 +25,7 @@ def read(run: Path) -> EventAccumulator:
     return events
 
 
-def test_a_result_is_kept_as_json_table_and_picture(tmp_path):
+def test_a_result_is_kept_as_json_table_and_plots(tmp_path):
     file = record(tmp_path, 20, SPEC, found(20, 3))
     assert file == tmp_path / "evaluation" / "step_20" / f"{NAME}.json"
     kept = json.loads(file.read_text())
@@ -45,9 +45,9 @@ def test_tensorboard_has_every_step_once_whatever_is_measured_again(tmp_path):
     assert set(events.Tags()["scalars"]) == {f"evaluation/{NAME}/{name}" for name in found(1, 1).scalars()}
     tables = events.Tensors(f"evaluation/{NAME}/text_summary")
     assert [event.step for event in tables] == [10, 20]
-    pictures = events.Images(f"evaluation/{NAME}")
-    assert [event.step for event in pictures] == [10, 20]
-    assert pictures[0].width > 100
+    plots = events.Images(f"evaluation/{NAME}")
+    assert [event.step for event in plots] == [10, 20]
+    assert plots[0].width > 100
     assert len(list((tmp_path / "tensorboard" / "evaluation").iterdir())) == 1
 
 

@@ -65,7 +65,7 @@ def test_a_range_shows_how_the_run_scales(file, capsys):
     assert "50,257 ids assumed" in shown
 
 
-def test_a_page_has_its_command_and_the_rivals(file, capsys, tmp_path):
+def test_a_page_has_its_command_and_the_baselines(file, capsys, tmp_path):
     out = tmp_path / "pages" / "plan.md"
     assert main(["plan", file, "--gpus", "8", "--gpu", "h100", "--page", str(out)]) == 0
     page = out.read_text()

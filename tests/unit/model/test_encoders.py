@@ -44,11 +44,11 @@ def classifier(mesh, pooling="mean", head="linear", documents=1, **parts):
 
 def logits(model, tokens, positions):
     """Of the classes."""
-    stream = (tokens, positions)
+    layer_inputs = (tokens, positions)
     with torch.no_grad():
         for layer in model.walk[:-1]:
-            stream = layer(stream)
-        return model.walk[-1].logits(*stream)
+            layer_inputs = layer(layer_inputs)
+        return model.walk[-1].logits(*layer_inputs)
 
 
 def draw(*shape, seed=0):
@@ -159,10 +159,10 @@ def test_two_documents_are_read_on_their_own_and_compared(mesh):
     both = logits(model, tokens, positions)
     torch.testing.assert_close(logits(model, tokens[2:], positions[2:]), both[1:])
     with torch.no_grad():
-        stream = (tokens, positions)
+        layer_inputs = (tokens, positions)
         for layer in model.walk[:-1]:
-            stream = layer(stream)
-        a, b = stream[0].mean(0).float().view(2, 2, -1).unbind(1)
+            layer_inputs = layer(layer_inputs)
+        a, b = layer_inputs[0].mean(0).float().view(2, 2, -1).unbind(1)
         expected = torch.cat([a, b, a * b, a - b], -1).double() @ head.output.weight.T + head.output.bias
     torch.testing.assert_close(both, expected.float())
 

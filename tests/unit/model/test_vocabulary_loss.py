@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from megakernel.config import Model
 from megakernel.model import LanguageModel, ModelSettings
-from megakernel.model.stream import IGNORED
-from megakernel.model.vocabulary_loss import Lesson, summed_lesson, summed_loss
+from megakernel.model.layer_inputs import IGNORED
+from megakernel.model.vocabulary_loss import DistillationTarget, summed_distillation, summed_loss
 from megakernel.parallel import OneProcess
 
 TOKENS, WIDTH, WORDS = 23, 16, 40
@@ -41,17 +41,17 @@ def expected(tensors, targets, weights):
     cross_entropy = F.cross_entropy(logits, targets[targets != IGNORED], reduction="sum")
     if weights is None:
         return cross_entropy, ()
-    heat = weights["temperature"]
-    teacher = F.log_softmax((theirs @ their_head.T)[targets != IGNORED] / heat, -1)
-    divergence = F.kl_div(F.log_softmax(logits / heat, -1), teacher, reduction="sum", log_target=True)
-    loss = weights["cross_entropy"] * cross_entropy + weights["divergence"] * heat**2 * divergence
+    temperature = weights["temperature"]
+    teacher = F.log_softmax((theirs @ their_head.T)[targets != IGNORED] / temperature, -1)
+    divergence = F.kl_div(F.log_softmax(logits / temperature, -1), teacher, reduction="sum", log_target=True)
+    loss = weights["cross_entropy"] * cross_entropy + weights["divergence"] * temperature**2 * divergence
     return loss, (cross_entropy.item(), divergence.item())
 
 
-def found(hidden, head, targets, rows, lesson=None, words=WORDS, group=None):
-    if lesson is None:
+def found(hidden, head, targets, rows, distillation=None, words=WORDS, group=None):
+    if distillation is None:
         return summed_loss(hidden, head, targets, rows, words, group), None
-    return summed_lesson(hidden, head, targets, rows, words, group, lesson)
+    return summed_distillation(hidden, head, targets, rows, words, group, distillation)
 
 
 @pytest.mark.parametrize("rows", [TOKENS, 8], ids=["one chunk", "chunks"])
@@ -64,13 +64,13 @@ def test_loss_and_gradients_are_those_of_whole_logits(dtype, weights, rows):
     slopes = torch.autograd.grad(3 * right, wide[:2])
 
     hidden, head, theirs, their_head = (x.requires_grad_(index < 2) for index, x in enumerate(tensors))
-    lesson = None if weights is None else Lesson(theirs, their_head, **weights)
-    loss, sums = found(hidden, head, targets, rows, lesson)
+    distillation = None if weights is None else DistillationTarget(theirs, their_head, **weights)
+    loss, sums = found(hidden, head, targets, rows, distillation)
     gradients = torch.autograd.grad(3 * loss, (hidden, head))
 
     bound = BOUNDS[dtype]
     assert loss.item() == pytest.approx(right.item(), rel=bound)
-    if lesson is not None:
+    if distillation is not None:
         assert sums.tolist() == pytest.approx(parts, rel=bound)
         assert not sums.requires_grad
     for actual, exact in zip(gradients, slopes, strict=True):
@@ -82,8 +82,10 @@ def test_loss_and_gradients_are_those_of_whole_logits(dtype, weights, rows):
 def test_a_model_that_predicts_what_its_teacher_does_has_nothing_to_learn():
     (hidden, head, *_), targets = drawn(torch.float32)
     hidden.requires_grad_()
-    lesson = Lesson(hidden.detach(), head, temperature=3.0, divergence=1.0, cross_entropy=0.0)
-    loss, _ = found(hidden, head, targets, 8, lesson)
+    distillation = DistillationTarget(
+        hidden.detach(), head, temperature=3.0, divergence=1.0, cross_entropy=0.0
+    )
+    loss, _ = found(hidden, head, targets, 8, distillation)
     loss.backward()
     assert loss.item() == pytest.approx(0.0, abs=1e-5)
     assert hidden.grad.abs().max() <= 1e-6
@@ -110,7 +112,7 @@ def test_no_tokens_are_no_loss_and_a_gradient_of_zeros():
 @pytest.mark.parametrize("tied", [True, False])
 def test_padding_changes_nothing_that_a_new_model_computes(tied):
     tokens = torch.randint(WORDS, (2, 9), generator=torch.Generator().manual_seed(1))
-    stream = tokens, torch.arange(9).expand(2, -1), tokens.roll(-1, 1), torch.tensor([18])
+    layer_inputs = tokens, torch.arange(9).expand(2, -1), tokens.roll(-1, 1), torch.tensor([18])
     losses, logits, slopes = [], [], []
     for multiple in (1, 64):
         form = Model(
@@ -122,8 +124,8 @@ def test_padding_changes_nothing_that_a_new_model_computes(tied):
             init_std=0.5,
         )
         model = LanguageModel(ModelSettings(form, WORDS, OneProcess()))
-        losses.append(loss := model(*stream))
-        logits.append(model.logits(model.hidden(*stream[:2])))
+        losses.append(loss := model(*layer_inputs))
+        logits.append(model.logits(model.hidden(*layer_inputs[:2])))
         slopes.append(torch.autograd.grad(loss, [model.token_embedding.tokens.weight, model.output_matrix]))
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*logits)

@@ -70,7 +70,7 @@ def test_uneven_parts_of_packed_rows_add_up_in_any_order(order, causal):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_spans_among_keys_of_another_piece_are_those_of_the_row():
+def test_spans_among_keys_of_another_shard_are_those_of_the_row():
     whole = spans_among(DOCUMENTS, DOCUMENTS, 0).mask(slice(None), 0, N)
     parts = [
         spans_among(DOCUMENTS, DOCUMENTS[:, a : a + 4].contiguous(), -a).mask(slice(None), 0, 4)

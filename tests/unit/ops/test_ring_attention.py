@@ -1,4 +1,4 @@
-"""Keys that go round give the attention of whole rows; pieces are threads, each with a backward of its own."""
+"""Keys that go round give the attention of whole rows; shards are threads, each with a backward of its own."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from megakernel.ops import softmax_attention
 from megakernel.ops.softmax_attention import partial, ring
 from megakernel.ops.softmax_attention.ring import ring_attention
-from tests.unit.attention.pieces import ThreadPiece, in_pieces
+from tests.unit.attention.shards import ThreadShard, in_shards
 from tests.unit.ops.comparing import random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -16,7 +16,7 @@ HEADS = [(3, 1), (1, 1), (4, 2)]
 
 PACKED = torch.stack(
     [
-        # Documents that begin inside pieces, at their edges, and before the row; one covers several pieces.
+        # Documents that begin inside shards, at their edges, and before the row; one covers several shards.
         torch.cat([torch.arange(5, 8), torch.arange(18), torch.arange(3)]),
         torch.cat([torch.arange(6), torch.arange(1), torch.arange(5), torch.arange(12)]),
     ]
@@ -36,19 +36,19 @@ def expected(tensors, **options):
     return out, *torch.autograd.grad((out * weight).sum(), leaves)
 
 
-def rotated(size, tensors, *, piece_of=lambda piece: piece, **options):
-    """The same from `size` pieces, put together again."""
+def rotated(size, tensors, *, shard_of=lambda cp_shard: cp_shard, **options):
+    """The same from `size` shards, put together again."""
 
-    def work(piece: ThreadPiece):
+    def work(cp_shard: ThreadShard):
         def mine(x, dim):
-            return x.detach().chunk(size, dim)[piece.rank]
+            return x.detach().chunk(size, dim)[cp_shard.rank]
 
         here = {key: mine(x, 1) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
         *leaves, weight = (mine(x, 2).clone().requires_grad_() for x in tensors)
-        out = ring_attention(*leaves, ring=piece_of(piece), **here)
+        out = ring_attention(*leaves, ring=shard_of(cp_shard), **here)
         return out, *torch.autograd.grad((out * weight).sum(), leaves)
 
-    return [torch.cat(parts, 2) for parts in zip(*in_pieces(size, work))]
+    return [torch.cat(parts, 2) for parts in zip(*in_shards(size, work))]
 
 
 def assert_equal(actual, wanted):
@@ -73,14 +73,14 @@ def test_keys_that_go_round_give_the_numbers_of_whole_rows(size, heads, causal, 
 @pytest.mark.parametrize(
     ("positions", "values"), [(0, WIDTH), (0, VALUES), (PACKED, WIDTH)], ids=["fused", "whole_rows", "packed"]
 )
-def test_a_window_reaches_over_the_edges_of_pieces(window, positions, values):
+def test_a_window_reaches_over_the_edges_of_shards(window, positions, values):
     tensors = inputs(values=values)
     options = {"window": window, "positions": positions}
     assert_equal(rotated(4, tensors, **options), expected(tensors, **options))
 
 
 @pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
-def test_keys_that_are_masked_are_not_there_on_any_piece(positions):
+def test_keys_that_are_masked_are_not_there_on_any_shard(positions):
     tensors = inputs()
     mask = torch.rand(B, N, generator=torch.Generator().manual_seed(0)) > 0.4
     mask[0, :12] = False
@@ -111,22 +111,22 @@ def test_half_precision_is_summed_in_float32(values):
 
 
 class Counting:
-    """A piece that counts the bytes it hands on."""
+    """A shard that counts the bytes it hands on."""
 
-    def __init__(self, piece: ThreadPiece, sent: list[int]):
-        self.piece, self.rank, self.size, self.sent = piece, piece.rank, piece.size, sent
+    def __init__(self, cp_shard: ThreadShard, sent: list[int]):
+        self.cp_shard, self.rank, self.size, self.sent = cp_shard, cp_shard.rank, cp_shard.size, sent
 
     def start_rotation(self, tensors):
         self.sent[self.rank] += sum(x.numel() * x.element_size() for x in tensors)
-        return self.piece.start_rotation(tensors)
+        return self.cp_shard.start_rotation(tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("options", "each"), [({}, 0), ({"positions": PACKED}, 8)], ids=["whole", "packed"])
-def test_every_piece_sends_the_bytes_of_the_formula(dtype, options, each):
+def test_every_shard_sends_the_bytes_of_the_formula(dtype, options, each):
     size, sent = 4, [0] * 4
     tensors = [x.detach().to(dtype) for x in inputs(3, 1)]
-    rotated(size, tensors, piece_of=lambda piece: Counting(piece, sent), **options)
+    rotated(size, tensors, shard_of=lambda cp_shard: Counting(cp_shard, sent), **options)
     keys = 1 * (WIDTH + VALUES)  # of one key head, whatever the number of queries that share it
     forward = (size - 1) * B * (N // size) * (keys * dtype.itemsize + each)
     backward = (size - 1) * B * (N // size) * (keys * (dtype.itemsize + 4) + each)
@@ -134,7 +134,7 @@ def test_every_piece_sends_the_bytes_of_the_formula(dtype, options, each):
 
 
 class Alone:
-    """The first of three pieces, whose neighbour happens to hold the same; writes down what happens when."""
+    """The first of three shards, whose neighbour happens to hold the same; writes down what happens when."""
 
     rank, size = 0, 3
 
@@ -172,7 +172,7 @@ def test_the_next_keys_are_under_way_while_the_present_ones_are_weighed(monkeypa
 
 
 def weighed(monkeypatch, size, **options):
-    """Pairs whose weights forward and backward formed, by piece, and the most that existed at once."""
+    """Pairs whose weights forward and backward formed, by shard, and the most that existed at once."""
     blocks = []
     scores = partial._scores
     monkeypatch.setattr(partial, "_scores", lambda q, k: blocks.append(scores(q, k)) or blocks[-1])
@@ -184,7 +184,7 @@ def weighed(monkeypatch, size, **options):
 def test_few_weights_exist_at_once_and_none_of_the_future(monkeypatch):
     pairs, most = weighed(monkeypatch, 3, causal=True)
     assert most <= partial.QUERIES * partial.KEYS
-    # Pieces of 8: three of nine pairs of pieces lie ahead, and in three blocks of 4 queries see 4 or 8 keys.
+    # Shards of 8: three of nine pairs of shards lie ahead, and in three blocks of 4 queries see 4 or 8 keys.
     assert pairs == 2 * (3 * 8 * 8 + 3 * (4 * 4 + 4 * 8))
 
 
@@ -197,4 +197,4 @@ def test_documents_behind_a_query_are_not_weighed(monkeypatch):
 def test_shapes_that_do_not_fit_are_named():
     q, k, v, _ = inputs()
     with pytest.raises(ValueError, match="k has shape"):
-        ring_attention(q, k[:, :, 1:], v, ring=ThreadPiece.__new__(ThreadPiece))
+        ring_attention(q, k[:, :, 1:], v, ring=ThreadShard.__new__(ThreadShard))

@@ -9,7 +9,7 @@ from megakernel.config import Model, Parallel, UserError
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
-from megakernel.training.cut import cuts
+from megakernel.training.partition import partitions
 from megakernel.training.universal_load import compare, load_weights, whole_shapes
 from megakernel.uptraining.conversion import Converted
 from megakernel.uptraining.landmarks import fewer_landmarks, rank_steps
@@ -59,10 +59,10 @@ def converted(mesh, model, form, **parts):
     """The model with another attention, and what of it the old one does not tell."""
     new = build(mesh, form, **parts)
     source = Converted(StateDict(model), model.settings.model, new.settings.model)
-    found = compare(whole_shapes(new, cuts(new), mesh.tp), source)
+    found = compare(whole_shapes(new, partitions(new), mesh.tp), source)
     assert not found.misshapen
     assert not found.unexpected
-    load_weights(new, cuts(new), mesh.tp, source, found.common)
+    load_weights(new, partitions(new), mesh.tp, source, found.common)
     return new, {name.split(".core.")[1] for name in found.missing}
 
 

@@ -160,7 +160,7 @@ def test_shards_have_an_index(tmp_path, monkeypatch):
 
 
 def test_a_plain_configuration_builds_the_model(tmp_path):
-    """The pieces together, where a run is not needed: tests/distributed/test_dense_start.py has the whole way."""
+    """The shards together, where a run is not needed: tests/distributed/test_dense_start.py has the whole way."""
     model = dense_models.save("qwen3, tied", tmp_path / "in")
     again = AutoModelForCausalLM.from_config(
         type(model.config).from_dict(

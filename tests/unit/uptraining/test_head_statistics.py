@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megakernel.uptraining.core_call import CoreCall
+from megakernel.uptraining.attention_inputs import AttentionInputs
 from megakernel.uptraining.head_statistics import STATISTICS, head_statistics
 from megakernel.uptraining.head_sums import HeadSums, Place
 from megakernel.uptraining.query_rows import QueryRows
@@ -20,7 +20,7 @@ def example():
     """Queries of rows in which documents are packed, weights with equal ones among them, and scores."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, HEADS, TOKENS, 4, generator=draw, dtype=torch.float64)
-    rows = QueryRows.of(CoreCall(q, k, v, positions=POSITIONS), QUERIES, causal=True)
+    rows = QueryRows.of(AttentionInputs(q, k, v, positions=POSITIONS), QUERIES, causal=True)
     drawn = torch.randint(1, 4, (2, HEADS, len(QUERIES), TOKENS), generator=draw).double()
     weights = drawn * rows.visible[:, None]
     scores = rows.scores()

@@ -42,8 +42,13 @@ def logits(section, tokens):
         if ".core." not in name:
             draw = torch.Generator().manual_seed(parameter.numel() + len(name))
             parameter += 0.5 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
-    stream = (tokens, torch.arange(tokens.shape[1])[None], torch.full_like(tokens, IGNORED), torch.ones(1))
-    return built.logits(built.body(stream)[0])
+    layer_inputs = (
+        tokens,
+        torch.arange(tokens.shape[1])[None],
+        torch.full_like(tokens, IGNORED),
+        torch.ones(1),
+    )
+    return built.logits(built.body(layer_inputs)[0])
 
 
 @pytest.mark.parametrize("length", [24, 3])  # blocks of 4 are longer than 3

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
-from megakernel.uptraining.core_call import CoreCall
+from megakernel.uptraining.attention_inputs import AttentionInputs
 from megakernel.uptraining.losses import FLOOR, cross_entropy
 from megakernel.uptraining.query_rows import QueryRows, sample_queries
 
@@ -40,13 +40,13 @@ def example(form, heads=4, kv_heads=2, causal=True, positions=PACKED, padding=No
         torch.randn(BATCH, count, TOKENS, DIM, generator=draw, dtype=torch.float64)
         for count in (heads, kv_heads, kv_heads)
     )
-    return core, CoreCall(q, k, v, padding, positions, attention.Rotary(DIM))
+    return core, AttentionInputs(q, k, v, padding, positions, attention.Rotary(DIM))
 
 
-def whole_matrix(core, call):
+def whole_matrix(core, inputs):
     """(B, H, N, N): outputs where the values are the rows of the identity."""
-    one_hot = torch.eye(TOKENS, dtype=torch.float64).expand(*call.k.shape[:2], -1, -1)
-    return call.run(core, one_hot)
+    one_hot = torch.eye(TOKENS, dtype=torch.float64).expand(*inputs.k.shape[:2], -1, -1)
+    return inputs.run(core, one_hot)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -54,10 +54,10 @@ def whole_matrix(core, call):
     "heads", [(4, 2), (6, 1)], ids=["shared keys", "more queries to a key than numbers in it"]
 )
 def test_weights_are_the_rows_of_the_layers_matrix(form, heads):
-    core, call = example(FORMS[form], *heads)
-    rows = QueryRows.of(call, QUERIES, causal=True)
+    core, inputs = example(FORMS[form], *heads)
+    rows = QueryRows.of(inputs, QUERIES, causal=True)
     weights = rows.weights(core)
-    torch.testing.assert_close(weights, whole_matrix(core, call)[:, :, QUERIES], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(weights, whole_matrix(core, inputs)[:, :, QUERIES], rtol=1e-12, atol=1e-14)
     assert not weights.masked_fill(rows.visible[:, None], 0.0).any()
     if form in SOFTMAX:
         softmax = rows.softmax(rows.scores(), SOFTMAX[form])
@@ -66,10 +66,10 @@ def test_weights_are_the_rows_of_the_layers_matrix(form, heads):
 
 def test_padding_sees_nothing_and_is_not_seen():
     for form in ("softmax", "hedgehog"):
-        core, call = example(form, causal=False, positions=None, padding=PADDED)
-        rows = QueryRows.of(call, QUERIES, causal=False)
+        core, inputs = example(form, causal=False, positions=None, padding=PADDED)
+        rows = QueryRows.of(inputs, QUERIES, causal=False)
         weights = rows.weights(core)
-        torch.testing.assert_close(weights, whole_matrix(core, call)[:, :, QUERIES], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(weights, whole_matrix(core, inputs)[:, :, QUERIES], rtol=1e-12, atol=1e-14)
         assert not weights[1, :, :, 9:].any()
         assert rows.real.sum(1).tolist() == [6, 4]
         if form == "softmax":
@@ -78,14 +78,14 @@ def test_padding_sees_nothing_and_is_not_seen():
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in SOFTMAX])
 def test_gradients_of_a_cross_entropy_are_those_of_the_whole_matrix(form):
-    core, call = example(FORMS[form])
+    core, inputs = example(FORMS[form])
     parameters = list(core.parameters())
-    rows = QueryRows.of(call, QUERIES, causal=True)
+    rows = QueryRows.of(inputs, QUERIES, causal=True)
     theirs = rows.softmax(rows.scores())
     values, slopes = cross_entropy(theirs, rows.weights(core), rows.real)
     found = torch.autograd.grad(rows.weighted(core, slopes), parameters, allow_unused=True)
 
-    weights = whole_matrix(core, call)[:, :, QUERIES]
+    weights = whole_matrix(core, inputs)[:, :, QUERIES]
     hidden = ~rows.visible[:, None]
     expected = -(theirs * weights.masked_fill(hidden, 1.0).clamp(min=FLOOR).log()).sum(-1).mean(-1)
     torch.testing.assert_close(values, expected)

@@ -8,10 +8,10 @@ from megakernel.config import Model, Parallel, UserError
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
-from megakernel.training.cut import cuts
 from megakernel.training.optimizer import freeze
+from megakernel.training.partition import partitions
 from megakernel.training.universal_load import whole_shapes
-from megakernel.uptraining.core_call import CoreCall
+from megakernel.uptraining.attention_inputs import AttentionInputs
 from megakernel.uptraining.layers import attention_cores, converted_cores
 from megakernel.uptraining.near_windows import LinearDecay, drop_near_windows
 from megakernel.uptraining.query_rows import QueryRows, sample_queries
@@ -54,45 +54,47 @@ def hash_of(name):
     return sum(ord(letter) * (place + 1) for place, letter in enumerate(name))
 
 
-def stream(rows=ROWS):
+def layer_inputs(rows=ROWS):
     """Packed documents, whose borders are no block's."""
     tokens = torch.randint(32, (rows, LENGTH), generator=torch.Generator().manual_seed(2))
     positions = torch.stack([torch.arange(LENGTH), torch.cat([torch.arange(6), torch.arange(7)])])[:rows]
     return tokens, positions, torch.full_like(tokens, IGNORED), torch.ones(1)
 
 
-def run(teacher, stream):
+def run(teacher, layer_inputs):
     with torch.no_grad():
         for layer in teacher.walk[:-1]:
-            stream = layer(stream)
+            layer_inputs = layer(layer_inputs)
 
 
-def calls_of(teacher, stream):
+def calls_of(teacher, layer_inputs):
     """What each attention layer of the teacher was called with, and what it gave."""
-    heard = {}
+    captured = {}
     hooks = [
         core.register_forward_hook(
-            lambda _, args, kwargs, out, index=index: heard.update({index: (CoreCall.of(args, kwargs), out)}),
+            lambda _, args, kwargs, out, index=index: captured.update(
+                {index: (AttentionInputs.of(args, kwargs), out)}
+            ),
             with_kwargs=True,
         )
         for index, core in attention_cores(teacher).items()
     ]
-    run(teacher, stream)
+    run(teacher, layer_inputs)
     for hook in hooks:
         hook.remove()
-    return heard
+    return captured
 
 
-def loss_of_the_whole(student, heard, step):
+def loss_of_the_whole(student, captured, step):
     """The same loss as one graph, from its formula."""
     total = 0.0
-    for index, (call, target) in heard.items():
+    for index, (inputs, target) in captured.items():
         core = attention_cores(student)[index]
-        error = (call.run(core) - target).square().sum((2, 3)) / target.square().sum((2, 3))
-        rows = QueryRows.of(call, sample_queries(LENGTH, QUERIES, 7, step), causal=True)
+        error = (inputs.run(core) - target).square().sum((2, 3)) / target.square().sum((2, 3))
+        rows = QueryRows.of(inputs, sample_queries(LENGTH, QUERIES, 7, step), causal=True)
         theirs = rows.softmax(rows.scores())
-        one_hot = torch.eye(LENGTH, dtype=torch.float64).expand(*call.k.shape[:2], -1, -1)
-        weights = call.run(core, one_hot)[:, :, rows.queries]
+        one_hot = torch.eye(LENGTH, dtype=torch.float64).expand(*inputs.k.shape[:2], -1, -1)
+        weights = inputs.run(core, one_hot)[:, :, rows.queries]
         logs = weights.masked_fill(~rows.visible[:, None], 1.0).log()
         total = total + (error - LAMBDA * (theirs * logs).sum(-1).mean(-1)).mean()
     return total
@@ -106,10 +108,10 @@ def test_gradients_are_those_of_the_whole_in_one_graph(mesh):
     )
     transfer.begin(step=3, batch_rows=ROWS)
     with transfer:
-        run(teacher, stream())
+        run(teacher, layer_inputs())
     loss = transfer.loss()
     loss.backward()
-    whole = loss_of_the_whole(student, calls_of(teacher, stream()), step=3)
+    whole = loss_of_the_whole(student, calls_of(teacher, layer_inputs()), step=3)
     torch.testing.assert_close(loss, whole)
     expected = torch.autograd.grad(whole, list(trained.values()))
     assert len(expected) == 2 * 5
@@ -131,7 +133,7 @@ def test_micro_batches_add_up(mesh):
         losses = []
         for part in parts:
             with transfer:
-                run(teacher, tuple(x[part] if x.dim() == 2 else x for x in stream()))
+                run(teacher, tuple(x[part] if x.dim() == 2 else x for x in layer_inputs()))
             losses.append(transfer.loss())
             losses[-1].backward()
         gradients = [x.grad for x in mechanisms(student).values()]
@@ -147,7 +149,7 @@ def test_a_window_as_long_as_the_row_leaves_no_error(mesh):
     transfer = AttentionTransfer(teacher, converted_cores(student), query_rows=QUERIES)
     transfer.begin(0, ROWS)
     with transfer:
-        run(teacher, stream())
+        run(teacher, layer_inputs())
     assert transfer.loss() < 1e-28
     means = transfer.sums.means(lambda mine: [mine])
     for layer in range(2):
@@ -168,7 +170,7 @@ def test_a_teacher_that_sees_a_window_alone_is_compared_with_as_it_is(mesh, form
     transfer = AttentionTransfer(teacher, cores, query_rows=LENGTH)
     transfer.begin(0, ROWS)
     with transfer:
-        run(teacher, stream())
+        run(teacher, layer_inputs())
     means = transfer.sums.means(lambda mine: [mine])
     for layer in cores:
         for pair in (("entropy", "teacher_entropy"), ("cross_entropy", "teacher_entropy")):
@@ -185,7 +187,7 @@ def test_the_loss_is_a_mean_over_the_rows_of_the_steps_phase(mesh):
     losses = []
     for step in (4, 5):
         transfer.begin_step(step)
-        losses.append(transfer(stream())[1])
+        losses.append(transfer(layer_inputs())[1])
     torch.testing.assert_close(losses[0], losses[1] * (given.training.global_batch_size / 2))
 
 
@@ -212,13 +214,13 @@ def test_a_step_lowers_the_error_and_nothing_hears_afterwards(mesh):
     for step in range(3):
         transfer.begin(step, ROWS)
         with transfer:
-            run(teacher, stream())
+            run(teacher, layer_inputs())
         losses.append(transfer.loss())
         optimizer.zero_grad()
         losses[-1].backward()
         optimizer.step()
     assert losses[2] < losses[1] < losses[0]
-    run(teacher, stream())
+    run(teacher, layer_inputs())
     assert transfer.loss() == 0
 
 
@@ -255,7 +257,7 @@ def test_a_teacher_that_keeps_a_graph_is_refused(mesh):
     teacher = build(mesh, "softmax")
     transfer = AttentionTransfer(teacher, converted_cores(build(mesh, FLURKA)))
     with transfer, pytest.raises(RuntimeError, match="no_grad"):
-        teacher(*stream())
+        teacher(*layer_inputs())
 
 
 def test_kept_layers_are_left_alone(mesh):
@@ -276,6 +278,6 @@ def test_near_windows_open_by_and_by(mesh):
     assert shares[4] == shares[5] == [0.0, 0.0]
     assert [LinearDecay(0.8, 4)(step) for step in (0, 1, 4, 9)] == pytest.approx([0.8, 0.6, 0, 0])
     # Loading a checkpoint asks for what a checkpoint holds.
-    assert whole_shapes(student, cuts(student), mesh.tp).keys() == cuts(student).keys()
+    assert whole_shapes(student, partitions(student), mesh.tp).keys() == partitions(student).keys()
     with pytest.raises(UserError, match=r"model.attention has none; take near"):
         drop_near_windows(build(mesh, "flurka_kernel"), LinearDecay(1.0, 4), seed=3)

@@ -8,11 +8,11 @@ from deepspeed.runtime.utils import partition_balanced
 
 from megakernel.analysis.parameters import parameter_count
 from megakernel.analysis.planning import ACCURACY, ASSUMED, GPU, GPUS, Job, Layout, plan
+from megakernel.analysis.planning.baselines import BASELINES, compare
 from megakernel.analysis.planning.layouts import Refusal, candidates
 from megakernel.analysis.planning.memory import memory
 from megakernel.analysis.planning.network import ranks_in_node, seconds
 from megakernel.analysis.planning.plan import Plan
-from megakernel.analysis.planning.rivals import RIVALS, compare
 from megakernel.analysis.planning.scaling import efficiency, grow, scaling
 from megakernel.analysis.planning.stages import stage_layers
 from megakernel.analysis.planning.step import step
@@ -157,10 +157,10 @@ def test_runs_grow_with_their_devices():
     assert 0.5 < shares[1] <= 1.01
 
 
-def test_rivals_pay_for_every_pair_of_tokens():
+def test_baselines_pay_for_every_pair_of_tokens():
     run = config(training={"seq_len": 1_048_576, "global_batch_size": 1})
     own, ring, ulysses, heads = compare(run, 50_257, 16, H100)
-    assert len(RIVALS) == 4
+    assert len(BASELINES) == 4
     assert own.best.step.seconds * 4 < ring.best.step.seconds
     assert all(one.layout.context <= 16 for one in ulysses.fitting)
     assert {one.layout.context for one in (*heads.fitting, *heads.too_large)} == {1}

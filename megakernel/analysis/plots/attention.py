@@ -1,0 +1,58 @@
+"""Attention matrices as images (Transformer-MGK, figures 2, 6 and 9): one sample, all layers and heads."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from .drawing import cells
+from .matrices import attention_matrix
+from .subject import Subject
+from .table import Row
+
+CELLS = 64
+"""Cells of an image along each side; longer rows have several tokens to a cell."""
+
+
+def measure(subject: Subject) -> list[Row]:
+    """The weights of the first sample: see `image`."""
+    layers = next(subject.captured())
+    return [row for layer, captured in layers.items() for row in image(layer, attention_matrix(captured))]
+
+
+def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
+    """A figure for each layer."""
+    layers = dict.fromkeys(row["layer"] for row in rows)
+    return {
+        f"layer_{layer}": cells(
+            [row for row in rows if row["layer"] == layer],
+            "key",
+            "query",
+            "weight",
+            "head",
+            downwards=True,
+            decades=4,
+        )
+        for layer in layers
+    }
+
+
+def image(layer: int, weights: Tensor) -> list[Row]:
+    """Of weights (H, N, N), at most CELLS x CELLS cells for each head; cells without weight are left out.
+
+    query, key: the first token of a cell. weight: what a query of the cell lays on all its keys, on average.
+    """
+    size = -(-weights.shape[-1] // CELLS)
+    pad = -weights.shape[-1] % size
+    sums = F.pad(weights, (0, pad)).unflatten(-1, (-1, size)).sum(-1)
+    starts = torch.arange(0, weights.shape[1], size, device=weights.device)
+    means = torch.stack([sums[:, start : start + size].mean(1) for start in starts.tolist()], 1)
+    return [
+        {"layer": layer, "head": head, "query": size * query, "key": size * key, "weight": weight}
+        for head, matrix in enumerate(means.tolist())
+        for query, cells_of_query in enumerate(matrix)
+        for key, weight in enumerate(cells_of_query)
+        if weight
+    ]

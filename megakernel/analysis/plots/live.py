@@ -1,0 +1,49 @@
+"""Plots of a model in training, cheap enough for every few thousand steps."""
+
+import torch
+from matplotlib.figure import Figure
+
+from megakernel.model import LanguageModel
+from megakernel.model.layer_inputs import LayerInputs
+
+from . import attention, covariances, singular_values
+from .capture import captured_attention, first_row
+from .matrices import attention_matrix
+from .table import Row
+
+
+@torch.no_grad()
+def attention_figures(
+    model: LanguageModel, inputs: LayerInputs, *, length: int = 128, heads: int = 4, draw: bool = True
+) -> dict[str, Figure]:
+    """Attention matrices of each layer and how fast their singular values fall, by TensorBoard tag.
+
+    Tags: `analysis/attention/layer_L`, `analysis/singular_values/...` and, of learned covariances,
+    `analysis/covariances/eigenvalues`. Costs one forward pass of `length` tokens and length / head_dim runs of each
+    layer's attention. Mode, noise and random state stay as they were. Not for a pipeline's stages.
+
+    Args:
+        model: on all ranks that share its layers' weights, each of which calls this. A rank sees the heads of its own.
+        inputs: what the first layer reads; the first row's first `length` real tokens are taken, whole also where
+            ranks share rows.
+        heads: of each layer, at most.
+        draw: False does the same work and draws nothing, for ranks whose plots nobody writes.
+    """
+    images: list[Row] = []
+    values: list[Row] = []
+    for layer, captured in captured_attention(model, first_row(inputs, length)).items():
+        weights = attention_matrix(captured)[:heads]
+        if not draw:
+            continue
+        images += attention.image(layer, weights)
+        for name, matrix in (("weights", weights), ("output", captured.output[0, :heads])):
+            relative = singular_values.relative_singular_values(matrix)
+            values += singular_values.decay(layer, name, relative)
+    eigenvalues = covariances.eigenvalue_rows(model) if draw else []
+    tables = {attention: images, singular_values: values, covariances: eigenvalues}
+    return {
+        f"analysis/{module.__name__.rpartition('.')[2]}/{plot}": figure
+        for module, rows in tables.items()
+        if rows
+        for plot, figure in module.draw(rows).items()
+    }

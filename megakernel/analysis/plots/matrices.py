@@ -1,0 +1,68 @@
+"""The attention matrix of a layer, whatever its mechanism.
+
+An output is a sum of values, o_i = sum_j w_ij v_j, with weights that no value changes. So a layer that is run on unit
+vectors for values gives its weights, as many columns in a run as a value is wide: gates, masses, landmarks and mixtures
+included, and without a second formula of any mechanism. `uptraining/query_rows.py` finds rows the other way round.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megakernel.attention import AttentionLayer
+from megakernel.attention.low_rank import LowRankAttention
+from megakernel.ops.dispatch import accum_dtype
+
+from .capture import CapturedAttention
+
+
+@torch.no_grad()
+def attention_matrix(captured: CapturedAttention) -> Tensor:
+    """Weights (H, N, N) of queries on tokens, float32 or better; 0 where a query does not see the key.
+
+    Weights on landmarks are those that their tokens have through E and F. Costs N / D runs of the layer.
+    """
+    core, inputs = captured.core, captured.inputs
+    dtype = accum_dtype(inputs.q.dtype)
+    inputs = inputs._replace(q=inputs.q.to(dtype), k=inputs.k.to(dtype))
+    batch, heads, count, width = inputs.v.shape
+    columns = []
+    for first in range(0, count, width):
+        some = torch.arange(min(width, count - first), device=inputs.v.device)
+        values = torch.zeros(batch, heads, count, width, dtype=dtype, device=inputs.v.device)
+        values[:, :, first + some, some] = 1
+        columns.append(inputs.run(core, values)[0, ..., : len(some)])
+    weights = torch.cat(columns, -1)
+    return weights @ _landmarks_of_tokens(core, inputs.q) if core.compresses_input else weights
+
+
+@torch.no_grad()
+def exact_matrix(captured: CapturedAttention) -> Tensor:
+    """`attention_matrix` in float64, for singular values that float32 would drown.
+
+    The layer's weights become float64 in between: not for a model whose optimizer holds views of them.
+    """
+    with _in_float64(captured.core):
+        inputs = captured.inputs._replace(q=captured.inputs.q.double(), k=captured.inputs.k.double())
+        return attention_matrix(captured._replace(inputs=inputs))
+
+
+def _landmarks_of_tokens(core: AttentionLayer, q: Tensor) -> Tensor:
+    """F (L, N): what every token of the row contributes to the landmarks' values."""
+    assert isinstance(core, LowRankAttention)
+    length = q.shape[2]
+    tokens = torch.eye(length, dtype=q.dtype, device=q.device)[:, None]
+    return core.compress(tokens, first=0, length=length)[-1][:, 0].to(q.dtype)
+
+
+@contextmanager
+def _in_float64(core: AttentionLayer) -> Iterator[None]:
+    dtypes = {tensor.dtype for tensor in core.state_dict().values() if tensor.is_floating_point()}
+    assert dtypes <= {torch.float32}, "analyses load float32, which float64 holds exactly"
+    core.double()
+    try:
+        yield
+    finally:
+        core.float()

@@ -1,0 +1,76 @@
+"""How likely queries are under the Gaussians around keys that attention stands for (Transformer-MGK, eqs. 3 and 5).
+
+    p(q_i) = 1/J sum_j sum_r pi_r N(q_i; k_jr, sigma_r^2 I)
+
+over the J keys that the query sees, sigma^2 = sqrt(d) where nothing else is configured and pi scaled to sum 1. A layer
+with one key at a position is the paper's baseline. The paper does not say in which unit its 0.18 is; here it is nats
+per number of the query, -log p / d.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from megakernel.attention.layer import rotate
+from megakernel.attention.mixture import PairwiseAttention, keys_and_priors
+from megakernel.attention.softmax import SoftmaxAttention
+from megakernel.uptraining.query_rows import QueryRows
+
+from .capture import CapturedAttention
+from .drawing import cells
+from .subject import Subject
+from .table import Row
+
+
+def measure(subject: Subject) -> list[Row]:
+    """layer, head, sample, nll: the mean over the queries of a row."""
+    return [
+        {"layer": layer, "head": head, "sample": sample, "nll": value}
+        for sample, layers in enumerate(subject.captured())
+        for layer, captured in layers.items()
+        if isinstance(captured.core, (PairwiseAttention, SoftmaxAttention))
+        for head, value in enumerate(negative_log_likelihood(captured).tolist())
+    ]
+
+
+def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
+    """A map over layers and heads, of the first sample."""
+    return {"nll": cells([row for row in rows if row["sample"] == 0], "head", "layer", "nll")}
+
+
+@torch.no_grad()
+def negative_log_likelihood(captured: CapturedAttention) -> Tensor:
+    """-log p(q_i) / d of the first row, means over its queries (H,) float64."""
+    core, inputs = captured.core, captured.inputs
+    k, priors = keys_and_priors(getattr(core, "mixture", None), inputs.k[:1].double())
+    q, k = rotate(inputs.rotary, inputs.q[:1].double(), k, inputs.places()[:1])
+    keys = (k if k.dim() == 5 else k[:, :, None])[0].repeat_interleave(q.shape[1] // k.shape[1], 0)
+    width, count = q.shape[-1], keys.shape[1]
+    if priors is None:
+        shares = torch.full((len(keys), count), 1 / count, dtype=q.dtype, device=q.device)
+    else:
+        shares = (
+            (priors / priors.sum(-1, keepdim=True)).to(q.dtype).repeat_interleave(len(keys) // len(priors), 0)
+        )
+    scales = torch.tensor(getattr(core, "variances", None) or [1.0] * count, dtype=q.dtype, device=q.device)
+    variances = scales * width**0.5
+    every = torch.arange(inputs.length, device=q.device)
+    seen = QueryRows.of(inputs, every, core.causal).visible[0]
+    return torch.stack(
+        [
+            density(q[0, head], keys[head], shares[head].log(), variances, seen).neg().mean() / width
+            for head in range(len(keys))
+        ]
+    )
+
+
+def density(q: Tensor, keys: Tensor, log_shares: Tensor, variances: Tensor, seen: Tensor) -> Tensor:
+    """log p(q_i) (N,) of queries (N, d) under keys (M, N, d), logs of shares (M,), variances (M,), seen (N, N) bool."""
+    squares = torch.cdist(q.expand_as(keys), keys).square()
+    normal = -squares / (2 * variances[:, None, None])
+    normal = normal - q.shape[-1] / 2 * (2 * math.pi * variances).log()[:, None, None]
+    logs = (normal + log_shares[:, None, None]).logsumexp(0)
+    return logs.masked_fill(~seen, -torch.inf).logsumexp(-1) - seen.sum(-1).log()

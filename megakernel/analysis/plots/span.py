@@ -1,0 +1,71 @@
+"""How far back heads look: the attention span of each layer, and what lies beyond its near window."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from megakernel.uptraining.head_statistics import far_keys, shares
+from megakernel.uptraining.query_rows import QueryRows
+
+from .drawing import cells
+from .matrices import attention_matrix
+from .subject import Subject
+from .table import Row
+
+DISTANCES = (16, 64, 256)
+"""Tokens apart from which on weights are summed."""
+
+
+def measure(subject: Subject) -> list[Row]:
+    """layer, head, and means over the queries of all samples of what `reach` finds; empty where no query has it."""
+    found: dict[int, list[Tensor]] = {}
+    for layers in subject.captured():
+        for layer, captured in layers.items():
+            every = torch.arange(captured.inputs.length, device=captured.inputs.q.device)
+            rows = QueryRows.of(captured.inputs, every, captured.core.causal)
+            found.setdefault(layer, []).append(
+                reach(attention_matrix(captured), rows, captured.core.near_window)
+            )
+    table: list[Row] = []
+    for layer, parts in found.items():
+        sums = torch.stack(parts).sum(0)
+        for head, (values, counts) in enumerate(zip(*(part.tolist() for part in sums))):
+            row: Row = {"layer": layer, "head": head}
+            for name, value, count in zip(NAMES, values, counts):
+                row[name] = value / count if count else ""
+            table.append(row)
+    return table
+
+
+def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
+    """Maps over layers and heads."""
+    shown = [name for name in NAMES if any(row[name] != "" for row in rows)]
+    return {name: cells(rows, "head", "layer", name) for name in shown}
+
+
+NAMES = ("span", *(f"beyond_{distance}" for distance in DISTANCES), "far_mass")
+"""Mean distance in tokens; shares of the weight on tokens at least so far apart, and beyond the near window."""
+
+
+def reach(weights: Tensor, rows: QueryRows, window: tuple[int, int] | None) -> Tensor:
+    """Of the first row's weights (H, N, N): sums over queries and their number (2, H, names) of NAMES, float64.
+
+    A share counts for queries that see a token so far apart. window: of a layer that attends the tokens near by
+    exactly; without it no query has a far_mass. Weights below 0 count as 0.
+    """
+    seen = rows.visible[0]
+    places = torch.arange(len(seen), device=seen.device)
+    apart = (places[:, None] - places[None]).abs()
+    of_keys = shares(weights.double() * seen)
+    real = seen.any(-1)
+    sums, counts = [(of_keys * apart).sum(-1)], [real]
+    beyond = [apart >= distance for distance in DISTANCES]
+    beyond.append(far_keys(rows, window)[0] if window is not None else torch.zeros_like(seen))
+    for far in beyond:
+        sums.append((of_keys * (far & seen)).sum(-1))
+        counts.append((far & seen).any(-1))
+    defined = torch.stack(counts, -1).expand(len(weights), -1, -1)
+    values = torch.stack(sums, -1).masked_fill(~defined, 0.0)
+    return torch.stack([values.sum(1), defined.double().sum(1)])

@@ -1,0 +1,52 @@
+"""Rows of numbers: what an analysis finds, what its CSV file holds, and what its plots are drawn from."""
+
+import csv
+import io
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Row = dict[str, int | float | str]
+"""Column -> value; all rows of a table have the same columns in the same order."""
+
+
+class Summary(NamedTuple):
+    """The smallest, mean and largest value of rows that belong together."""
+
+    group: tuple[int | float | str, ...]
+    minimum: float
+    mean: float
+    maximum: float
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """A header and the rows; floats with six digits."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()})
+    return text.getvalue()
+
+
+def from_csv(text: str) -> list[Row]:
+    """The rows of `to_csv`: what reads as a number is one."""
+    return [{key: _value(x) for key, x in row.items()} for row in csv.DictReader(io.StringIO(text))]
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def summaries(rows: Sequence[Row], value: str, by: Sequence[str]) -> list[Summary]:
+    """One for each combination of the columns `by`, in the order of the rows; cells without a number are left out."""
+    groups: dict[tuple[int | float | str, ...], list[float]] = {}
+    for row in rows:
+        if (number := row[value]) != "":
+            groups.setdefault(tuple(row[key] for key in by), []).append(float(number))
+    return [Summary(key, min(xs), statistics.fmean(xs), max(xs)) for key, xs in groups.items()]

@@ -1,0 +1,89 @@
+"""Attention matrices are what layers do: times the values, they give the layer's output."""
+
+import pytest
+import torch
+
+from megakernel.analysis.plots.capture import captured_attention, first_row
+from megakernel.analysis.plots.matrices import attention_matrix, exact_matrix
+
+from .small_models import LENGTH, layer_inputs, small_model
+
+BLOCKS = {"compression": {"block_size": 4, "rank": 2}}
+RANK = {"compression": {"rank": 6}}
+DECODERS = {
+    "softmax": "softmax",
+    "flurka": {"preset": "flurka", **BLOCKS},
+    "linformer_causal": {"preset": "linformer_causal", **BLOCKS},
+    "gmm_prf": "gmm_prf",
+    "mgk": "mgk",
+    "smlk": "smlk",
+    "kernelized": "kernelized",
+    "eva": {"preset": "eva", "eva": {"window_size": 4, "chunk_size": 2}},
+}
+ENCODERS = {
+    "flurka_rnn": {"preset": "flurka_rnn", **RANK},
+    "flurka_eva": {"preset": "flurka_eva", **RANK, "eva": {"window_size": 4}},
+    "linformer": {"preset": "linformer", **RANK},
+    "skyformer": {"preset": "skyformer", "skyformer": {"features": 8}},
+    "nystromformer": {"preset": "nystromformer", "nystromformer": {"landmarks": 4}},
+}
+FORMS = [(name, form, "causal_lm") for name, form in DECODERS.items()]
+FORMS += [(name, form, "masked_lm") for name, form in ENCODERS.items()]
+
+
+def values_of_tokens(model, layer, captured, row):
+    """(H, N, D): the values of whole tokens, also where the layer makes those of landmarks alone."""
+    if not captured.core.compresses_input:
+        return captured.inputs.v[0].repeat_interleave(captured.inputs.group, 0)
+    attention = model.walk[1 + layer].self_attention
+    layer_inputs = row
+    for part in model.walk[: 1 + layer]:
+        layer_inputs = part(layer_inputs)
+    hidden = model.walk[1 + layer].attention_norm(layer_inputs[0])
+    weight = attention.qkv.weight.unflatten(0, (attention.kv_heads, -1, attention.head_dim))[:, -1]
+    values = torch.einsum("nbc,hdc->hnd", hidden, weight)
+    return values.repeat_interleave(attention.queries_per_key, 0)
+
+
+@pytest.mark.parametrize(("name", "form", "kind"), FORMS, ids=[name for name, _, _ in FORMS])
+def test_a_matrix_times_the_values_is_the_layers_output(name, form, kind):
+    model = small_model(form, kind=kind)
+    row = first_row(layer_inputs(), LENGTH)
+    layers = captured_attention(model, row)
+    assert list(layers) == [0, 1]
+    with torch.no_grad():
+        for layer, captured in layers.items():
+            values = values_of_tokens(model, layer, captured, row)
+            for weights in (attention_matrix(captured), exact_matrix(captured).float()):
+                scale = captured.output.abs().max()
+                assert weights.shape == (4, LENGTH, LENGTH)
+                torch.testing.assert_close(
+                    weights @ values, captured.output[0], rtol=0, atol=2e-5 * scale.item()
+                )
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_a_causal_matrix_looks_at_no_later_token_and_at_no_other_document():
+    captured = captured_attention(small_model(DECODERS["flurka"]), first_row(layer_inputs(), LENGTH))[0]
+    weights = attention_matrix(captured)
+    assert not weights.triu(1).any()
+    assert not weights[:, 9:, :9].any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(4, LENGTH))
+
+
+def test_a_row_is_read_without_its_padding_and_counts_from_its_own_start():
+    tokens = torch.arange(8)[None].repeat(2, 1)
+    positions = torch.tensor([[-1, 5, 6, -1, 0, 1, 2, 3], [0] * 8])
+    row_tokens, places = first_row((tokens, positions), 5)
+    assert row_tokens.tolist() == [[1, 2, 4, 5, 6]]
+    assert places.tolist() == [[0, 1, 0, 1, 2]]
+
+
+def test_listening_leaves_the_model_as_it_was():
+    model = small_model("softmax").train()
+    model.walk[0].eval()
+    shards = [model.walk[1].self_attention.cp_shard, model.walk[2].self_attention.cp_shard]
+    captured_attention(model, first_row(layer_inputs(), LENGTH))
+    assert [part.training for part in model.walk[:3]] == [False, True, True]
+    assert [model.walk[1].self_attention.cp_shard, model.walk[2].self_attention.cp_shard] == shards
+    assert not any(module._forward_hooks for module in model.modules())

@@ -1,0 +1,114 @@
+"""What noise does: covariances, kernel estimates, votes and gradients, against numbers that are known."""
+
+import math
+
+import pytest
+import torch
+
+from megakernel.analysis.kernel_error import prf_error, prf_kernel
+from megakernel.analysis.plots import covariances, gradients, kernel_deviation, voting
+from megakernel.analysis.plots.capture import captured_attention, first_row
+from megakernel.model import IGNORED
+
+from .small_models import LENGTH, labelled, layer_inputs, small_model
+
+
+@pytest.mark.parametrize("name", ["gmm_rks", "gmm_prf"])
+def test_eigenvalues_are_those_the_covariance_was_made_of(name):
+    model = small_model(name)
+    mixture = model.walk[1].self_attention.core.projection
+    wanted = torch.tensor([0.01, 4.0, 0.5, 0.25, 1e-4, 2.0, 1.0, 0.125], dtype=torch.float64)
+    with torch.no_grad():
+        if name == "gmm_rks":
+            draw = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            left, right = torch.linalg.qr(draw)[0]
+            mixture.factor[1, 0] = left @ wanted.sqrt().diag() @ right
+        else:
+            mixture.log_variance[1, 0] = wanted.log()
+    rows = [
+        row
+        for row in covariances.eigenvalue_rows(model)
+        if (row["layer"], row["head"], row["component"]) == (0, 1, 0)
+    ]
+    assert [row["index"] for row in rows] == list(range(8))
+    found = torch.tensor([row["eigenvalue"] for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(found, wanted.sort(descending=True).values, rtol=1e-4, atol=1e-7)
+
+
+def test_the_deviation_of_kernel_estimates_is_theorem_3s():
+    """Over many draws std / |mean| comes to the closed form of the estimator's error (KL, theorem 3)."""
+    form = {"preset": "gmm_prf", "feature_map": {"samples": 64}}
+    model = small_model(form, num_heads=2, hidden_size=8, position="none")
+    captured = captured_attention(model, first_row(layer_inputs(), LENGTH))[0]
+    captured = captured._replace(
+        inputs=captured.inputs._replace(q=captured.inputs.q / 4, k=captured.inputs.k / 4)
+    )
+    found = kernel_deviation.deviations(captured, 400)
+    mixture = captured.core.projection
+    for head in range(2):
+        means = mixture.mean[head].detach().double()
+        factors = (mixture.log_variance[head].detach().double() / 2).exp().diag_embed()
+        q, k = (x[0, head].double() * 4**-0.25 for x in (captured.inputs.q, captured.inputs.k))
+        pair = means, factors, q[:, None], k[None]
+        expected = prf_error(*pair, 64).sqrt() / prf_kernel(*pair)
+        torch.testing.assert_close(found[head].median(), expected.median(), rtol=0.15, atol=0)
+
+
+def test_a_map_whose_noise_stays_deviates_by_nothing_to_ask_of():
+    captured = captured_attention(small_model("performer"), first_row(layer_inputs(), LENGTH))[0]
+    assert not kernel_deviation.estimates_kernels(captured)
+
+
+def votes(*predicted, label=1, probability=0.6):
+    """Draws of one prediction of two classes each, and what single draws and votes make of them."""
+    likeliest = torch.tensor(predicted)
+    hits = likeliest == label
+    logs = torch.where(hits, probability, 1 - probability).double().log()
+    return voting.vote_rows(hits, likeliest, logs)
+
+
+def test_a_vote_of_right_majorities_gains_over_single_draws():
+    rows = votes([1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1])  # four draws, three predictions
+    assert [row["draws"] for row in rows] == [1, 2, 4]
+    last = rows[-1]
+    assert last["accuracy"] == pytest.approx(9 / 12)
+    assert last["voting_accuracy"] == 1.0
+    assert last["gain"] == pytest.approx(12 / 9)
+    assert last["inconsistency"] == pytest.approx(25.0)
+    assert last["loss"] == pytest.approx(-math.log((3 * 0.6 + 0.4) / 4))
+    # The logit is +-log(0.6 / 0.4): three of four are positive, so its mean is half of it.
+    assert last["deviation"] == pytest.approx(math.sqrt(1 - 0.25) / 0.5)
+
+
+def test_a_prediction_that_no_draw_finds_is_voted_wrong():
+    rows = votes([0, 1], [0, 1])
+    assert rows[-1]["voting_accuracy"] == rows[-1]["accuracy"] == 0.5
+    assert rows[-1]["inconsistency"] == 0
+
+
+def test_predictions_are_those_of_the_labels_that_count(mesh):
+    model, batch = small_model("gmm_prf", mesh), labelled(2)
+    with torch.no_grad():
+        hits, likeliest, logs = voting.predictions(model, batch)
+        losses = model.losses(*batch)[batch[2] != IGNORED]
+        best = model.logits(model.hidden(*batch[:2])).argmax(-1)[batch[2] != IGNORED]
+    torch.testing.assert_close(-logs, losses.double())
+    assert likeliest.tolist() == best.tolist()
+    assert hits.tolist() == (best == batch[2][batch[2] != IGNORED]).double().tolist()
+
+
+def test_the_heads_gradient_is_that_of_a_bias_added_to_what_it_reads(mesh):
+    model, batch = small_model("gmm_prf", mesh), labelled(2)
+    found = gradients.head_gradient(model, batch)
+    with torch.no_grad():
+        hidden, *rest = model.body(batch)
+        for neuron in (0, 17):
+            step = torch.zeros(hidden.shape[-1])
+            step[neuron] = 1e-2
+            up, down = (model.walk[-1]((hidden + sign * step, *rest)).item() for sign in (1, -1))
+            assert found[neuron].item() == pytest.approx((up - down) / 2e-2, rel=2e-2, abs=2e-4)
+
+
+def test_gradient_rows_have_the_deviation_over_draws_and_the_mean_size():
+    rows = gradients.gradient_rows(torch.tensor([[1.0, -2.0], [3.0, 2.0]], dtype=torch.float64))
+    assert [(row["deviation"], row["absolute_mean"]) for row in rows] == [(1.0, 2.0), (2.0, 2.0)]

@@ -1,0 +1,137 @@
+"""Singular values and ranks of matrices, spans of windows and gates, where they are known."""
+
+import math
+
+import pytest
+import torch
+
+from megakernel.analysis.plots import attention, gates, ranks, singular_values, span
+from megakernel.analysis.plots.capture import captured_attention, first_row
+from megakernel.analysis.plots.matrices import attention_matrix, exact_matrix
+from megakernel.uptraining.query_rows import QueryRows
+
+from .small_models import LENGTH, layer_inputs, small_model
+
+
+def orthogonal(size, seed):
+    draw = torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.linalg.qr(draw)[0]
+
+
+def with_singular_values(values):
+    return (orthogonal(len(values), 0) * torch.tensor(values, dtype=torch.float64)) @ orthogonal(
+        len(values), 1
+    )
+
+
+def test_singular_values_and_ranks_are_those_the_matrix_was_made_of():
+    matrices = torch.stack(
+        [with_singular_values([8.0, 4.0, 2.0, 5e-7]), with_singular_values([1.0, 1.0, 1.0, 1.0])]
+    )
+    found = singular_values.relative_singular_values(matrices)
+    torch.testing.assert_close(found[0, :3], torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64))
+    rank, stable = ranks.ranks(matrices)
+    assert rank.tolist() == [3, 4]
+    assert stable.tolist() == pytest.approx([(64 + 16 + 4) / 64, 4.0])
+
+
+def test_a_kernel_of_few_features_has_a_matrix_of_low_rank_and_softmax_has_not():
+    """FLuRKA, figure 1: the rank of a head is that of its features at most. Float32 would not show it."""
+    row = first_row((layer_inputs()[0], torch.arange(LENGTH)[None]), LENGTH)
+    for form, most in (({"preset": "linear"}, 8), ("softmax", LENGTH)):
+        model = small_model(form, kind="masked_lm")
+        captured = captured_attention(model, row)[0]
+        rank, _ = ranks.ranks(exact_matrix(captured))
+        assert rank.tolist() == [most] * 4
+
+
+def spans(weights, window=None, causal=True, positions=None):
+    """What `reach` finds, as means by name: of one head."""
+    tokens = weights.shape[-1]
+    q = torch.zeros(1, 1, tokens, 2)
+    from megakernel.uptraining.attention_inputs import AttentionInputs
+
+    inputs = AttentionInputs(q, q, q, positions=positions)
+    rows = QueryRows.of(inputs, torch.arange(tokens), causal)
+    sums, counts = span.reach(weights[None], rows, window)
+    return {
+        name: (value / count).item() if count else None
+        for name, value, count in zip(span.NAMES, sums[0], counts[0])
+    }
+
+
+def test_the_span_of_a_window_is_half_its_length():
+    """Token i looks at its own block of 4 alike, so 0, 1/2, 1, 3/2 back on average; nothing beyond."""
+    weights = torch.block_diag(*[torch.ones(4, 4)] * 3).tril()
+    found = spans(weights / weights.sum(-1, keepdim=True), window=(4, 1))
+    assert found["span"] == pytest.approx(0.75)
+    assert found["far_mass"] == 0
+    assert found["beyond_16"] is None
+
+
+def test_uniform_attention_lays_the_share_of_the_far_tokens_far():
+    tokens = 40
+    weights = torch.ones(tokens, tokens).tril()
+    found = spans(weights / weights.sum(-1, keepdim=True), window=(8, 2))
+    assert found["span"] == pytest.approx(sum(i / 2 for i in range(tokens)) / tokens)
+    far = [(i // 8 - 1) * 8 / (i + 1) for i in range(16, tokens)]
+    assert found["far_mass"] == pytest.approx(sum(far) / len(far))
+    beyond = [(i - 15) / (i + 1) for i in range(16, tokens)]
+    assert found["beyond_16"] == pytest.approx(sum(beyond) / len(beyond))
+
+
+def test_documents_are_not_looked_across():
+    weights = torch.eye(8)
+    weights[4:, 0] = 100.0  # of another document: no weight of this one
+    found = spans(weights, positions=torch.arange(4).repeat(2)[None])
+    assert found["span"] == 0
+
+
+def gated(bias):
+    form = {
+        "preset": "flurka",
+        "compression": {"block_size": 4, "rank": 2},
+        "near": {"gate_bias": bias},
+    }
+    model = small_model(form)
+    core = model.walk[1].self_attention.core
+    with torch.no_grad():
+        core.gate_weight.zero_()
+        core.gate_bias.fill_(bias)
+    return captured_attention(model, first_row(layer_inputs(), LENGTH))[0]
+
+
+def test_a_gate_without_weights_gives_what_its_bias_says():
+    """And only queries behind the first block of their document have anything far: of 9 and 15 tokens, 5 and 11."""
+    shares = gates.near_shares(gated(3.0))
+    assert shares.shape == (4, 5 + 11)
+    expected = 1 / (1 + math.exp(-3))
+    assert shares.flatten().tolist() == pytest.approx([expected] * shares.numel())
+    rows = gates.histogram(0, shares)
+    assert [row["near"] for row in rows if row["head"] == 2 and row["share"]] == [0.95]
+    assert all(row["gate"] == pytest.approx(expected) for row in rows)
+
+
+def test_far_mass_of_a_gated_layer_is_what_the_gate_leaves():
+    """Both parts are shares on their own, so far tokens have 1 - g of the weight."""
+    captured = gated(-1.0)
+    rows = QueryRows.of(captured.inputs, torch.arange(LENGTH), causal=True)
+    sums, counts = span.reach(attention_matrix(captured), rows, captured.core.near_window)
+    far = dict(zip(span.NAMES, (sums / counts).T))["far_mass"]
+    assert far.tolist() == pytest.approx([1 - 1 / (1 + math.e)] * 4, rel=1e-5)
+
+
+def test_an_image_keeps_the_weight_of_every_query():
+    tokens = 2 * attention.CELLS + 5
+    weights = torch.rand(2, tokens, tokens, generator=torch.Generator().manual_seed(0)).tril()
+    weights = weights / weights.sum(-1, keepdim=True)
+    rows = attention.image(3, weights)
+    for head in range(2):
+        of_queries = {}
+        for row in (row for row in rows if row["head"] == head):
+            of_queries[row["query"]] = of_queries.get(row["query"], 0.0) + row["weight"]
+        assert list(of_queries) == list(range(0, tokens, 3))
+        assert list(of_queries.values()) == pytest.approx([1.0] * len(of_queries), rel=1e-5)
+    assert all(row["key"] <= row["query"] for row in rows)
+    first = next(row for row in rows if (row["head"], row["query"], row["key"]) == (0, 3, 0))
+    assert first["weight"] == pytest.approx(weights[0, 3:6, :3].sum(-1).mean().item(), rel=1e-5)

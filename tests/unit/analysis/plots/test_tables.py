@@ -1,0 +1,130 @@
+"""Tables survive the disk, plots show them, and TensorBoard has each once."""
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megakernel.analysis.plots import drawing
+from megakernel.analysis.plots.catalogue import ANALYSES, chosen
+from megakernel.analysis.plots.events import show
+from megakernel.analysis.plots.table import from_csv, summaries, to_csv
+from megakernel.config import Config, UserError
+
+ROWS = [
+    {"layer": layer, "head": head, "name": "a,b", "value": 0.5 * layer + head, "gap": "" if head else 1e-9}
+    for layer in range(2)
+    for head in range(2)
+]
+
+
+def test_rows_come_back_from_csv_as_they_went():
+    assert from_csv(to_csv(ROWS)) == ROWS
+
+
+def test_summaries_are_of_rows_that_belong_together():
+    assert summaries(ROWS, "value", ["layer"]) == [((0,), 0.0, 0.5, 1.0), ((1,), 0.5, 1.0, 1.5)]
+    assert summaries(ROWS, "gap", []) == [((), 1e-9, pytest.approx(1e-9), 1e-9)]
+
+
+def test_lines_average_what_shares_a_place():
+    figure = drawing.lines(ROWS, "head", "value", panel="name")
+    [axes] = figure.axes
+    [line] = axes.get_lines()
+    assert line.get_xydata().tolist() == [[0.0, 0.25], [1.0, 1.25]]
+    assert axes.get_title() == "a,b"
+
+
+def test_cells_stand_where_their_row_says():
+    figure = drawing.cells(ROWS[:3], "head", "layer", "value")
+    grid = figure.axes[0].get_images()[0].get_array()
+    assert grid.filled(-1.0).tolist() == [[0.0, 1.0], [0.5, -1.0]]
+
+
+def test_distributions_count_every_row():
+    axes = drawing.distributions(ROWS, "value", "layer").axes[0]
+    assert len(axes.patches) == 2
+
+
+def config(attention, **model):
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "attention": attention, **model}
+    tree = {"run": {"name": "x"}, "model": sizes, "data": {"train": "data/x"}}
+    tree["training"] = {"steps": 1, "seq_len": 64, "global_batch_size": 1, "dtype": "float32"}
+    return Config.model_validate(tree)
+
+
+ANYWHERE = {"attention", "singular_values", "ranks", "span", "instability"}
+
+
+@pytest.mark.parametrize(
+    ("attention", "more"),
+    [
+        ("softmax", {"spectral_error", "query_likelihood"}),
+        ("flurka", {"spectral_error", "gates", "claims"}),
+        ("linformer_causal", {"spectral_error"}),
+        ("gmm_prf", {"spectral_error", "covariances", "kernel_deviation", "voting", "gradients"}),
+        ("fastfood_rks", {"spectral_error"}),
+        ("mgk", {"mixing", "query_likelihood", "mixture_costs"}),
+        ("smlk", {"mixing", "mixture_costs", "spectral_error"}),
+    ],
+)
+def test_all_is_what_says_something_about_the_mechanism(attention, more):
+    names = {analysis.name for analysis in chosen(["all"], config(attention), "runs/x")}
+    assert names == ANYWHERE | more
+
+
+def test_one_layer_of_a_pattern_is_enough():
+    mixed = config("softmax", attention_pattern=["softmax", "gmm_rks"])
+    assert [analysis.name for analysis in chosen(["covariances", "ranks", "ranks"], mixed, "x")] == [
+        "ranks",
+        "covariances",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "explanation"),
+    [
+        ("gates", "--what gates: no layer of runs/x has a gate between a near window and landmarks"),
+        ("covariances", "no layer of runs/x has a learned Gaussian mixture"),
+        ("spectra", "--what spectra is no analysis; choose all, attention, singular_values, ranks"),
+    ],
+)
+def test_what_does_not_apply_is_one_line_that_says_what_does(name, explanation):
+    with pytest.raises(UserError) as error:
+        chosen(["ranks", name], config("softmax"), "runs/x")
+    assert explanation in str(error.value)
+    assert "query_likelihood" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_every_analysis_has_its_module():
+    for analysis in ANALYSES.values():
+        assert callable(analysis.measure)
+        assert analysis._module.measure.__doc__
+        assert analysis._module.draw.__doc__
+
+
+def test_plots_shown_again_are_there_once(tmp_path):
+    plot = tmp_path / "span.png"
+    drawing.cells(ROWS, "head", "layer", "value").savefig(plot, dpi=50)
+    events = tmp_path / "analysis"
+    for step in (5, 5, 7):
+        show(events, {"analysis/span/span": plot}, step, "span")
+    show(events, {"analysis/ranks/rank": plot, "analysis/ranks/stable_rank": plot}, 5, "ranks")
+    reader = EventAccumulator(str(events), size_guidance={"images": 0})
+    reader.Reload()
+    assert sorted(reader.Tags()["images"]) == [
+        "analysis/ranks/rank",
+        "analysis/ranks/stable_rank",
+        "analysis/span/span",
+    ]
+    images = reader.Images("analysis/span/span")
+    assert [image.step for image in images] == [5, 7]
+    assert images[0].encoded_image_string == plot.read_bytes()
+    assert (images[0].width, images[0].height) == (4.5 * 50, drawing.HEIGHT * 50)
+    assert len(list(events.iterdir())) == 3
+
+
+def test_colours_may_follow_the_logarithm():
+    rows = [{"x": x, "y": 0, "value": value} for x, value in enumerate((1.0, 1e-9, -1.0))]
+    image = drawing.cells(rows, "x", "y", "value", decades=2).axes[0].get_images()[0]
+    assert (image.norm.vmin, image.norm.vmax) == (0.01, 1.0)
+    assert image.norm(image.get_array()).filled(-1.0).tolist()[0][:2] == [1.0, 0.0]

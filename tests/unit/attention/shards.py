@@ -1,0 +1,103 @@
+"""A sequence in shards inside one process: a thread per shard, tensors handed over as they are.
+
+The graph of autograd is shared, so a backward through all outputs also tests the gradients of the exchanges.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.state import KernelState, empty_state, keep, merge
+
+Item = TypeVar("Item")
+
+
+class Table:
+    """Where shards lay down what others pick up."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.slots: list = [None] * size
+
+    def gather(self, rank: int, item: Item) -> list[Item]:
+        self.slots[rank] = item
+        self.barrier.wait()
+        items = list(self.slots)
+        self.barrier.wait()
+        return items
+
+
+class _Pending:
+    def __init__(self, state: KernelState):
+        self.state = state
+
+    def wait(self) -> KernelState:
+        return self.state
+
+
+class _Received:
+    def __init__(self, tensors: tuple[Tensor, ...]):
+        self.tensors = tensors
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.tensors
+
+
+class ThreadShard:
+    """A ContextParallelShard over threads."""
+
+    def __init__(self, table: Table, rank: int):
+        self.table, self.rank, self.size = table, rank, table.size
+
+    def previous_tokens(self, x: Tensor, count: int) -> Tensor:
+        shards = self.table.gather(self.rank, x)
+        if self.rank == 0:
+            return x.new_zeros(*x.shape[:-2], count, x.shape[-1])
+        return shards[self.rank - 1][..., -count:, :]
+
+    def start_prefix(self, state: KernelState, carries: Tensor) -> _Pending:
+        return self._merged(self.table.gather(self.rank, (state, carries))[: self.rank], state)
+
+    def start_suffix(self, state: KernelState, carries: Tensor) -> _Pending:
+        return self._merged(self.table.gather(self.rank, (state, carries))[: self.rank : -1], state)
+
+    def _merged(self, parts: list[tuple[KernelState, Tensor]], state: KernelState) -> _Pending:
+        return _Pending(
+            reduce(lambda total, part: merge(keep(total, part[1]), part[0]), parts, empty_state(state))
+        )
+
+    def total(self, x: Tensor) -> Tensor:
+        return torch.stack(self.table.gather(self.rank, x)).sum(0)
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        return torch.cat(self.table.gather(self.rank, x), -2)
+
+    def tokens_to_heads(self, x: Tensor) -> Tensor:
+        return torch.cat(self.table.gather(self.rank, x), 2).chunk(self.size, 1)[self.rank]
+
+    def heads_to_tokens(self, x: Tensor) -> Tensor:
+        return torch.cat(self.table.gather(self.rank, x), 1).chunk(self.size, 2)[self.rank]
+
+    def start_rotation(self, tensors: tuple[Tensor, ...]) -> _Received:
+        return _Received(self.table.gather(self.rank, tensors)[self.rank - 1])
+
+
+def in_shards(size: int, work: Callable[[ThreadShard], Tensor]) -> list[Tensor]:
+    """The result of `work` on every shard."""
+    table = Table(size)
+
+    def guarded(rank: int) -> Tensor:
+        try:
+            return work(ThreadShard(table, rank))
+        except BaseException:
+            table.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(guarded, range(size)))
