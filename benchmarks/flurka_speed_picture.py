@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megakernel.analysis.plots.plots import lines
+from megakernel.analysis.plots.drawing import lines
 
 from megakernel.analysis.plots.table import Row
 

@@ -170,10 +170,10 @@ def test_priors_that_do_not_fit_are_named():
         ((KV, M, 3), (KV, M), r"priors \(2, 3\)"),
     ],
 )
-def test_shifts_that_do_not_fit_are_named(shift, priors, pack_keys):
+def test_shifts_that_do_not_fit_are_named(shift, priors, beside):
     q, k, v = inputs()
     options = {"shift": torch.ones(shift), "priors": None if priors is None else torch.ones(priors)}
     with pytest.raises(
-        ValueError, match=rf"shift has shape .* and {pack_keys}; expected \(heads, keys, width\)"
+        ValueError, match=rf"shift has shape .* and {beside}; expected \(heads, keys, width\)"
     ):
         window_attention(q, k[:, :, 0], v, block_size=4, **options)
