@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megakernel.analysis.plots.drawing import lines
-
 from megakernel.analysis.plots.table import Row
 
 COLUMNS = {"Linformer": 3, "kernel": 4, "FLuRKA": 5}

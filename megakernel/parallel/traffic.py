@@ -27,8 +27,10 @@ class Traffic:
         self._sent: Counter[str] = Counter()
         self._late = 0
 
-    def sends(self, kind: Kind, x: Tensor, times: float = 1.0) -> None:
-        """Count `x`, of which this process sends `times` as much."""
+    def sends(self, kind: Kind, x: Tensor | None, times: float = 1.0) -> None:
+        """Count `x`, of which this process sends `times` as much; None is a gradient that nobody gave."""
+        if x is None:
+            return
         self._sent[kind] += round(x.numel() * x.element_size() * times)
 
     def sends_and_returns(self, kind: Kind, x: Tensor, result: Tensor, times: float = 1.0) -> None:

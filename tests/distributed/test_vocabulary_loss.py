@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.model.head import SUMS
+from megakernel.model.head import _losses
 from megakernel.model.vocabulary_loss import DistillationTarget
 from tests.distributed.ranks import cpu_mesh, run_ranks
 from tests.unit.model.test_vocabulary_loss import LESSONS, drawn, expected, found
@@ -25,7 +25,7 @@ def losses_over_ranks():
             results.append((loss.item(), *torch.autograd.grad(loss, learned)))
         (hidden, head, *_), targets = drawn(torch.float32)
         own = head.chunk(len(HERE))[mesh.tp.rank]
-        measured = SUMS["reference"](hidden, own, targets, 8, HERE[mesh.tp.rank])
+        measured = _losses(own, hidden, targets, 8, HERE[mesh.tp.rank], True).sum()
     return results, measured.item()
 
 

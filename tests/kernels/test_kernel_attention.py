@@ -251,26 +251,6 @@ def test_rows_of_masked_keys_are_zero_with_finite_gradients(draw, device):
         assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), list(leaves.values())))
 
 
-@pytest.mark.parametrize("feature_map", ["favor", "hedgehog"])
-def test_rows_whose_weights_lose_their_digits_are_found_again(feature_map, draw, device):
-    leaves = tokens(draw, device, torch.bfloat16, feature_map=feature_map, length=20, scale=60.0)
-    found = []
-    for backend, dtype in (("triton", torch.bfloat16), ("chunked", torch.float64)):
-        kept = {name: x.detach().to(dtype if name in "qkv" else x.dtype) for name, x in leaves.items()}
-        kept = {name: x.requires_grad_() for name, x in kept.items()}
-        out = run(backend, kept, feature_map=feature_map)["out"]
-        found.append([out, *torch.autograd.grad(out.square().sum() / 2, list(kept.values()))])
-    assert all(x.isfinite().all() for x in found[0])
-    # The output, which weighs values, and their gradient: the others cancel where one key has all the weight.
-    assert all(rms_ratio(found[0][i], found[1][i]) < 2e-2 for i in (0, 3))
-
-
-def test_features_that_float16_cannot_hold_are_named(draw, device):
-    leaves = tokens(draw, device, torch.float16, feature_map="favor", length=8)
-    with pytest.raises(ValueError, match="favor has features that float16 cannot hold"):
-        run("triton", leaves, feature_map="favor")
-
-
 def test_transposed_inputs_need_no_copy(draw, device):
     leaves = tokens(draw, device, torch.float32, length=70)
     moved = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in leaves.items()}

@@ -25,7 +25,7 @@ from megakernel.ops.flurka_attention.device import (
     window_start,
     window_tile,
 )
-from megakernel.ops.kernels.features import EMPTY, dot, inverse_of, load_rows, phi, rounded, store_rows
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_rows
 from megakernel.ops.kernels.states import first_token, load_state
 
 
@@ -48,17 +48,7 @@ def weigh_window(logs, pairs, top, visible, SOFTMAX: tl.constexpr, UNBOUNDED: tl
 
 @triton.jit
 def joined(
-    near,
-    den,
-    top,
-    far,
-    far_den,
-    far_log,
-    gate,
-    far_weight,
-    GATED: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    MAP: tl.constexpr,
+    near, den, top, far, far_den, far_log, gate, far_weight, GATED: tl.constexpr, SOFTMAX: tl.constexpr
 ):
     """Outputs, and `factor` and `peak` of each query: for phi's window, whose top is no power of 2, peak is r.
 
@@ -68,10 +58,10 @@ def joined(
     if GATED:
         peak = top + tl.log2(den)
         share = tl.sigmoid(gate)
-        factor = (1 - share) * inverse_of(far_den, MAP)
+        factor = tl.where(far_den == 0, 0.0, (1 - share) / tl.where(far_den == 0, 1.0, far_den))
         return near * (share / den)[:, None] + far * factor[:, None], factor, peak
     if SOFTMAX:
-        far_log = tl.where(inverse_of(far_den, MAP) == 0, EMPTY, (far_log + far_weight) * LOG2E)
+        far_log = tl.where(far_den == 0, EMPTY, (far_log + far_weight) * LOG2E)
         larger = tl.maximum(top, far_log)
         of_near, of_far = tl.exp2(top - larger), tl.exp2(far_log - larger)
         peak = larger + tl.log2(den * of_near + far_den * of_far)
@@ -80,7 +70,7 @@ def joined(
     larger = tl.maximum(top, far_log)
     of_near, of_far = tl.exp(top - larger), tl.exp(far_log + far_weight - larger)
     total = den * of_near + far_den * of_far
-    inverse = inverse_of(total, MAP)
+    inverse = tl.where(total == 0, 0.0, 1 / tl.where(total == 0, 1.0, total))
     out = (near * of_near[:, None] + far * of_far[:, None]) * inverse[:, None]
     return out, inverse * tl.exp(far_weight), larger
 
@@ -277,7 +267,7 @@ def read(
                 # Beside a softmax, phi(q) counts with its own scale; elsewhere it cancels.
                 far_log = r + own if (SOFTMAX and UNBOUNDED) else r
                 total, of_far, level = joined(
-                    near, den, top, far, far_den, far_log, logit, extra, GATED, SOFTMAX, MAP
+                    near, den, top, far, far_den, far_log, logit, extra, GATED, SOFTMAX
                 )
                 store_rows(out + places * V + column, V, left, total, V - column, BV)
                 if column == 0:

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from megakernel.ops.documents import Positions, open_documents
 from megakernel.ops.feature_maps import named
-from megakernel.ops.flurka_attention import chunked, launched  # noqa: F401 - registers the op
+from megakernel.ops.flurka_attention import launched  # noqa: F401 - registers the op
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.flurka_attention.launches import ANGLES, Shape
 from megakernel.ops.flurka_attention.places import places_of, sees_far
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
-from megakernel.ops.kernels.features import ELEMENTWISE, SUPPORTED, keeps_range, phi_of
+from megakernel.ops.kernels.features import SUPPORTED, phi_of
 from megakernel.ops.projections import dense, rows_of
-from megakernel.ops.state import Exchange, KernelState, Once
-from megakernel.ops.sums import Found, in_range
+from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.window import Tail, empty_tail
 
 WIDEST = 128
@@ -59,8 +58,6 @@ def unsupported(
     if phi.name not in SUPPORTED or phi.smoothing:
         given = f"{phi.name} with smoothing" if phi.smoothing else phi.name
         return f"feature_map is {given}; expected {', '.join(SUPPORTED)} without smoothing"
-    if not keeps_range(phi.name, q.dtype):
-        return f"{phi.name} has features that float16 cannot hold; expected bfloat16 or float32"
     if weights.priors is not None:
         return "priors are given, for several keys at a position; expected one"
     if form.far_rotary is not None:
@@ -103,8 +100,6 @@ def attend(
 ) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`, in bfloat16, float16 or float32."""
     b, reach = form.block_size, form.block_size * form.blocks
-    given = (q, k, v, gate)
-    begin = None if exchange is None else Once(exchange)
     left = (empty_tail(k, v, reach) if tail is None else tail).after(k, v)
     places = places_of(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)
     if tail is not None and places.before:
@@ -132,41 +127,17 @@ def attend(
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
     tables = (table, places.starts, places.windows, places.ends)
 
-    def run(queries: Tensor, logits: Tensor | None, first: KernelState | None) -> Found:
+    def run(queries: Tensor, logits: Tensor | None, first: KernelState | None):
         tile = (None, None, None) if first is None else tiles_of(first, phi, v.shape[-1])
-        out, factor, *_, sums, norms, logs = torch.ops.megakernel.flurka_attention(
+        out, *_, sums, norms, logs = torch.ops.megakernel.flurka_attention(
             queries, k, v, matrix, *pools, mass, logits, far_weight, *tables, *tile, *shape
         )
-        state = state_of(sums, norms, logs, phi, v.shape[-1])
-        if phi.name in ELEMENTWISE or phi.name in SIGNED or not queries.shape[2]:
-            return (out,), state
-        # Where weights lost their digits, and a query sees what they weigh.
-        lost = factor == 0
-        if form.near == "softmax":
-            lost &= sees_far(positions, q, reach)
-        if logits is not None:
-            lost &= logits.sigmoid() < 1
-        return (out, lost), state
+        return out, state_of(sums, norms, logs, phi, v.shape[-1])
 
-    def again() -> Found:
-        wide_q, wide_k, wide_v = (x.double() for x in given[:3])
-        wide_out, state, _ = chunked.attend(
-            wide_q,
-            wide_k,
-            wide_v,
-            form=form,
-            weights=weights,
-            gate=given[3],
-            positions=positions,
-            far=far,
-            tail=tail,
-            exchange=begin,
-        )
-        return (wide_out,), state
-
-    if begin is None:
-        return *in_range(run(q, gate, None if tail is None else far), again), left
+    if exchange is None:
+        out, state = run(q, gate, None if tail is None else far)
+        return out, state, left
     # What these keys add, as the state behind a row without queries of its own.
     _, own = run(q[:, :, :0], None, None)
-    pending = begin(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
-    return *in_range((run(q, gate, pending.wait())[0], own), again), left
+    pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
+    return run(q, gate, pending.wait())[0], own, left

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import EMPTY, inverse_of, phi, store_rows
+from megakernel.ops.kernels.features import EMPTY, phi, store_rows
 from megakernel.ops.kernels.states import scales_of_addition
 
 
@@ -117,8 +117,7 @@ def step(
         total += more
         den += of_den
     if NORMALIZE:
-        # As for maps of no exponentials: no gradient needs digits to spare.
-        total *= inverse_of(den, "identity")[:, None]
+        total *= tl.where(den == 0, 0.0, 1.0 / tl.where(den == 0, 1.0, den))[:, None]
     elif UNBOUNDED:
         total *= tl.exp(scales + log)[:, None]
     store_rows(out + head.to(tl.int64) * G * V + column, V, G, total, V - column, BV)

@@ -19,7 +19,7 @@ scales -r_i.
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import EMPTY, dot, inverse_of, load_rows, phi, rounded, store_rows
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_rows
 from megakernel.ops.kernels.mixtures import phi_of_keys
 from megakernel.ops.kernels.states import (
     add_tokens,
@@ -185,7 +185,7 @@ def read(
                 total += dot(weighed, columns, dtype)
                 den += tl.sum(weighed, 1)
             if NORMALIZE:
-                factor = inverse_of(den, MAP)
+                factor = tl.where(den == 0, 0.0, 1.0 / tl.where(den == 0, 1.0, den))
             else:
                 factor = tl.exp(own + r) if UNBOUNDED else tl.full((C,), 1.0, tl.float32)
             places = out + (group + g * length + at) * V + column

@@ -14,13 +14,12 @@ from torch import Tensor
 from megakernel.ops.arguments import check_state
 from megakernel.ops.documents import Positions, open_documents
 from megakernel.ops.feature_maps import FeatureMap, named
-from megakernel.ops.kernel_attention import chunked, decode, operators
+from megakernel.ops.kernel_attention import decode, operators
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
-from megakernel.ops.kernels.features import ELEMENTWISE, SUPPORTED, keeps_range, phi_of
+from megakernel.ops.kernels.features import SUPPORTED, phi_of
 from megakernel.ops.kernels.mixtures import MOST_KEYS
 from megakernel.ops.projections import Projection, dense, rows_of
-from megakernel.ops.state import EMPTY, Exchange, KernelState, Once
-from megakernel.ops.sums import Found, in_range
+from megakernel.ops.state import Exchange, KernelState
 
 WIDEST = 128
 """d and M up to which a program's tiles fit into registers."""
@@ -55,8 +54,6 @@ def unsupported(
     step = _step(feature_map, projection, causal, normalize, mass, priors, positions, initial_state, exchange)
     if step is not None and decode.unsupported(q, k, v, **step) is None:
         return None
-    if not keeps_range(form.name, q.dtype):
-        return f"{form.name} has features that float16 cannot hold; expected bfloat16 or float32"
     width = q.shape[-1]
     keys = 1 if priors is None else priors.shape[-1]
     if keys > MOST_KEYS.value:
@@ -99,13 +96,12 @@ def attend(
     phi = phi_of(feature_map, width, None if matrix is None else matrix.shape[-2])
     starts, start = _document_starts(positions, k.shape[2])
     form = named(feature_map)
-    begin = None if exchange is None else Once(exchange)
 
-    def run(queries: Tensor, first: KernelState | None) -> Found:
+    def run(queries: Tensor, first: KernelState | None):
         if first is not None:
             check_state(first, k, v)
         tile = (None, None, None) if first is None else tiles_of(first, phi, value_dim)
-        out, inverse, scale, *_, sums, norms, logs = operators.attend(
+        out, *_, sums, norms, logs = operators.attend(
             queries,
             k,
             v,
@@ -120,38 +116,14 @@ def attend(
             normalize,
             start,
         )
-        state = state_of(sums, norms, logs, phi, value_dim)
-        if not normalize or form.name in ELEMENTWISE or form.name == "rks":
-            return (out,), state
-        # Where weights lost their digits; rows without a key have neither scale nor mass.
-        lost = inverse == 0
-        if phi.unbounded:
-            lost &= (scale > EMPTY / 2).repeat_interleave(q.shape[1] // k.shape[1], 1)
-        elif mass is not None and mass.shape[2] == queries.shape[2]:
-            lost &= (mass != 0).repeat_interleave(q.shape[1] // k.shape[1], 1)
-        return (out, lost), state
+        return out, state_of(sums, norms, logs, phi, value_dim)
 
-    def again() -> Found:
-        wide_out, state = chunked.attend(
-            *(x.double() for x in (q, k, v)),
-            feature_map=feature_map,
-            projection=projection,
-            causal=causal,
-            normalize=normalize,
-            mass=mass,
-            priors=priors,
-            positions=positions,
-            initial_state=initial_state,
-            exchange=begin,
-        )
-        return (wide_out,), state
-
-    if begin is None:
-        return in_range(run(q, initial_state), again)
+    if exchange is None:
+        return run(q, initial_state)
     # What these keys add, as the state behind a row without queries of its own.
     _, own = run(q[:, :, :0], None)
-    pending = begin(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
-    return in_range((run(q, pending.wait())[0], own), again)
+    pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
+    return run(q, pending.wait())[0], own
 
 
 def _step(

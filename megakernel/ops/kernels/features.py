@@ -22,12 +22,6 @@ EMPTY = tl.constexpr(-1e30)
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), which knows bfloat16 as a storage format only."""
 
-LEAST = tl.constexpr(2.0**-63)
-"""What weights of an exponential map add up to at least, or have lost digits; see `sums.normalized_or_lost`."""
-
-TINY = tl.constexpr(2.0**-126)
-"""The smallest normal float32."""
-
 ELEMENTWISE = ("identity", "relu", "elu")
 TWO_HALVES = ("hedgehog", "rks")
 UNBOUNDED = ("favor", "prf")
@@ -96,11 +90,6 @@ class Phi(NamedTuple):
         }
 
 
-def keeps_range(name: str, dtype: torch.dtype) -> bool:
-    """Whether features can be rounded to `dtype`: float16 ends at 6e-8, where exponentials do not."""
-    return dtype != torch.float16 or name not in UNBOUNDED
-
-
 def padded(size: int) -> int:
     """The smallest power of two that a matrix product of tiles takes."""
     return max(16, triton.next_power_of_2(size))
@@ -147,14 +136,6 @@ def rounded(x, dtype: tl.constexpr):
             x = x.to(tl.float16).to(tl.float32)
         return x
     return x.to(dtype)
-
-
-@triton.jit
-def inverse_of(den, MAP: tl.constexpr):
-    """1 / den, and 0 for sums of weights that have lost their digits, or of none."""
-    exponential: tl.constexpr = MAP == "favor" or MAP == "prf" or MAP == "hedgehog"
-    lost = tl.abs(den) < (LEAST if exponential else TINY)
-    return tl.where(lost, 0.0, 1.0 / tl.where(lost, 1.0, den))
 
 
 @triton.jit
