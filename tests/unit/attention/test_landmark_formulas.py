@@ -70,7 +70,7 @@ def test_a_landmark_counts_as_the_b_over_r_tokens_it_stands_for(size, rank, bloc
         tree["feature_map"] = {"name": "elu"}
     module, (q, k, v) = layer(tree, causal=True), tokens()
     if weigh is softmax:
-        pools, scale = module.compressor.pools(), module.far_weight.exp()
+        pools, scale = module.compressor.pools(v), module.far_weight.exp()
     else:
         pools = [pool.softmax(-1) for pool in (module.pool_keys, module.pool_values)]
         scale = module.far_mass.exp()
@@ -102,7 +102,7 @@ def test_landmarks_of_a_short_block_count_as_its_tokens(weigh):
         return weights @ here / weights.sum(1, keepdim=True)
 
     def met(_: int) -> Met:
-        pools = module.compressor.pools()
+        pools = module.compressor.pools(v)
         return [
             (*(marks(x, pool, at) for x, pool in zip((k, v), pools)), min(size, LENGTH - at) / rank)
             for at in range(0, LENGTH, size)
@@ -155,7 +155,7 @@ def test_flurka_eva_shares_its_landmarks_among_windows(exclude, rank):
     share = -(-rank // -(-LENGTH // window))
 
     def met(i: int) -> Met:
-        keys, values = (matrix @ x[0] for matrix, x in zip(module.compressor.pools(), (k, v)))
+        keys, values = (matrix @ x[0] for matrix, x in zip(module.compressor.pools(v), (k, v)))
         own = slice(i // window * share, (i // window + 1) * share)
         found = [(keys[:, own], values[:, own], 1.0)]
         for at in range(0, LENGTH, window):
