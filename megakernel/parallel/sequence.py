@@ -59,7 +59,9 @@ class GroupShard:
             received = all_to_all(self._group, sent, from_left, to_right)
         self.traffic.sends("window", sent)
         if received.requires_grad:
-            received.register_hook(lambda grad: self.traffic.sends("window", grad))
+            # Where nobody gave a gradient, zeros of the same size travel back.
+            back = torch.empty_like(received, device="meta")
+            received.register_hook(lambda grad: self.traffic.sends("window", back))
         # Concatenated rather than replaced, so that rank 0 takes part in the neighbours' backward too.
         missing = last.new_zeros(count - len(received), *last.shape[1:])
         return torch.cat([missing, received]).movedim(0, -2)
