@@ -108,25 +108,25 @@ LAYOUTS = [{"context": 2}, {"context": 4}, {"context": ONE_BLOCK}, {"tensor": 2,
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def layout(request):
     sizes = request.param
-    shards, shards = sizes.get("tensor", 1), sizes["context"]
-    return shards, shards, run_ranks(all_forms_on_ranks, shards * shards, sizes)
+    heads, shards = sizes.get("tensor", 1), sizes["context"]
+    return heads, shards, run_ranks(all_forms_on_ranks, heads * shards, sizes)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_attention_over_ranks_is_attention_of_one_process(form, layout):
     expected, gradients, cut = outputs_and_gradients(FORMS[form])
-    shards, shards, results = layout
+    heads, shards, results = layout
     if form not in results[0]:
         pytest.skip("a window of two blocks does not fit into a shard of one")
     for rank, (actual, parameters, _) in enumerate(result[form] for result in results):
-        shard, cp_shard = rank % shards, rank // shards
+        head_shard, cp_shard = rank % heads, rank // heads
         for part, whole in zip(actual, expected):
-            mine = whole.chunk(shards, 1)[shard].chunk(shards, 2)[cp_shard]
+            mine = whole.chunk(heads, 1)[head_shard].chunk(shards, 2)[cp_shard]
             # float64 sums in another order.
             torch.testing.assert_close(part, mine, rtol=1e-10, atol=1e-10)
         for name, gradient in parameters.items():
             whole = gradients[name]
-            mine = whole.chunk(shards, cut[name])[shard] if name in cut else whole
+            mine = whole.chunk(heads, cut[name])[head_shard] if name in cut else whole
             torch.testing.assert_close(gradient, mine, rtol=1e-10, atol=1e-10)
 
 

@@ -74,19 +74,19 @@ def all_cases_on_ranks(sizes):
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def layout(request):
     sizes = request.param
-    shards, shards = sizes.get("tensor", 1), sizes["context"]
-    return shards, shards, run_ranks(all_cases_on_ranks, shards * shards, sizes)
+    heads, shards = sizes.get("tensor", 1), sizes["context"]
+    return heads, shards, run_ranks(all_cases_on_ranks, heads * shards, sizes)
 
 
 def test_attention_by_keys_that_go_round_is_attention_of_one_process(layout):
-    shards, shards, results = layout
+    heads, shards, results = layout
     for case in results[0]:
         wanted = outputs_and_gradients(case)
         # Sums in another order.
         tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}[case[-1]]
         for rank, found in enumerate(result[case] for result in results):
             for part, whole in zip(found, wanted, strict=True):
-                mine = whole.chunk(shards, 1)[rank % shards].chunk(shards, 2)[rank // shards]
+                mine = whole.chunk(heads, 1)[rank % heads].chunk(shards, 2)[rank // heads]
                 torch.testing.assert_close(
                     part, mine, rtol=tolerance, atol=tolerance, msg=lambda text, case=case: f"{case}: {text}"
                 )
