@@ -8,11 +8,10 @@ from torch import Tensor
 
 from megakernel.ops.flurka_attention.key_kernels import pull_keys
 from megakernel.ops.flurka_attention.landmark_kernels import pull_landmarks
-from megakernel.ops.flurka_attention.launches import Call, Inputs, Shape
+from megakernel.ops.flurka_attention.launches import Call, Inputs, Shape, total
 from megakernel.ops.flurka_attention.pool_kernels import pull_pools
 from megakernel.ops.flurka_attention.query_kernels import pull_queries, write_queries
 from megakernel.ops.flurka_attention.window_kernels import pull_window
-from megakernel.ops.kernel_attention.launches import total
 from megakernel.ops.kernels.launch import rows_together, strides
 from megakernel.ops.state import EMPTY
 

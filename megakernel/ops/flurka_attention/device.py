@@ -191,3 +191,23 @@ def near_factor(factor, gate, far_weight, rows, inside, GATED: tl.constexpr, SOF
         return tl.full((rows.shape[0],), 1.0, tl.float32)
     else:
         return tl.load(factor + rows, mask=inside, other=0.0) * tl.exp(-far_weight)
+
+
+@triton.jit
+def pulls(grad, inverse, drift, row, left, C: tl.constexpr, V, BV: tl.constexpr, FIRST_BLOCK):
+    """g_i of C queries: [do / den] (C, BV) float32, and the pull of the normalizer (C,), which the first block has."""
+    rows = tl.arange(0, C)
+    factor = tl.load(inverse + rows, mask=rows < left, other=0.0)
+    pull = load_rows(grad, row, left, C, V, BV).to(tl.float32) * factor[:, None]
+    of_norm = tl.load(drift + rows, mask=(rows < left) & FIRST_BLOCK, other=0.0)
+    return pull, of_norm
+
+
+@triton.jit
+def pull_of_state(tile, norm, columns, weights, dtype: tl.constexpr):
+    """Half a state (MP, BV) times columns (C, BV), its normalizer times weights (C,): gradients of features, (MP, C).
+
+    Features come first in everything of their size, so that the warps share them out: a tile (C, MP) of fewer tokens
+    than the warps have rows would be in registers several times.
+    """
+    return dot(tile, tl.trans(rounded(columns, dtype)), dtype) + norm[:, None] * weights[None, :]

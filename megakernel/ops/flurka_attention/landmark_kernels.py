@@ -16,8 +16,9 @@ from megakernel.ops.flurka_attention.device import (
     half_of_chunk,
     keep_state,
     landmark_weights,
+    pull_of_state,
+    pulls,
 )
-from megakernel.ops.kernel_attention.kernels import pull_of_state, pulls
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient, store_rows
 from megakernel.ops.kernels.states import (
     add_tokens,

@@ -105,7 +105,7 @@ def _keep(ctx, inputs, output) -> None:
 
 def _pull_back(ctx, grad, *grads):
     wanted, kept = ctx.needs_input_grad, ctx.saved_tensors
-    outer = given_or_zeros((grad, grads[10], grads[11]), kept[14], *kept[-4:-2])
+    outer = given_or_zeros((grad, grads[10], grads[11]), kept[14], *(x[:, :, -1] for x in kept[-4:-2]))
     *found, dsums, dnorms = backward.backward(*outer, *kept, wanted[3], *ctx.shape)
     return (
         *(x if needed else None for x, needed in zip(found, wanted)),

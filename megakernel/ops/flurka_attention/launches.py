@@ -258,19 +258,16 @@ class Call(NamedTuple):
         sums, norms, added = room
         entering, logs = torch.empty_like(norms), torch.empty_like(added)
         features, values = sums.shape[-2:]
-        entered = [unused if given is None else given for given, unused in zip(first, room)]
         launch(
             states.pass_states,
             (self.batch * self.heads, triton.cdiv(features, FEATURES_AT_ONCE)),
-            *(sums, norms, added, entering, logs, *entered, added if starts is None else starts),
+            *(room, entering, logs, None if first[0] is None else first, None, starts),
             *(self.length, self.shape.start, self.heads, self.segments),
             warps=4,
             SEGMENT=self.segment * self.block_size,
             FP=features,
             VP=values,
             BF=FEATURES_AT_ONCE,
-            PACKED=starts is not None,
-            FIRST=first[0] is not None,
             REVERSE=reverse,
             CAUSAL=True,
             UNBOUNDED=self.phi.unbounded,
@@ -335,3 +332,8 @@ class Inputs(NamedTuple):
             far_weight.contiguous(),
             *(nothing if given is None else given.contiguous() for given in tables),
         )
+
+
+def total(parts: Tensor, like: Tensor) -> Tensor:
+    """The sum of the parts (blocks, ...) of a gradient, in the dtype of `like`; one part is the gradient itself."""
+    return parts[0] if len(parts) == 1 else parts.sum(0).to(like.dtype)

@@ -17,8 +17,8 @@ from megakernel.ops.flurka_attention.device import (
     keep_state,
     landmark_weights,
     load_landmarks,
+    pulls,
 )
-from megakernel.ops.kernel_attention.kernels import pulls
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient
 from megakernel.ops.kernels.states import (
     add_tokens,

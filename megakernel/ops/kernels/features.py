@@ -137,6 +137,18 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def once(x):
+    """`x`, computed where it stands: the compiler would compute features again for every layout that takes them."""
+    if INTERPRETED:
+        y = x
+    elif x.dtype.primitive_bitwidth == 16:
+        y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    return y
+
+
+@triton.jit
 def places_of_rows(start, stride, count, C: tl.constexpr, D, DP: tl.constexpr):
     """Where the first C rows of a matrix at `start` are, (C, DP), and which of these places hold numbers.
 
@@ -254,7 +266,9 @@ def phi(
             a = tl.maximum(a, 0.0)
         elif PHI.name == "elu":
             # exp(x) below zero, not (exp(x) - 1) + 1, which cancels.
-            a = tl.where(inside, tl.exp(tl.minimum(a, 0.0)) + tl.maximum(a, 0.0), 0.0)
+            a = tl.exp(tl.minimum(a, 0.0)) + tl.maximum(a, 0.0)
+            if PHI.rows != PHI.padded_rows:
+                a = tl.where(inside, a, 0.0)
         b = a
     else:
         y, square = project(x, stride, count, matrix, low, C, PHI)

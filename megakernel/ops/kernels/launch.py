@@ -40,94 +40,6 @@ class Tile(NamedTuple):
     """Chunks that are on their way from memory at once; more than one takes registers for its places."""
 
 
-TILES: dict[tuple[int, int], Tile] = {
-    (2, 64): Tile(32, 64, 4),
-    (2, 128): Tile(32, 64, 8),
-    (2, 256): Tile(32, 32, 8),
-    (4, 64): Tile(32, 32, 4),
-    (4, 128): Tile(16, 16, 8),
-}
-"""(bytes of a number, padded features up to this) -> what programs hold.
-
-The largest tiles with which nothing goes to local memory on sm_80 or sm_90: `python -m benchmarks.kernel_resources`.
-"""
-
-EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
-    ("write_keys", 2, 64): Tile(64, 64, 4),
-    ("write_queries", 2, 64): Tile(64, 64, 4),
-    ("read", 4, 64): Tile(16, 32, 8),
-    ("pull_values", 4, 64): Tile(16, 32, 4),
-    ("pull_keys", 4, 64): Tile(16, 32, 4),
-    ("pull_queries", 2, 64): Tile(16, 64, 4),
-    ("pull_queries", 4, 64): Tile(16, 32, 4),
-    ("pull_queries", 2, 128): Tile(16, 32, 8),
-    ("pull_keys", 2, 128): Tile(16, 32, 8),
-    ("pull_queries", 2, 256): Tile(16, 32, 8),
-    ("pull_keys", 2, 256): Tile(16, 32, 8),
-    ("pull_values", 2, 256): Tile(16, 32, 8),
-}
-"""(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
-
-SPECIAL: dict[tuple[str, int, int, bool, bool], Tile] = {
-    ("pull_queries", 2, 128, False, False): Tile(16, 128, 8),
-    ("pull_queries", 2, 128, False, True): Tile(16, 64, 8),
-    ("pull_keys", 2, 128, False, False): Tile(16, 128, 8),
-    ("pull_keys", 2, 128, False, True): Tile(16, 128, 8),
-    ("pull_values", 2, 128, True, True): Tile(16, 64, 8),
-    ("read", 2, 256, True, True): Tile(16, 32, 8),
-}
-"""The same by whether the map has a projection, and whether a key has several queries: both take registers.
-
-One block of values writes a gradient once, in the dtype of the tokens; several write a part each, in float32, and torch
-adds these up: at d = 128 with four blocks that was two thirds of all bytes of forward and backward.
-"""
-
-
-class Tiles(NamedTuple):
-    """How a call cuts its rows and values."""
-
-    segment: int
-    """Tokens between two states in memory, the same for all kernels of a call."""
-
-    segments: int
-    """Of a row."""
-
-    features: int
-    """Padded, of the feature map."""
-
-    width: int
-    """Padded columns of values."""
-
-    bytes: int
-    """Of a number in memory."""
-
-    projected: bool
-    """Whether the feature map has a projection."""
-
-    grouped: bool
-    """Whether a key has several queries."""
-
-    def of(self, kernel: str) -> Tile:
-        """What programs of the kernel of this name hold."""
-        bound = max(64, self.features)
-        size = kernel, self.bytes, bound
-        tile = EXCEPTIONS.get(size, TILES[self.bytes, bound])
-        tile = SPECIAL.get((*size, self.projected, self.grouped), tile)
-        return tile._replace(values=min(tile.values, self.width))
-
-    def blocks(self, kernel: str) -> int:
-        """Programs of this kernel beside each other for all columns of values."""
-        return self.width // self.of(kernel).values
-
-
-def tiles(phi: Phi, q: Tensor, v: Tensor) -> Tiles:
-    """Sizes for queries (B, H, N, d) and values (B, H_kv, N, D)."""
-    segment = segment_length(phi, q, v, LONGEST_CHUNK)
-    segments = triton.cdiv(v.shape[2], segment)
-    sizes = (phi.padded_features, padded(v.shape[-1]), v.element_size())
-    return Tiles(segment, segments, *sizes, phi.projected, q.shape[1] > v.shape[1])
-
-
 def segment_length(phi: Phi, q: Tensor, v: Tensor, chunk: int) -> int:
     """Tokens of a segment, a power of two of chunks.
 
@@ -193,7 +105,9 @@ def launch(
         _noted.append(Launch(kernel, grid, arguments, options, warps, stages))
         return
     first = arguments[0]
-    device = (first if isinstance(first, torch.Tensor) else first[0]).device
+    while isinstance(first, tuple):
+        first = first[0]
+    device = first.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **options, num_warps=warps, num_stages=stages)
 
