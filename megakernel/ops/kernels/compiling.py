@@ -43,7 +43,12 @@ class Resources(NamedTuple):
 
 def compile_launch(launch: Launch, capability: int) -> Resources:
     """Compile a noted launch for a GPU of this capability (80, 90), as it would be at run time for these arguments."""
-    return _resources(triton.compile(_source(launch), **_aim(launch, capability)))
+    return resources(compiled(launch, capability))
+
+
+def compiled(launch: Launch, capability: int) -> CompiledKernel:
+    """The kernel of a noted launch, likewise."""
+    return triton.compile(_source(launch), **_aim(launch, capability))
 
 
 def intermediate(launch: Launch, capability: int) -> str:
@@ -120,7 +125,8 @@ def _specialized(launch: Launch) -> tuple[dict[str, Any], dict[Path, Any], dict[
     return signature | dict.fromkeys(launch.options, "constexpr"), constants, attributes
 
 
-def _resources(compiled: CompiledKernel) -> Resources:
+def resources(compiled: CompiledKernel) -> Resources:
+    """What a compiled kernel takes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         pathlib.Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
