@@ -203,10 +203,15 @@ def _dominators(into: list[list[int]]) -> list[set[int]]:
 
 
 def _segments(launch: Any) -> tuple[float, ...]:
-    """Kernels of kernel attention: chunks of a segment; inside, columns of a projection."""
-    options = launch.options
-    phi = options["PHI"]
-    return options["SEGMENT"] / options["C"], phi.padded_width / phi.columns
+    """Chunks of a segment; inside, columns of a projection."""
+    cut, phi = launch.options["CUT"], launch.options["PHI"]
+    return cut.segment / cut.chunk, phi.padded_width / phi.columns
+
+
+def _tiles(launch: Any) -> tuple[float, ...]:
+    """Blocks between a tile and the edge of its segment, on average."""
+    cut = launch.options["CUT"]
+    return (cut.segment + cut.chunk) / 2 / cut.block, 1.0
 
 
 def _states(launch: Any) -> tuple[float, ...]:
@@ -215,9 +220,8 @@ def _states(launch: Any) -> tuple[float, ...]:
 
 
 LOOPS: dict[str, Callable[[Any], tuple[float, ...]]] = {
-    **dict.fromkeys(
-        ("write_keys", "read", "pull_queries", "write_queries", "pull_values", "pull_keys"), _segments
-    ),
+    **dict.fromkeys(("write_keys", "write_queries"), _segments),
+    **dict.fromkeys(("read", "pull_queries", "pull_keys"), _tiles),
     "pass_states": _states,
 }
 """Kernel -> how often loops run per entry into them, by the number of loops around them."""

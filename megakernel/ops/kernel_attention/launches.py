@@ -17,8 +17,8 @@ FEATURES_AT_ONCE = 16
 """Rows of a state that one program passes from segment to segment."""
 
 SEGMENT = 256
-"""Tokens between two states that causal rows have in memory: states are then a quarter of q, k, v and out or less, and
-the pairs of a segment cost about what the states do."""
+"""Tokens between two states that causal rows have in memory, of up to 128 features; of more, as many more. States are
+then a quarter of q, k, v and out at most, and the pairs of a segment cost about what its state does."""
 
 
 class Tile(NamedTuple):
@@ -71,7 +71,9 @@ def state_of(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: int
 
 def segment_of(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
     """Tokens of a segment. Without pairs, segments only share the work out, and states are as few as do that."""
-    return SEGMENT if causal else segment_length(phi, q, v, LONGEST_CHUNK)
+    if not causal:
+        return segment_length(phi, q, v, LONGEST_CHUNK)
+    return SEGMENT * max(1, phi.padded_features // 128)
 
 
 class Call(NamedTuple):

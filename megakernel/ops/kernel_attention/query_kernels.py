@@ -130,6 +130,11 @@ def pull_queries(
                 grad_a -= dot(along, a, dtype)
                 if PHI.two:
                     grad_b -= dot(along, b, dtype)
+        # The same again: kept, they would take the registers of the loop.
+        tl.debug_barrier()
+        qa, qb, _own = features_at(
+            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, at, C, PHI
+        )
     grad_a *= inverse[:, None]
     grad_b *= inverse[:, None]
     of_projected = None if dy is None else dy + place * PHI.rows
