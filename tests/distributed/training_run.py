@@ -62,7 +62,7 @@ def scalars(lines: list[dict[str, Any]], tag: str) -> list[float]:
 
 
 def pretrain_here(config: Path, overrides: tuple[str, ...]) -> int:
-    from megakernel.training.pretrain import pretrain
+    from launch.training import pretrain
 
     place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
     return pretrain(load(config, overrides), ProcessEnvironment(**place))
