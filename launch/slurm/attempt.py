@@ -16,7 +16,7 @@ from .errors import SlurmRefused
 from .job_folder import JobFolder, read_settings
 from .preflight import judge, read_timings
 from .programs import ask
-from .restarting import Decision, decide
+from .restarting import Decision, Start, decide
 from .slow_nodes import summary
 from .task_ends import TaskEnds, task_ends
 
@@ -24,7 +24,7 @@ from .task_ends import TaskEnds, task_ends
 def begin(submission: Path, nodes: str) -> None:
     """Say that a start of the job has begun, and on which nodes; for the log, what will steer NCCL."""
     run = JobFolder(submission.parents[1])
-    events.record(run.path, "started", nodes=nodes, submission=submission.name)
+    events.record(run.path, "started", nodes=nodes, submission=submission.name, step=run.saved_steps())
     print(f"== job {os.environ[events.JOB_VARIABLE]}, restart {restart()}, on {nodes}", flush=True)
     for name, value in recorded_variables(os.environ).items():
         if name.startswith(("NCCL_", "GLOO_", "MASTER_")):
@@ -51,14 +51,25 @@ def end(submission: Path, status: int, why: str | None = None) -> Decision:
     run = JobFolder(submission.parents[1])
     cluster = read_settings(submission).resources
     step = run.saved_steps()
-    earlier = [e["step"] for e in run.events(os.environ[events.JOB_VARIABLE]) if e["event"] == "ended"]
     allowed = cluster.max_restarts if cluster.requeue else 0
     ends = _ends(run, status)
     said = why or ends.death or _failure(run)
-    decision = decide(ends.status, restart(), allowed, [*earlier, step], said)
+    decision = decide(_starts(run, ends.status, step), allowed, said, cluster.restart_on)
     events.record(run.path, "ended", status=ends.status, why=decision.why, step=step)
     print(f"== {decision.why}; saved up to step {step}", flush=True)
     return decision
+
+
+def _starts(run: JobFolder, status: int, step: int) -> list[Start]:
+    """Those of this job, the last of which has just ended with `status`, with `step` steps saved."""
+    found, before = [], 0
+    for event in run.events(os.environ[events.JOB_VARIABLE]):
+        if event["event"] == "started":
+            before = event.get("step", before)  # earlier versions did not record it
+        elif event["event"] == "ended":
+            found.append(Start(event["status"], event["step"] > before))
+            before = event["step"]
+    return [*found, Start(status, step > before)]
 
 
 def _ends(run: JobFolder, status: int) -> TaskEnds:
@@ -140,7 +151,7 @@ def main() -> int:
     bad = unfit_nodes(args.submission, args.preflight, nodes) if args.preflight else {}
     if not bad:
         return ExitStatus.DONE
-    # What befalls most of several nodes is not the nodes' fault, and without them there may be nowhere to run.
+    # What happens to most of several nodes is not the nodes' fault, and without them there may be nowhere to run.
     all_nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
     is_theirs = all_nodes == 1 or 2 * len(bad) <= all_nodes
     status = ExitStatus.UNFIT if is_theirs else ExitStatus.FAILED

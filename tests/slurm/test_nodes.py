@@ -12,7 +12,9 @@ import pytest
 
 from launch.exit_status import ExitStatus
 from launch.slurm.job_folder import JobFolder
+from tests.distributed.training_run import scalars, train
 from tests.slurm.submitting import (
+    crash,
     last,
     losses,
     megakernel,
@@ -113,6 +115,30 @@ def test_a_run_whose_node_is_lost_goes_on(place):
     assert megakernel("resume lost --from-step 90 --sbatch hold").status == 0
     assert {path.name for path in checkpoints.glob("step_*")} == {"step_90", "step_100.set_aside"}
     assert megakernel("cancel lost").status == 0
+
+
+@pytest.mark.timeout(600)
+def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_last_save(place, monkeypatch):
+    # torchrun's variables, where somebody submits from within it, are not the job's.
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    (job,) = submit("run.yaml --name crashed -N 2")
+    until_step("crashed", 15)
+    crash("n2")
+    until(lambda: story("crashed", job)[-1] == "requeued")
+    ended = last("crashed", "ended")
+    assert ended["status"] == ExitStatus.FAILED or ended["status"] > 128
+    assert ended["step"] >= 10
+    subprocess.run(["slurmd", "-N", "n2"], check=True)
+    done = until_state("crashed", "COMPLETED", "FAILED")
+    assert (done["state"], done["nodes"]) == ("COMPLETED", "n[1-2]")
+    expected = train(place / "run.yaml", 2, "run.name=whole", "data.num_workers=0")
+    assert list(losses("crashed").values()) == scalars(expected, "train/loss")
 
 
 @pytest.mark.timeout(600)
