@@ -93,7 +93,6 @@ CASES = [(variant, layout) for variant, (_, layouts) in VARIANTS.items() for lay
 FIRST = {
     "tied rope swiglu rmsnorm": (
         "cp2 ring selective recompute",
-        "cp4 states passed on",
         "cp2 pp2",
         "tp2 dp2 zero 1",
         "cp2 dp2 zero 2",
@@ -104,7 +103,7 @@ FIRST = {
         "one process, one micro-batch",
     ),
     "untied learned gelu layernorm biases": ("cp4", "tp2 sequence parallel pp2", "dp2 zero 3"),
-    "six heads": ("tp2 sequence parallel cp2 zero 3",),
+    "six heads": ("cp4 states passed on", "tp2 cp2"),
 }
 """Of the first tier: every way to share out a model with every other, and each option once."""
 

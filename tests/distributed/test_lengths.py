@@ -72,7 +72,7 @@ def test_every_step_is_one_update_however_its_batch_is_cut(one_process, tmp_path
     assert scalars(found, "train/loss") == pytest.approx(scalars(expected, "train/loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", tiered(LAYOUTS, ["tp2 sequence parallel", "dp2 zero 2", "cp2 pp2 zero 1"]))
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ["cp2", "pp2", "dp2 zero 2"]))
 def test_rows_may_grow_on_any_layout(layout, one_process, tmp_path):
     config, expected = one_process
     world_size, overrides = LAYOUTS[layout]
@@ -83,9 +83,10 @@ def test_rows_may_grow_on_any_layout(layout, one_process, tmp_path):
     assert scalars(found, "eval/loss") == pytest.approx(scalars(expected, "eval/loss"), rel=1e-5)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("layout", ["parallel.zero_stage=1", "parallel.pipeline=2"])
-@pytest.mark.parametrize("step", [2, 5], ids=["first phase", "second phase"])
+@pytest.mark.parametrize(
+    "layout", tiered(["parallel.zero_stage=1", "parallel.pipeline=2"], ["parallel.zero_stage=1"])
+)
+@pytest.mark.parametrize("step", tiered([2, 5], [5]))
 def test_killed_in_any_phase_and_continued_the_numbers_are_the_same_bit_for_bit(
     layout, step, corpus, tmp_path
 ):
