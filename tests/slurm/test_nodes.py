@@ -53,6 +53,7 @@ def test_a_node_that_lost_a_gpu_is_named_and_kept_off(place):
     assert list(losses("unfit")) == [1, 2]
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_a_node_whose_processes_cannot_sum_up_is_named_and_kept_off(place):
     Path("python").write_text(
@@ -75,6 +76,7 @@ exec {sys.executable} "$@"
     assert megakernel("cancel broken").status == 0
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_where_all_are_slower_than_the_limit_no_node_is_to_blame(place):
     Path("slow.yaml").write_text("preflight_mib: 1\npreflight_seconds: 0.000001\n")
@@ -92,6 +94,7 @@ def test_where_all_are_slower_than_the_limit_no_node_is_to_blame(place):
     assert losses("slow") == {}
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_a_run_whose_node_is_lost_goes_on(place):
     submit("run.yaml --name lost")
@@ -117,6 +120,7 @@ def test_a_run_whose_node_is_lost_goes_on(place):
     assert megakernel("cancel lost").status == 0
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_last_save(place, monkeypatch):
     # torchrun's variables, where somebody submits from within it, are not the job's.
@@ -150,6 +154,7 @@ def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_r
     assert story("limit", job) == ["submitted", "started", "signalled", "ended"]
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_memory_that_runs_out_and_a_loss_that_is_no_number_are_told_apart(place):
     submit("run.yaml --name large -p high --mem 300 --no-requeue")
