@@ -1,12 +1,15 @@
-"""What a batch script does besides starting processes: `python -m launch.slurm.attempt begin|end SUBMISSION`."""
+"""What a batch script does besides starting processes: `python -m launch.slurm.attempt begin|end|port`."""
 
 import argparse
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from launch.environment import FIRST_PORT, PORTS
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
 from megakernel.training import events
@@ -19,6 +22,13 @@ from .programs import ask
 from .restarting import Decision, Start, decide
 from .slow_nodes import summary
 from .task_ends import TaskEnds, task_ends
+
+_ASKED = {
+    signal.SIGTERM: ExitStatus.TERMINATED,
+    signal.SIGUSR1: ExitStatus.STOPPED,
+    signal.SIGUSR2: ExitStatus.STOPPED,
+}
+"""Requests that end the nodes' look at themselves, before there is anything to save -> what the job ends with."""
 
 
 def begin(submission: Path, nodes: str) -> None:
@@ -106,6 +116,14 @@ def _kept_off(submission: Path) -> list[str]:
     return list(dict.fromkeys([*([given] if given else []), *found]))
 
 
+def free_port(job: int) -> int:
+    """A port of this node, the job's first, that nobody listens on: below Linux's ephemeral ports, jobs apart."""
+    for port in (FIRST_PORT + (7 * job + offset) % PORTS for offset in range(PORTS)):
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise SlurmRefused("every port from 20000 to 31999 is taken on this node")
+
+
 def restart() -> int:
     """How often this job had been started before."""
     return int(os.environ.get(events.RESTART_VARIABLE, "0"))
@@ -136,11 +154,14 @@ def requeue(run: Path, without: Sequence[str] = ()) -> None:
 def main() -> int:
     """Exit status: that of the processes; of `begin` 0 where they can start."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("moment", choices=("begin", "end"))
-    parser.add_argument("submission", type=Path)
+    parser.add_argument("moment", choices=("begin", "end", "port"))
+    parser.add_argument("submission", type=Path, nargs="?")
     parser.add_argument("--preflight", type=Path, help="what the nodes found")
     parser.add_argument("--status", type=int, default=0, help="of srun")
     args = parser.parse_args()
+    if args.moment == "port":
+        print(free_port(int(os.environ["SLURM_JOB_ID"])))
+        return ExitStatus.DONE
     run = args.submission.parents[1]
     if args.moment == "end":
         if end(args.submission, args.status).restart:
@@ -148,6 +169,10 @@ def main() -> int:
         return args.status
     nodes = os.environ["SLURM_JOB_NODELIST"]
     begin(args.submission, nodes)
+    if (asked := _ASKED.get(args.status - 128)) is not None:
+        if end(args.submission, asked).restart:
+            requeue(run)
+        return asked
     bad = unfit_nodes(args.submission, args.preflight, nodes) if args.preflight else {}
     if not bad:
         return ExitStatus.DONE

@@ -1,9 +1,11 @@
 """Nodes that are not fit, or are lost; time that runs out; and jobs that Slurm has forgotten."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +79,36 @@ exec {sys.executable} "$@"
 
 
 @pytest.mark.second
+@pytest.mark.timeout(600)
+def test_a_request_to_end_while_nodes_look_at_themselves_is_kept(place):
+    Path("slow-python").write_text(
+        f"""#!/bin/bash
+case "$*" in *slurm.preflight*) touch looking; sleep 60 ;; esac
+exec {sys.executable} "$@"
+"""
+    )
+    Path("slow-python").chmod(0o755)
+    Path("looks.yaml").write_text("preflight_mib: 0\nsetup: ['python=$PWD/slow-python']\n")
+    submit("run.yaml --name early -N 2 --cluster looks.yaml")
+    until(Path("looking").exists)
+    assert "saves and ends" in megakernel("cancel early --save").out
+    ended = until_state("early", "FAILED", "CANCELLED", "COMPLETED")
+    assert ended["why"] == "ended on request"
+    assert losses("early") == {}
+
+
+@pytest.mark.timeout(600)
+def test_ports_that_others_listen_on_hold_no_job_up(place):
+    (job,) = submit("run.yaml --name crowded -N 2 --sbatch hold training.steps=2")
+    ports = [20000 + (7 * int(job) + offset) % 12000 for offset in range(3)]
+    with contextlib.ExitStack() as listening:
+        for port in ports:
+            listening.enter_context(socket.create_server(("", port)))
+        scontrol("release", job)
+        assert until_state("crowded", "COMPLETED", "FAILED")["state"] == "COMPLETED"
+    assert list(losses("crowded")) == [1, 2]
+
+
 @pytest.mark.timeout(600)
 def test_where_all_are_slower_than_the_limit_no_node_is_to_blame(place):
     Path("slow.yaml").write_text("preflight_mib: 1\npreflight_seconds: 0.000001\n")
