@@ -33,7 +33,7 @@ _places = _found.submodule_search_locations or [] if _found else []
 if not any(os.path.isdir(os.path.join(place, "checkpoint", "pretrained")) for place in _places):
     raise ImportError(INSTALL)
 try:  # of imports elsewhere `transformers` says what to install, by their name
-    from .pretrained import MegakernelConfig, MegakernelForCausalLM
+    from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
 except ImportError as error:
     raise ImportError(f"{INSTALL} ({error})") from error
 

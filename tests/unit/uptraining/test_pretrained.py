@@ -369,6 +369,21 @@ def test_a_folder_says_which_package_it_needs_and_runs_no_other(installed, mixed
         get_class_from_dynamic_module("modeling_megakernel.MegakernelConfig", str(tmp_path))
 
 
+def test_a_folder_that_names_the_place_of_before_loads(mixed, tmp_path):
+    mixed.save_pretrained(tmp_path)
+    code = tmp_path / "modeling_megakernel.py"
+    now = code.read_text()
+    before = now.replace('"checkpoint", "pretrained"', '"uptraining", "pretrained"').replace(
+        "megakernel.checkpoint.pretrained", "megakernel.uptraining.pretrained"
+    )
+    assert before.count("uptraining") == now.count("checkpoint") == 2
+    code.write_text(before)
+    named = get_class_from_dynamic_module("modeling_megakernel.MegakernelForCausalLM", str(tmp_path))
+    model = named.from_pretrained(tmp_path)
+    for name, weight in mixed.state_dict().items():
+        assert model.state_dict()[name].equal(weight), name
+
+
 MASK = torch.tensor([[1, 1, 0, 1]])
 FAULTS = {
     "padding inside a text": ({"attention_mask": MASK}, "has padding inside a text; pad on the left"),
