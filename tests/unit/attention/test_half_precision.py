@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.attention import AttentionLayer, build
+from megakernel.attention import AttentionInputs, AttentionLayer, build
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config.attention import PRESETS, Attention
 from tests.unit.attention.mechanisms import POINTS, SMALL, Sizes, sized
@@ -88,7 +88,7 @@ def test_large_inputs_on_long_rows_stay_near_float64(name, causal):
     form = FORMS[name]
     module, qkv = moved(form, causal), inputs(form)
     positions = only_the_last_look_back() if form.weighs_every_pair else None
-    out = module(*qkv, positions=positions)
+    out = module(*qkv, AttentionInputs(positions=positions))
     expected = module.double()(*(x.double() for x in qkv), positions=positions)
     seen = slice(None if positions is None else -LAST, None)
     assert_near(out[:, :, seen], expected[:, :, seen])

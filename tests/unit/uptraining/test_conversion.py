@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
-from megakernel.attention.flurka import pooling_logits
+from megakernel.attention.compression import pooling_logits
 from megakernel.config import Model, Parallel, UserError
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import Mesh, prepare_device
