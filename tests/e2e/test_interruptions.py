@@ -73,6 +73,7 @@ class Launched:
         }
 
 
+@pytest.mark.second
 def test_killed_three_times_and_continued_the_numbers_are_the_same_bit_for_bit(
     uninterrupted, corpus, tmp_path
 ):
@@ -128,11 +129,46 @@ def test_every_request_to_stop_saves_and_the_same_command_continues(uninterrupte
         assert scalars(metrics(tmp_path / "run"), tag) == scalars(uninterrupted, tag), tag
 
 
+def descendants(pid: int) -> list[int]:
+    """Process ids of all that `pid` started, and of what those started."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(child) for file in children for child in file.read_text().split()]
+    return [*found, *(below for child in found for below in descendants(child))]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_that_reaches_every_process_saves_and_leaves_none_behind(corpus, tmp_path, number):
+    # So Slurm sends it: to all processes of a step, the readers of data among them, of which there is one by default.
+    config = write_config(tmp_path, corpus)
+    options = (*OPTIONS, "training.steps=100000", "checkpoint.every=100000", "data.num_workers=1")
+    run = Launched(config, *options).reaches(2)
+    processes = descendants(run.process.pid)
+    assert len(processes) >= 4, "two ranks and their readers"
+    for pid in processes:
+        os.kill(pid, number)
+    status, said = run.ends()
+    assert status == ExitStatus.TERMINATED, said
+    done = int((tmp_path / "run/checkpoints/latest").read_text().removeprefix("step_"))
+    assert metrics(tmp_path / "run")[-1]["step"] == done
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+
+
+def test_readers_of_data_end_with_a_rank_that_is_killed(corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    run = Launched(config, *OPTIONS, "training.steps=100000", "data.num_workers=1").reaches(2)
+    processes = descendants(run.process.pid)
+    for pid in run.ranks.values():
+        os.kill(pid, signal.SIGKILL)
+    assert run.ends()[0] == ExitStatus.FAILED
+    until(lambda: not [pid for pid in processes if Path(f"/proc/{pid}").exists()], seconds=10)
+
+
 def forbid_large_files() -> None:
     """What a quota does to a save, without needing one."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
+@pytest.mark.second
 def test_a_failed_save_ends_in_one_line_and_the_run_continues_once_there_is_space(
     uninterrupted, corpus, tmp_path
 ):
@@ -170,6 +206,7 @@ def test_a_job_in_the_foreground_ends_with_the_status_of_what_it_ran(corpus, tmp
         assert (status["state"], status["why"], status["nodes"]) == (state, why, "this machine")
 
 
+@pytest.mark.second
 def test_a_job_of_this_machine_restarts_what_was_interrupted(uninterrupted, corpus, tmp_path, capsys):
     config = write_config(tmp_path, corpus)
     run = tmp_path / "run"

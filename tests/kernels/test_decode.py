@@ -74,6 +74,7 @@ def state_behind(k: Tensor, v: Tensor, feature_map: str, projection) -> KernelSt
     )[1]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("feature_map", MAPS)
