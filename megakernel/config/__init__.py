@@ -1,9 +1,11 @@
 """One YAML file becomes one typed, validated tree. Reads no torch, so every command can afford it."""
 
-from .attention import PRESETS, Attention, FeatureMap, Near, expand_preset
+from .algebra import Near
+from .attention import PRESETS, Attention, expand_preset
 from .compression import BlockCompression, Compression, LinformerCompression, PoolCompression
 from .data import Corpus, Data, Masking
 from .errors import MISSING, ConfigError, InUse, NotFinite, Problem, RunFailed, UserError
+from .feature_map import FeatureMap
 from .load import from_yaml, load, to_yaml
 from .lora import Lora
 from .model import Classifier, Model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.attention import HeadShard, Rotary
+from megakernel.attention import AttentionInputs, HeadShard, Rotary
 from megakernel.attention.noise import redraw
 from megakernel.attention.ulysses import Ulysses
 from tests.unit.attention.mechanisms import (
@@ -36,9 +36,9 @@ def test_equals_the_quadratic_reference(name, rotary, length, padded, monkeypatc
     module = layer(name, causal=False)
     q, k, v = tokens(2, length)
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(0)) > 0.4 if padded else None
-    out = module(q, k, v, mask, rotary=rotary)
+    out = module(q, k, v, AttentionInputs(rotary=rotary, padding_mask=mask))
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
-    expected = module(q, k, v, mask, rotary=rotary)
+    expected = module(q, k, v, AttentionInputs(rotary=rotary, padding_mask=mask))
     assert_close(out, expected)
     for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
         assert_close(actual, wanted)
@@ -49,7 +49,9 @@ def test_gradients_are_the_slopes(name):
     module = layer(name, causal=False)
     q, k, v = tokens(1, 7)
     assert torch.autograd.gradcheck(
-        lambda q, k, v, *_: module(q, k, v, rotary=ROTARY), (q, k, v, *module.parameters()), fast_mode=True
+        lambda q, k, v, *_: module(q, k, v, AttentionInputs(rotary=ROTARY)),
+        (q, k, v, *module.parameters()),
+        fast_mode=True,
     )
 
 
@@ -58,9 +60,9 @@ def test_padding_anywhere_changes_nothing(name):
     module = layer(name, causal=False)
     q, k, v = (x.detach() for x in tokens(2, 24))
     mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4
-    out = module(q, k, v, mask, rotary=ROTARY)
+    out = module(q, k, v, AttentionInputs(rotary=ROTARY, padding_mask=mask))
     for row, real in enumerate(mask):
-        alone = module(*(x[row : row + 1, :, real] for x in (q, k, v)), rotary=ROTARY)
+        alone = module(*(x[row : row + 1, :, real] for x in (q, k, v)), AttentionInputs(rotary=ROTARY))
         assert_close(out[row : row + 1, :, real], alone)
         assert not out[row, :, ~real].any()
 
@@ -71,7 +73,7 @@ def test_any_length_and_rows_of_padding_alone(name, length):
     module = layer(name, causal=False)
     q, k, v = tokens(2, length)
     mask = torch.tensor([True, False])[:, None].expand(2, length)
-    out = module(q, k, v, mask)
+    out = module(q, k, v, AttentionInputs(padding_mask=mask))
     assert_close(out[:1], module(q[:1], k[:1], v[:1]))
     assert not out[1].any()
     assert all(gradient.isfinite().all() for gradient in gradients(module, out, q, k, v))
@@ -81,7 +83,7 @@ def test_any_length_and_rows_of_padding_alone(name, length):
 def test_documents_in_a_row_do_not_see_each_other(name):
     module = layer(name, causal=False)
     q, k, v = (x.detach() for x in tokens(2, 24))
-    out = module(q, k, v, positions=DOCUMENTS)
+    out = module(q, k, v, AttentionInputs(positions=DOCUMENTS))
     assert_close(out[:1, :, 4:13], module(*(x[:1, :, 4:13] for x in (q, k, v))))
 
 
@@ -90,7 +92,9 @@ def test_documents_in_a_row_do_not_see_each_other(name):
 def test_constant_values_give_constant_output(name, length):
     module = layer(name, causal=False)
     q, k, v = tokens(2, length)
-    assert_close(module(q, k, torch.full_like(v, 1.5), rotary=ROTARY), torch.full_like(q, 1.5))
+    assert_close(
+        module(q, k, torch.full_like(v, 1.5), AttentionInputs(rotary=ROTARY)), torch.full_like(q, 1.5)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if FORMS[name].changes_constants])
@@ -112,10 +116,10 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
             for module in (whole, *parts):
                 redraw(module, step)
         outputs = [
-            part(*(x.chunk(size, 1)[rank] for x in (q, k, v)), rotary=ROTARY)
+            part(*(x.chunk(size, 1)[rank] for x in (q, k, v)), AttentionInputs(rotary=ROTARY))
             for rank, part in enumerate(parts)
         ]
-        assert_close(torch.cat(outputs, 1), whole(q, k, v, rotary=ROTARY))
+        assert_close(torch.cat(outputs, 1), whole(q, k, v, AttentionInputs(rotary=ROTARY)))
 
 
 @every_mechanism
@@ -136,12 +140,12 @@ def check_shards(name, size, positions):
     # Two key heads do not divide over four shards: they are repeated for their queries.
     module = layer(name, causal=False)
     q, k, v = tokens(2, 32)
-    expected = module(q, k, v, positions=positions, rotary=ROTARY)
+    expected = module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY))
 
     def work(cp_shard):
         here = [x.chunk(size, 2)[cp_shard.rank] for x in (q, k, v)]
         at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
-        return module(*here, positions=at, rotary=ROTARY, cp_shard=cp_shard)
+        return module(*here, AttentionInputs(positions=at, rotary=ROTARY, cp_shard=cp_shard))
 
     out = torch.cat(in_shards(size, work), 2)
     assert_close(out, expected)
