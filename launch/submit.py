@@ -15,7 +15,7 @@ from launch.slurm.script import INDEX
 from megakernel.config import (
     Config,
     UserError,
-    check_same_run,
+    check_recorded_run,
     data_parallel_size,
     load,
     to_yaml,
@@ -211,9 +211,7 @@ def _check(config: Config, world_size: int) -> None:
         from megakernel.uptraining.stages import check_stages  # which imports torch
 
         check_stages(config)
-    recorded = config.run.folder / "config.yaml"
-    if recorded.exists():
-        check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)
+    check_recorded_run(config)
     # A login node is not the place to read a large corpus: the job holds it against its checksums.
     Corpora(config.data, validation=config.training.eval_samples > 0, verify=False)
 

@@ -10,7 +10,7 @@ from .lora import Lora
 from .model import Classifier, Model
 from .objective import Objective
 from .parallel import Parallel
-from .resume import NOT_FINITE, UNPROVEN, Difference, check_same_run, differences
+from .resume import NOT_FINITE, UNPROVEN, Difference, check_recorded_run, check_same_run, differences
 from .rope import RopeScaling
 from .training import Checkpoint, Logging, Optimizer, Profile, Schedule, Training
 from .tree import Config, Run
@@ -60,6 +60,7 @@ __all__ = [
     "TransferStage",
     "Uptrain",
     "UserError",
+    "check_recorded_run",
     "check_same_run",
     "data_parallel_size",
     "differences",
