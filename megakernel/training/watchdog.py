@@ -116,10 +116,11 @@ class Watchdog:
         return now
 
     def _write(self, file: Path, now: Mapping[str, Any]) -> None:
-        here = {"time": time.time(), "host": socket.gethostname(), "process": os.getpid()}
+        told: dict[str, Any] = {"time": time.time(), "host": socket.gethostname(), "process": os.getpid()}
+        told |= {**now, "slowest": dict(self._slowest())}
         staged = file.with_name(FILE + ".partial")
         try:
-            staged.write_text(json.dumps(here | now | {"slowest": dict(self._slowest())}) + "\n")
+            staged.write_text(json.dumps(told) + "\n")
             staged.replace(file)
         except OSError:
             pass  # A disk that is full for a moment must not end a run that could still compute.
