@@ -51,7 +51,8 @@ try:
     from launch.exit_status import ExitStatus
     from launch.messages import INTERRUPTED, make_courtesies, print_error
     from launch.numbers import NumberParser
-    from launch.slurm.errors import NotFound, SlurmRefused
+    from launch.run_arguments import NotFound
+    from launch.slurm.programs import SlurmRefused
     from megakernel.config import InUse, NotFinite, RunFailed, UserError
     from megakernel.config.errors import REFUSED_BY_DISK
 except KeyboardInterrupt:  # they take a moment, in which `main` can catch nothing yet

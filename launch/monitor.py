@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from launch.messages import console
 from launch.numbers import Number
-from launch.run_arguments import add_root_argument, folders_of
+from launch.run_arguments import NotFound, add_root_argument, folders_of
 from launch.run_status import RunStatus, status_of, status_of_folder, table
-from launch.slurm.errors import NotFound, SlurmRefused
 from launch.slurm.job_folder import JobFolder
-from launch.slurm.live import known_to_slurm
+from launch.slurm.programs import SlurmRefused
+from launch.slurm.states import known_to_slurm
 from megakernel.config import UserError
 from megakernel.config.errors import nearest_first
 

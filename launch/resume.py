@@ -8,8 +8,8 @@ from pathlib import Path
 from launch.numbers import Number
 from launch.run_arguments import add_job_run_arguments
 from launch.slurm.job_folder import JobFolder, find_run
-from launch.slurm.live import live_jobs
 from launch.slurm.options import add_cluster_options, cluster_of
+from launch.slurm.states import live_jobs
 from launch.submit import MOST_MEMBERS, add_outcome_options, carry_out, training_request
 from megakernel.config import UserError, load
 

@@ -3,6 +3,13 @@
 import argparse
 from pathlib import Path
 
+from megakernel.config import UserError
+
+
+class NotFound(UserError):
+    """There is no such run, job or log."""
+
+
 RUNS = Path("runs")
 """Where the folders of runs are unless a command is told."""
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.run_progress import UNREADABLE, RunProgress, time_left, why_unreadable
 from launch.slurm.job_folder import JobFolder
-from launch.slurm.live import states_of
-from launch.slurm.states import JobState
+from launch.slurm.states import JobState, states_of
 from megakernel.config import UserError
 
 if TYPE_CHECKING:

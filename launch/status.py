@@ -9,7 +9,7 @@ from launch.messages import console
 from launch.run_arguments import add_job_run_arguments
 from launch.run_status import RunStatus, status_of, table
 from launch.slurm.job_folder import all_runs, find_run
-from launch.slurm.live import known_to_slurm
+from launch.slurm.states import known_to_slurm
 from megakernel.config import UserError
 
 HELP = "say where submitted runs stand: state, why, step, loss, speed, nodes"

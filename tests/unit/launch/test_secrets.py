@@ -7,7 +7,7 @@ import tarfile
 
 from launch.slurm.job_folder import SECRETS, JobFolder
 from launch.slurm.script import REPOSITORY, Script
-from launch.slurm.snapshot import write_snapshot
+from launch.slurm.submission import write_snapshot
 from megakernel.config.cluster import Cluster
 
 TOKEN = "it's hunter2"
