@@ -19,6 +19,7 @@ from megakernel.training.weight_source import WeightSource
 from tests import dense_models
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import train, write_config
+from tests.tiers import tiered
 
 LAYOUTS = {
     "one process": (1, ""),
@@ -124,9 +125,15 @@ CASES = [
     # The logits of all families over such ranks: tests/distributed/test_dense_layouts.py.
     for name in ("llama", "gpt2", *(["llama, biases, tied, scaled"] if layout in ("tp2", "pp2") else []))
 ]
+FIRST = [
+    ("one process", "gpt2"),
+    ("pp2", "llama, biases, tied, scaled"),
+    ("tp2 sequence parallel, zero 3", "llama"),
+    ("bfloat16", "llama"),
+]
 
 
-@pytest.mark.parametrize(("layout", "name"), CASES)
+@pytest.mark.parametrize(("layout", "name"), tiered(CASES, FIRST))
 def test_the_first_evaluation_has_the_loss_of_transformers(layout, name, starts, tmp_path):
     config, expected = starts[name]
     processes, overrides = LAYOUTS[layout]
@@ -202,7 +209,9 @@ def test_what_a_half_precision_run_froze_goes_on_as_it_came_in(starts, tmp_path)
         assert torch.equal(after.read(name, ["fp32"])["fp32"], before.read(name, ["fp32"])["fp32"]), name
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3, tied", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "name", tiered(["llama", "qwen3, tied", "gpt2", "gpt_neox"], ["qwen3, tied", "gpt2"])
+)
 def test_what_came_in_goes_out_bit_for_bit(name, starts, tmp_path, capsys):
     config, _ = starts[name]
     # A step of which nothing is left: too small for any weight to change.

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.distributed.training_run import scalars, train, write_config
+from tests.tiers import tiered
 
 MODEL = [
     "model.attention={preset: gmm_rks, feature_map: {smoothing: 1.0, resample_every: 2}}",
@@ -32,7 +33,7 @@ def one_process(tmp_path_factory, corpus):
     return write_config(folder, corpus), train(write_config(folder, corpus), 1, *MODEL)
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ["tp2", "cp2", "dp2 zero 3"]))
 def test_layout_gives_the_losses_of_one_process(layout, one_process, tmp_path):
     config, expected = one_process
     world_size, overrides = LAYOUTS[layout]
@@ -43,7 +44,7 @@ def test_layout_gives_the_losses_of_one_process(layout, one_process, tmp_path):
     assert scalars(found, "eval/loss") == pytest.approx(scalars(expected, "eval/loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("step", [3, 4])
+@pytest.mark.parametrize("step", tiered([3, 4], [4]))
 def test_a_restart_between_and_at_a_redraw_changes_no_bit(step, one_process, tmp_path):
     config, expected = one_process
     here = [*MODEL, f"run.root={tmp_path}"]

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.distributed.training_run import scalars, train, write_config
+from tests.tiers import tiered
 
 KINDS = (
     "model.attention=mgk model.num_layers=6 model.num_kv_heads=2 model.attention_pattern=["
@@ -34,7 +35,7 @@ def one_process(tmp_path_factory, corpus):
     return config, train(config, 1, *kinds())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ["tp2 cp2"]))
 def test_layout_gives_the_losses_of_one_process(layout, one_process, tmp_path):
     config, expected = one_process
     world_size, overrides = LAYOUTS[layout]

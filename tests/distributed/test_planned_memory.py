@@ -10,6 +10,8 @@ from tests.distributed.ranks import cpu_mesh, run_ranks
 
 from ..unit.config import trees
 
+pytestmark = pytest.mark.second
+
 VOCAB = 384
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.ranks import RankFailedError, run_ranks
 from tests.distributed.training_run import pretrain_here, scalars, train, write_config
+from tests.tiers import tiered
 
 STEPS = 8
 LAYOUTS = {
@@ -23,8 +24,8 @@ LAYOUTS = {
 OPTIONS = (f"training.steps={STEPS}", "checkpoint.every=2", "logging.tensorboard=false")
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def testkilled_at_any_step_and_continued_the_numbers_are_the_same_bit_for_bit(layout, corpus, tmp_path):
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ["dp2 zero 2", "pp2"]))
+def test_killed_at_any_step_and_continued_the_numbers_are_the_same_bit_for_bit(layout, corpus, tmp_path):
     overrides = [*OPTIONS, *LAYOUTS[layout].split()]
     config = write_config(tmp_path, corpus)
     whole = train(config, 2, *overrides, "run.name=whole")

@@ -11,10 +11,11 @@ from megakernel.ops.flurka_attention import chunked as flurka_chunked
 from megakernel.ops.kernel_attention import chunked as kernel_chunked
 from megakernel.parallel import state_exchange
 from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.tiers import tiered
 
 HEADS, KV_HEADS, WIDTH = 2, 1, 4
 FLOAT32 = 4
-LENGTHS = [2**16, 2**20]
+LENGTHS = tiered([2**16, 2**20], [2**16])
 
 
 def attend(mesh, tokens, preset):

@@ -16,6 +16,7 @@ from megakernel.training.trainer import Trainer
 from megakernel.uptraining.report import recovered
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import metrics, scalars, train
+from tests.tiers import tiered
 
 DENSE = """
 run: {{root: {folder}, name: dense, seed: 7}}
@@ -205,6 +206,7 @@ KILLED += ["step  8/10", "stage 5-length", "step 2/4", "stage 6-scratch", "stage
 """Lines of the console after which one start after another is killed: between all stages and inside most."""
 
 
+@pytest.mark.second
 def test_killed_between_and_inside_stages_it_ends_the_same(place, finished):
     for line in KILLED:
         # A start that never prints the line comes to its end, and that fails here.
@@ -258,6 +260,7 @@ def losses(place, kind, world_size, layout=""):
     return [scalars(lines, tag) for tag in ("train/loss", "train/grad_norm", "eval/loss")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("kind", list(OBJECTIVES))
 def test_layouts_learn_alike(kind, layout, place, one_process):
@@ -266,10 +269,7 @@ def test_layouts_learn_alike(kind, layout, place, one_process):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-HEADS = {"tied": "true", "untied": "false"}
-
-
-@pytest.mark.parametrize("tied", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("tied", tiered(["true", "false"], ["true"]))
 def test_a_teacher_stands_beside_weights_that_zero_3_cuts(tied, place):
     drawn = f"model.tie_embeddings={tied} init.from=null "
     expected = losses(place, "distill", 1, drawn)
@@ -278,7 +278,7 @@ def test_a_teacher_stands_beside_weights_that_zero_3_cuts(tied, place):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2 zero 2, loss in chunks"])
+@pytest.mark.parametrize("layout", tiered(["tp2", "pp2", "dp2 zero 2, loss in chunks"], ["pp2"]))
 def test_a_distillation_shows_what_its_loss_is_made_of(layout, place):
     overrides = ["objective.kind=distill", f"objective.teacher={place}/dense", "training.steps=2"]
     overrides += ["objective.kl=0.5", "objective.temperature=2.0", f"run.name=parts-{layout[:3]}"]

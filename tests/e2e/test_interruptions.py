@@ -73,6 +73,7 @@ class Launched:
         }
 
 
+@pytest.mark.second
 def test_killed_three_times_and_continued_the_numbers_are_the_same_bit_for_bit(
     uninterrupted, corpus, tmp_path
 ):
@@ -167,6 +168,7 @@ def forbid_large_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
+@pytest.mark.second
 def test_a_failed_save_ends_in_one_line_and_the_run_continues_once_there_is_space(
     uninterrupted, corpus, tmp_path
 ):
@@ -204,6 +206,7 @@ def test_a_job_in_the_foreground_ends_with_the_status_of_what_it_ran(corpus, tmp
         assert (status["state"], status["why"], status["nodes"]) == (state, why, "this machine")
 
 
+@pytest.mark.second
 def test_a_job_of_this_machine_restarts_what_was_interrupted(uninterrupted, corpus, tmp_path, capsys):
     config = write_config(tmp_path, corpus)
     run = tmp_path / "run"
