@@ -4,7 +4,7 @@ import argparse
 import os
 import signal
 
-from launch.run_arguments import NotFound, add_job_run_arguments
+from launch.arguments import NotFound, add_job_run_arguments
 from launch.slurm.job_folder import find_run
 from launch.slurm.programs import ask
 from launch.slurm.states import states_of

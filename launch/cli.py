@@ -47,11 +47,10 @@ try:
         sweep,
         uptrain,
     )
+    from launch.arguments import NotFound, NumberParser
     from launch.environment import check_backend
     from launch.exit_status import ExitStatus
     from launch.messages import INTERRUPTED, make_courtesies, print_error
-    from launch.numbers import NumberParser
-    from launch.run_arguments import NotFound
     from launch.slurm.programs import SlurmRefused
     from megakernel.config import InUse, NotFinite, RunFailed, UserError
     from megakernel.config.errors import REFUSED_BY_DISK

@@ -4,8 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from launch.numbers import Number
-from launch.run_arguments import NotFound, add_job_run_arguments
+from launch.arguments import NotFound, Number, add_job_run_arguments
 from launch.slurm.job_folder import find_run
 from launch.slurm.logs import BATCH, Choice, LogReader
 from megakernel.config import UserError

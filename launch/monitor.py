@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.arguments import NotFound, Number, add_root_argument, folders_of
 from launch.messages import console
-from launch.numbers import Number
-from launch.run_arguments import NotFound, add_root_argument, folders_of
 from launch.run_status import RunStatus, status_of, status_of_folder, table
 from launch.slurm.job_folder import JobFolder
 from launch.slurm.programs import SlurmRefused
@@ -71,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
         out.print(look())
         return 0
     if not args.no_tensorboard:
-        from launch.tensorboard_server import start_tensorboard
-
         print(f"TensorBoard: {start_tensorboard(args.root, named, args.host, args.port)}", flush=True)
     try:
         if not sys.stdout.isatty():
@@ -85,6 +82,28 @@ def run(args: argparse.Namespace) -> int:
                 time.sleep(args.every)
     except KeyboardInterrupt:
         return 0
+
+
+def start_tensorboard(root: Path, runs: Sequence[Path], host: str, port: int | None) -> str:
+    """Serve TensorBoard in a thread until this process ends; returns the address.
+
+    runs: the runs to show, by name; none: all under `root`, those to come too. port: None takes 6006, or the next one
+    that is free; 0 any free one. Raises UserError where the port is taken or is none.
+    """
+    from tensorboard.program import TensorBoard, TensorBoardServerException
+
+    shown = ["--logdir", str(root)]
+    if len(runs) == 1:
+        shown = ["--logdir", str(runs[0])]
+    elif runs:
+        shown = ["--logdir_spec", ",".join(f"{run.name}:{run}" for run in runs)]
+    where = ["--host", host, "--port", "default" if port is None else str(port)]
+    server = TensorBoard()
+    server.configure(argv=["", *shown, *where])
+    try:
+        return server.launch()
+    except TensorBoardServerException as error:
+        raise UserError(f"--host {host} --port {port}: {error.msg}; leave --port out, or take 0") from None
 
 
 def _found(named: Sequence[Path], root: Path) -> Iterator[RunStatus]:

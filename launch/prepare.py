@@ -9,8 +9,8 @@ from types import FrameType
 
 from data_pipeline.manifest import Manifest
 from data_pipeline.prepare import Request, prepare
+from launch.arguments import Number
 from launch.messages import console
-from launch.numbers import Number
 
 HELP = "tokenize text into a folder that training reads"
 EXAMPLE = "megakernel prepare --source stdlib --tokenizer byte --out data/stdlib"

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from launch import local
-from launch.config_arguments import add_config_arguments
+from launch.arguments import Number, add_config_arguments
 from launch.environment import joined
 from launch.messages import make_courtesies
-from launch.numbers import Number
 from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size
 from megakernel.config.errors import written_to
 from megakernel.parallel.processes import ProcessEnvironment

@@ -5,8 +5,8 @@ import json
 import time
 from collections.abc import Sequence
 
+from launch.arguments import add_job_run_arguments
 from launch.messages import console
-from launch.run_arguments import add_job_run_arguments
 from launch.run_status import RunStatus, status_of, table
 from launch.slurm.job_folder import all_runs, find_run
 from launch.slurm.states import known_to_slurm

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.numbers import Number
+from launch.arguments import Number
 from launch.slurm.options import add_cluster_options, cluster_of
 from launch.slurm.programs import require
 from launch.slurm.script import INDEX
@@ -56,9 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", help="of the run, and of the job")
     add_cluster_options(parser)
-    parser.add_argument(
-        "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
-    )
+    add_chain_option(parser)
+    parser.add_argument("--array", metavar="SPEC", help="a run for each index, such as 0-7 or 0-99%%4")
+    add_job_options(parser)
+
+
+def add_chain_option(parser: argparse.ArgumentParser) -> None:
+    """Declare how many jobs go on with a run."""
     parser.add_argument(
         "--chain",
         type=Number(int, 1, MOST_MEMBERS),
@@ -66,12 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="N jobs that go on one after the other",
     )
-    parser.add_argument("--array", metavar="SPEC", help="a run for each index, such as 0-7 or 0-99%%4")
-    add_outcome_options(parser)
 
 
-def add_outcome_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what is done with the job, and told about it."""
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Declare when the job starts, what is done with it, and told about it."""
+    parser.add_argument(
+        "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
     parser.add_argument(
         "--test-only", action="store_true", help="ask Slurm when it could start; submit nothing"

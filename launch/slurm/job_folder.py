@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.run_arguments import NotFound, folders_of
+from launch.arguments import NotFound, folders_of
 from launch.run_progress import UNREADABLE, saved_step, why_unreadable
 from megakernel.config import UserError
 from megakernel.config.cluster import Cluster

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from launch.run_arguments import NotFound
+from launch.arguments import NotFound
 from launch.slurm.job_folder import Job, JobFolder, find_run
 from launch.slurm.states import states_of
 from megakernel.training import events
