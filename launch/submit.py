@@ -114,7 +114,7 @@ def carry_out(request: "Request", args: argparse.Namespace) -> int:
     from launch.slurm import submission
 
     if args.dry_run:
-        print(request.script(), end="")
+        print(request.text(), end="")
         return 0
     _needs_slurm(request, args)
     if args.test_only:
@@ -123,7 +123,7 @@ def carry_out(request: "Request", args: argparse.Namespace) -> int:
     jobs = submission.submit(request)
     runs = list(dict.fromkeys(str(member.run) for member in request.members))
     if args.json:
-        print(json.dumps({"runs": runs, "jobs": [job.id for job in jobs], "submission": request.name}))
+        print(json.dumps({"runs": runs, "jobs": [job.id for job in jobs], "submission": request.submission}))
     else:
         _tell(jobs, runs)
     if args.wait or args.follow or request.cluster.executor == "debug":
@@ -184,7 +184,7 @@ def training_request(
 
     Raises UserError for a configuration that does not fit the processes, its data, or a run that is there.
     """
-    from launch.slurm.submission import Member, Request
+    from launch.slurm.submission import Member, Request, new_name
 
     first = next(iter(runs.values()))
     members = []
@@ -197,13 +197,14 @@ def training_request(
     command = "pretrain" if first.uptrain is None else "uptrain"
     return Request(
         command,
-        [command, "$submission/config.yaml"],
         cluster,
-        first.run.folder,
+        first.run.folder.absolute(),
+        new_name(),
+        [command, "$submission/config.yaml"],
+        array,
+        {"dependency": dependency} if dependency else {},
         members,
-        array=array,
-        options={"dependency": dependency} if dependency else {},
-        chain=chain,
+        chain,
     )
 
 
@@ -239,14 +240,14 @@ def indices(array: str) -> list[int]:
 
 def _other_command(args: argparse.Namespace) -> "Request":
     from launch.cli import parse
-    from launch.slurm.submission import Member, Request
+    from launch.slurm.submission import Member, Request, new_name
 
     command = [args.config, *args.overrides]
     numbers = indices(args.array) if args.array else []
     # A command line that makes no sense is told now.
     parse([word.replace(INDEX, str(numbers[0])) for word in command] if numbers else command)
     cluster = cluster_of(args)
-    name = args.name or f"{args.config}-{Request.new_name()}"
+    name = args.name or f"{args.config}-{new_name()}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UserError(f"--name {name} is no name of a folder; write letters, digits, dots and dashes")
     if args.chain != 1:
@@ -262,4 +263,4 @@ def _other_command(args: argparse.Namespace) -> "Request":
         Member(base)
     ]
     template = args.config if args.config in _OWN_TEMPLATE else "command"
-    return Request(template, command, single, base, members, array=args.array, options=options)
+    return Request(template, single, base.absolute(), new_name(), command, args.array, options, members)

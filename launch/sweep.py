@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     request = training_request(runs, cluster_of(args), array, dependency=args.dependency)
     if not (args.json or args.dry_run):
         for index in wanted:
-            print(f"{request.base}-{index}: {' '.join(points[index])}", flush=True)
+            print(f"{runs[index].run.folder}-{index}: {' '.join(points[index])}", flush=True)
     return carry_out(request, args)
 
 

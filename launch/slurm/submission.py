@@ -5,9 +5,9 @@ import os
 import shutil
 import tarfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from launch.exit_status import ExitStatus
 from megakernel.config import UserError
-from megakernel.config.cluster import Cluster
 from megakernel.training import events
 from megakernel.training.environment import git, revision
 
@@ -46,66 +45,32 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Request:
-    """All that is to be submitted at once."""
+class Request(Script):
+    """All that is to be submitted at once; its script is that of every job."""
 
-    template: str
-    """`pretrain`, `uptrain`, `prepare`, `evaluate` or `command`: a file of slurm/."""
-
-    command: Sequence[str]
-    """Arguments of `megakernel`; `$submission` stands for the submission's folder."""
-
-    cluster: Cluster
-    """What is asked of the cluster."""
-
-    base: Path
-    """Folder of the run; of an array's members before `-INDEX`."""
-
-    members: Sequence[Member]
+    members: Sequence[Member] = ()
     """The runs."""
-
-    array: str | None = None
-    """Indices of the members as Slurm writes them, `%K` behind them for at most K at a time."""
-
-    options: Mapping[str, str] = field(default_factory=dict)
-    """More options of sbatch, such as dependency."""
 
     chain: int = 1
     """Jobs one after the other that all go on with the run."""
 
-    name: str = field(default_factory=lambda: Request.new_name())
-    """Of the submission's folder."""
-
-    @staticmethod
-    def new_name() -> str:
-        """One that tells when."""
-        return time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-
     def folder(self, member: Member) -> Path:
         """The submission's folder in a member's run."""
-        return JobFolder(member.run).submission(self.name)
+        return JobFolder(member.run).submission(self.submission)
 
-    def script(self, after: str | None = None) -> str:
-        """The batch script; `after`: the job that it waits for."""
-        options = dict(self.options)
-        if after is not None:
-            options["dependency"] = f"afterany:{after}"
-        base = self.base.absolute()
-        return Script(
-            self.template,
-            self.cluster,
-            base,
-            self.name,
-            self.command,
-            name=base.name,
-            array=self.array,
-            options=options,
-        ).text()
+    def after(self, job: str) -> "Request":
+        """The same, to begin when another job has ended."""
+        return replace(self, options={**self.options, "dependency": f"afterany:{job}"})
+
+
+def new_name() -> str:
+    """Of a submission, which tells when."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime())
 
 
 def test(request: Request) -> str:
     """What Slurm says to `sbatch --test-only`; nothing is submitted. Raises SlurmRefused."""
-    done = call(["sbatch", "--test-only"], input_text=request.script())
+    done = call(["sbatch", "--test-only"], input_text=request.text())
     if done.returncode:
         raise _refused(done.stderr, request)
     return done.stderr.strip().removeprefix("sbatch: ")
@@ -131,7 +96,7 @@ def submit(request: Request) -> list[Job]:
 
 
 def _write(request: Request) -> None:
-    settings = Settings(list(request.command), request.cluster.model_dump(mode="json"), request.base.name)
+    settings = Settings(list(request.command), request.cluster.model_dump(mode="json"), request.run.name)
     code: Path | None = None
     for member in request.members:
         folder = request.folder(member)
@@ -189,7 +154,7 @@ def _submit_to_slurm(request: Request) -> list[Job]:
     ids: list[str] = []
     try:
         for _ in range(request.chain):
-            text = request.script(after=ids[-1] if ids else None)
+            text = (request.after(ids[-1]) if ids else request).text()
             submitted = ScriptExecutor(first, text).submit_script()
             ids.append(submitted.job_id)
             for member in request.members[1:]:
@@ -249,9 +214,9 @@ def _written_down(job: str, request: Request) -> list[Job]:
     for member in request.members:
         name = job if member.index is None else f"{job}_{member.index}"
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        jobs.append(Job(name, request.cluster.executor, request.name, now))
+        jobs.append(Job(name, request.cluster.executor, request.submission, now))
         JobFolder(member.run).add(jobs[-1:])
-        events.record(member.run, "submitted", env={events.JOB_VARIABLE: name}, submission=request.name)
+        events.record(member.run, "submitted", env={events.JOB_VARIABLE: name}, submission=request.submission)
     return jobs
 
 

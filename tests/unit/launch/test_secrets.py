@@ -36,7 +36,7 @@ def test_the_value_of_a_secret_lies_in_one_file_that_its_owner_alone_reads(tmp_p
 
 def test_a_script_names_secrets_and_has_them_when_it_runs(tmp_path):
     cluster = Cluster(environment={"HF_TOKEN": TOKEN, "NCCL_DEBUG": "WARN"})
-    text = Script("command", cluster, tmp_path, "now", ["prepare"], "x").text()
+    text = Script("command", cluster, tmp_path, "now", ["prepare"]).text()
     assert "hunter2" not in text
     lines = text[text.index("run=") : text.index("export MEGAKERNEL_JOB")]
     show = "\necho $HF_TOKEN, $NCCL_DEBUG; env | grep -c ^HF_TOKEN"
