@@ -11,7 +11,7 @@ from .lora import Lora
 from .model import Classifier, Model
 from .objective import Objective
 from .parallel import Parallel
-from .resume import NOT_FINITE, UNPROVEN, Difference, check_same_run, differences
+from .resume import NOT_FINITE, UNPROVEN, Difference, check_recorded_run, check_same_run, differences
 from .rope import RopeScaling
 from .training import Checkpoint, LengthPhase, Logging, Optimizer, Phase, Profile, Schedule, Training
 from .tree import Config, Run
@@ -61,6 +61,7 @@ __all__ = [
     "TransferStage",
     "Uptrain",
     "UserError",
+    "check_recorded_run",
     "check_same_run",
     "data_parallel_size",
     "differences",
