@@ -10,7 +10,7 @@ from megakernel.training.events import in_job
 
 _LAST_PORT = 65_535
 
-_FIRST_PORT, _PORTS = 20_000, 12_000
+FIRST_PORT, PORTS = 20_000, 12_000
 """Below Linux's ephemeral ports, which start at 32768."""
 
 
@@ -67,7 +67,7 @@ def _number(env: Mapping[str, str], name: str, least: int, most: int | None = No
 
 def _of_slurm(env: Mapping[str, str]) -> ProcessEnvironment:
     # Steps of one job may run side by side, so the step counts too.
-    port = _FIRST_PORT + (int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])) % _PORTS
+    port = FIRST_PORT + (int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])) % PORTS
     return ProcessEnvironment(
         rank=int(env["SLURM_PROCID"]),
         world_size=int(env["SLURM_STEP_NUM_TASKS"]),

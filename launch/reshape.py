@@ -1,11 +1,11 @@
-"""`megakernel reshape`: a checkpoint for another layout of processes."""
+"""`megakernel dev reshape`: a checkpoint for another layout of processes."""
 
 import argparse
 
 from launch.run_arguments import add_run_arguments
 
 HELP = "convert a checkpoint so that a run goes on with another parallel layout"
-EXAMPLE = "megakernel reshape runs/demo"
+EXAMPLE = "megakernel dev reshape runs/demo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -83,6 +83,8 @@ def add_outcome_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked here, then submit."""
+    if args.config == "dev" and args.overrides:  # `dev bench` is `bench`
+        args.config, *args.overrides = args.overrides
     if args.config in COMMANDS:
         return carry_out(_other_command(args), args)
     _refuse_commands(args.config)

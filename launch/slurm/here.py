@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from submitit import JobEnvironment
@@ -28,7 +29,7 @@ class HereJob:
         command = [word.replace("$submission", str(self.submission)) for word in settings.command]
         os.environ.update(cluster.environment)
         os.environ[events.JOB_VARIABLE] = JobEnvironment().job_id
-        for number in range(cluster.max_restarts + 1):
+        for number in count():
             os.environ[events.RESTART_VARIABLE] = str(number)
             attempt.begin(self.submission, "this machine")
             logs = JobFolder(run).logs(os.environ[events.JOB_VARIABLE], number)

@@ -21,7 +21,7 @@ from megakernel.ops import FlurkaState, flurka_attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
 from megakernel.ops.mixture import first_key, pack_keys
-from megakernel.ops.state import start_state
+from megakernel.ops.phi import start_state
 
 OWN_SHARE = 0.9
 """Share of a landmark's initial weight on its own stretch of the block."""

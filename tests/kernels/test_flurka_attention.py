@@ -12,7 +12,7 @@ from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import launches
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
-from megakernel.ops.state import start_state
+from megakernel.ops.phi import start_state
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
 from tests.tiers import tiered
 

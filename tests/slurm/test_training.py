@@ -1,4 +1,4 @@
-"""Training on two nodes: the same numbers as on this machine, whatever befalls the job."""
+"""Training on two nodes: the same numbers as on this machine, whatever happens to the job."""
 
 import json
 import os
@@ -32,7 +32,9 @@ STEPS = 100
 
 def here(place, processes):
     """Losses of so many processes of this machine, without Slurm and without interruption."""
-    return scalars(train(place / "run.yaml", processes, f"run.name=here-{processes}"), "train/loss")
+    # The ranks that tests start are daemons of multiprocessing, which may have no children.
+    options = (f"run.name=here-{processes}", "data.num_workers=0")
+    return scalars(train(place / "run.yaml", processes, *options), "train/loss")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +161,14 @@ def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
 @pytest.mark.second
 @pytest.mark.timeout(600)
 def test_an_up_training_goes_on_in_the_stage_that_was_interrupted(place):
-    train(place / "run.yaml", 1, "run.name=dense", "model.attention=softmax", "training.steps=2")
+    train(
+        place / "run.yaml",
+        1,
+        "run.name=dense",
+        "model.attention=softmax",
+        "training.steps=2",
+        "data.num_workers=0",
+    )
     Path("up.yaml").write_text(
         "extends: run.yaml\ninit: {from: runs/dense}\nuptrain: {transfer: {steps: 4}, alpha: 0}\n"
     )

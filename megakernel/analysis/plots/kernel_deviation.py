@@ -13,7 +13,7 @@ from megakernel.attention.flurka import FlurkaAttention
 from megakernel.attention.kernel import KernelAttention
 from megakernel.attention.layer import rotate
 from megakernel.evaluation.voting import has_noise, mean_over_draws
-from megakernel.ops.feature_maps import features
+from megakernel.ops.phi import features
 from megakernel.uptraining.query_rows import sample_queries
 
 from .capture import CapturedAttention

@@ -10,10 +10,11 @@ from torch import Tensor
 from megakernel.ops.chunks import chunk_queries, join_queries, row_mask
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, open_documents, position_rows
-from megakernel.ops.feature_maps import Features, features
+from megakernel.ops.feature_maps import Features
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.groups import Tensors, scan_groups
-from megakernel.ops.mixture import mixed_features, shifted
+from megakernel.ops.mixture import shifted
+from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once
 from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, normalized
@@ -36,11 +37,9 @@ class _Group(NamedTuple):
 
     layout: Layout
 
-    def phi(self, x: Tensor) -> Features:
-        return features(self.form.feature_map, x, self.weights.projection)
-
-    def phi_keys(self, x: Tensor) -> Features:
-        return mixed_features(self.phi, x, self.weights.priors)
+    @property
+    def phi(self) -> Phi:
+        return Phi(self.form.feature_map, self.weights.projection, self.weights.priors)
 
 
 def attend(
@@ -143,7 +142,9 @@ def _complete(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     heads, length, kv_heads = q.shape[1], q.shape[2], far.sums.shape[1]
     rotary = group.form.far_rotary
     wide_q = q.to(far.sums.dtype)
-    phi_q = group.phi(chunk_queries(rotary(wide_q, group.rows) if rotary else wide_q, kv_heads, length))
+    phi_q = group.phi.of_queries(
+        chunk_queries(rotary(wide_q, group.rows) if rotary else wide_q, kv_heads, length)
+    )
     near, near_log, local, local_log = (
         chunk_queries(x if x.dim() == 4 else x[..., None], kv_heads, length) for x in sums
     )
@@ -169,9 +170,9 @@ def _near_and_far(
     near_keys = layout.windows(near_past, near_keys)
 
     far_q = form.far_rotary(q, group.rows) if form.far_rotary else q
-    phi_q = group.phi(chunk_queries(far_q, kv_heads, size, chunks))
+    phi_q = group.phi.of_queries(chunk_queries(far_q, kv_heads, size, chunks))
     if form.near == "kernel":
-        near = pairs(phi_q, group.phi_keys(near_keys), values, layout.visible()[:, :, None])
+        near = pairs(phi_q, group.phi.of_keys(near_keys), values, layout.visible()[:, :, None])
     else:
         near_q = form.near_rotary(q, group.rows) if form.near_rotary else q
         queries = chunk_queries(near_q, kv_heads, size, chunks)
@@ -228,7 +229,7 @@ def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, T
     at = (at + chunk % runs * size)[..., None].expand(-1, -1, landmarks.shape[3])
     inside = torch.arange(runs * size, device=at.device).view(runs, size)
     links = link(inside - places.unflatten(1, (-1, runs)), at.unflatten(1, (-1, runs)).flatten(2), delay=1)
-    return group.phi_keys(_merge_chunks(landmarks, runs)), _merge_chunks(pooled, runs), links
+    return group.phi.of_keys(_merge_chunks(landmarks, runs)), _merge_chunks(pooled, runs), links
 
 
 def _pools(at: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
