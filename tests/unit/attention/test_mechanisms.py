@@ -81,6 +81,7 @@ def test_gradients_are_the_slopes(name, causal):
     )
 
 
+@pytest.mark.covering(1)
 @every_mechanism
 @pytest.mark.parametrize("positions", [None, packed(272, (5, 61, 200))], ids=["one_document", "packed"])
 def test_later_tokens_leave_earlier_outputs_bit_identical(name, positions):
