@@ -4,7 +4,6 @@ from .attention import PRESETS, Attention, FeatureMap, Near, expand_preset
 from .compression import BlockCompression, Compression, LinformerCompression, PoolCompression
 from .data import Corpus, Data, Masking
 from .errors import MISSING, ConfigError, InUse, NotFinite, Problem, RunFailed, UserError
-from .length import LengthPhase, Phase
 from .load import from_yaml, load, to_yaml
 from .lora import Lora
 from .model import Classifier, Model
@@ -12,7 +11,7 @@ from .objective import Objective
 from .parallel import Parallel
 from .resume import NOT_FINITE, UNPROVEN, Difference, check_same_run, differences
 from .rope import RopeScaling
-from .training import Checkpoint, Logging, Optimizer, Profile, Schedule, Training
+from .training import Checkpoint, LengthPhase, Logging, Optimizer, Phase, Profile, Schedule, Training
 from .tree import Config, Run
 from .uptrain import KeptLayers, LengthStage, TransferStage, Uptrain
 from .validation import validate_section

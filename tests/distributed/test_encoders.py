@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from launch.cli import main
+from megakernel.checkpoint.files import CheckpointTensors
+from megakernel.checkpoint.trained_run import find_checkpoint
+from megakernel.checkpoint.universal import WEIGHT
 from megakernel.evaluation import evaluate_run
-from megakernel.training.checkpoint_files import CheckpointTensors
-from megakernel.training.trained_run import find_checkpoint
-from megakernel.training.universal import WEIGHT
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training_run import assert_alike, scalars, train
 from tests.tiers import tiered

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.config import load
 from megakernel.evaluation.run import evaluate_run
-from megakernel.training.trained_run import find_checkpoint
 from tests.distributed.ranks import RankFailedError, run_ranks
 from tests.distributed.test_resume import killed_at
 from tests.distributed.training_run import assert_alike, assert_identical, scalars, train, write_config

@@ -2,7 +2,9 @@ import itertools
 
 import pytest
 
-from megakernel.analysis.flops import (
+from megakernel.config import PRESETS, Attention, FeatureMap, Model
+from megakernel.config.attention import expand_preset
+from megakernel.model.flops import (
     attention_flops,
     flops_per_token,
     forward_flops,
@@ -10,9 +12,7 @@ from megakernel.analysis.flops import (
     recomputed_flops_per_token,
     training_flops_per_token,
 )
-from megakernel.analysis.low_rank_cost import mean_complete_blocks
-from megakernel.config import PRESETS, Attention, FeatureMap, Model
-from megakernel.config.attention import expand_preset
+from megakernel.model.low_rank_cost import mean_complete_blocks
 
 
 def model(**changes) -> Model:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from data_pipeline.corpus import Corpora
 from megakernel.config import Config, Model, UserError
-from megakernel.uptraining.conversion import Converted
-from megakernel.uptraining.dense import DenseCheckpoint, is_dense_checkpoint
-from megakernel.uptraining.dense.tokenizer import check_tokenizer
-from megakernel.uptraining.folding import without_updates
+from megakernel.parallel.ranks import Ranks
 
-from .checkpoint import Checkpoint
-from .checkpoint_files import CheckpointTensors
-from .ranks import Ranks
+from .conversion import Converted
+from .dense import DenseCheckpoint, is_dense_checkpoint
+from .dense.tokenizer import check_tokenizer
+from .files import CheckpointTensors
+from .folding import without_updates
+from .manifest import Checkpoint
 from .trained_run import find_checkpoint, recorded_config, stage_folders
 from .universal import WholeTensors
 from .unrounded import Unrounded

@@ -19,12 +19,7 @@ from megakernel.config.eva import Eva
 from megakernel.config.landmark import Nystromformer, Skyformer
 
 from .landmark_cost import nystromformer_flops, skyformer_flops
-from .low_rank_cost import (
-    compression_flops,
-    eva_flops,
-    landmarks_per_token,
-    mean_complete_blocks,
-)
+from .low_rank_cost import compression_flops, eva_flops, landmarks_per_token, mean_complete_blocks
 
 BACKWARD = 2
 

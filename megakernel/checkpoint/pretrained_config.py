@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig
 from megakernel.config import Model, UserError, validate_section
 from megakernel.model import LanguageModel, ModelSettings, cast
 from megakernel.parallel import OneProcess
-from megakernel.uptraining.dense.families import OWN
+
+from .dense.families import OWN
 
 CODE_FILE = "modeling_megakernel.py"
 """What `trust_remote_code=True` runs: it takes the classes from the installed package."""
@@ -29,10 +30,10 @@ INSTALL = (
 
 _found = importlib.util.find_spec("megakernel")  # the other package is not run to find out that it is another
 _places = _found.submodule_search_locations or [] if _found else []
-if not any(os.path.isdir(os.path.join(place, "uptraining", "pretrained")) for place in _places):
+if not any(os.path.isdir(os.path.join(place, "checkpoint", "pretrained")) for place in _places):
     raise ImportError(INSTALL)
 try:  # of imports elsewhere `transformers` says what to install, by their name
-    from megakernel.uptraining.pretrained import MegakernelConfig, MegakernelForCausalLM
+    from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
 except ImportError as error:
     raise ImportError(f"{INSTALL} ({error})") from error
 

@@ -15,9 +15,9 @@ from megakernel import attention
 from megakernel.attention.flurka import pooling_logits
 from megakernel.config import Attention, Model, UserError
 from megakernel.config.compression import BlockCompression
-from megakernel.training.universal import STATE, WEIGHT, WholeTensors
 
 from .landmarks import check_merge, fewer_landmarks
+from .universal import STATE, WEIGHT, WholeTensors
 
 _CORE = ".self_attention.core."
 _QKV = ".self_attention.qkv.weight"

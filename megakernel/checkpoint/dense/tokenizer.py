@@ -5,8 +5,8 @@ from pathlib import Path
 from data_pipeline import tokenizers
 from data_pipeline.byte_level import byte_level
 from data_pipeline.tokenizers import BPE_EOD, ByteTokenizer, Tokenizer
+from megakernel.checkpoint.trained_run import tokenizer_folder
 from megakernel.config import UserError
-from megakernel.training.run_folder import tokenizer_folder
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 """One of them at least lies where `AutoTokenizer` finds a tokenizer."""

@@ -12,8 +12,8 @@ from transformers.utils.generic import can_return_tuple
 
 from megakernel.attention.generator import HiddenLayer
 from megakernel.attention.mixture import KeyMixture
+from megakernel.checkpoint.pretrained_config import MegakernelConfig
 from megakernel.model.layer import TransformerLayer
-from megakernel.uptraining.pretrained_config import MegakernelConfig
 
 from .cache import StateCache
 from .places import Places, read_on

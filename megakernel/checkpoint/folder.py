@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megakernel.config import RunFailed, UserError
+from megakernel.parallel.ranks import RankFailed, Ranks
 
-from .checkpoint import Checkpoint, Damaged, FileRecord, Progress, flush, flushed, step_of, write_manifest
-from .ranks import RankFailed, Ranks
+from .manifest import Checkpoint, Damaged, FileRecord, Progress, flush, flushed, step_of, write_manifest
 
 PARTIAL = ".partial"
 LATEST = "latest"

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from megakernel.config import Config, Lora, Model
-from megakernel.training.universal import STATE, WEIGHT, WholeTensors
+
+from .universal import STATE, WEIGHT, WholeTensors
 
 _VALUE, _OUTPUT = ".value_update.", ".output_update."
 

@@ -10,11 +10,11 @@ import shutil
 from pathlib import Path
 
 from megakernel.config import UserError
+from megakernel.parallel.ranks import RankFailed, Ranks
 
-from .checkpoint import MANIFEST, Checkpoint, FileRecord, flushed, read_manifest, verify, write_manifest
-from .checkpoint_files import CheckpointTensors
-from .checkpoint_folder import PARTIAL, SaveFailed
-from .ranks import RankFailed, Ranks
+from .files import CheckpointTensors
+from .folder import PARTIAL, SaveFailed
+from .manifest import MANIFEST, Checkpoint, FileRecord, flushed, read_manifest, verify, write_manifest
 from .trained_run import find_checkpoint
 from .universal import UniversalFolder
 

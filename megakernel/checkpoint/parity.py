@@ -15,13 +15,13 @@ from megakernel.config import Model, UserError
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import Mesh, OneProcess
 from megakernel.parallel.device import free_memory, is_out_of_memory
-from megakernel.training.ranks import Ranks
-from megakernel.training.weight_source import WeightSource
+from megakernel.parallel.ranks import Ranks
 
 from .dense import DenseCheckpoint
 from .dense.checkpoint import their_config
 from .dense.families import OWN
-from .pipeline_forward import before_head
+from .frozen import before_head
+from .weight_source import WeightSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

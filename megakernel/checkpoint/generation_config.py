@@ -6,9 +6,9 @@ from typing import Any
 
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, ConfigError, UserError
-from megakernel.training.trained_run import recorded_config
 
 from .dense import is_dense_checkpoint
+from .trained_run import recorded_config
 
 FILE = "generation_config.json"
 

@@ -16,11 +16,7 @@ from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Model, UserError
 from megakernel.config.errors import written_to
 from megakernel.model import cast
-from megakernel.training.dtypes import DTYPES
-from megakernel.training.run_folder import tokenizer_folder
-from megakernel.training.trained_run import TrainedRun
-from megakernel.training.universal import WEIGHT
-from megakernel.training.weight_source import weights
+from megakernel.model.settings import DTYPES
 
 from .dense.checkpoint import CONFIG, our_parts, vocabulary_names
 from .dense.configs import plain_config
@@ -28,6 +24,9 @@ from .dense.families import FAMILIES, OWN
 from .dense.tokenizer import save_tokenizer
 from .generation_config import FILE, generation_config
 from .shards import write_tensors
+from .trained_run import TrainedRun, tokenizer_folder
+from .universal import WEIGHT
+from .weight_source import weights
 
 _DTYPES = DTYPES | {"float16": torch.float16}
 

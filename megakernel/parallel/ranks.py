@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megakernel.config import UserError
 
 if TYPE_CHECKING:
-    from megakernel.parallel import Mesh
+    from . import Mesh
 
 T = TypeVar("T")
 

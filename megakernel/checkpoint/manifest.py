@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from megakernel.config import UserError
-
-from .ranks import Ranks
+from megakernel.parallel.ranks import Ranks
 
 MANIFEST = "complete.json"
 _OWN = "checksum"
@@ -48,7 +47,7 @@ class FileRecord(NamedTuple):
         """`compare` a file that will be loaded; UserError where that would run code which it names."""
         self.compare(file, name)
         if file.suffix == ".pt":
-            from . import weights_only  # torch, which an error before this one need not wait for
+            from . import weights_only
 
             weights_only.check(file, name)
 

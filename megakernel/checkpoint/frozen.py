@@ -3,14 +3,17 @@
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from megakernel.config import Model, UserError
 from megakernel.model import LanguageModel, ModelSettings, stage_layers
+from megakernel.model.layer_inputs import LayerInputs
+from megakernel.model.self_attention import is_new
 from megakernel.parallel import Mesh
-from megakernel.training.optimizer import is_new
-from megakernel.training.partition import partitions
-from megakernel.training.universal_load import compare, gathered_shapes, load_weights
-from megakernel.training.weight_source import WeightSource
+
+from .partition import partitions
+from .universal_load import compare, gathered_shapes, load_weights
+from .weight_source import WeightSource
 
 
 def frozen_model(
@@ -41,3 +44,26 @@ def frozen_model(
         raise UserError("\n".join(f"{source.key}={source.folder}: {line}; {remedy}" for line in wrong))
     load_weights(made, shares, tp, tensors, found.common)
     return made.to(mesh.device, dtype).requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def before_head(model: LanguageModel, inputs: LayerInputs, mesh: Mesh) -> LayerInputs | None:
+    """The inputs as it enters the head on the last stage, None on the others; called on all of them.
+
+    model: from `frozen_model`. inputs: token ids (B, N), positions and whatever else; every stage has it, so the hidden
+    states alone are sent. A stage is done with inputs when it has handed it on, and takes the next.
+    """
+    tokens, *rest = inputs
+    stages, rank = mesh.pp.ranks, mesh.pp.rank
+    if not mesh.is_first_stage:
+        batch, length = tokens.shape
+        sharded = mesh.tp.size if mesh.sequence_parallel else 1
+        sizes = length // sharded, batch, model.settings.model.hidden_size
+        hidden = torch.empty(sizes, device=mesh.device, dtype=next(model.parameters()).dtype)
+        dist.recv(hidden, stages[rank - 1], group=mesh.pp.group)
+        inputs = (hidden, *rest)
+    inputs = model.body(inputs)
+    if mesh.is_last_stage:
+        return inputs
+    dist.send(inputs[0].contiguous(), stages[rank + 1], group=mesh.pp.group)
+    return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import Checkpoint
+from .manifest import Checkpoint
 from .partition import Partition
 from .universal import STATE, STEP, WEIGHT
 from .weights_only import load

@@ -9,10 +9,10 @@ from typing import Any
 from megakernel.config import Config, UserError, from_yaml
 from megakernel.config.errors import nearest_first
 from megakernel.config.section import Section
+from megakernel.parallel.ranks import Ranks
 
-from .checkpoint import Checkpoint, step_of
-from .checkpoint_folder import CheckpointFolder
-from .ranks import Ranks
+from .folder import CheckpointFolder
+from .manifest import Checkpoint, step_of
 
 _log = logging.getLogger(__name__)
 
@@ -159,3 +159,8 @@ def _runs_beside(folder: Path) -> str:
     runs = [str(path.parent) for path in folder.parent.glob("*/config.yaml")]
     choice = f"choose one of {nearest_first(str(folder), runs, most=5)}"
     return choice if runs else "make one with `megakernel pretrain CONFIG`"
+
+
+def tokenizer_folder(run: Path) -> Path:
+    """Where a run keeps its tokenizer."""
+    return run / "tokenizer"

@@ -1,14 +1,29 @@
-"""The weights of a checkpoint in one process, whatever layout wrote it."""
+"""A trained model in this process alone, to evaluate and to generate with."""
 
 import torch
 from torch import Tensor
 
 from megakernel.config import UserError
-from megakernel.model import LanguageModel
+from megakernel.model import LanguageModel, cast, rotate_by
+from megakernel.model.settings import DTYPES, model_settings
+from megakernel.parallel import OneProcess
 
-from .checkpoint import Checkpoint
-from .checkpoint_files import CheckpointTensors
+from .files import CheckpointTensors
+from .manifest import Checkpoint
+from .trained_run import TrainedRun
 from .universal import WEIGHT
+
+
+def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) -> LanguageModel:
+    """The run's whole model on `device` and in the dtype of training, in evaluation mode.
+
+    vocab_size: ids of the run's tokenizer. It starts no process group and loads neither Megatron-core nor DeepSpeed.
+    """
+    model = LanguageModel(model_settings(run.config, OneProcess(), vocab_size))
+    # A run whose rows grow may change its frequencies with them: the weights know those they were trained with.
+    rotate_by(model, run.config.training.phase_behind(run.checkpoint.step).model(run.config.model))
+    load_whole_weights(model, run.checkpoint)
+    return cast(model, DTYPES[run.config.training.dtype]).to(device).eval()
 
 
 @torch.no_grad()
