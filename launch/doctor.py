@@ -16,7 +16,7 @@ from rich.text import Text
 
 import megakernel
 from launch.messages import console
-from launch.slurm.programs import SlurmRefused, ask
+from launch.slurm_programs import SlurmRefused, ask
 
 HELP = "show versions and devices, and what is missing on this machine"
 EXAMPLE = "megakernel doctor"

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from launch.slurm.programs import SlurmRefused, ask
+from launch.slurm_programs import SlurmRefused, ask
 from megakernel.config import UserError
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.events import in_job

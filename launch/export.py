@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write it and say what it is."""
-    from megakernel.training.trained_run import student
-    from megakernel.uptraining.export import export
+    from megakernel.checkpoint.export import export
+    from megakernel.checkpoint.trained_run import student
 
     folder = student(args.run_folder)
     config = export(folder, args.to, step=args.step, dtype=args.dtype)

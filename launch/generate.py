@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         text = args.prompt if args.prompt_file is None else _read("--prompt-file", args.prompt_file)
         rows = [{"prompt": text}]
+    from megakernel.checkpoint.trained_run import student
     from megakernel.generation import Sampling, generate_texts
-    from megakernel.training.trained_run import student
 
     texts = generate_texts(
         student(args.run_folder),

@@ -12,8 +12,8 @@ from launch.arguments import NotFound, Number, add_root_argument, folders_of
 from launch.messages import console
 from launch.run_status import RunStatus, status_of, status_of_folder, table
 from launch.slurm.job_folder import JobFolder
-from launch.slurm.programs import SlurmRefused
 from launch.slurm.states import known_to_slurm
+from launch.slurm_programs import SlurmRefused
 from megakernel.config import UserError
 from megakernel.config.errors import nearest_first
 

@@ -4,8 +4,8 @@ import argparse
 
 from launch import ranks
 from launch.arguments import load_config
+from launch.training import pretrain
 from megakernel.config import ConfigError, Problem
-from megakernel.training.pretrain import pretrain
 
 HELP = "train a model from scratch, or go on with a run that was stopped"
 EXAMPLE = "megakernel pretrain configs/demo.yaml training.steps=100 --nproc 2"

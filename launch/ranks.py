@@ -10,12 +10,12 @@ from launch import local
 from launch.arguments import Number, add_config_arguments
 from launch.environment import joined
 from launch.messages import make_courtesies
+from megakernel.checkpoint.trained_run import finished
 from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size
 from megakernel.config.errors import written_to
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.run_lock import RunLock
 from megakernel.training.stop_requests import hold_requests
-from megakernel.training.trained_run import finished
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

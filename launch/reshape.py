@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the universal form of one checkpoint beside it."""
-    from megakernel.training.reshape import reshape_run
+    from megakernel.checkpoint.reshape import reshape_run
 
     print(f"{reshape_run(args.run_folder, step=args.step)} can be continued on any layout")
     return 0

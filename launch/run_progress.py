@@ -11,8 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megakernel.checkpoint.trained_run import recorded_config
 from megakernel.training import events
-from megakernel.training.trained_run import recorded_config
 from megakernel.training.watchdog import BEAT_SECONDS
 from megakernel.training.watchdog import FILE as HEARTBEAT
 

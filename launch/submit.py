@@ -4,14 +4,14 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.arguments import Number
 from launch.slurm.options import add_cluster_options, cluster_of
-from launch.slurm.programs import require
 from launch.slurm.script import INDEX
+from launch.slurm_programs import require
 from megakernel.config import (
     Config,
     UserError,
@@ -92,18 +92,16 @@ def run(args: argparse.Namespace) -> int:
         args.config, *args.overrides = args.overrides
     if args.config in COMMANDS:
         return carry_out(_other_command(args), args)
-    _refuse_commands(args.config)
+    _refuse_commands(args.config, args.commands)
     return carry_out(_training(args), args)
 
 
-def _refuse_commands(word: str) -> None:
-    from launch.cli import COMMANDS as EVERY_COMMAND
-
+def _refuse_commands(word: str, every_command: Collection[str]) -> None:
     if word in ("pretrain", "uptrain"):
         raise UserError(
             f"submit {word}: it trains anyway; give the configuration alone, megakernel submit CONFIG"
         )
-    if word in EVERY_COMMAND:
+    if word in every_command:
         raise UserError(
             f"submit {word} cannot be; give a YAML file to train, or one of {', '.join(COMMANDS)}"
         )
@@ -239,13 +237,12 @@ def indices(array: str) -> list[int]:
 
 
 def _other_command(args: argparse.Namespace) -> "Request":
-    from launch.cli import parse
     from launch.slurm.submission import Member, Request, new_name
 
     command = [args.config, *args.overrides]
     numbers = indices(args.array) if args.array else []
     # A command line that makes no sense is told now.
-    parse([word.replace(INDEX, str(numbers[0])) for word in command] if numbers else command)
+    args.parse([word.replace(INDEX, str(numbers[0])) for word in command] if numbers else command)
     cluster = cluster_of(args)
     name = args.name or f"{args.config}-{new_name()}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):

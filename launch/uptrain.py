@@ -4,8 +4,8 @@ import argparse
 
 from launch import ranks
 from launch.arguments import load_config
+from launch.training import uptrain
 from megakernel.config import ConfigError, Problem
-from megakernel.uptraining.uptrain import uptrain
 
 HELP = "turn a dense model into a kernelized or FLuRKA model, stage by stage, or go on where that was stopped"
 EXAMPLE = "megakernel uptrain configs/uptrain/flurka.yaml init.from=models/Llama-3.2-1B --nproc 2"

@@ -15,12 +15,12 @@ from launch import local
 from launch.environment import FIRST_PORT, PORTS
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
+from launch.slurm_programs import SlurmRefused, ask
 from megakernel.training import events
 from megakernel.training.environment import recorded_variables
 
 from .job_folder import JobFolder, read_settings
 from .preflight import judge, read_timings
-from .programs import SlurmRefused, ask
 from .restarting import Decision, Start, TaskEnds, decide, task_ends
 from .slow_nodes import summary
 

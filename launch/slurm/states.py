@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.exit_status import ExitStatus
+from launch.slurm_programs import ask, call
 
 from .job_folder import Job, JobFolder
-from .programs import ask, call
 
 _POLL_SECONDS = 1.0
 _ASK_SECONDS = 5.0

@@ -16,6 +16,7 @@ from submitit import SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from launch.exit_status import ExitStatus
+from launch.slurm_programs import SlurmRefused, call, foreign_variables, require
 from megakernel.config import UserError
 from megakernel.training import events
 from megakernel.training.environment import git, revision
@@ -23,7 +24,6 @@ from megakernel.training.environment import git, revision
 from .attempt import HereJob
 from .job_folder import Job, JobFolder, Settings, write_settings
 from .logs import Choice, LogReader
-from .programs import SlurmRefused, call, foreign_variables, require
 from .refusals import explained
 from .script import REPOSITORY, Script
 from .states import live_jobs, states_of, wait_until_ended

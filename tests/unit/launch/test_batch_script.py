@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.slurm.programs import foreign_variables
 from launch.slurm.script import Script
 from launch.slurm.submission import ScriptExecutor
+from launch.slurm_programs import foreign_variables
 from launch.submit import indices
 from megakernel.config import ConfigError, UserError
 from megakernel.config.cluster import Cluster, Container, read_cluster
