@@ -14,12 +14,8 @@ Conventions, all per token of one sequence of `seq_len` tokens that is a single 
 from collections import Counter
 from typing import Literal
 
-from megakernel.config import Attention, BlockCompression, Compression, FeatureMap, Model, Near
-from megakernel.config.eva import Eva
-from megakernel.config.landmark import Nystromformer, Skyformer
-
-from .landmark_cost import nystromformer_flops, skyformer_flops
-from .low_rank_cost import compression_flops, eva_flops, landmarks_per_token, mean_complete_blocks
+from megakernel.config import Attention, Model
+from megakernel.config.mechanisms import Shape, landmarks_per_token
 
 BACKWARD = 2
 
@@ -77,124 +73,5 @@ def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, floa
 
 def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[str, float]:
     """Forward FLOPs per token of one layer's attention core, by part."""
-    heads, kv_heads, size = model.num_heads, model.kv_heads, model.head_size
-    phi, near, compression = attention.feature_map, attention.near, attention.compression
-    if attention.mechanism == "skyformer":
-        parts = skyformer_flops(attention.skyformer or Skyformer(), size, seq_len)
-        return {name: heads * count for name, count in parts.items()}
-    if attention.mechanism == "nystromformer":
-        parts = nystromformer_flops(attention.nystromformer or Nystromformer(), size, seq_len)
-        return {name: heads * count for name, count in parts.items()}
-    if attention.mechanism == "eva":
-        return _eva(model, attention, seq_len)
-    if compression is not None and near is None:
-        return _low_rank(model, attention, compression, seq_len)
-    if compression is not None and phi is None:
-        return _landmarks(model, attention, compression, near, seq_len)
-    # One product for each key of a position, and one for its value.
-    pair = 2 * (attention.keys_at_position + 1) * size
-    if phi is None:
-        block = attention.block_size or seq_len
-        keys = mean_local_keys(seq_len, block, near.blocks if near else 1) if model.is_causal else seq_len
-        if attention.window is not None:
-            keys = mean_last_keys(seq_len, attention.window)
-        return {"near": heads * keys * pair}
-
-    features, mapping = phi.width(size), _mapping_flops(phi, size)
-    one_state = 2 * features * (size + 1)
-    if compression is None:
-        return {
-            "feature_map": (heads + kv_heads * attention.keys_at_position) * mapping,
-            "state": kv_heads * one_state,
-            "readout": heads * one_state,
-        }
-    assert near is not None
-    assert isinstance(compression, BlockCompression)
-    share = compression.rank / compression.block_size
-    keys = mean_local_keys(seq_len, compression.block_size, near.blocks)
-    mapped_keys = attention.keys_at_position * (share + (near.kind == "kernel"))
-    parts = {
-        "landmarks": compression_flops(model, attention),
-        "feature_map": (heads + kv_heads * mapped_keys) * mapping,
-        "state": kv_heads * share * one_state,
-        "readout": heads * one_state,
-        "near": heads * keys * (pair if near.kind == "softmax" else 2 * features + 2 * (size + 1)),
-    }
-    if near.kind == "softmax" and near.join == "gated" and near.gate == "token":
-        parts["gate"] = heads * 2 * size
-    return parts
-
-
-def _low_rank(model: Model, attention: Attention, compression: Compression, seq_len: int) -> dict[str, float]:
-    """Landmarks of whole rows, under softmax or a kernel."""
-    heads, kv_heads, size = model.num_heads, model.kv_heads, model.head_size
-    share, phi = landmarks_per_token(compression, seq_len), attention.feature_map
-    parts = {"landmarks": compression_flops(model, attention)}
-    if phi is None:
-        return parts | {"far": heads * share * seq_len * 2 * (attention.keys_at_position + 1) * size}
-    one_state = 2 * phi.width(size) * (size + 1)
-    return parts | {
-        "feature_map": (heads + kv_heads * share * attention.keys_at_position) * _mapping_flops(phi, size),
-        "state": kv_heads * share * one_state,
-        "readout": heads * one_state,
-    }
-
-
-def _landmarks(
-    model: Model, attention: Attention, compression: Compression, near: Near | None, seq_len: int
-) -> dict[str, float]:
-    """A window and the landmarks of earlier blocks under softmax."""
-    assert near is not None
-    assert isinstance(compression, BlockCompression)
-    heads, size, block = model.num_heads, model.head_size, compression.block_size
-    pair = heads * 2 * (attention.keys_at_position + 1) * size
-    parts = {
-        "landmarks": compression_flops(model, attention),
-        "near": mean_local_keys(seq_len, block, near.blocks) * pair,
-        "far": compression.rank * mean_complete_blocks(seq_len, block, near.blocks) * pair,
-    }
-    if (near.join, near.gate) == ("gated", "token"):
-        parts["gate"] = heads * 2 * size
-    return parts
-
-
-def _eva(model: Model, attention: Attention, seq_len: int) -> dict[str, float]:
-    form = attention.eva or Eva()
-    parts = eva_flops(
-        model, attention, seq_len, mean_local_keys(seq_len, form.window_size, 2 if form.overlap else 1)
-    )
-    if attention.compression is not None:
-        parts["landmarks"] = compression_flops(model, attention)
-    return parts
-
-
-def mean_local_keys(seq_len: int, block_size: int, blocks: int) -> float:
-    """Keys that a token attends exactly, on average: its own block up to itself, and `blocks` - 1 before it.
-
-    With block_size = seq_len this is (N + 1) / 2, full causal attention.
-    """
-    whole, rest = divmod(seq_len, block_size)
-    own = whole * block_size * (block_size + 1) / 2 + rest * (rest + 1) / 2
-    before = (blocks - 1) * max(seq_len - block_size, 0) * block_size
-    return (own + before) / seq_len
-
-
-def mean_last_keys(seq_len: int, window: int) -> float:
-    """Keys that a token attends on average where it sees the last `window` tokens, its own included."""
-    seen = min(seq_len, window)
-    return (seen * (seen + 1) / 2 + (seq_len - seen) * seen) / seq_len
-
-
-def _mapping_flops(feature_map: FeatureMap, head_dim: int) -> float:
-    """FLOPs of phi for one vector of one head: its projection, if it has one.
-
-    The frequencies omega themselves are made once for all tokens of a micro-batch, and are not counted. Of FastFood,
-    whose transform takes the place of a matrix product, every multiplication and addition is: 3 n + 2 n log2 n for
-    each block of n.
-    """
-    if feature_map.is_fastfood:
-        exponent = (head_dim - 1).bit_length()
-        blocks = feature_map.sample_count(head_dim) // head_dim
-        return blocks * 2**exponent * (3 + 2 * exponent)
-    rows = head_dim if feature_map.name == "hedgehog" else feature_map.frequencies(head_dim)
-    return 2 * head_dim * rows
+    sizes = (model.num_heads, model.kv_heads, model.head_size, model.hidden_size)
+    return attention.spec.flops(Shape(*sizes, model.is_causal, seq_len))

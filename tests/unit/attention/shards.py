@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import AttentionLayer, Rotary
+from megakernel.attention.inputs import AttentionInputs
 from megakernel.ops.state import KernelState, empty_state, keep, merge
 from tests.unit.attention.mechanisms import assert_close, gradients
 
@@ -113,12 +114,12 @@ def check_shards(
     rotary: Rotary,
 ) -> None:
     """A layer over `size` shards of q, k, v gives the outputs and gradients of the whole."""
-    expected = module(*inputs, positions=positions, rotary=rotary)
+    expected = module(*inputs, AttentionInputs(positions=positions, rotary=rotary))
 
     def work(cp_shard: ThreadShard) -> Tensor:
         here = [x.chunk(size, 2)[cp_shard.rank] for x in inputs]
         at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
-        return module(*here, positions=at, rotary=rotary, cp_shard=cp_shard)
+        return module(*here, AttentionInputs(positions=at, rotary=rotary, cp_shard=cp_shard))
 
     out = torch.cat(in_shards(size, work), 2)
     assert_close(out, expected)

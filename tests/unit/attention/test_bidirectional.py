@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.attention import HeadShard, Rotary
+from megakernel.attention import AttentionInputs, HeadShard, Rotary
 from megakernel.attention.noise import redraw
 from megakernel.attention.ulysses import Ulysses
 from tests.unit.attention.mechanisms import (
@@ -37,9 +37,9 @@ def test_equals_the_quadratic_reference(name, rotary, length, padded, monkeypatc
     module = layer(name, causal=False)
     q, k, v = tokens(2, length)
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(0)) > 0.4 if padded else None
-    out = module(q, k, v, mask, rotary=rotary)
+    out = module(q, k, v, AttentionInputs(rotary=rotary, padding_mask=mask))
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
-    expected = module(q, k, v, mask, rotary=rotary)
+    expected = module(q, k, v, AttentionInputs(rotary=rotary, padding_mask=mask))
     assert_close(out, expected)
     for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
         assert_close(actual, wanted)
@@ -49,7 +49,7 @@ def test_equals_the_quadratic_reference(name, rotary, length, padded, monkeypatc
 def test_documents_in_a_row_do_not_see_each_other(name):
     module = layer(name, causal=False)
     q, k, v = (x.detach() for x in tokens(2, 24))
-    out = module(q, k, v, positions=DOCUMENTS)
+    out = module(q, k, v, AttentionInputs(positions=DOCUMENTS))
     assert_close(out[:1, :, 4:13], module(*(x[:1, :, 4:13] for x in (q, k, v))))
 
 
@@ -58,7 +58,9 @@ def test_documents_in_a_row_do_not_see_each_other(name):
 def test_constant_values_give_constant_output(name, length):
     module = layer(name, causal=False)
     q, k, v = tokens(2, length)
-    assert_close(module(q, k, torch.full_like(v, 1.5), rotary=ROTARY), torch.full_like(q, 1.5))
+    assert_close(
+        module(q, k, torch.full_like(v, 1.5), AttentionInputs(rotary=ROTARY)), torch.full_like(q, 1.5)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if FORMS[name].changes_constants])
@@ -80,10 +82,10 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
             for module in (whole, *parts):
                 redraw(module, step)
         outputs = [
-            part(*(x.chunk(size, 1)[rank] for x in (q, k, v)), rotary=ROTARY)
+            part(*(x.chunk(size, 1)[rank] for x in (q, k, v)), AttentionInputs(rotary=ROTARY))
             for rank, part in enumerate(parts)
         ]
-        assert_close(torch.cat(outputs, 1), whole(q, k, v, rotary=ROTARY))
+        assert_close(torch.cat(outputs, 1), whole(q, k, v, AttentionInputs(rotary=ROTARY)))
 
 
 @pytest.mark.covering(2)

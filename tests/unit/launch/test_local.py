@@ -127,11 +127,11 @@ def test_a_killed_launcher_takes_its_ranks_with_it(tmp_path):
 TALKS = """
 import os, sys
 from pathlib import Path
-from launch import rank_process
+from launch import local
 from launch.local import run_ranks
 from launch.messages import make_courtesies
 
-rank_process._PATIENCE_SECONDS = 0.2
+local._PATIENCE_SECONDS = 0.2
 make_courtesies("stderr")
 if sys.argv[2] == "rank":
     make_courtesies("stdout")
