@@ -14,9 +14,8 @@ from .errors import ConfigError, Problem, nearest_first
 from .eva import Eva
 from .feature_map import FeatureMap
 from .landmark import Nystromformer, Skyformer
-from .merging import merged
 from .mixture import Mixture
-from .section import Section
+from .section import Section, merged
 
 
 class Near(Section):

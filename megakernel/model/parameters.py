@@ -5,7 +5,7 @@ from typing import NamedTuple
 from megakernel.config import Attention, Classifier, FeatureMap, Model
 from megakernel.config.mixture import Mixture
 
-from .low_rank_cost import compression_parameters, eva_parameters
+from .flops import compression_parameters, eva_parameters
 
 
 class Parameters(NamedTuple):

@@ -8,11 +8,11 @@ from megakernel.model.flops import (
     attention_flops,
     flops_per_token,
     forward_flops,
+    mean_complete_blocks,
     mean_local_keys,
     recomputed_flops_per_token,
     training_flops_per_token,
 )
-from megakernel.model.low_rank_cost import mean_complete_blocks
 
 
 def model(**changes) -> Model:

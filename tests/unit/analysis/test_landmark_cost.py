@@ -3,7 +3,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megakernel.config.landmark import Nystromformer, Skyformer
-from megakernel.model.landmark_cost import nystromformer_flops, skyformer_flops
+from megakernel.model.flops import nystromformer_flops, skyformer_flops
 from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_attention
 from megakernel.ops.skyformer_attention import skyformer_attention
 
