@@ -12,8 +12,8 @@ from megakernel.attention import Rotary
 from megakernel.ops import flurka_attention, kernel_attention, weighted_attention
 from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.feature_maps import FEATURE_MAPS
+from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
-from megakernel.ops.state import start_state
 
 Case = Callable[[], None]
 
