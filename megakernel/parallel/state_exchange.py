@@ -131,7 +131,7 @@ class Passed:
     comes back, b G' is that of S, and G + a G' goes on to the shard before.
     """
 
-    def __init__(self, place: Place, traffic: Traffic, background: "Background"):
+    def __init__(self, place: Place, traffic: Traffic, background: "Runner"):
         self.place = place
         self.traffic = traffic
         self.background = background
@@ -207,6 +207,14 @@ class _Running(Protocol):
     def done(self) -> bool: ...
 
     def result(self) -> Any: ...
+
+
+class Runner(Protocol):
+    """Where chains run."""
+
+    def run(self, chain: Callable[[], Any]) -> _Running:
+        """Begin."""
+        ...
 
 
 class Background:
