@@ -17,7 +17,6 @@ from megakernel.training.engine import Engine
 from megakernel.training.model_settings import model_settings
 
 
-
 def random_batch(config: Config, vocab_size: int, mesh: Mesh) -> Batch:
     """One micro-batch of this process: tokens at random, every row one document."""
     rows, length = config.training.micro_batch_size, config.training.seq_len

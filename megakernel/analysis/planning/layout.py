@@ -9,7 +9,7 @@ from megakernel.config import Attention, Config, Model
 from .stages import holds_second_embedding, stage_layers
 
 if TYPE_CHECKING:
-    from .measured import Measured, Part
+    from .measured import Measure, Measured, Part
 
 Recompute = Literal["none", "selective", "full"]
 Exchange = Literal["own", "ring"]
@@ -177,24 +177,34 @@ class Job:
 
     def measured(self, part: "Part", recompute: Recompute | None = None) -> "Measured":
         """What a part takes for one micro-batch of this layout; recompute: None takes the layout's."""
-        from .measured import Shape, measure_of
+        from .measured import Shape
 
         layout = self.layout
         is_layer, ring = isinstance(part, int), False
         if is_layer and layout.context > 1:
             ring = self.passes_keys_round(self.attentions[part])
+        # Embedding and head take every token by itself; a classifier's head its rows.
+        alike = not is_layer and self.model.classifier is None
         shape = Shape(
-            rows=self.rows,
-            tokens=self.cp_shard,
+            rows=1 if alike else self.rows,
+            tokens=self.tokens if alike else self.cp_shard,
             tensor=layout.tensor,
             sequence_parallel=layout.sequence_parallel,
-            # Embedding and head know nothing of other shards.
             context=layout.context if is_layer else 1,
             recompute=(recompute or layout.recompute) if is_layer else "none",
             softmax_exchange="ring" if ring else "auto",
             on_gpu=self.stack.on_gpu,
         )
-        return measure_of(self.config, self.vocab_size).of(part, shape)
+        return self._measure.of(part, shape)
+
+    @cached_property
+    def _measure(self) -> "Measure":
+        from megakernel.parallel import prepare_device
+
+        prepare_device("cpu", 0)  # before the libraries are imported that need to be told
+        from .measured import measure_of
+
+        return measure_of(self.config, self.vocab_size)
 
     @cached_property
     def different_stages(self) -> list[int]:
@@ -207,9 +217,7 @@ class Job:
     @cached_property
     def parameters(self) -> list[int]:
         """Trained numbers that one device of each stage holds."""
-        from .measured import measure_of
-
-        measure, layout = measure_of(self.config, self.vocab_size), self.layout
+        measure, layout = self._measure, self.layout
         tied = layout.pipeline == 1 and holds_second_embedding(self.model)
         held = []
         for stage in range(layout.pipeline):
