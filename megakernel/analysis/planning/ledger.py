@@ -48,8 +48,10 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.now = 0
         """Bytes of all tensors made or added here that are still alive."""
-        self.peak = 0
-        """The most there were at once; whoever asks from a point on sets it to `now` there."""
+        self.peaks = {False: 0, True: 0}
+        """The most there were at once, inside attention or outside."""
+        self.inside = False
+        """Whether attention runs; whoever runs it says so."""
         self.bytes: Counter[Sent] = Counter()
         self.calls: Counter[Sent] = Counter()
         self.operations = 0
@@ -85,8 +87,17 @@ class Ledger(TorchDispatchMode):
         self._numbers[storage._cdata] = self._made
         self._sizes[self._made] = storage.nbytes()
         self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
+        self.peaks[self.inside] = max(self.peaks[self.inside], self.now)
         weakref.finalize(storage, self._gone, storage._cdata)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes there were at once; whoever asks from a point on sets it to `now` there."""
+        return max(self.peaks.values())
+
+    @peak.setter
+    def peak(self, value: int) -> None:
+        self.peaks = {False: value, True: value}
 
     def number(self, tensor: Tensor) -> int:
         """Of a tensor's storage; no other ever has it."""

@@ -4,6 +4,7 @@ The process group is fake as well: it has as many ranks as the layout says, and 
 kernels are noted down instead of launched; their operators say what they keep.
 """
 
+import gc
 import os
 import sys
 import warnings
@@ -81,8 +82,11 @@ class Measured:
     states: float
     """Those of them that attention made and did not hand on."""
 
-    excess: float
-    """Bytes beyond what forward keeps, at the worst moment of forward and backward; gradients of weights are not."""
+    inside: float
+    """Bytes beyond what forward keeps at the worst moment inside attention, forward or backward."""
+
+    outside: float
+    """The same outside of it. Gradients of weights are in neither."""
 
     sent: dict[Sent, Amount]
     """By message; groups are tp and cp."""
@@ -101,12 +105,17 @@ class Measured:
             for one in {**self.sent, **other.sent}
         }
         numbers = zip(self._numbers, other._numbers)
-        kept, states, excess, operations = (along(*pair) for pair in numbers)
-        return Measured(kept, states, excess, sent, operations)
+        kept, states, inside, outside, operations = (along(*pair) for pair in numbers)
+        return Measured(kept, states, inside, outside, sent, operations)
+
+    @property
+    def excess(self) -> float:
+        """Bytes beyond what forward keeps, at the worst moment of all."""
+        return max(self.inside, self.outside)
 
     @property
     def _numbers(self) -> tuple[float, ...]:
-        return self.kept, self.states, self.excess, self.operations
+        return self.kept, self.states, self.inside, self.outside, self.operations
 
 
 class Measure:
@@ -189,8 +198,12 @@ class Measure:
                     for parameter in model.parameters():
                         parameter.data = parameter.data.to(DTYPES[self.config.training.dtype])
                 inputs = self._inputs(part, shape, cp, fake)
-                with fake, ledger:
-                    self._known[key] = _counted(model, inputs, ledger, {tp: "tp", cp: "cp"})
+                gc.disable()  # what it frees, and when, is no part of a layer
+                try:
+                    with fake, ledger:
+                        self._known[key] = _counted(model, inputs, ledger, {tp: "tp", cp: "cp"})
+                finally:
+                    gc.enable()
         return self._known[key]
 
     def _places(self, part: Part) -> range:
@@ -276,7 +289,7 @@ def _counted(
     made: list[set[int]] = []
     for module in model.modules():
         if isinstance(module, AttentionLayer):
-            _note_made(module, ledger, made)
+            _watch(module, ledger, made)
     for tensor in (*model.parameters(), *model.buffers(), *inputs):
         ledger.add(tensor)
     for parameter in model.parameters():
@@ -302,16 +315,31 @@ def _counted(
         if message.group in names
     }
     kept = after - before - shared
-    return Measured(kept, states, ledger.peak - after + shared, sent, ledger.operations)
+    outside, inside = (ledger.peaks[place] - after + shared for place in (False, True))
+    return Measured(kept, states, inside, outside, sent, ledger.operations)
 
 
-def _note_made(core: AttentionLayer, ledger: Ledger, made: list[set[int]]) -> None:
-    """Note which storages an attention layer makes, but for its output."""
+def _watch(core: AttentionLayer, ledger: Ledger, made: list[set[int]]) -> None:
+    """Tell the ledger when attention runs, and note which storages it makes, but for its output."""
     there: set[int] = set()
-    core.register_forward_pre_hook(lambda *_: there.update(ledger.alive()))
-    core.register_forward_hook(
-        lambda core, given, out: made.append(set(ledger.alive()) - there - {ledger.number(out)})
-    )
+
+    def now(inside: bool) -> None:
+        ledger.inside = inside
+
+    def enter(core: AttentionLayer, given: tuple[Any, ...]) -> None:
+        there.update(ledger.alive())
+        now(True)
+        if given[0].requires_grad:
+            given[0].register_hook(lambda grad: now(False))
+
+    def leave(core: AttentionLayer, given: tuple[Any, ...], out: Tensor) -> None:
+        made.append(set(ledger.alive()) - there - {ledger.number(out)})
+        now(False)
+        if out.requires_grad:
+            out.register_hook(lambda grad: now(True))
+
+    core.register_forward_pre_hook(enter)
+    core.register_forward_hook(leave)
 
 
 class _Loss(torch.autograd.Function):

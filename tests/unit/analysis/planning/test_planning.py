@@ -38,33 +38,33 @@ def shape(rows: int, tokens: int, *, context: int = 1, exchange: str = "auto", o
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2}
 
 
-def check_line(attention: str, part: str | int, large: Shape, exact: float = 1e-9, **training) -> None:
+def check_line(attention: str, part: str | int, large: Shape, **training) -> None:
     """A shape that is found from smaller ones takes what it takes when it is run."""
     measure = Measure(config(model={**SMALL, "attention": attention}, training=training), 1000)
     found, run = measure.of(part, large), measure._run(part, large)
     assert found is not run, "this shape is run as it is"
-    assert found.kept == pytest.approx(run.kept, rel=exact)
-    assert found.states == pytest.approx(run.states, abs=exact * run.kept)
-    assert found.excess == pytest.approx(run.excess, rel=1e-3)
+    assert found.kept == pytest.approx(run.kept, rel=1e-9)
+    assert found.states == pytest.approx(run.states, rel=1e-9)
+    assert found.excess == pytest.approx(run.excess, rel=0.01)
     for message, amount in run.sent.items():
-        assert found.sent[message] == pytest.approx(amount, rel=1e-9), message
+        assert tuple(found.sent[message]) == pytest.approx(tuple(amount), rel=1e-9), message
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-@pytest.mark.parametrize("attention", ["flurka", "hedgehog", "softmax", "eva"])
+@pytest.mark.parametrize("attention", ["flurka", "hedgehog", "softmax"])
 def test_bytes_are_on_a_line_over_rows(attention, on_gpu):
-    check_line(attention, 0, shape(32, 2048, on_gpu=on_gpu), 1e-3 if on_gpu else 1e-9, seq_len=2048)
+    check_line(attention, 0, shape(32, 2048, on_gpu=on_gpu), seq_len=2048)
 
 
-@pytest.mark.parametrize("attention", ["flurka", "hedgehog", "gaussian"])
+@pytest.mark.parametrize("attention", ["flurka", "hedgehog"])
 def test_bytes_are_on_a_line_over_the_tokens_of_a_scan(attention, monkeypatch):
     monkeypatch.setattr(measured, "MANY_OPERATIONS", 0)
-    check_line(attention, 0, shape(1, 32_768, on_gpu=False), seq_len=32_768)
+    check_line(attention, 0, shape(1, 16_384, on_gpu=False), seq_len=16_384)
 
 
 def test_masks_of_packed_softmax_are_on_a_parabola(monkeypatch):
     monkeypatch.setattr(measured, "MANY_OPERATIONS", 0)
-    check_line("softmax", 0, shape(1, 32_768), seq_len=32_768)
+    check_line("softmax", 0, shape(1, 16_384), seq_len=16_384)
 
 
 def test_bytes_of_a_chunked_loss_are_on_a_line(monkeypatch):
