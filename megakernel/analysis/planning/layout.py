@@ -180,9 +180,8 @@ class Job:
         from .measured import Shape
 
         layout = self.layout
-        is_layer, ring = isinstance(part, int), False
-        if is_layer and layout.context > 1:
-            ring = self.passes_keys_round(self.attentions[part])
+        is_layer = isinstance(part, int)
+        ring = isinstance(part, int) and layout.context > 1 and self.passes_keys_round(self.attentions[part])
         # Embedding and head take every token by itself; a classifier's head its rows.
         alike = not is_layer and self.model.classifier is None
         shape = Shape(

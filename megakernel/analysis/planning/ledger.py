@@ -72,7 +72,8 @@ class Ledger(TorchDispatchMode):
         self.operations += 1
         if func.namespace == "c10d":
             self._count_message(func, args)
-        out = func(*args, **kwargs) if self._fake is None else self._without_numbers(func, args, kwargs)
+        fake = self._fake
+        out = func(*args, **kwargs) if fake is None else _without_numbers(fake, func, args, kwargs)
         for x in tree_iter(out):
             if isinstance(x, Tensor):
                 self.add(x)
@@ -133,21 +134,21 @@ class Ledger(TorchDispatchMode):
             self.bytes[message] += sum(x.nbytes for x in tree_iter(tensors) if isinstance(x, Tensor))
             self.calls[message] += not self._chain
 
-    def _without_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operation on fake floats and real integers."""
-        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 0  # no number is out of range, no mask true
-        if func is aten.index.Tensor:  # the size of what a mask takes is known where the mask is real
-            args = (args[0], [y for x in args[1] for y in _places(x)])
-        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        if not (all(map(_is_real, tensors)) if tensors else _makes_integers(func, args, kwargs)):
-            return func(*args, **kwargs)
-        with unset_fake_temporarily():
-            out = func(*args, **kwargs)
-            if func is c10d._allgather_base_.default:
-                _move_on(*args[:2])
-        assert self._fake is not None
-        return tree_map_only(Tensor, lambda x: self._fake.from_tensor(x) if x.is_floating_point() else x, out)
+
+def _without_numbers(fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on fake floats and real integers."""
+    if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        return 0  # no number is out of range, no mask true
+    if func is aten.index.Tensor:  # the size of what a mask takes is known where the mask is real
+        args = (args[0], [y for x in args[1] for y in _places(x)])
+    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+    if not (all(map(_is_real, tensors)) if tensors else _makes_integers(func, args, kwargs)):
+        return func(*args, **kwargs)
+    with unset_fake_temporarily():
+        out = func(*args, **kwargs)
+        if func is c10d._allgather_base_.default:
+            _move_on(*args[:2])
+    return tree_map_only(Tensor, lambda x: fake.from_tensor(x) if x.is_floating_point() else x, out)
 
 
 WITH_OUTPUT = frozenset(

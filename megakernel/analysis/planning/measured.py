@@ -142,7 +142,10 @@ class Measure:
             few, more = (
                 self.of(part, replace(shape, context=ranks)) for ranks in (FEW_RANKS // 2, FEW_RANKS)
             )
-            return few.towards(more, shape.context / (FEW_RANKS // 2) - 1)
+            longer = few.towards(more, shape.context / (FEW_RANKS // 2) - 1)
+            return replace(
+                more, sent=longer.sent, operations=longer.operations
+            )  # a ring holds two shards at most
         if shape.tokens > self._few(part) and (order := self._order(part, shape)):
             return self._longer(part, shape, order)
         return self._run(part, shape)
@@ -308,7 +311,7 @@ def _counted(
     del out
     ledger.backward = True
     loss.backward()
-    names = {axis.group.group_name: name for axis, name in groups.items() if axis.size > 1}
+    names = {str(axis.group.group_name): name for axis, name in groups.items() if axis.size > 1}
     sent = {
         message._replace(group=names[message.group]): Amount(amount, ledger.calls[message])
         for message, amount in ledger.bytes.items()

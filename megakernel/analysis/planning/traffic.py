@@ -108,7 +108,8 @@ def of_micro_batch(job: Job, stage: int) -> Iterator[Transfer]:
 def of_part(job: Job, part: "Part") -> Iterator[Transfer]:
     """What a layer, the embedding or the head sends for one micro-batch."""
     ranks = {"tp": job.layout.tensor, "cp": job.layout.context}
-    for (group, name, backward, waits), (amount, calls) in job.measured(part).sent.items():
+    for (axis, name, backward, waits), (amount, calls) in job.measured(part).sent.items():
+        group: Group = "tp" if axis == "tp" else "cp"
         # Other ranks' states and keys arrive while attention works.
         behind: Literal["attention"] | None = None if waits or group == "tp" else "attention"
         sent = Transfer(group, OPERATIONS[name], amount, calls, ranks[group], behind, backward)
