@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NPROC ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test lint format clean slurm-up slurm-down
+.PHONY: help install dev demo test test-all test-others test-slurm lint format clean slurm-up slurm-down
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,15 +24,27 @@ demo: $(VENV)/installed ## prepare text, pretrain a small model on 2 processes, 
 	@echo "That sample is in runs/demo/sample.txt. To see the curves:"
 	@echo "  $(BIN)/tensorboard --logdir runs"
 
-test: $(VENV)/installed-dev ## run the test suite; PYTEST_ARGS=tests/unit for a part of it
+test: $(VENV)/installed-dev ## run the first tier of the tests; PYTEST_ARGS=tests/unit runs a part, both tiers of it
 ifdef PYTEST_ARGS
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	@status=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels || status=$$?; \
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/kernels || status=$$?; \
-	exit $$status
+	@$(TESTS) TIER='-m "not second"'
 endif
+
+test-all: $(VENV)/installed-dev ## run both tiers: the whole suite
+	@$(TESTS)
+
+# Slurm's tests mostly wait, so they run beside the others, whose folders with the longest files come first.
+TESTS := OMP_NUM_THREADS=1 $(MAKE) --no-print-directory --keep-going --jobs=2 test-slurm test-others
+OTHERS := tests/distributed tests/e2e tests/kernels tests/unit
+PYTEST := $(BIN)/python -m pytest --durations=10
+
+test-others:
+	@$(PYTEST) $(TIER) -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS)
+
+test-slurm:
+	@log=$$(mktemp) status=0; $(PYTEST) $(TIER) tests/slurm >$$log 2>&1 || status=$$?; \
+	cat $$log; rm $$log; exit $$status
 
 lint: $(VENV)/installed-dev ## style, types and the direction of imports
 	$(BIN)/ruff check .

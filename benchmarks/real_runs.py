@@ -12,9 +12,9 @@ from data_pipeline.batch import Batch
 from megakernel.analysis.planning.ledger import Ledger
 from megakernel.config import Config
 from megakernel.model import LanguageModel
+from megakernel.model.settings import model_settings
 from megakernel.parallel import Mesh
 from megakernel.training.engine import Engine
-from megakernel.training.model_settings import model_settings
 
 
 def random_batch(config: Config, vocab_size: int, mesh: Mesh) -> Batch:

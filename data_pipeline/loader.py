@@ -1,5 +1,6 @@
 """Batches for training and validation: who reads which rows, cut into shards of the sequence, read ahead."""
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -12,7 +13,7 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.objective import Objective, open_objective
 from data_pipeline.order import ConsumptionOrder, Share, rows_by_pass
 from data_pipeline.packing import Packing
-from megakernel.config.length import Phase
+from megakernel.config.training import Phase
 from megakernel.config.tree import Config
 
 
@@ -102,6 +103,7 @@ class TrainingBatches:
             batch_sampler=micro_batches,
             collate_fn=_as_it_is,
             num_workers=self._num_workers,
+            worker_init_fn=_leave_requests_to_the_rank,
             # Forked workers share the imported libraries and mapped files; they touch no device.
             multiprocessing_context="fork" if self._num_workers else None,
             pin_memory=torch.cuda.is_available(),
@@ -145,6 +147,13 @@ class ValidationBatches:
         """The micro-batches; rows beyond the last sample have no label that counts."""
         for rows in self._passes:
             yield self._rows.__getitems__([row if row < self.samples else None for row in rows])
+
+
+def _leave_requests_to_the_rank(worker: int) -> None:
+    """A worker that a request to stop ended would take its rank along before it has saved. Slurm, a terminal and
+    `kill -- -PGID` send such requests to every process; torch ends the workers with the rank."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_it_is(batch: Any) -> Any:

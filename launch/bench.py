@@ -1,4 +1,4 @@
-"""`megakernel bench`: how fast attention is on this machine."""
+"""`megakernel dev bench`: how fast attention is on this machine."""
 
 import argparse
 import importlib
@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from launch.arguments import Number
 from launch.messages import console
-from launch.numbers import Number
 from megakernel.config import UserError
 
 HELP = "measure attention: time, peak memory and share of what the device could do, against other implementations"
-EXAMPLE = "megakernel bench attention --suite cpu --max-tokens 4096"
+EXAMPLE = "megakernel dev bench attention --suite cpu --max-tokens 4096"
 
 SUITES = ("default", "paper", "cpu")
 RESULTS = Path("benchmarks/results")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     with stderr.status("measuring") as status:
         tell = status.update if stderr.is_terminal else stderr.print
         survey = attention.survey(suite, device, args.repeats, tell)
-    command = shlex.join(["megakernel", "bench", "attention", *_given(args, name)])
+    command = shlex.join(["megakernel", "dev", "bench", "attention", *_given(args, name)])
     page = attention.measured_page(survey, device, command)
     out = args.out or RESULTS / f"attention_{name}.md"
     out.parent.mkdir(parents=True, exist_ok=True)

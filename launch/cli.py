@@ -1,7 +1,8 @@
 """`megakernel`: one subcommand per file of this folder.
 
 A command's module has HELP, EXAMPLE, `add_arguments(parser)` and `run(args) -> exit status`, and imports
-heavy libraries inside `run`, so that help and configuration errors come at once.
+heavy libraries inside `run`, so that help and configuration errors come at once. A command that checks the command
+line of another finds `parse` and the names of all `commands` in its args.
 """
 
 import argparse
@@ -9,71 +10,76 @@ import atexit
 import errno
 import gc
 import os
+import shutil
+import signal
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import megakernel
-from launch import (
-    analyze,
-    bench,
-    cancel,
-    config,
-    doctor,
-    evaluate,
-    export,
-    generate,
-    import_dense,
-    logs,
-    mechanisms,
-    monitor,
-    plan,
-    prepare,
-    pretrain,
-    reshape,
-    resume,
-    status,
-    submit,
-    sweep,
-    uptrain,
-)
-from launch.environment import check_backend
-from launch.exit_status import ExitStatus
-from launch.messages import INTERRUPTED, make_courtesies, print_error
-from launch.numbers import NumberParser
-from launch.slurm.errors import NotFound, SlurmRefused
-from megakernel.config import InUse, NotFinite, RunFailed, UserError
-from megakernel.config.errors import REFUSED_BY_DISK
+try:
+    import megakernel
+    from launch import (
+        analyze,
+        bench,
+        cancel,
+        config,
+        doctor,
+        evaluate,
+        export,
+        generate,
+        import_dense,
+        logs,
+        mechanisms,
+        monitor,
+        plan,
+        prepare,
+        pretrain,
+        reshape,
+        resume,
+        status,
+        submit,
+        sweep,
+        uptrain,
+    )
+    from launch.arguments import NotFound, NumberParser
+    from launch.environment import check_backend
+    from launch.exit_status import ExitStatus
+    from launch.messages import INTERRUPTED, make_courtesies, print_error
+    from launch.slurm_programs import SlurmRefused
+    from megakernel.config import InUse, NotFinite, RunFailed, UserError
+    from megakernel.config.errors import REFUSED_BY_DISK
+except KeyboardInterrupt:  # they take a moment, in which `main` can catch nothing yet
+    print("megakernel: error: interrupted", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGINT)
 
-COMMANDS: dict[str, ModuleType] = {
-    "prepare": prepare,
-    "pretrain": pretrain,
-    "uptrain": uptrain,
-    "submit": submit,
-    "sweep": sweep,
-    "status": status,
-    "monitor": monitor,
-    "logs": logs,
-    "cancel": cancel,
-    "resume": resume,
-    "import": import_dense,
-    "evaluate": evaluate,
-    "analyze": analyze,
-    "generate": generate,
-    "reshape": reshape,
-    "export": export,
-    "config": config,
-    "mechanisms": mechanisms,
-    "plan": plan,
-    "bench": bench,
-    "doctor": doctor,
+GROUPS: dict[str, dict[str, ModuleType]] = {
+    "prepare and train": {"prepare": prepare, "pretrain": pretrain, "uptrain": uptrain},
+    "look": {"monitor": monitor, "evaluate": evaluate, "analyze": analyze, "generate": generate},
+    "move models": {"import": import_dense, "export": export},
+    "cluster": {
+        "submit": submit,
+        "sweep": sweep,
+        "status": status,
+        "logs": logs,
+        "cancel": cancel,
+        "resume": resume,
+    },
+    "ask": {"config": config, "plan": plan, "doctor": doctor},
 }
+"""What `megakernel --help` shows: group -> name -> command."""
+
+DEV: dict[str, ModuleType] = {"reshape": reshape, "mechanisms": mechanisms, "bench": bench}
+"""Commands of scripts and of whoever works on the code: `megakernel dev NAME`, and NAME alone as before."""
+
+COMMANDS = {name: module for group in (*GROUPS.values(), DEV) for name, module in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,18 +181,22 @@ class _Parser(NumberParser):
 
 def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argparse.Namespace:
     """The arguments of one command; SystemExit, after a message, where they make no sense."""
-    parser = _Parser(prog="megakernel", description=megakernel.__doc__)
+    parser = _Parser(
+        prog="megakernel",
+        description=megakernel.__doc__,
+        epilog=_listed({**GROUPS, "": {"dev": _DEV_HELP}}),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"megakernel {megakernel.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.HELP[0].upper() + module.HELP[1:] + ".",
-            epilog=f"example:\n  {module.EXAMPLE}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
+    commands = _add_commands(parser, COMMANDS)
+    dev = commands.add_parser(
+        "dev",
+        description=f"{_DEV_HELP[0].upper()}{_DEV_HELP[1:]}.",
+        epilog=_listed({"commands": DEV}),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_commands(dev, DEV)
+    parser.set_defaults(parse=parse, commands=tuple(COMMANDS))
     args = argparse.Namespace() if into is None else into
     _, rest = parser.parse_known_args(argv, args)
     # argparse gives up on positionals behind an option: `pretrain CONFIG --nproc 2 training.steps=5`.
@@ -196,6 +206,35 @@ def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argpar
     if rest:
         args.overrides = [*args.overrides, *rest]
     return args
+
+
+_DEV_HELP = "commands of scripts, and of whoever works on the code"
+
+
+def _add_commands(parser: argparse.ArgumentParser, modules: Mapping[str, ModuleType]) -> Any:
+    """Declare the commands, which the parser's own list of groups shows; argparse's way to add one more."""
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="see below")
+    for name, module in modules.items():
+        command = commands.add_parser(
+            name,
+            description=module.HELP[0].upper() + module.HELP[1:] + ".",
+            epilog=f"example:\n  {module.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+    return commands
+
+
+def _listed(groups: Mapping[str, Mapping[str, ModuleType | str]]) -> str:
+    """A line for each command, group by group, wrapped as argparse wraps them."""
+    width = shutil.get_terminal_size().columns - 2
+    lines = []
+    for title, group in groups.items():
+        lines += [f"{title}:"] if title else [""]
+        for name, command in group.items():
+            text = command if isinstance(command, str) else command.HELP
+            lines += [textwrap.fill(text, width, initial_indent=f"  {name:<11}", subsequent_indent=" " * 13)]
+    return "\n".join(lines).strip()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """Where this process stands: started by torchrun, by srun, or by nobody."""
 
 import os
-import subprocess
 from collections.abc import Mapping
 
+from launch.slurm_programs import SlurmRefused, ask
 from megakernel.config import UserError
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.events import in_job
 
 _LAST_PORT = 65_535
 
-_FIRST_PORT, _PORTS = 20_000, 12_000
+FIRST_PORT, PORTS = 20_000, 12_000
 """Below Linux's ephemeral ports, which start at 32768."""
 
 
@@ -67,7 +67,7 @@ def _number(env: Mapping[str, str], name: str, least: int, most: int | None = No
 
 def _of_slurm(env: Mapping[str, str]) -> ProcessEnvironment:
     # Steps of one job may run side by side, so the step counts too.
-    port = _FIRST_PORT + (int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])) % _PORTS
+    port = FIRST_PORT + (int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])) % PORTS
     return ProcessEnvironment(
         rank=int(env["SLURM_PROCID"]),
         world_size=int(env["SLURM_STEP_NUM_TASKS"]),
@@ -91,16 +91,9 @@ def _address_of_first_node(env: Mapping[str, str]) -> str:
     """The address Slurm itself uses for the step's first node; its name may resolve nowhere."""
     if env.get("SLURM_STEP_NUM_NODES") == "1":
         return "127.0.0.1"
-    first = _scontrol("show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
-    fields = dict(
-        field.split("=", 1) for field in _scontrol("show", "node", "-o", first).split() if "=" in field
-    )
-    return fields.get("NodeAddr", first)
-
-
-def _scontrol(*arguments: str) -> str:
     try:
-        return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        remedy = "export MASTER_ADDR with the address of the first node"
-        raise UserError(f"scontrol {' '.join(arguments)} failed ({error}); {remedy}") from None
+        first = ask("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
+        node = ask("scontrol", "show", "node", "-o", first)
+    except SlurmRefused as error:
+        raise UserError(f"{error}, or export MASTER_ADDR with the address of the first node") from None
+    return dict(field.split("=", 1) for field in node.split() if "=" in field).get("NodeAddr", first)

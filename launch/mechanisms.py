@@ -1,4 +1,4 @@
-"""`megakernel mechanisms`: every attention preset, where it comes from and what it costs."""
+"""`megakernel dev mechanisms`: every attention preset, where it comes from and what it costs."""
 
 import argparse
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from megakernel.analysis.catalogue import Entry
 
 HELP = "list the attention mechanisms: source, cost, state, parameters, layouts"
-EXAMPLE = "megakernel mechanisms --markdown"
+EXAMPLE = "megakernel dev mechanisms --markdown"
 
 PAGE = Path(__file__).parents[1] / "docs" / "mechanisms.md"
 
 _INTRODUCTION = """# Mechanisms
 
-Every preset of `model.attention`, read off the code: `megakernel mechanisms --markdown > docs/mechanisms.md` writes
+Every preset of `model.attention`, read off the code: `megakernel dev mechanisms --markdown > docs/mechanisms.md` writes
 this page, and a test holds it current. A preset is a name for a point of the algebra; any key can be changed beside it:
 
 ```yaml

@@ -3,6 +3,11 @@ import os
 import pytest
 import torch
 
+from tests.tiers import mark_tiers
+
+# What its assertions compare is shown like that of tests.
+pytest.register_assert_rewrite("tests.distributed.training_run")
+
 if not torch.cuda.is_available():
     # Before anything imports triton: without a GPU its kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -42,8 +47,10 @@ def draw(seed) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests of a GPU need one; without it they say so."""
+    """The tier of every case; and tests of a GPU need one: without it they say so."""
+    mark_tiers(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.attention --suite default`: `megakernel bench attention` where nothing is installed."""
+"""`python -m benchmarks.attention --suite default`: `megakernel dev bench attention` where nothing is installed."""
 
 import sys
 

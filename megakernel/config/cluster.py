@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .composition import interpolate, read_composed
+from .composition import interpolate, merged, read_composed
 from .errors import Problem
-from .merging import merged
 from .section import Section
 from .validation import validate_section
 
@@ -75,7 +74,10 @@ class Cluster(Section):
     """Whether a job that was interrupted may start again by itself."""
 
     max_restarts: int = Field(default=10, ge=0, le=1_000_000)
-    """How often; two restarts in a row without progress end it sooner."""
+    """Failures in a row after which it may, each without a step saved; time limits and preemptions do not count."""
+
+    restart_on: list[int] = Field(default=[])
+    """Further exit statuses after which it starts again, such as those of a wrapper in `setup`."""
 
     signal_delay: int = Field(default=120, ge=1, le=65535)
     """Seconds before the time limit at which the processes are told to save."""

@@ -4,15 +4,13 @@ Each map takes x (B, H_kv, C, L, d), L tokens in each of C chunks, and the proje
 has one.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import choose
-from megakernel.ops.projections import FastFood, Projection, project
+from megakernel.ops.projections import Projection, project
 
 
 class FeatureMap(NamedTuple):
@@ -44,36 +42,9 @@ class Features(NamedTuple):
     """
 
 
-def features(feature_map: FeatureMap | str, x: Tensor, projection: Projection | None) -> Features:
-    """phi(x) for x (B, H_kv, C, L, d) in float32 or better."""
-    form = named(feature_map)
-    if isinstance(projection, FastFood):
-        # An op of its own, made of the maps below: where there is a GPU, by kernels.
-        from megakernel.ops.fastfood_features import IMPLEMENTATIONS
-
-        values, log_scale = choose(IMPLEMENTATIONS, None)(x, projection, feature_map=form.name)
-    else:
-        values, log_scale = FEATURE_MAPS[form.name].phi(x, projection)
-    if form.components > 1:
-        values = values * form.components**0.5
-    phi = Features(values, log_scale)
-    return _smoothed(phi, form.smoothing) if form.smoothing else phi
-
-
 def named(feature_map: FeatureMap | str) -> FeatureMap:
     """The map with its options."""
     return FeatureMap(feature_map) if isinstance(feature_map, str) else feature_map
-
-
-def _smoothed(phi: Features, constant: float) -> Features:
-    """phi with one feature more, the same for every token."""
-    values, log_scale = phi
-    one = values.new_full((*values.shape[:-1], 1), constant)
-    if log_scale is None:
-        return Features(torch.cat([values, one], -1), None)
-    larger = log_scale.clamp(min=math.log(constant))
-    values = values * torch.exp(log_scale - larger)[..., None]
-    return Features(torch.cat([values, one * torch.exp(-larger)[..., None]], -1), larger)
 
 
 def _scaled(x: Tensor) -> Tensor:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_priors, check_shift
-from megakernel.ops.feature_maps import Features
-from megakernel.ops.state import EMPTY
 
 Rotary = Callable[[Tensor, Tensor], Tensor]
 """(x (B, H, N, d), positions (B, N)) -> x rotated."""
@@ -66,26 +64,6 @@ class RotatedEach:
 def rotated_each(rotary: Rotary | None, width: int) -> Rotary | None:
     """`rotary` for x (B, H, N, M width): it turns each of the M keys as it would turn one."""
     return None if rotary is None else RotatedEach(rotary, width)
-
-
-def mixed_features(phi: Callable[[Tensor], Features], keys: Tensor, priors: Tensor | None) -> Features:
-    """sum_r pi_r phi(k_r) (Transformer-MGK, section 2.4): linear in phi, so that the state is that of one key.
-
-    keys: (B, H_kv, C, L, M d), the keys of a position beside each other; priors: (H_kv, M) >= 0, None for one key.
-    """
-    if priors is None:
-        return phi(keys)
-    weights = priors.to(keys.dtype)
-    parts = [phi(part) for part in keys.chunk(weights.shape[-1], -1)]
-    values = torch.stack([part.values for part in parts])
-    shares = weights.T[:, None, :, None, None]
-    scales = [part.log_scale for part in parts if part.log_scale is not None]
-    if not scales:
-        return Features((shares[..., None] * values).sum(0), None)
-    # A key of no weight must not set the scale of the others.
-    logs = torch.stack(scales).masked_fill(shares == 0, EMPTY)
-    largest = logs.amax(0)
-    return Features(((shares * torch.exp(logs - largest))[..., None] * values).sum(0), largest)
 
 
 def by_component(keys: Tensor, priors: Tensor | None, width: int) -> tuple[Tensor, Tensor]:

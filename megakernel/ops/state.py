@@ -6,10 +6,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.feature_maps import FeatureMap, features
-from megakernel.ops.projections import Projection
-
 EMPTY = -1e30
 """Log scale of a sum without terms. Finite, so that differences of two of them are 0 and never NaN."""
 
@@ -37,7 +33,10 @@ class PendingState(Protocol):
 
 
 Exchange = Callable[[KernelState, Tensor], PendingState]
-"""(what my tokens add to the state that leaves, (B,) bool: what enters also leaves) -> what enters."""
+"""(what my tokens add to the state that leaves, the factor by which what enters leaves too) -> what enters.
+
+The factor is (B,) bool, False where a document starts, or (B, H_kv) of a state that decays, whose gradient is known.
+"""
 
 
 class Once:
@@ -67,7 +66,9 @@ def empty_state(like: KernelState) -> KernelState:
 
 
 def keep(state: KernelState, rows: Tensor) -> KernelState:
-    """`state` in the rows (B,) where `rows` is True, the empty state elsewhere."""
+    """`state` in the rows (B,) where `rows` is True, the empty state elsewhere; or times factors `rows` (B, H_kv)."""
+    if rows.dim() == 2:
+        return state._replace(sums=state.sums * rows[..., None, None])
     alive = rows[:, None]
     sums = torch.where(alive[..., None, None], state.sums, 0.0)
     return KernelState(sums, torch.where(alive, state.log_scale, EMPTY))
@@ -79,15 +80,3 @@ def merge(a: KernelState, b: KernelState) -> KernelState:
     shrink_a = torch.exp(a.log_scale.detach() - log_scale)[..., None, None]
     shrink_b = torch.exp(b.log_scale.detach() - log_scale)[..., None, None]
     return KernelState(a.sums * shrink_a + b.sums * shrink_b, log_scale)
-
-
-def start_state(
-    feature_map: FeatureMap | str, k: Tensor, projection: Projection | None, value_dim: int
-) -> KernelState:
-    """The empty state of keys k (B, H_kv, N, d) and values of `value_dim` numbers."""
-    batch, heads = k.shape[:2]
-    # The map itself, asked about no token, knows how many features there are and whether they need a scale.
-    phi = features(feature_map, k.detach()[:, :, None, :0].to(accum_dtype(k.dtype)), projection)
-    sums = k.new_zeros(batch, heads, phi.values.shape[-1], value_dim + 1, dtype=accum_dtype(k.dtype))
-    log_scale = sums.new_full((batch, heads), 0.0 if phi.log_scale is None else EMPTY)
-    return KernelState(sums, log_scale)

@@ -20,18 +20,22 @@ def in_mesh(config: Config, process: ProcessEnvironment, work: "Callable[[Mesh],
 
     work imports what needs Megatron-core and DeepSpeed by itself: they choose their device when they are imported.
     """
-    from megakernel.parallel import prepare_device
-
-    device = prepare_device(config.training.device, process.local_rank)
-    from megakernel.parallel import Mesh
-
-    mesh = Mesh.create(config.parallel, process, device)
+    mesh = None
     try:
+        from megakernel.parallel import prepare_device
+
+        device = prepare_device(config.training.device, process.local_rank)
+        from megakernel.parallel import Mesh
+
+        mesh = Mesh.create(config.parallel, process, device)
         status = work(mesh)
-    except (UserError, RunFailed) as error:  # raised alike on all ranks
-        if process.rank == 0 and (isinstance(error, RunFailed) or events.in_job()):
+    except (UserError, RunFailed) as error:
+        # Raised alike on all ranks, once they have met.
+        tells = process.rank == 0 or mesh is None
+        if tells and (isinstance(error, RunFailed) or events.in_job()):
             _record_failure(config.run.folder, process.rank, str(error))
-        mesh.destroy()
+        if mesh is not None:
+            mesh.destroy()
         raise
     except Exception as error:
         # This rank's own: leaving the groups would make the others fail first and hide the cause.

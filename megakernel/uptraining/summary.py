@@ -4,14 +4,14 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config, Model, Uptrain
 from megakernel.model import LanguageModel
-from megakernel.training.ranks import Ranks
-from megakernel.training.weight_source import WeightSource
+from megakernel.parallel.ranks import Ranks
 
 from .ablations import SINKS, as_sliding_window, without_far, without_near
 from .costs import Decoding, Spent
-from .head_tag import HeadTag
+from .head_sums import HeadTag
 from .preflight import Preflight, near_window
 from .report import Measured, Report
 from .stages import DENSE, MAIN, Stage

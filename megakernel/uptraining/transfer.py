@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megakernel.attention import AttentionLayer
+from megakernel.attention import WHOLE, AttentionLayer, ContextParallelShard
 from megakernel.attention.softmax import SoftmaxAttention
+from megakernel.config import UserError
+from megakernel.model.layer import attention_cores
+from megakernel.ops.dispatch import accum_dtype
 
 from .attention_inputs import AttentionInputs
 from .head_statistics import head_statistics
 from .head_sums import HeadSums, Place
-from .layers import attention_cores, check_students
-from .losses import cross_entropy, normalized_errors
 from .query_rows import QueryRows, sample_queries
 
 
@@ -79,7 +80,7 @@ class AttentionTransfer:
     def __enter__(self) -> "AttentionTransfer":
         for index in self._students:
             hook = partial(self._hear, index)
-            self._hooks.append(self._teachers[index].register_forward_hook(hook, with_kwargs=True))
+            self._hooks.append(self._teachers[index].register_forward_hook(hook))
         return self
 
     def __exit__(
@@ -101,14 +102,12 @@ class AttentionTransfer:
             total = total + _Known.apply(one.loss, one.gradients, *one.parameters)
         return total
 
-    def _hear(
-        self, index: int, core: AttentionLayer, args: tuple, kwargs: dict[str, Any], output: Tensor
-    ) -> None:
+    def _hear(self, index: int, core: AttentionLayer, args: tuple, output: Tensor) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError("the teacher of attention transfer runs under torch.no_grad()")
         student = self._students[index]
         parameters = [x for x in student.parameters() if x.requires_grad] if student.training else []
-        inputs = AttentionInputs.of(args, kwargs)
+        inputs = AttentionInputs.of(*args)
         with torch.set_grad_enabled(bool(parameters)):
             loss = self._loss_of(index, student, inputs, output.detach())
         gradients: Sequence[Tensor] = ()
@@ -183,3 +182,51 @@ class _Known(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(grad.to(known.dtype) * known for known in ctx.gradients)
+
+
+def check_students(teachers: Mapping[int, AttentionLayer], students: Mapping[int, AttentionLayer]) -> None:
+    """Raise UserError unless each student can be called as the teacher of its layer is."""
+    for index, student in students.items():
+        teacher = teachers.get(index)
+        reason = "is a layer that the teacher does not have" if teacher is None else _unlike(teacher, student)
+        if reason:
+            raise UserError(f"attention transfer: layer {index} {reason}")
+
+
+def _unlike(teacher: AttentionLayer, student: AttentionLayer) -> str | None:
+    if student.compresses_input:
+        return "makes keys of its compressed input, not of the teacher's keys; set compression.compress: projected"
+    if student.keys_per_head != 1:
+        keys = student.keys_per_head
+        return f"wants {keys} keys at a position, and the teacher has one; take mixture.kind: shifted"
+    for name in ("causal", "head_dim", "query_heads", "kv_heads"):
+        ours, theirs = getattr(student, name), getattr(teacher, name)
+        if ours != theirs:
+            return f"has {name}={ours} where the teacher has {theirs}; give both models the same sizes and layout"
+    return None
+
+
+FLOOR = 1e-8
+"""Of weights in a cross entropy, so that one that vanishes has a finite gradient."""
+
+
+def normalized_errors(output: Tensor, target: Tensor, cp_shard: ContextParallelShard = WHOLE) -> Tensor:
+    """|y' - y|^2 / |y|^2 of each row and head, (B, H), of outputs y' and targets y (B, H, n, D), 0 at padding.
+
+    Of a shard of the rows it is the shard's part: those of all shards add up. Float32 or better.
+    """
+    dtype = accum_dtype(target.dtype)
+    output, target = output.to(dtype), target.to(dtype)
+    energy = cp_shard.total(target.square().sum((2, 3)))
+    return (output - target).square().sum((2, 3)) / energy.clamp(min=torch.finfo(dtype).tiny)
+
+
+def cross_entropy(teacher: Tensor, student: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """-sum_j p_ij log w_ij of weights p and w (B, H, R, N), mean over the queries (B, R) that are `real`.
+
+    Returns it, (B, H), and its derivatives by w, (B, H, R, N). Below FLOOR the logarithm goes on as a line.
+    """
+    count = real.sum(-1).clamp(min=1)[:, None]
+    kept = student.clamp(min=FLOOR)
+    log = kept.log() + (student - kept) / FLOOR
+    return -(teacher * log).sum((2, 3)) / count, -teacher / kept / count[..., None, None]

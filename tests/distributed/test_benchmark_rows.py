@@ -15,6 +15,8 @@ from tests.distributed.ranks import cpu_mesh, run_ranks
 from tests.distributed.training_run import metrics, scalars
 from tests.unit.data.conftest import prepared
 
+pytestmark = pytest.mark.second
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 ROWS = sorted(
     path for family in ("lra", "glue") for path in (CONFIGS / family).glob("*/*.yaml") if path.stem != "base"

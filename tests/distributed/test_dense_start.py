@@ -13,12 +13,13 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.loader import ValidationBatches
 from data_pipeline.order import Share
 from launch.cli import main
+from megakernel.checkpoint.files import CheckpointTensors
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import load
-from megakernel.training.checkpoint_files import CheckpointTensors
-from megakernel.training.weight_source import WeightSource
 from tests import dense_models
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import train, write_config
+from tests.tiers import tiered
 
 LAYOUTS = {
     "one process": (1, ""),
@@ -37,8 +38,8 @@ STARTED = ("llama", "gpt2", "llama, biases, tied, scaled", "qwen3, tied", "gpt_n
 
 def logits(names, folder, dtype):
     """Ours of each model, after the same tokens."""
+    from megakernel.checkpoint.dense import DenseCheckpoint
     from megakernel.model import LanguageModel, ModelSettings
-    from megakernel.uptraining.dense import DenseCheckpoint
 
     found = {}
     with cpu_mesh() as mesh, torch.no_grad():
@@ -81,8 +82,8 @@ def starts(tmp_path_factory, corpus):
 
 
 def write(folder, corpus, source):
+    from megakernel.checkpoint.dense import DenseCheckpoint
     from megakernel.config import yaml_text
-    from megakernel.uptraining.dense import DenseCheckpoint
 
     tree = {
         "run": {"name": "run", "root": str(folder)},
@@ -124,9 +125,15 @@ CASES = [
     # The logits of all families over such ranks: tests/distributed/test_dense_layouts.py.
     for name in ("llama", "gpt2", *(["llama, biases, tied, scaled"] if layout in ("tp2", "pp2") else []))
 ]
+FIRST = [
+    ("one process", "gpt2"),
+    ("pp2", "llama, biases, tied, scaled"),
+    ("tp2 sequence parallel, zero 3", "llama"),
+    ("bfloat16", "llama"),
+]
 
 
-@pytest.mark.parametrize(("layout", "name"), CASES)
+@pytest.mark.parametrize(("layout", "name"), tiered(CASES, FIRST))
 def test_the_first_evaluation_has_the_loss_of_transformers(layout, name, starts, tmp_path):
     config, expected = starts[name]
     processes, overrides = LAYOUTS[layout]
@@ -202,7 +209,9 @@ def test_what_a_half_precision_run_froze_goes_on_as_it_came_in(starts, tmp_path)
         assert torch.equal(after.read(name, ["fp32"])["fp32"], before.read(name, ["fp32"])["fp32"]), name
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3, tied", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "name", tiered(["llama", "qwen3, tied", "gpt2", "gpt_neox"], ["qwen3, tied", "gpt2"])
+)
 def test_what_came_in_goes_out_bit_for_bit(name, starts, tmp_path, capsys):
     config, _ = starts[name]
     # A step of which nothing is left: too small for any weight to change.

@@ -13,6 +13,7 @@ from megakernel.config import RunFailed, load
 from megakernel.parallel.processes import ProcessEnvironment
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training_run import train, write_config
+from tests.tiers import tiered
 
 LAYOUTS = {
     "dp2": "",
@@ -33,6 +34,7 @@ LAYOUTS = {
 @contextmanager
 def trainer(config: Path, overrides: tuple[str, ...]) -> Iterator[Any]:
     """The trainer of this rank, inside `run_ranks`."""
+    from launch.training import providers
     from megakernel.parallel import Mesh, prepare_device
     from megakernel.training.trainer import Trainer
 
@@ -41,7 +43,7 @@ def trainer(config: Path, overrides: tuple[str, ...]) -> Iterator[Any]:
     mesh = Mesh.create(
         loaded.parallel, ProcessEnvironment(**place), prepare_device("cpu", place["local_rank"])
     )
-    yield Trainer(loaded, mesh)
+    yield Trainer(loaded, mesh, providers())
     mesh.destroy()
 
 
@@ -52,7 +54,10 @@ def spoil(trainer: Any, value: float) -> Any:
     return parameter.register_hook(lambda gradient: gradient * factor)
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+FIRST = ("dp2 zero 3", "tp2 zero 1", "pp2", "bfloat16 dp2 zero 2")
+
+
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, FIRST))
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(layout, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     overrides = tuple(LAYOUTS[layout].split())
@@ -104,7 +109,7 @@ def run_with_bad_gradients(config: Path, overrides: tuple[str, ...]) -> str:
 BFLOAT16 = [name for name in LAYOUTS if "bfloat16" in name]
 
 
-@pytest.mark.parametrize("layout", BFLOAT16)
+@pytest.mark.parametrize("layout", tiered(BFLOAT16, ["bfloat16 dp2 zero 2"]))
 def test_bfloat16_learns_as_float32_does(layout, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     options = ("training.steps=8", "schedule.name=constant", "optimizer.lr=3e-3", "training.eval_samples=0")

@@ -11,6 +11,8 @@ from tests.distributed.ranks import cpu_mesh, run_ranks
 
 from ..unit.config import trees
 
+pytestmark = pytest.mark.second
+
 VOCAB = 384
 BOOKKEEPING = 64
 """Bytes of norms, flags and counts that DeepSpeed and the loss exchange once a step, beside tensors."""

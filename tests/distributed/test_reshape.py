@@ -6,8 +6,9 @@ import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from megakernel.training.reshape import reshape_run
+from megakernel.checkpoint.reshape import reshape_run
 from tests.distributed.training_run import scalars, train, write_config
+from tests.tiers import tiered
 
 LEG = 2
 """Steps on one layout."""
@@ -45,7 +46,7 @@ def uninterrupted(tmp_path_factory, corpus):
     return config, train(config, 1, *OPTIONS, f"training.steps={4 * LEG}")
 
 
-@pytest.mark.parametrize("journey", list(JOURNEYS))
+@pytest.mark.parametrize("journey", tiered(JOURNEYS, ["dp2 zero 1, tp2, cp2 zero 2, pp2 zero 1"]))
 def test_continued_on_other_layouts_the_losses_are_those_of_one_run(journey, uninterrupted, tmp_path):
     config, expected = uninterrupted
     for leg, (world_size, layout) in enumerate(JOURNEYS[journey], start=1):

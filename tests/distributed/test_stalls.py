@@ -7,6 +7,7 @@ import pytest
 from launch.exit_status import ExitStatus
 from launch.local import run_ranks
 from tests.distributed.training_run import write_config
+from tests.tiers import tiered
 
 RANK = """
 import os, sys, time
@@ -29,7 +30,7 @@ def meet_a_fault(self, *arguments):
 
 {method} = meet_a_fault
 
-from megakernel.training.pretrain import pretrain
+from launch.training import pretrain
 sys.exit(pretrain(config, ProcessEnvironment(**place, master_port=int(os.environ["MASTER_PORT"]))))
 """
 EXCHANGE = ("Gathered.start", 2 * 3 + 2)
@@ -59,7 +60,7 @@ def no_progress(capfd):
     return next(line for line in said.out.splitlines() + said.err.splitlines() if "no progress" in line)
 
 
-@pytest.mark.parametrize("fault", ["time.sleep(600)", "while True: pass"])
+@pytest.mark.parametrize("fault", tiered(["time.sleep(600)", "while True: pass"], ["time.sleep(600)"]))
 def test_a_rank_that_hangs_in_an_exchange_is_named_by_the_others(fault, corpus, tmp_path, capfd):
     assert run_with(fault, corpus, tmp_path) == ExitStatus.STALLED
     line = no_progress(capfd)
@@ -69,6 +70,7 @@ def test_a_rank_that_hangs_in_an_exchange_is_named_by_the_others(fault, corpus, 
     assert "meet_a_fault" in (tmp_path / "logs" / "rank_1.log").read_text()
 
 
+@pytest.mark.second
 def test_a_rank_that_stops_between_two_steps_is_named_by_the_others(corpus, tmp_path, capfd):
     # It does not watch over itself any more, as one that sleeps does.
     stop = "import signal; os.kill(os.getpid(), signal.SIGSTOP)"
@@ -78,6 +80,7 @@ def test_a_rank_that_stops_between_two_steps_is_named_by_the_others(corpus, tmp_
     assert "no longer answers" in line
 
 
+@pytest.mark.second
 def test_a_rank_that_fails_in_an_exchange_is_named_by_the_launcher(corpus, tmp_path, capfd):
     assert run_with("raise ValueError('out of order')", corpus, tmp_path) == 1
     said = capfd.readouterr().err

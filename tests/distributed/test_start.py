@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from megakernel.checkpoint.reshape import reshape_run
 from megakernel.config import load
-from megakernel.training.reshape import reshape_run
 from tests.distributed.ranks import RankFailedError, run_ranks
 from tests.distributed.training_run import metrics, pretrain_here, scalars, train, write_config
+from tests.tiers import tiered
 
 SHORT = ("training.steps=2", "checkpoint.every=1", "checkpoint.keep=3", "logging.tensorboard=false")
 
@@ -37,10 +38,10 @@ def source(tmp_path_factory, corpus):
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (1, ""),
+        pytest.param(1, "", marks=pytest.mark.second),
         (2, "parallel.pipeline=2 parallel.zero_stage=1"),
         (2, "parallel.zero_stage=3"),
-        (2, "parallel.context=2 parallel.zero_stage=2"),
+        pytest.param(2, "parallel.context=2 parallel.zero_stage=2", marks=pytest.mark.second),
     ],
 )
 def test_weights_come_from_a_run_of_any_layout(world_size, layout, source, tmp_path):
@@ -65,7 +66,10 @@ def halves(source):
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(1, ""), (2, "parallel.pipeline=2 parallel.zero_stage=1"), (2, "parallel.zero_stage=3")],
+    tiered(
+        [(1, ""), (2, "parallel.pipeline=2 parallel.zero_stage=1"), (2, "parallel.zero_stage=3")],
+        [(2, "parallel.zero_stage=3")],
+    ),
 )
 def test_with_moments_and_its_schedule_a_run_in_two_is_one_run(world_size, layout, source, halves, tmp_path):
     config, (whole, first) = source[0], halves
@@ -81,6 +85,7 @@ def test_with_moments_and_its_schedule_a_run_in_two_is_one_run(world_size, layou
     assert scalars(unlike, "train/loss")[1] != pytest.approx(scalars(whole, "train/loss")[3], rel=1e-4)
 
 
+@pytest.mark.second
 def test_moments_of_bfloat16_runs_are_those_of_their_float32_masters(source, tmp_path):
     config = source[0]
     read = 2 * load(config).training.global_batch_size
@@ -167,7 +172,7 @@ def lose_the_manifest(checkpoint: Path) -> str:
     return "complete.json is missing"
 
 
-@pytest.mark.parametrize("damage", [truncate, lose_the_manifest])
+@pytest.mark.parametrize("damage", tiered([truncate, lose_the_manifest], [truncate]))
 def test_a_broken_newest_checkpoint_is_named_and_the_one_before_is_taken(damage, source, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     whole = train(config, 2, *SHORT)

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from data_pipeline import tokenizers
+from launch.training import providers
 from megakernel.config import load
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.trainer import Trainer
 from megakernel.uptraining.report import recovered
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import metrics, scalars, train
+from tests.tiers import tiered
 
 DENSE = """
 run: {{root: {folder}, name: dense, seed: 7}}
@@ -93,7 +95,7 @@ def uptrain(config, world_size, *overrides):
 
 
 def uptrain_here(config: Path, overrides: tuple[str, ...]) -> int:
-    from megakernel.uptraining.uptrain import uptrain
+    from launch.training import uptrain
 
     place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
     return uptrain(load(config, overrides), ProcessEnvironment(**place))
@@ -165,7 +167,7 @@ def test_the_swapped_model_of_a_hybrid_keeps_its_layers(finished):
 
 def loss_of(config, source, *overrides):
     """A configuration's model with the weights of another run, on its validation samples."""
-    from megakernel.training.weight_source import WeightSource
+    from megakernel.checkpoint.weight_source import WeightSource
     from megakernel.uptraining.validation import Validation
 
     run = load(config, overrides)
@@ -182,7 +184,7 @@ def test_a_student_without_a_near_window_has_no_sliding_window_beside_it(place):
 
 
 def preflight_of(config, *overrides):
-    from megakernel.training.weight_source import WeightSource
+    from megakernel.checkpoint.weight_source import WeightSource
     from megakernel.uptraining.preflight import preflight
     from megakernel.uptraining.validation import Validation
 
@@ -205,6 +207,7 @@ KILLED += ["step  8/10", "stage 5-length", "step 2/4", "stage 6-scratch", "stage
 """Lines of the console after which one start after another is killed: between all stages and inside most."""
 
 
+@pytest.mark.second
 def test_killed_between_and_inside_stages_it_ends_the_same(place, finished):
     for line in KILLED:
         # A start that never prints the line comes to its end, and that fails here.
@@ -258,6 +261,7 @@ def losses(place, kind, world_size, layout=""):
     return [scalars(lines, tag) for tag in ("train/loss", "train/grad_norm", "eval/loss")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("kind", list(OBJECTIVES))
 def test_layouts_learn_alike(kind, layout, place, one_process):
@@ -266,10 +270,7 @@ def test_layouts_learn_alike(kind, layout, place, one_process):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-HEADS = {"tied": "true", "untied": "false"}
-
-
-@pytest.mark.parametrize("tied", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("tied", tiered(["true", "false"], ["true"]))
 def test_a_teacher_stands_beside_weights_that_zero_3_cuts(tied, place):
     drawn = f"model.tie_embeddings={tied} init.from=null "
     expected = losses(place, "distill", 1, drawn)
@@ -278,7 +279,7 @@ def test_a_teacher_stands_beside_weights_that_zero_3_cuts(tied, place):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2 zero 2, loss in chunks"])
+@pytest.mark.parametrize("layout", tiered(["tp2", "pp2", "dp2 zero 2, loss in chunks"], ["pp2"]))
 def test_a_distillation_shows_what_its_loss_is_made_of(layout, place):
     overrides = ["objective.kind=distill", f"objective.teacher={place}/dense", "training.steps=2"]
     overrides += ["objective.kl=0.5", "objective.temperature=2.0", f"run.name=parts-{layout[:3]}"]
@@ -303,7 +304,7 @@ def test_low_rank_updates_are_all_that_moves_and_fold_into_what_they_update(plac
 
 def folded(config, overrides):
     """The loss of the run's weights without updates beside them, and which weights they do not share with the start."""
-    from megakernel.training.weight_source import WeightSource
+    from megakernel.checkpoint.weight_source import WeightSource
     from megakernel.uptraining.validation import Validation
 
     with cpu_mesh() as mesh:
@@ -332,7 +333,7 @@ def shared(config, overrides):
     found = []
     with cpu_mesh() as mesh:
         for steps in (1, 2):
-            trainer = Trainer(load(config, [*overrides, f"training.steps={steps}"]), mesh)
+            trainer = Trainer(load(config, [*overrides, f"training.steps={steps}"]), mesh, providers())
             trainer.run()
             student = trainer.engine.engine.module
             places = {name: x.data_ptr() for name, x in student.distillation.teacher.model.named_parameters()}

@@ -15,7 +15,7 @@ import pytest
 
 from launch.cli import main
 from launch.exit_status import ExitStatus
-from tests.distributed.training_run import metrics, scalars, train, write_config
+from tests.distributed.training_run import assert_identical, metrics, scalars, train, write_config
 from tests.slurm.submitting import until
 
 STEPS = 24
@@ -25,7 +25,6 @@ OPTIONS = (
     "schedule.name=constant",
     "logging.tensorboard=false",
 )
-SAME = ("step", "train/loss", "train/grad_norm", "eval/loss")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +72,7 @@ class Launched:
         }
 
 
+@pytest.mark.second
 def test_killed_three_times_and_continued_the_numbers_are_the_same_bit_for_bit(
     uninterrupted, corpus, tmp_path
 ):
@@ -100,9 +100,7 @@ def test_killed_three_times_and_continued_the_numbers_are_the_same_bit_for_bit(
         rf" [\d,]+ parameters in float32 on 2 x cpu, data 2; {left} steps, [\d,]+ tokens to go$", line
     )
     assert end.startswith(f"done; next: megakernel evaluate {tmp_path}/run   megakernel generate ")
-    found = metrics(tmp_path / "run")
-    for tag in SAME:
-        assert scalars(found, tag) == scalars(uninterrupted, tag), tag
+    assert_identical(metrics(tmp_path / "run"), uninterrupted)
 
 
 def test_every_request_to_stop_saves_and_the_same_command_continues(uninterrupted, corpus, tmp_path):
@@ -124,8 +122,41 @@ def test_every_request_to_stop_saves_and_the_same_command_continues(uninterrupte
     assert not stop_file.exists()
 
     assert Launched(config, *OPTIONS).ends()[0] == ExitStatus.DONE
-    for tag in SAME:
-        assert scalars(metrics(tmp_path / "run"), tag) == scalars(uninterrupted, tag), tag
+    assert_identical(metrics(tmp_path / "run"), uninterrupted)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all that `pid` started, and of what those started."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(child) for file in children for child in file.read_text().split()]
+    return [*found, *(below for child in found for below in descendants(child))]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_that_reaches_every_process_saves_and_leaves_none_behind(corpus, tmp_path, number):
+    # So Slurm sends it: to all processes of a step, the readers of data among them, of which there is one by default.
+    config = write_config(tmp_path, corpus)
+    options = (*OPTIONS, "training.steps=100000", "checkpoint.every=100000", "data.num_workers=1")
+    run = Launched(config, *options).reaches(2)
+    processes = descendants(run.process.pid)
+    assert len(processes) >= 4, "two ranks and their readers"
+    for pid in processes:
+        os.kill(pid, number)
+    status, said = run.ends()
+    assert status == ExitStatus.TERMINATED, said
+    done = int((tmp_path / "run/checkpoints/latest").read_text().removeprefix("step_"))
+    assert metrics(tmp_path / "run")[-1]["step"] == done
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+
+
+def test_readers_of_data_end_with_a_rank_that_is_killed(corpus, tmp_path):
+    config = write_config(tmp_path, corpus)
+    run = Launched(config, *OPTIONS, "training.steps=100000", "data.num_workers=1").reaches(2)
+    processes = descendants(run.process.pid)
+    for pid in run.ranks.values():
+        os.kill(pid, signal.SIGKILL)
+    assert run.ends()[0] == ExitStatus.FAILED
+    until(lambda: not [pid for pid in processes if Path(f"/proc/{pid}").exists()], seconds=10)
 
 
 def forbid_large_files() -> None:
@@ -133,6 +164,7 @@ def forbid_large_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
+@pytest.mark.second
 def test_a_failed_save_ends_in_one_line_and_the_run_continues_once_there_is_space(
     uninterrupted, corpus, tmp_path
 ):
@@ -170,6 +202,7 @@ def test_a_job_in_the_foreground_ends_with_the_status_of_what_it_ran(corpus, tmp
         assert (status["state"], status["why"], status["nodes"]) == (state, why, "this machine")
 
 
+@pytest.mark.second
 def test_a_job_of_this_machine_restarts_what_was_interrupted(uninterrupted, corpus, tmp_path, capsys):
     config = write_config(tmp_path, corpus)
     run = tmp_path / "run"

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megakernel.ops import flurka_attention, kernel_attention, weighted_attention
 from megakernel.ops.fastfood_features import fastfood_features
+from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
-from megakernel.ops.state import start_state
 
 BATCH, QUERY_HEADS, HEADS, LENGTH, WIDTH = 2, 4, 2, 8192, 16
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from megakernel.ops import KernelState, kernel_attention
 from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
-from megakernel.ops.state import start_state
 from tests.kernels.comparing import DEVICE, TOLERANCE, random, rms_ratio
 
 MAPS = ("elu", "relu", "identity", "hedgehog", "favor", "prf", "rks")
@@ -74,6 +74,7 @@ def state_behind(k: Tensor, v: Tensor, feature_map: str, projection) -> KernelSt
     )[1]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("feature_map", MAPS)

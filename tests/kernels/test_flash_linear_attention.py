@@ -1,4 +1,4 @@
-"""What `megakernel bench attention` compares with computes the same: flash-linear-attention, as it is called there."""
+"""What `megakernel dev bench attention` compares with computes the same: flash-linear-attention, as called there."""
 
 import builtins
 

@@ -12,8 +12,9 @@ from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import launches
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
-from megakernel.ops.state import start_state
+from megakernel.ops.phi import start_state
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
+from tests.tiers import tiered
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
@@ -115,6 +116,7 @@ def documents(device: torch.device, *starts: int, first: int = 0) -> Tensor:
     return torch.cat(parts)[None].to(device)
 
 
+@pytest.mark.covering(1)
 @every_form
 @every_dtype
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
@@ -129,8 +131,8 @@ def test_documents_states_and_shared_keys_agree(form, feature_map, dtype, draw, 
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("form", ["shared", "kernel"])
-@pytest.mark.parametrize("length", [17, 64])
+@pytest.mark.parametrize("form", tiered(["shared", "kernel"], ["shared"]))
+@pytest.mark.parametrize("length", tiered([17, 64], [17]))
 @pytest.mark.usefixtures("short_segments")
 def test_sums_over_all_tokens_keep_the_digits_of_bfloat16(form, length, draw, device):
     leaves = tokens(
@@ -153,6 +155,7 @@ def test_every_map_agrees_on_rows_cut_into_blocks(feature_map, draw, device):
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["shared", "kernel"])
 @pytest.mark.parametrize("feature_map", ["hedgehog", "prf"])
 @pytest.mark.usefixtures("short_segments")
@@ -161,7 +164,8 @@ def test_one_normalizer_agrees_on_rows_cut_into_blocks(form, feature_map, draw, 
     assert_agrees(partial(run, form=form, feature_map=feature_map), leaves, draw, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("length", [1, 17, 64, 1000, 4096])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("length", tiered([1, 17, 64, 1000, 4096], [1, 17, 64]))
 @every_dtype
 def test_any_length_agrees(length, dtype, draw, device):
     leaves = tokens(
@@ -206,6 +210,7 @@ def test_any_block_agrees(block, rank, draw, device):
     assert_agrees(partial(run, form="kernel", feature_map="elu"), leaves, draw, TOLERANCE[torch.float32])
 
 
+@pytest.mark.covering(1)
 @every_form
 @pytest.mark.parametrize("positions", [32, 37])
 @pytest.mark.usefixtures("short_segments")
@@ -215,6 +220,7 @@ def test_rows_that_continue_a_document_agree(form, positions, draw, device):
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[torch.float32])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["gated", "kernel"])
 @pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
 @pytest.mark.usefixtures("short_segments")

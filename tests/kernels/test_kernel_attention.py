@@ -12,6 +12,7 @@ from megakernel.ops import KernelState, kernel_attention
 from megakernel.ops.kernels import launch
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
+from tests.tiers import tiered
 
 every_map = pytest.mark.parametrize("feature_map", SUPPORTED)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -86,6 +87,7 @@ def run(backend: str, leaves: dict[str, Tensor], *, feature_map: str, **options)
     return {"out": out, "state": state.sums * torch.exp(state.log_scale)[..., None, None]}
 
 
+@pytest.mark.covering(1)
 @every_map
 @every_dtype
 @pytest.mark.usefixtures("short_segments")
@@ -106,6 +108,7 @@ def test_documents_masses_states_and_shared_keys_agree(feature_map, dtype, draw,
     assert_agrees(partial(run, **options), leaves, draw, TOLERANCE[dtype])
 
 
+@pytest.mark.covering(1)
 @every_map
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.usefixtures("short_segments")
@@ -119,6 +122,7 @@ def test_attention_both_ways_agrees(feature_map, normalize, draw, device):
     assert_agrees(partial(run, **options, return_state=True), leaves, draw, TOLERANCE[torch.float32])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("feature_map", SUPPORTED)
 @pytest.mark.parametrize(
     ("dtype", "causal"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)]
@@ -147,14 +151,16 @@ def test_a_key_of_no_share_is_not_there(feature_map, draw, device):
     assert rms_ratio(mixed["out"], alone) < 1e-6
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
-@pytest.mark.parametrize("length", [1, 17, 64, 1000, 4096])
+@pytest.mark.parametrize("length", tiered([1, 17, 64, 1000, 4096], [1, 17, 64, 1000]))
 @every_dtype
 def test_any_length_agrees(feature_map, length, dtype, draw, device):
     leaves = tokens(draw, device, dtype, feature_map=feature_map, length=length, heads=1, width=16, values=16)
     assert_agrees(partial(run, feature_map=feature_map), leaves, draw, TOLERANCE[dtype])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog"])
 @pytest.mark.parametrize(("width", "dtype"), [(64, torch.float32), (128, torch.bfloat16)])
 def test_the_widths_of_real_heads_agree(feature_map, width, dtype, draw, device):

@@ -53,6 +53,7 @@ def eq_2(form, x, weights, pull):
     return out, *torch.autograd.grad(out, [x, *weights, learned], pull)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMS)
 def test_eq_2_agrees_with_float64(name, dtype, draw, monkeypatch):
@@ -77,6 +78,7 @@ def test_eq_2_agrees_with_float64(name, dtype, draw, monkeypatch):
     assert all(kernels <= max(allowed, 2 * torchs) for kernels, torchs in ratios.values()), ratios
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [48, 64, 200])
 @pytest.mark.parametrize("first", [0, 5])
 @pytest.mark.parametrize("of_pool", [torch.float32, torch.bfloat16])

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops import WeightedState, weighted_attention
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
+from tests.tiers import tiered
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
@@ -78,6 +79,7 @@ def packed(lengths: list[int], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths])[None].to(device)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
 @every_dtype
@@ -89,6 +91,7 @@ def test_every_form_agrees(kind, causal, dtype, draw, device):
     assert_agrees(partial(run, causal=causal, **KINDS[kind]), leaves, draw, TOLERANCE[dtype])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both_ways"])
 @every_dtype
 def test_documents_and_shared_keys_agree(causal, dtype, draw, device):
@@ -99,7 +102,8 @@ def test_documents_and_shared_keys_agree(causal, dtype, draw, device):
     assert_agrees(partial(run, causal=causal, positions=torch.cat(rows)), leaves, draw, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("length", [1, 17, 64, 1000, 4096])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("length", tiered([1, 17, 64, 1000, 4096], [1, 17, 64, 1000]))
 @every_dtype
 def test_any_length_agrees(length, dtype, draw, device):
     leaves = tokens(draw, device, dtype, length=length, heads=1, keys=1, width=8, values=8)
@@ -122,6 +126,7 @@ def test_any_number_of_keys_agrees(keys, draw, device):
     assert_agrees(partial(run, similarity="gaussian"), leaves, draw, TOLERANCE[torch.float32])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keys", [1, 2])
 @pytest.mark.parametrize("width", [64, 128])
 @every_dtype
@@ -130,6 +135,7 @@ def test_the_widths_of_real_heads_agree(keys, width, dtype, draw, device):
     assert_agrees(partial(run, similarity="gaussian"), leaves, draw, TOLERANCE[dtype])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("join", ["sum", "max"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_keys_without_mass_are_not_there(join, normalize, draw, device):

@@ -31,7 +31,7 @@ optimizer: {lr: 1e-3}
 schedule: {name: constant, warmup_steps: 2}
 checkpoint: {every: 10}
 logging: {tensorboard: false}
-data: {train: corpus, num_workers: 0}
+data: {train: corpus}
 """
 
 

@@ -121,3 +121,22 @@ def process_of(job: str, rank: int) -> int:
 def kill(job: str, rank: int, number: int) -> None:
     """Signal one rank of a job."""
     os.kill(process_of(job, rank), number)
+
+
+def crash(node: str) -> None:
+    """What a power cut does to a node: its slurmd, its slurmstepds and all that runs there are gone at once."""
+    here = f"SLURMD_NODENAME={node}".encode()
+    gone = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            is_there = here in (folder / "environ").read_bytes().split(b"\0")
+            is_daemon = words[0].endswith(b"slurmd") and node.encode() in words
+            logs = {os.readlink(file) for file in (folder / "fd").iterdir()}
+        except OSError:
+            continue
+        if is_there or is_daemon or any(log.endswith(f"/slurmd.{node}.log") for log in logs):
+            gone.append(int(folder.name))
+    for pid in gone:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)

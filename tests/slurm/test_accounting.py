@@ -5,6 +5,8 @@ import pytest
 from launch.slurm.states import by_accounting
 from tests.slurm.submitting import megakernel, submit, until, until_state
 
+pytestmark = pytest.mark.second
+
 ACCOUNTING = True
 
 

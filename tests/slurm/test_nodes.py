@@ -1,9 +1,11 @@
 """Nodes that are not fit, or are lost; time that runs out; and jobs that Slurm has forgotten."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,9 @@ import pytest
 
 from launch.exit_status import ExitStatus
 from launch.slurm.job_folder import JobFolder
+from tests.distributed.training_run import scalars, train
 from tests.slurm.submitting import (
+    crash,
     last,
     losses,
     megakernel,
@@ -51,6 +55,7 @@ def test_a_node_that_lost_a_gpu_is_named_and_kept_off(place):
     assert list(losses("unfit")) == [1, 2]
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_a_node_whose_processes_cannot_sum_up_is_named_and_kept_off(place):
     Path("python").write_text(
@@ -73,6 +78,37 @@ exec {sys.executable} "$@"
     assert megakernel("cancel broken").status == 0
 
 
+@pytest.mark.second
+@pytest.mark.timeout(600)
+def test_a_request_to_end_while_nodes_look_at_themselves_is_kept(place):
+    Path("slow-python").write_text(
+        f"""#!/bin/bash
+case "$*" in *slurm.preflight*) touch looking; sleep 60 ;; esac
+exec {sys.executable} "$@"
+"""
+    )
+    Path("slow-python").chmod(0o755)
+    Path("looks.yaml").write_text("preflight_mib: 0\nsetup: ['python=$PWD/slow-python']\n")
+    submit("run.yaml --name early -N 2 --cluster looks.yaml")
+    until(Path("looking").exists)
+    assert "saves and ends" in megakernel("cancel early --save").out
+    ended = until_state("early", "FAILED", "CANCELLED", "COMPLETED")
+    assert ended["why"] == "ended on request"
+    assert losses("early") == {}
+
+
+@pytest.mark.timeout(600)
+def test_ports_that_others_listen_on_hold_no_job_up(place):
+    (job,) = submit("run.yaml --name crowded -N 2 --sbatch hold training.steps=2")
+    ports = [20000 + (7 * int(job) + offset) % 12000 for offset in range(3)]
+    with contextlib.ExitStack() as listening:
+        for port in ports:
+            listening.enter_context(socket.create_server(("", port)))
+        scontrol("release", job)
+        assert until_state("crowded", "COMPLETED", "FAILED")["state"] == "COMPLETED"
+    assert list(losses("crowded")) == [1, 2]
+
+
 @pytest.mark.timeout(600)
 def test_where_all_are_slower_than_the_limit_no_node_is_to_blame(place):
     Path("slow.yaml").write_text("preflight_mib: 1\npreflight_seconds: 0.000001\n")
@@ -90,6 +126,7 @@ def test_where_all_are_slower_than_the_limit_no_node_is_to_blame(place):
     assert losses("slow") == {}
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_a_run_whose_node_is_lost_goes_on(place):
     submit("run.yaml --name lost")
@@ -115,6 +152,31 @@ def test_a_run_whose_node_is_lost_goes_on(place):
     assert megakernel("cancel lost").status == 0
 
 
+@pytest.mark.second
+@pytest.mark.timeout(600)
+def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_last_save(place, monkeypatch):
+    # torchrun's variables, where somebody submits from within it, are not the job's.
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    (job,) = submit("run.yaml --name crashed -N 2")
+    until_step("crashed", 15)
+    crash("n2")
+    until(lambda: story("crashed", job)[-1] == "requeued")
+    ended = last("crashed", "ended")
+    assert ended["status"] == ExitStatus.FAILED or ended["status"] > 128
+    assert ended["step"] >= 10
+    subprocess.run(["slurmd", "-N", "n2"], check=True)
+    done = until_state("crashed", "COMPLETED", "FAILED")
+    assert (done["state"], done["nodes"]) == ("COMPLETED", "n[1-2]")
+    expected = train(place / "run.yaml", 2, "run.name=whole", "data.num_workers=0")
+    assert list(losses("crashed").values()) == scalars(expected, "train/loss")
+
+
 @pytest.mark.timeout(600)
 def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_requeued(place):
     (job,) = submit("run.yaml --name limit training.steps=100000 -t 1 --signal-delay 35 --no-requeue")
@@ -124,6 +186,7 @@ def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_r
     assert story("limit", job) == ["submitted", "started", "signalled", "ended"]
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_memory_that_runs_out_and_a_loss_that_is_no_number_are_told_apart(place):
     submit("run.yaml --name large -p high --mem 300 --no-requeue")

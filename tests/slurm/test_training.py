@@ -1,4 +1,4 @@
-"""Training on two nodes: the same numbers as on this machine, whatever befalls the job."""
+"""Training on two nodes: the same numbers as on this machine, whatever happens to the job."""
 
 import json
 import os
@@ -32,7 +32,9 @@ STEPS = 100
 
 def here(place, processes):
     """Losses of so many processes of this machine, without Slurm and without interruption."""
-    return scalars(train(place / "run.yaml", processes, f"run.name=here-{processes}"), "train/loss")
+    # The ranks that tests start are daemons of multiprocessing, which may have no children.
+    options = (f"run.name=here-{processes}", "data.num_workers=0")
+    return scalars(train(place / "run.yaml", processes, *options), "train/loss")
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,7 @@ def same(run, uninterrupted):
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(place):
     (job,) = submit("run.yaml --name preempted -N 2 -G 2")
@@ -108,6 +111,7 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
     assert len(found) == STEPS
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place, of_two):
     # Between saves: a rank that hangs in one is noticed by the collectives' timeout alone.
@@ -127,6 +131,7 @@ def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place,
     same("chain", of_two)
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
     Path("sweep.yaml").write_text(
@@ -153,9 +158,17 @@ def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
     assert (done["state"], done["restarts"], list(losses("grid-0"))) == ("COMPLETED", 1, list(range(1, 61)))
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_an_up_training_goes_on_in_the_stage_that_was_interrupted(place):
-    train(place / "run.yaml", 1, "run.name=dense", "model.attention=softmax", "training.steps=2")
+    train(
+        place / "run.yaml",
+        1,
+        "run.name=dense",
+        "model.attention=softmax",
+        "training.steps=2",
+        "data.num_workers=0",
+    )
     Path("up.yaml").write_text(
         "extends: run.yaml\ninit: {from: runs/dense}\nuptrain: {transfer: {steps: 4}, alpha: 0}\n"
     )

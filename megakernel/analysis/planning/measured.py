@@ -24,13 +24,12 @@ from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.sequence import WHOLE, ContextParallelShard
 from megakernel.config import Config
 from megakernel.model import LanguageModel
+from megakernel.model.settings import DTYPES, model_settings
 from megakernel.ops import layers
 from megakernel.ops.dispatch import EVERYWHERE, VARIABLE
 from megakernel.ops.kernels.launch import noting
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.sequence import GroupShard
-from megakernel.training.dtypes import DTYPES
-from megakernel.training.model_settings import model_settings
 
 from .ledger import Ledger, Sent
 

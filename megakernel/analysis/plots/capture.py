@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from megakernel.attention import WHOLE, AttentionLayer
 from megakernel.model import LanguageModel
+from megakernel.model.layer import attention_cores
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.self_attention import SelfAttention
 from megakernel.uptraining.attention_inputs import AttentionInputs
-from megakernel.uptraining.layers import attention_cores
 
 
 class CapturedAttention(NamedTuple):
@@ -47,16 +47,13 @@ def captured_attention(model: LanguageModel, row: LayerInputs) -> dict[int, Capt
     captured: dict[int, CapturedAttention] = {}
 
     def listener(index: int) -> Any:
-        def listen(core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        def listen(core: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             assert isinstance(core, AttentionLayer)
-            captured[index] = CapturedAttention(core, AttentionInputs.of(args, kwargs), output)
+            captured[index] = CapturedAttention(core, AttentionInputs.of(*args), output)
 
         return listen
 
-    hooks = [
-        core.register_forward_hook(listener(index), with_kwargs=True)
-        for index, core in attention_cores(model).items()
-    ]
+    hooks = [core.register_forward_hook(listener(index)) for index, core in attention_cores(model).items()]
     try:
         with _evaluating(model), _whole_rows(model):
             model.body(row)

@@ -5,10 +5,9 @@ from types import ModuleType
 from torch import Tensor
 
 from megakernel.ops.arguments import check_choice, check_feature_map, check_tokens
-from megakernel.ops.dispatch import Implementation, Kernels, choose
-from megakernel.ops.fastfood_features import chunked, reference
-from megakernel.ops.feature_maps import SAMPLED, Features
-from megakernel.ops.projections import FastFood
+from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
+from megakernel.ops.feature_maps import FEATURE_MAPS, SAMPLED, Features
+from megakernel.ops.projections import FastFood, dense
 
 
 def _kernels() -> ModuleType:
@@ -17,9 +16,19 @@ def _kernels() -> ModuleType:
     return triton
 
 
+def by_transforms(x: Tensor, projection: FastFood, *, feature_map: str) -> Features:
+    """phi of x (B, H_kv, C, L, d) in float32 or better, by transforms of whole tensors, on any device."""
+    return FEATURE_MAPS[feature_map].phi(x.to(accum_dtype(x.dtype)), projection)
+
+
+def by_matrix(x: Tensor, projection: FastFood, *, feature_map: str) -> Features:
+    """The same by the dense matrix of the transform: what the other backends are compared with."""
+    return FEATURE_MAPS[feature_map].phi(x.to(accum_dtype(x.dtype)), dense(projection, x.shape[-1]))
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "chunked": chunked.attend,
-    "reference": reference.attend,
+    "chunked": by_transforms,
+    "reference": by_matrix,
     "triton": Kernels("fastfood_features", _kernels),
 }
 """Backend -> implementation."""
@@ -30,7 +39,7 @@ def fastfood_features(
 ) -> Features:
     """phi(x) with fast transforms in place of omega.
 
-    `megakernel.ops.feature_maps.features` comes here for every FastFood. Fused attention does not: it takes the
+    `megakernel.ops.phi.features` comes here for every FastFood. Fused attention does not: it takes the
     dense matrix of a FastFood, so that no features reach memory.
 
     Args:

@@ -33,7 +33,7 @@ def unsupported(x: Tensor, projection: FastFood, *, feature_map: str) -> str | N
 
 
 def attend(x: Tensor, projection: FastFood, *, feature_map: str) -> Features:
-    """Arguments and results of `chunked.attend`."""
+    """Arguments and results of `by_transforms`."""
     chunks = x.shape[2:4]
     values, logs = _forward(x.flatten(2, 3), *projection, feature_map)
     return Features(values.unflatten(2, chunks), logs.unflatten(2, chunks) if feature_map != "rks" else None)

@@ -19,8 +19,9 @@ from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
 from megakernel.ops.flurka_attention.form import FarRope, FlurkaState, Form, NearKind, Weights
 from megakernel.ops.mixture import first_key, pack_keys, rotated_each
+from megakernel.ops.phi import start_state
 from megakernel.ops.projections import Projection
-from megakernel.ops.state import Exchange, start_state
+from megakernel.ops.state import Exchange
 from megakernel.ops.window import Rotary
 
 

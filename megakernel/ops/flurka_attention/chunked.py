@@ -4,19 +4,19 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, join_queries, row_mask
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, open_documents, position_rows
-from megakernel.ops.feature_maps import Features, features
+from megakernel.ops.feature_maps import Features
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.groups import Tensors, scan_groups
-from megakernel.ops.mixture import mixed_features, shifted
+from megakernel.ops.mixture import shifted
+from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once
-from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, normalized
+from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, join, with_ones
 from megakernel.ops.window import Layout, Tail, cut, empty_tail, rotate_keys, softmax_pairs
 
 RUN = 256
@@ -36,11 +36,9 @@ class _Group(NamedTuple):
 
     layout: Layout
 
-    def phi(self, x: Tensor) -> Features:
-        return features(self.form.feature_map, x, self.weights.projection)
-
-    def phi_keys(self, x: Tensor) -> Features:
-        return mixed_features(self.phi, x, self.weights.priors)
+    @property
+    def phi(self) -> Phi:
+        return Phi(self.form.feature_map, self.weights.projection, self.weights.priors)
 
 
 def attend(
@@ -143,7 +141,9 @@ def _complete(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     heads, length, kv_heads = q.shape[1], q.shape[2], far.sums.shape[1]
     rotary = group.form.far_rotary
     wide_q = q.to(far.sums.dtype)
-    phi_q = group.phi(chunk_queries(rotary(wide_q, group.rows) if rotary else wide_q, kv_heads, length))
+    phi_q = group.phi.of_queries(
+        chunk_queries(rotary(wide_q, group.rows) if rotary else wide_q, kv_heads, length)
+    )
     near, near_log, local, local_log = (
         chunk_queries(x if x.dim() == 4 else x[..., None], kv_heads, length) for x in sums
     )
@@ -161,7 +161,7 @@ def _near_and_far(
     chunks, size = layout.places.shape[1:]
     q, k = q.to(dtype), k.to(dtype)
     past = tail.keys.to(dtype)
-    values = F.pad(layout.windows(tail.values.to(dtype), v.to(dtype)), (0, 1), value=1.0)
+    values = with_ones(layout.windows(tail.values.to(dtype), v.to(dtype)))
     windows = layout.windows(past, k)
     near_past, near_keys = (shifted(x, group.weights.shift) for x in (past, k))
     if form.near_rotary:
@@ -169,9 +169,9 @@ def _near_and_far(
     near_keys = layout.windows(near_past, near_keys)
 
     far_q = form.far_rotary(q, group.rows) if form.far_rotary else q
-    phi_q = group.phi(chunk_queries(far_q, kv_heads, size, chunks))
+    phi_q = group.phi.of_queries(chunk_queries(far_q, kv_heads, size, chunks))
     if form.near == "kernel":
-        near = pairs(phi_q, group.phi_keys(near_keys), values, layout.visible()[:, :, None])
+        near = pairs(phi_q, group.phi.of_keys(near_keys), values, layout.visible()[:, :, None])
     else:
         near_q = form.near_rotary(q, group.rows) if form.near_rotary else q
         queries = chunk_queries(near_q, kv_heads, size, chunks)
@@ -222,13 +222,13 @@ def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, T
     mass = ends.any(-1)[:, None, :, None, None].to(keys.dtype) * (b / landmarks.shape[3])
     if group.weights.far_mass is not None:
         mass = mass * torch.exp(group.weights.far_mass.to(keys.dtype))[:, None, None, None]
-    pooled = F.pad(pool_values @ values[..., :window, :], (0, 1), value=1.0) * mass
+    pooled = with_ones(pool_values @ values[..., :window, :], mass)
 
     chunk, runs, size = torch.arange(places.shape[1], device=at.device), layout.runs, layout.size
     at = (at + chunk % runs * size)[..., None].expand(-1, -1, landmarks.shape[3])
     inside = torch.arange(runs * size, device=at.device).view(runs, size)
     links = link(inside - places.unflatten(1, (-1, runs)), at.unflatten(1, (-1, runs)).flatten(2), delay=1)
-    return group.phi_keys(_merge_chunks(landmarks, runs)), _merge_chunks(pooled, runs), links
+    return group.phi.of_keys(_merge_chunks(landmarks, runs)), _merge_chunks(pooled, runs), links
 
 
 def _pools(at: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -259,12 +259,10 @@ def _join(
             weight = torch.exp(group.weights.far_weight.to(far.values.dtype)).view(kv_heads, 1, query_heads)
             rows = weight.repeat_interleave(places.shape[2], 2)
             far = Sums(far.values * rows[..., None], far.log_scale)
-        return finish(add(near, far))
+        return join(near, far, None, finish)
     chunks, size = places.shape[1:]
     share = torch.sigmoid(chunk_queries(gate[..., None].to(near.values.dtype), kv_heads, size, chunks))
     # Without a far block the near part alone, exactly: far is 0 there, and must not take its share.
     sees_far = row_mask(places >= form.block_size * form.blocks, query_heads)
-    share = torch.where(sees_far, share, 1.0)
-    seen, *lost = finish(far)
-    out = share * normalized(near) + (1 - share) * seen
+    out, *lost = join(near, far, torch.where(sees_far, share, 1.0)[..., 0], finish)
     return out, *(rows & sees_far[..., 0] for rows in lost)

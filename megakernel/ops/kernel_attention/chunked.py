@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +17,12 @@ from megakernel.ops.documents import (
     position_rows,
     reversed_positions,
 )
-from megakernel.ops.feature_maps import FeatureMap, Features, features
+from megakernel.ops.feature_maps import FeatureMap, Features
 from megakernel.ops.groups import Tensors, scan_groups
-from megakernel.ops.mixture import mixed_features
+from megakernel.ops.phi import Phi, start_state
 from megakernel.ops.projections import Projection
 from megakernel.ops.scan import Links, link, read_states, scan_chunks, write_chunks
-from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge, start_state
+from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge
 from megakernel.ops.sums import Finish, Found, Sums, add, finish_of, in_range
 
 CHUNK = 64
@@ -31,22 +30,6 @@ CHUNK = 64
 
 GROUP = 2048
 """Tokens whose features and chunk states exist at once, a multiple of CHUNK."""
-
-
-class Phi(NamedTuple):
-    """The feature map of a layer, of queries and of the keys of a position."""
-
-    feature_map: FeatureMap | str
-    projection: Projection | None
-    priors: Tensor | None
-
-    def of_queries(self, x: Tensor) -> Features:
-        """phi of (B, H_kv, C, R, d)."""
-        return features(self.feature_map, x, self.projection)
-
-    def of_keys(self, x: Tensor) -> Features:
-        """phi of (B, H_kv, C, L, d), or the mixture of (B, H_kv, C, L, M d)."""
-        return mixed_features(self.of_queries, x, self.priors)
 
 
 def attend(

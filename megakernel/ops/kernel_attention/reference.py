@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.documents import Positions, open_documents, position_rows
-from megakernel.ops.feature_maps import FeatureMap, features
+from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.mixture import by_component
+from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood, Projection, dense
 from megakernel.ops.state import EMPTY, Exchange, KernelState, keep, merge
 from megakernel.ops.sums import Sums, normalized, unnormalized

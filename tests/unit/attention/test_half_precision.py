@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.attention import AttentionLayer, build
+from megakernel.attention import AttentionInputs, AttentionLayer, build
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config.attention import PRESETS, Attention
+from tests.tiers import tiered
 from tests.unit.attention.mechanisms import POINTS, SMALL, Sizes, sized
 
 TOKENS, WIDTH = 65_536, 16
+every_length = pytest.mark.parametrize("length", tiered([8192, TOKENS], [8192]))
 LAST = 64
 """Queries that look back over the whole row where each query weighs every key."""
 
@@ -39,9 +41,9 @@ CASES = [
 ]
 
 
-def moved(form: Attention, causal: bool) -> AttentionLayer:
+def moved(form: Attention, causal: bool, length: int) -> AttentionLayer:
     """A layer of one head with bf16 parameters, which have moved away from where gates and masses have no effect."""
-    module = build(form, num_heads=1, head_dim=WIDTH, causal=causal, max_positions=TOKENS)
+    module = build(form, num_heads=1, head_dim=WIDTH, causal=causal, max_positions=max(length, 1024))
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -49,7 +51,7 @@ def moved(form: Attention, causal: bool) -> AttentionLayer:
     return module.bfloat16().eval()
 
 
-def inputs(form: Attention, length: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(form: Attention, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of scale 10, k and v as the mechanism wants them from the projections."""
     draw = torch.Generator().manual_seed(0)
     count = length
@@ -62,13 +64,13 @@ def inputs(form: Attention, length: int = TOKENS) -> tuple[Tensor, Tensor, Tenso
     return q, k, v
 
 
-def only_the_last_look_back() -> Tensor:
+def only_the_last_look_back(length: int) -> Tensor:
     """Positions (1, N) that make a document of every token but the last ones, which begin where the row does.
 
     Every key is there, and of N^2 pairs N * LAST are weighed.
     """
-    positions = torch.zeros(1, TOKENS, dtype=torch.int64)
-    positions[:, -LAST:] = torch.arange(TOKENS - LAST, TOKENS)
+    positions = torch.zeros(1, length, dtype=torch.int64)
+    positions[:, -LAST:] = torch.arange(length - LAST, length)
     return positions
 
 
@@ -83,13 +85,15 @@ def assert_near(out: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("name", "causal"), CASES)
+@every_length
 @torch.no_grad()
-def test_large_inputs_on_long_rows_stay_near_float64(name, causal):
+def test_large_inputs_on_long_rows_stay_near_float64(name, causal, length):
     form = FORMS[name]
-    module, qkv = moved(form, causal), inputs(form)
-    positions = only_the_last_look_back() if form.weighs_every_pair else None
-    out = module(*qkv, positions=positions)
-    expected = module.double()(*(x.double() for x in qkv), positions=positions)
+    module, qkv = moved(form, causal, length), inputs(form, length)
+    positions = only_the_last_look_back(length) if form.weighs_every_pair else None
+    told = AttentionInputs(positions)
+    out = module(*qkv, told)
+    expected = module.double()(*(x.double() for x in qkv), told)
     seen = slice(None if positions is None else -LAST, None)
     assert_near(out[:, :, seen], expected[:, :, seen])
 
@@ -99,19 +103,20 @@ def test_large_inputs_on_long_rows_stay_near_float64(name, causal):
 def test_large_inputs_on_short_rows_stay_near_float64(name, causal):
     form = FORMS[name]
     for length in (16, 64, 256, 1024):
-        module, qkv = moved(form, causal), inputs(form, length)
+        module, qkv = moved(form, causal, length), inputs(form, length)
         out = module(*qkv)
         assert_near(out, module.double()(*(x.double() for x in qkv)))
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if FORMS[name].compresses_input])
+@every_length
 @torch.no_grad()
-def test_landmarks_of_large_inputs_stay_near_float64(name):
-    module = moved(FORMS[name], causal=False)
+def test_landmarks_of_large_inputs_stay_near_float64(name, length):
+    module = moved(FORMS[name], causal=False, length=length)
     assert isinstance(module, LowRankAttention)
-    x = 10 * torch.randn(TOKENS, 1, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
-    out = module.compress(x, first=0, length=TOKENS)
-    assert_near(out, module.double().compress(x.double(), first=0, length=TOKENS))
+    x = 10 * torch.randn(length, 1, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = module.compress(x, first=0, length=length)
+    assert_near(out, module.double().compress(x.double(), first=0, length=length))
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.feature_map is not None])

@@ -9,7 +9,7 @@ from megakernel.attention import AttentionLayer, build
 from megakernel.attention.generator import Generator
 from megakernel.attention.projection import Projection
 from megakernel.ops import kernel_attention
-from megakernel.ops.feature_maps import features
+from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood, project
 from tests.oracles import assert_equal, every_array
 

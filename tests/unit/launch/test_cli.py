@@ -1,14 +1,16 @@
 import os
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 
 import megakernel
-from launch.cli import COMMANDS, main
+from launch.cli import COMMANDS, DEV, GROUPS, main
 from launch.exit_status import ExitStatus
 from megakernel.config import Config, from_yaml, load
 
@@ -35,13 +37,32 @@ def test_every_command_explains_itself_with_an_example_that_parses(name, capsys,
     assert "%%" not in shown
     example = shown.partition("example:\n  ")[2].splitlines()[0]
     program, *arguments = shlex.split(example)
-    assert (program, arguments[0]) == ("megakernel", name)
+    assert program == "megakernel"
+    assert arguments[: 1 + (name in DEV)] == ["dev"] * (name in DEV) + [name]
     monkeypatch.setattr(COMMANDS[name], "run", lambda args: 0)
     assert main(arguments) == 0
 
 
+def test_help_shows_the_commands_that_people_type_group_by_group(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in shown if line.startswith("  ") and line[2].isalpha()]
+    assert names == ["COMMAND", *(name for group in GROUPS.values() for name in group), "dev"]
+    assert [line[:-1] for line in shown if line[:-1] in GROUPS] == list(GROUPS)
+
+
+@pytest.mark.parametrize("name", DEV)
+def test_commands_of_whoever_works_on_the_code_have_their_old_names_too(name, monkeypatch):
+    seen = []
+    monkeypatch.setattr(DEV[name], "run", lambda args: seen.append(vars(args)) or 0)
+    _, *arguments = shlex.split(DEV[name].EXAMPLE)
+    assert main(arguments) == main(arguments[1:]) == 0
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize(
-    "arguments", [[], ["train"], ["config"], ["config", "x.yaml", "--frobnicate"], ["doctor", "x"]]
+    "arguments", [[], ["dev"], ["train"], ["config"], ["config", "x.yaml", "--frobnicate"], ["doctor", "x"]]
 )
 def test_a_command_line_that_makes_no_sense_is_a_usage_error(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -166,3 +187,23 @@ def test_the_doctor_finds_this_machine_fit():
     assert result.returncode == ExitStatus.DONE, result.stdout
     for name in ("torch", "megatron-core", "deepspeed", "liger-kernel", "gloo", "cpu"):
         assert f"ok  {name} " in result.stdout
+
+
+def test_the_doctor_asks_for_what_the_distribution_needs(tmp_path):
+    """A package that is too old for what setup.cfg says, found before the real one."""
+    old = tmp_path / "rich-1.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 1.0\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, "-m", "launch.cli", "doctor"],
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == ExitStatus.FAILED
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("missing")]
+    assert line.split()[:3] == ["missing", "rich", "1.0"]
+    assert "pip install 'rich>=13' -c constraints.txt" in line
+    needed = {re.split("[<>=;]", wanted)[0] for wanted in requires("megakernel") if "extra" not in wanted}
+    assert needed <= {line.split()[1] for line in result.stdout.splitlines()}

@@ -9,7 +9,7 @@ from megakernel.config import PRESETS, Attention, expand_preset, yaml_text
 
 def test_the_page_of_mechanisms_is_what_the_code_says():
     assert mechanisms.PAGE.read_text() == mechanisms.page(catalogue()), (
-        "megakernel mechanisms --markdown > docs/mechanisms.md"
+        "megakernel dev mechanisms --markdown > docs/mechanisms.md"
     )
 
 

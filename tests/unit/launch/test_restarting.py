@@ -1,7 +1,13 @@
 import pytest
 
 from launch.exit_status import ExitStatus
-from launch.slurm.restarting import decide
+from launch.slurm.restarting import Start, decide
+
+RESET = "rank 3 on n2: RuntimeError: [gloo/transport/tcp/pair.cc:538] Read error [10.0.0.2]:5: Connection reset by peer"
+
+
+def ends(*statuses, progressed=False):
+    return [Start(status, progressed) for status in statuses]
 
 
 @pytest.mark.parametrize(
@@ -21,31 +27,70 @@ from launch.slurm.restarting import decide
         (140, True),  # USR2, before the process could listen to it
     ],
 )
-def test_what_befell_a_sound_run_starts_again_and_nothing_else(status, again):
-    assert decide(status, restarts=0, max_restarts=3, saved=[10]).restart is again
+def test_what_happens_to_a_sound_run_starts_again_and_nothing_else(status, again):
+    assert decide(ends(status), max_restarts=3).restart is again
 
 
 @pytest.mark.parametrize(
-    ("restarts", "allowed", "saved", "why"),
+    "said",
     [
-        (0, 0, [10], "not to be requeued"),
-        (3, 3, [10, 20, 30, 40], "restarted 3 times"),
-        (2, 9, [10, 10, 10], "2 restarts in a row saved nothing beyond step 10"),
-        (4, 9, [10, 20, 30, 30, 30], "beyond step 30"),
+        RESET,
+        "rank 0 on n1: DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2, NCCL remote error",
+        "rank 0 on n1: RuntimeError: CUDA error: uncorrectable ECC error encountered",
+        "rank 0 on n1: OSError: [Errno 116] Stale file handle: 'data/x.bin'",
+        "rank 0 on n1: RuntimeError: Watchdog caught collective operation timeout: NCCL ran for 600000 ms, timeout",
     ],
 )
-def test_a_restart_that_is_not_due_says_why(restarts, allowed, saved, why):
-    decision = decide(ExitStatus.STOPPED, restarts, allowed, saved)
+def test_an_error_of_the_cluster_starts_again_before_a_step_was_saved(said):
+    assert decide(ends(ExitStatus.FAILED), 3, said).restart
+    assert not decide(ends(ExitStatus.FAILED), 3, "rank 0 on n1: KeyError: 'x'").restart
+
+
+def test_an_error_starts_again_where_it_follows_progress_and_not_at_the_same_step():
+    said = "rank 0 on n1: KeyError: 'x'"
+    assert decide([Start(ExitStatus.FAILED, True)], 3, said).restart
+    assert not decide([Start(ExitStatus.FAILED, True), Start(ExitStatus.FAILED, False)], 3, said).restart
+
+
+def test_the_cause_of_a_user_stays_ended_however_far_the_run_had_come():
+    for status in (ExitStatus.USAGE, ExitStatus.NOT_FINITE, ExitStatus.TERMINATED):
+        assert not decide([Start(status, True)], 3, RESET).restart
+
+
+def test_requests_to_make_room_cost_nothing():
+    assert decide(ends(*[ExitStatus.STOPPED] * 100), max_restarts=1).restart
+    between = ends(*[ExitStatus.STALLED, ExitStatus.STOPPED] * 2)
+    assert decide(between, 2).restart
+    assert not decide([*between, Start(ExitStatus.STALLED, False)], 2).restart
+
+
+def test_progress_gives_the_failures_back():
+    lost = ends(*[ExitStatus.FAILED] * 3)
+    assert decide(lost, 3, RESET).restart
+    assert not decide([*lost, *ends(ExitStatus.FAILED)], 3, RESET).restart
+    weeks = [Start(ExitStatus.STALLED, True)] * 100
+    assert decide(weeks, 3).restart
+    assert decide([*weeks, *lost], 3, RESET).restart
+
+
+@pytest.mark.parametrize("status", [ExitStatus.OUT_OF_MEMORY, 137])
+def test_memory_that_two_restarts_did_not_give_a_third_will_not(status):
+    assert decide(ends(*[status] * 2), 9).restart
+    decision = decide(ends(*[status] * 3), 9)
     assert not decision.restart
-    assert why in decision.why
+    assert "2 restarts in a row saved no step" in decision.why
 
 
-@pytest.mark.parametrize("saved", [[0, 0], [10, 10, 20], [10, 10, 20, 20]])
-def test_one_start_without_progress_is_no_reason_to_give_up(saved):
-    assert decide(ExitStatus.STALLED, restarts=len(saved) - 1, max_restarts=9, saved=saved).restart
+def test_exit_statuses_can_be_chosen():
+    assert not decide(ends(42), 3).restart
+    assert decide(ends(42), 3, restart_on=[42]).restart
+
+
+def test_a_job_that_may_not_start_again_says_so():
+    assert "not to be requeued" in decide(ends(ExitStatus.STOPPED), 0).why
 
 
 def test_what_a_process_said_is_told_where_it_failed():
     said = "rank 3 on n2: ValueError: no"
-    assert decide(ExitStatus.FAILED, 0, 9, [0], said).why == f"failed ({said})"
-    assert decide(ExitStatus.STOPPED, 0, 9, [0], said).why == "saved and stopped to make room"
+    assert decide(ends(ExitStatus.FAILED), 9, said).why == f"failed ({said})"
+    assert decide(ends(ExitStatus.STOPPED), 9, said).why == "saved and stopped to make room"

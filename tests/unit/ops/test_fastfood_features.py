@@ -1,7 +1,7 @@
 import pytest
 
 from megakernel.ops.fastfood_features import SAMPLED, fastfood_features
-from megakernel.ops.feature_maps import features
+from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood
 
 from .comparing import assert_same, random

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megakernel.ops import kernel_attention
-from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, features
+from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap
+from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood
 
 

@@ -3,8 +3,7 @@ import torch
 
 from megakernel.attention import Rotary
 from megakernel.ops import flurka_attention, kernel_attention, weighted_attention, window_attention
-from megakernel.ops.feature_maps import features
-from megakernel.ops.mixture import mixed_features
+from megakernel.ops.phi import features, mixed_features
 from tests.unit.ops.comparing import assert_same, random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops import kernel_attention
-from megakernel.ops.feature_maps import features
+from megakernel.ops.phi import features
 from tests.oracles import FOLDER, arrays, assert_equal
 
 EPS = 1e-6

@@ -5,8 +5,8 @@ import torch
 
 from megakernel import attention
 from megakernel.uptraining.attention_inputs import AttentionInputs
-from megakernel.uptraining.losses import FLOOR, cross_entropy
 from megakernel.uptraining.query_rows import QueryRows, sample_queries
+from megakernel.uptraining.transfer import FLOOR, cross_entropy
 
 BATCH, TOKENS, DIM, BLOCK = 2, 13, 4, 4
 QUERIES = torch.tensor([0, 3, 5, 8, 9, 12])
@@ -40,7 +40,7 @@ def example(form, heads=4, kv_heads=2, causal=True, positions=PACKED, padding=No
         torch.randn(BATCH, count, TOKENS, DIM, generator=draw, dtype=torch.float64)
         for count in (heads, kv_heads, kv_heads)
     )
-    return core, AttentionInputs(q, k, v, padding, positions, attention.Rotary(DIM))
+    return core, AttentionInputs(positions, padding, attention.Rotary(DIM), q=q, k=k, v=v)
 
 
 def whole_matrix(core, inputs):

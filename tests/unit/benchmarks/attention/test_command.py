@@ -1,4 +1,4 @@
-"""`megakernel bench attention`, end to end on a CPU."""
+"""`megakernel dev bench attention`, end to end on a CPU."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_the_cpu_suite_writes_a_table_of_what_it_measured(tmp_path, capsys):
     assert main([*command, "--out", str(out)]) == 0
     page = out.read_text()
     assert capsys.readouterr().out == page
-    assert "`megakernel bench attention --suite cpu --repeats 1 --max-tokens 2048 --only FLuRKA`" in page
+    assert "`megakernel dev bench attention --suite cpu --repeats 1 --max-tokens 2048 --only FLuRKA`" in page
     assert f"torch {torch.__version__}" in page
     assert "GB/s" in page
     assert "* FLuRKA: a doubling of N costs at most " in page

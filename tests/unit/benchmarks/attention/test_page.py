@@ -27,7 +27,7 @@ def page(*results):
     machine = Machine("a device", bandwidth=2e9, peak=3e12, source="measured here")
     survey = Survey(SUITES["cpu"], machine, torch.float32, repeats=3)
     survey.results = [(Case(1, tokens, 4, 64), list(rows)) for tokens, rows in results]
-    return measured_page(survey, CPU, "megakernel bench attention")
+    return measured_page(survey, CPU, "megakernel dev bench attention")
 
 
 def test_a_row_has_milliseconds_mebibytes_shares_and_the_ratio_to_the_suites_measure():

@@ -1,0 +1,346 @@
+"""A folder in the Hugging Face form, read tensor by tensor."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megakernel.config import Model, UserError, validate_section, yaml_text
+from megakernel.parallel import OneProcess
+
+from .families import FAMILIES, OWN, OWN_PREFIX, Family, model_section
+from .parts import Part, Same
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+CONFIG = "config.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+_TIED_HEADS = ("lm_head.weight", "embed_out.weight")
+"""A copy of the embedding that some files keep beside it."""
+
+_PREFIXES = ("transformer.", "model.", "gpt_neox.")
+"""Of a model with a head; files of the model alone leave them out."""
+
+_FUNCTION = (
+    "num_heads",
+    "head_size",
+    "activation",
+    "norm",
+    "norm_eps",
+    "qk_norm",
+    "parallel_residual",
+    "normalized_residual",
+    "position",
+    "rotary_share",
+    "tie_embeddings",
+)
+"""Keys of a model section that the shapes of weights do not tell."""
+
+_RENAMED = {"lm_head.weight": "embed_out.weight", "embed_out.weight": "lm_head.weight"}
+
+
+def is_dense_checkpoint(folder: Path) -> bool:
+    """Whether a folder is one of these, whole or not: it has a config.json with a model_type."""
+    try:
+        return "model_type" in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+class DenseCheckpoint:
+    """A dense checkpoint under our names (`WholeTensors`).
+
+    Files are mapped into memory, so that what is read is what is used. Raises UserError, one line with a remedy, for
+    what is no whole checkpoint of a known family.
+    """
+
+    def __init__(self, folder: Path, vocab_multiple: int = 1, config: Mapping[str, Any] | None = None):
+        """Read the configuration and the files' headers.
+
+        vocab_multiple: the rows of the vocabulary are padded to a multiple of this, with zeros. config: read instead of
+        config.json, of a part of the model: other tensors are left alone.
+        """
+        self.folder = folder
+        self.vocab_multiple = vocab_multiple
+        self.config = _config(folder) if config is None else config
+        self.section = model_section(self.config, f"{folder / CONFIG}")
+        self._files = _files(folder)
+        self._open = ExitStack()
+        self._readers: dict[Path, Any] = {}
+        if self.section.get("tie_embeddings") and self._family is not None:
+            self.section["tie_embeddings"] = self._are_tied(self._family)
+        self.model = validate_section(Model, self.section, f"{folder / CONFIG}: model")
+        self._check_names(is_whole=config is None)
+        self._check_shapes()
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """Our names -> what they are made of."""
+        if self._family is None:
+            return {name: Same((OWN_PREFIX + name,)) for name in self._wanted_shapes}
+        return our_parts(self._family, self.model)
+
+    @cached_property
+    def _wanted_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Our names -> shapes, as the model section has them."""
+        if self._family is None:
+            return _shapes(self.model)
+        # The layers of a family differ in their windows alone: one tells the shapes of all.
+        one = _shapes(self.model.model_copy(update={"num_layers": 1, "attention_pattern": None}))
+        return {name: one[_in_one_layer(name, self.model)] for name in self.parts}
+
+    @property
+    def _family(self) -> Family | None:
+        """What config.json names; None for a model with our own tensors."""
+        kind = self.config["model_type"]
+        return None if kind == OWN else FAMILIES[kind]
+
+    @property
+    def names(self) -> set[str]:
+        """Our names of all tensors."""
+        return set(self.parts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one of our tensors, from the files' headers."""
+        part = self.parts[name]
+        joined = part.join([torch.empty(self._shape(x), device="meta") for x in part.theirs])
+        return tuple(self._padded(name, joined).shape)
+
+    def read(self, name: str, keys: Iterable[str] = ("fp32",)) -> dict[str, Tensor]:
+        """One of our tensors, in the checkpoint's dtype, as the value of a universal checkpoint's key for weights."""
+        if "fp32" not in keys:
+            return {}
+        part = self.parts[name]
+        return {"fp32": self._padded(name, part.join([self._tensor(theirs) for theirs in part.theirs]))}
+
+    def unlike(self, model: Model) -> list[str]:
+        """One line for each key of a model section that makes another function of the same weights.
+
+        Not asked about is what shapes tell, what up-training changes (the attention), and the rotary frequencies,
+        which longer rows may change.
+        """
+        return [
+            f"model.{key}={getattr(model, key)!r} is {getattr(self.model, key)!r} in the checkpoint; set it to that"
+            for key in _FUNCTION
+            if getattr(model, key) != getattr(self.model, key)
+        ]
+
+    def _padded(self, name: str, tensor: Tensor) -> Tensor:
+        lacking = -len(tensor) % self.vocab_multiple
+        if not lacking or name not in vocabulary_names(self.model):
+            return tensor
+        return F.pad(tensor, (0, 0, 0, lacking))
+
+    def _tensor(self, theirs: str) -> Tensor:
+        return self._reader(theirs).get_tensor(self._found(theirs))
+
+    def _shape(self, theirs: str) -> tuple[int, ...]:
+        return tuple(self._reader(theirs).get_slice(self._found(theirs)).get_shape())
+
+    def _reader(self, theirs: str) -> Any:
+        path = self._files[self._found(theirs)]
+        if path not in self._readers:
+            self._readers[path] = self._open.enter_context(safetensors.safe_open(path, "pt"))
+        return self._readers[path]
+
+    def _found(self, theirs: str) -> str:
+        """The name under which the files have one of the family's tensors."""
+        candidates = [theirs, _RENAMED.get(theirs, theirs)]
+        candidates += [theirs.removeprefix(prefix) for prefix in _PREFIXES]
+        return next((name for name in candidates if name in self._files), theirs)
+
+    def _are_tied(self, family: Family) -> bool:
+        """Whether the head is the embedding: `transformers`, too, ties none that differs from it in the files."""
+        (embedding,) = family.around(Model.model_construct(tie_embeddings=True))["embedding"].theirs
+        head = next((name for name in _TIED_HEADS if name in self._files), None)
+        if head is None or self._found(embedding) not in self._files:
+            return True
+        return torch.equal(self._tensor(head).float(), self._tensor(embedding).float())
+
+    def _check_names(self, is_whole: bool) -> None:
+        wanted = {self._found(theirs) for part in self.parts.values() for theirs in part.theirs}
+        spare = _TIED_HEADS if self.model.tie_embeddings else ()
+        ignored = () if self._family is None else self._family.ignored
+        extra = [
+            name for name in self._files.keys() - wanted if name not in spare and not name.endswith(ignored)
+        ]
+        unknown = set(extra) if is_whole else set()
+        for names, what in ((wanted - self._files.keys(), "misses"), (unknown, "has unknown")):
+            if names:
+                raise UserError(
+                    f"{self.folder} {what} {len(names)} tensors of a {self.config['model_type']} model: "
+                    f"{_some(sorted(names))}; download it again, or correct {CONFIG}"
+                )
+
+    def _check_shapes(self) -> None:
+        wrong = [
+            f"{self._found(theirs)} {found} where {CONFIG} asks for {wanted}"
+            for name, shape in self._wanted_shapes.items()
+            for theirs, wanted in _their_shapes(self.parts[name], shape)
+            if (found := self._shape(theirs)) != wanted
+        ]
+        if wrong:
+            raise UserError(
+                f"{self.folder} has {len(wrong)} misshapen tensors of a {self.config['model_type']} model: "
+                f"{_some(wrong)}; download it again, or correct {CONFIG}"
+            )
+
+
+def vocabulary_names(model: Model) -> tuple[str, ...]:
+    """The names of what has a row for each word: the token embedding, and the head where the two are not tied."""
+    if model.tie_embeddings:
+        return ("tied_modules.embedding.tokens.weight",)
+    return "0.tokens.weight", f"{_first_layer(model) + model.num_layers + 1}.linear.weight"
+
+
+def our_parts(family: Family, model: Model) -> dict[str, Part]:
+    """The names of `megakernel.model.LanguageModel`'s tensors -> parts."""
+    around = family.around(model)
+    first = _first_layer(model)
+    last = first + model.num_layers
+    places = {
+        "positions": "1.weight",
+        "norm.weight": f"{last}.norm.weight",
+        "norm.bias": f"{last}.norm.bias",
+        **dict(zip(("embedding", "head"), vocabulary_names(model))),
+    }
+    parts = {places[place]: part for place, part in around.items()}
+    for index in range(model.num_layers):
+        parts |= {f"{first + index}.{name}": part for name, part in family.layer(model, index).items()}
+    return parts
+
+
+def _first_layer(model: Model) -> int:
+    """Its number among the modules: behind the embedding and a table of positions."""
+    return 2 if model.position == "learned" else 1
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors that files of the model hold, which pad no vocabulary."""
+    from megakernel.model import (  # seconds, which an error before need not wait for
+        LanguageModel,
+        ModelSettings,
+    )
+
+    assert model.vocab_size is not None
+    plain = model.model_copy(update={"vocab_multiple": 1})
+    built = LanguageModel(ModelSettings(plain, model.vocab_size, OneProcess(), shapes_only=True))
+    return {name: tuple(x.shape) for name, x in built.state_dict().items()}
+
+
+def _in_one_layer(name: str, model: Model) -> str:
+    """The name of a tensor if the model had one layer; of a layer's tensor that of the first one's."""
+    number, _, rest = name.partition(".")
+    first = _first_layer(model)
+    if not number.isdigit() or int(number) < first:
+        return name
+    return f"{max(first, int(number) - model.num_layers + 1)}.{rest}"
+
+
+def _their_shapes(part: Part, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Their names and shapes of what makes one of our tensors."""
+    for theirs, tensor in zip(part.theirs, part.split(torch.empty(shape, device="meta"))):
+        yield theirs, tuple(tensor.shape)
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """config.json, with what it leaves out as `transformers` completes it."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(
+            f"{folder} is no Hugging Face checkpoint: it has no {CONFIG}; give a folder that "
+            "`save_pretrained` or `hf download` wrote"
+        )
+    if (folder / ADAPTER).is_file():
+        raise UserError(
+            f"{folder} has an adapter beside its weights ({ADAPTER}), which transformers adds to them; save the model "
+            "behind `merge_and_unload`, or remove the adapter"
+        )
+    written = _json(path)
+    return their_config(folder).to_dict() if written.get("model_type") in FAMILIES else written
+
+
+def their_config(folder: Path) -> "PreTrainedConfig":
+    """config.json of one of the families as `transformers` completes it; UserError where it does not take it."""
+    from transformers import AutoConfig  # seconds, which an error need not wait for
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if getattr(config, "rope_parameters", None):
+            config.standardize_rope_params()  # as its models do: a key beside the scaling may change it
+    # Its checks of values raise many types.
+    except Exception as error:
+        kind, reason = _json(folder / CONFIG)["model_type"], " ".join(str(error).split())
+        raise UserError(
+            f"{folder / CONFIG} is no configuration of a {kind} model ({reason}); correct it"
+        ) from None
+    return config
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON ({error}); download it again") from None
+    if not isinstance(written, dict):
+        raise UserError(f"{path} holds no keys; download it again")
+    return written
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Their names of all tensors -> file."""
+    index = folder / INDEX
+    if index.is_file():
+        weights: dict[str, str] = _json(index).get("weight_map", {})
+        paths = sorted({folder / file for file in weights.values()})
+        if not paths:
+            raise UserError(f"{index} names no files; download it again")
+    else:
+        paths = [folder / ONE_FILE]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        pickled = f"; {others[0]} is pickled: save it again with `save_pretrained`" if others else ""
+        interrupted = "; its download was interrupted: run it again" if _unfinished(folder) else ""
+        raise UserError(
+            f"{folder} is not whole: {_some(missing)} missing"
+            f"{pickled or interrupted or '; download what is missing'}"
+        )
+    found: dict[str, Path] = {}
+    for path in paths:
+        try:
+            with safetensors.safe_open(path, "pt") as reader:
+                found |= dict.fromkeys(reader.keys(), path)
+        except safetensors.SafetensorError as error:
+            raise UserError(f"{path} cannot be read ({error}); download it again") from None
+    return found
+
+
+def _unfinished(folder: Path) -> bool:
+    """Whether `hf download --local-dir` has left parts of files there."""
+    return any(folder.rglob("*.incomplete"))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def fragment(checkpoint: DenseCheckpoint) -> str:
+    """YAML with the `model` and `init` sections; model.attention is softmax, which gives the dense model's outputs."""
+    folder = checkpoint.folder.resolve()
+    lines = [
+        f"# {checkpoint.config['model_type']} from {folder}, made by `megakernel import`.",
+        f"# Its data: megakernel prepare --source SOURCE --tokenizer {folder} --out DIR",
+        yaml_text.write({"model": checkpoint.section, "init": {"from": str(folder)}}),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""Floating-point operations of a model: what its formulas need, not what some way of computing them executes.
+
+Conventions, all per token of one sequence of `seq_len` tokens that is a single document:
+* a multiplication and an addition count 2, matrix products alone are counted; norms, softmax, exponentials,
+  rotations and the embedding lookup are not;
+* full attention of an encoder counts N keys per token, padding included;
+* causal attention counts the pairs it may look at, (N + 1) / 2 keys per token, half of what PaLM's appendix
+  counts: a kernel that skips the other half does the same work;
+* kernel attention counts one update and one reading of the state per token, D + 1 columns with the
+  normalizer. The chunked op weighs pairs inside a chunk as well, which buys speed and is not necessary;
+* training is forward and twice that for backward. What is recomputed to save memory is not counted in MFU.
+"""
+
+from collections import Counter
+from typing import Literal
+
+from megakernel.config import Attention, Model
+from megakernel.config.mechanisms import Shape, landmarks_per_token
+
+BACKWARD = 2
+
+
+def flops_per_token(model: Model, seq_len: int, vocab_size: int, predicted: float = 1.0) -> float:
+    """Forward FLOPs per token. vocab_size: tokens of the tokenizer; padding rows are not necessary work.
+
+    predicted: share of the tokens that a language model's head predicts, data.masking.rate of a masked_lm.
+    """
+    parts = forward_flops(model, seq_len, vocab_size)
+    return sum(parts.values()) - (1 - predicted) * parts["head"]
+
+
+def training_flops_per_token(model: Model, seq_len: int, vocab_size: int, predicted: float = 1.0) -> float:
+    """Forward and backward FLOPs per token, the numerator of MFU."""
+    return (1 + BACKWARD) * flops_per_token(model, seq_len, vocab_size, predicted)
+
+
+def recomputed_flops_per_token(
+    model: Model, seq_len: int, activation_checkpointing: Literal["none", "selective", "full"]
+) -> float:
+    """FLOPs per token that backward repeats because of training.activation_checkpointing."""
+    if activation_checkpointing == "none":
+        return 0.0
+    parts = forward_flops(model, seq_len, vocab_size=0)
+    if activation_checkpointing == "selective":
+        del parts["projections"], parts["mlp"]
+    return sum(parts.values())
+
+
+def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, float]:
+    """Forward FLOPs per token by part, summed over the layers.
+
+    projections (query, key, value, output), feature_map, landmarks, inverse, state, readout, near (exact attention,
+    windowed or full), far (landmarks and chunks under softmax), summaries (of chunks), convolution, gate, mlp, head.
+    Parts that no layer has are absent.
+    """
+    width, size = model.hidden_size, model.head_size
+    matrices = 3 if model.activation == "swiglu" else 2
+    parts: Counter[str] = Counter()
+    for layer in range(model.num_layers):
+        attention = model.layer_attention(layer)
+        keys: float = (attention.keys_per_head + 1) * model.kv_heads
+        if attention.compresses_input:
+            assert attention.compression is not None
+            keys = keys * landmarks_per_token(attention.compression, seq_len)
+        projected = 2 * model.num_heads + keys
+        parts.update({"projections": 2 * width * size * projected})
+        parts["mlp"] += 2 * width * model.ffn_size * matrices
+        parts.update(attention_flops(model, attention, seq_len))
+    # A classifier's head works once for a document.
+    parts["head"] += 0 if model.classifier is not None else 2 * width * vocab_size
+    return dict(parts)
+
+
+def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[str, float]:
+    """Forward FLOPs per token of one layer's attention core, by part."""
+    sizes = (model.num_heads, model.kv_heads, model.head_size, model.hidden_size)
+    return attention.spec.flops(Shape(*sizes, model.is_causal, seq_len))

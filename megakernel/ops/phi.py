@@ -1,0 +1,87 @@
+"""The feature map of a layer: phi of its queries and of the keys of a position, and the state that they start from."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.fastfood_features import IMPLEMENTATIONS
+from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, Features, named
+from megakernel.ops.projections import FastFood, Projection
+from megakernel.ops.state import EMPTY, KernelState
+
+
+class Phi(NamedTuple):
+    """The feature map of a layer, of queries and of the keys of a position."""
+
+    feature_map: FeatureMap | str
+    projection: Projection | None
+    priors: Tensor | None
+
+    def of_queries(self, x: Tensor) -> Features:
+        """phi of (B, H_kv, C, R, d)."""
+        return features(self.feature_map, x, self.projection)
+
+    def of_keys(self, x: Tensor) -> Features:
+        """phi of (B, H_kv, C, L, d), or the mixture of (B, H_kv, C, L, M d)."""
+        return mixed_features(self.of_queries, x, self.priors)
+
+
+def features(feature_map: FeatureMap | str, x: Tensor, projection: Projection | None) -> Features:
+    """phi(x) for x (B, H_kv, C, L, d) in float32 or better."""
+    form = named(feature_map)
+    if isinstance(projection, FastFood):
+        # An op of its own: where there is a GPU, by kernels.
+        values, log_scale = choose(IMPLEMENTATIONS, None)(x, projection, feature_map=form.name)
+    else:
+        values, log_scale = FEATURE_MAPS[form.name].phi(x, projection)
+    if form.components > 1:
+        values = values * form.components**0.5
+    phi = Features(values, log_scale)
+    return _smoothed(phi, form.smoothing) if form.smoothing else phi
+
+
+def _smoothed(phi: Features, constant: float) -> Features:
+    """phi with one feature more, the same for every token."""
+    values, log_scale = phi
+    one = values.new_full((*values.shape[:-1], 1), constant)
+    if log_scale is None:
+        return Features(torch.cat([values, one], -1), None)
+    larger = log_scale.clamp(min=math.log(constant))
+    values = values * torch.exp(log_scale - larger)[..., None]
+    return Features(torch.cat([values, one * torch.exp(-larger)[..., None]], -1), larger)
+
+
+def mixed_features(phi: Callable[[Tensor], Features], keys: Tensor, priors: Tensor | None) -> Features:
+    """sum_r pi_r phi(k_r) (Transformer-MGK, section 2.4): linear in phi, so that the state is that of one key.
+
+    keys: (B, H_kv, C, L, M d), the keys of a position beside each other; priors: (H_kv, M) >= 0, None for one key.
+    """
+    if priors is None:
+        return phi(keys)
+    weights = priors.to(keys.dtype)
+    parts = [phi(part) for part in keys.chunk(weights.shape[-1], -1)]
+    values = torch.stack([part.values for part in parts])
+    shares = weights.T[:, None, :, None, None]
+    scales = [part.log_scale for part in parts if part.log_scale is not None]
+    if not scales:
+        return Features((shares[..., None] * values).sum(0), None)
+    # A key of no weight must not set the scale of the others.
+    logs = torch.stack(scales).masked_fill(shares == 0, EMPTY)
+    largest = logs.amax(0)
+    return Features(((shares * torch.exp(logs - largest))[..., None] * values).sum(0), largest)
+
+
+def start_state(
+    feature_map: FeatureMap | str, k: Tensor, projection: Projection | None, value_dim: int
+) -> KernelState:
+    """The empty state of keys k (B, H_kv, N, d) and values of `value_dim` numbers."""
+    batch, heads = k.shape[:2]
+    # The map itself, asked about no token, knows how many features there are and whether they need a scale.
+    phi = features(feature_map, k.detach()[:, :, None, :0].to(accum_dtype(k.dtype)), projection)
+    sums = k.new_zeros(batch, heads, phi.values.shape[-1], value_dim + 1, dtype=accum_dtype(k.dtype))
+    log_scale = sums.new_full((batch, heads), 0.0 if phi.log_scale is None else EMPTY)
+    return KernelState(sums, log_scale)

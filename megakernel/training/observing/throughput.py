@@ -1,0 +1,112 @@
+"""How fast training goes between two logged steps, and the peak speed of known GPUs."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Throughput:
+    """Counts from its making; `scalars` closes a window and opens the next.
+
+    Times are those of this process, which waits for the others in every step; tokens are those of all.
+    devices: processes that train.
+    peak_tflops: of one device; None leaves out throughput/mfu.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        devices: int,
+        peak_tflops: float | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._device = device
+        self._devices = devices
+        self._peak_tflops = peak_tflops
+        self._clock = clock
+        self._open_window()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around waiting for data: throughput/data_time, a part of throughput/step_time."""
+        start = self._clock()
+        yield
+        self._loading += self._clock() - start
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Around evaluating and saving, which are no part of a step."""
+        self._wait_for_device()
+        start = self._clock()
+        yield
+        self._wait_for_device()
+        self._excluded += self._clock() - start
+
+    def step(self, tokens: int, flops_per_token: float) -> None:
+        """Count a finished step of `tokens` over all processes.
+
+        flops_per_token: forward and backward, without recomputation; it grows with the rows' length.
+        """
+        self._steps += 1
+        self._tokens += tokens
+        self._flops += tokens * flops_per_token
+
+    @property
+    def steps(self) -> int:
+        """Of the window so far."""
+        return self._steps
+
+    def scalars(self) -> dict[str, float]:
+        """Means over the steps of the window, at least one, under their TensorBoard tags.
+
+        Times in seconds.
+        """
+        self._wait_for_device()
+        seconds = self._clock() - self._start - self._excluded
+        per_device = self._tokens / seconds / self._devices
+        tflops = self._flops / seconds / self._devices / 1e12
+        means = {
+            "throughput/tokens_per_sec": self._tokens / seconds,
+            "throughput/tokens_per_sec_per_device": per_device,
+            "throughput/tflops": tflops,
+            "throughput/step_time": seconds / self._steps,
+            "throughput/data_time": self._loading / self._steps,
+        }
+        if self._peak_tflops is not None:
+            means["throughput/mfu"] = tflops / self._peak_tflops
+        self._open_window()
+        return means
+
+    def _open_window(self) -> None:
+        self._start = self._clock()
+        self._steps = self._tokens = 0
+        self._flops = self._loading = self._excluded = 0.0
+
+    def _wait_for_device(self) -> None:
+        # Kernels run on after the call that started them: unwaited for, their time lands in the wrong place.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+DENSE_BF16_TFLOPS = (
+    ("B200", 2250.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("H100 NVL", 835.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("A100", 312.0),
+)
+"""Part of a device's name, peak by its maker's data sheet without sparsity; the first that fits counts."""
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bfloat16 TFLOP/s of one device by its torch.cuda.get_device_name.
+
+    None for a device that is not in the table, and for a slice of one (MIG), which has part of its speed.
+    """
+    if "MIG" in device_name:
+        return None
+    return next((peak for part, peak in DENSE_BF16_TFLOPS if part in device_name), None)
