@@ -133,10 +133,9 @@ class Measure:
         ring; over tokens, of a part that loops over them. `tests/unit/analysis/planning` holds that: kernels choose how
         many states they keep by the size of what they are given, which bends the lines by less than a thousandth.
         """
-        rows = max(1, 2 * self._few(part) // shape.tokens)
-        if shape.rows > 2 * rows:
-            one, two = (self.of(part, replace(shape, rows=some)) for some in (rows, 2 * rows))
-            return one.towards(two, shape.rows / rows - 1)
+        if shape.rows > 4:
+            two, four = (self.of(part, replace(shape, rows=rows)) for rows in (2, 4))
+            return two.towards(four, shape.rows / 2 - 1)
         if shape.context > FEW_RANKS and shape.softmax_exchange == "ring":
             few, more = (
                 self.of(part, replace(shape, context=ranks)) for ranks in (FEW_RANKS // 2, FEW_RANKS)

@@ -43,8 +43,8 @@ def check_line(attention: str, part: str | int, large: Shape, off: float = 0.01,
     measure = Measure(config(model={**SMALL, "attention": attention}, training=training), 1000)
     found, run = measure.of(part, large), measure._run(part, large)
     assert found is not run, "this shape is run as it is"
-    assert found.kept == pytest.approx(run.kept, rel=1e-9)
-    assert found.states == pytest.approx(run.states, rel=1e-9)
+    assert found.kept == pytest.approx(run.kept, rel=1e-3)
+    assert found.states == pytest.approx(run.states, abs=1e-3 * run.kept)
     assert found.excess == pytest.approx(run.excess, rel=off)
     for message, amount in run.sent.items():
         assert tuple(found.sent[message]) == pytest.approx(tuple(amount), rel=1e-9), message
