@@ -48,11 +48,11 @@ try:
         sweep,
         uptrain,
     )
+    from launch.arguments import NotFound, NumberParser
     from launch.environment import check_backend
     from launch.exit_status import ExitStatus
     from launch.messages import INTERRUPTED, make_courtesies, print_error
-    from launch.numbers import NumberParser
-    from launch.slurm.errors import NotFound, SlurmRefused
+    from launch.slurm_programs import SlurmRefused
     from megakernel.config import InUse, NotFinite, RunFailed, UserError
     from megakernel.config.errors import REFUSED_BY_DISK
 except KeyboardInterrupt:  # they take a moment, in which `main` can catch nothing yet

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.arguments import Number, add_run_arguments
 from launch.messages import console
-from launch.numbers import Number
-from launch.run_arguments import add_run_arguments
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from launch.run_arguments import add_run_arguments
+from launch.arguments import add_run_arguments
 
 HELP = "write a run's model as a Hugging Face checkpoint"
 EXAMPLE = "megakernel export runs/demo --to models/demo"

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.numbers import Number
-from launch.run_arguments import add_run_arguments
+from launch.arguments import Number, add_run_arguments
 from megakernel.config import UserError
 
 HELP = "continue a prompt with a trained model"

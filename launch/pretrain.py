@@ -3,7 +3,7 @@
 import argparse
 
 from launch import ranks
-from launch.config_arguments import load_config
+from launch.arguments import load_config
 from launch.training import pretrain
 from megakernel.config import ConfigError, Problem
 

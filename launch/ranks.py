@@ -7,12 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from launch import local
-from launch.config_arguments import add_config_arguments
+from launch.arguments import Number, add_config_arguments
 from launch.environment import joined
 from launch.messages import make_courtesies
-from launch.numbers import Number
 from megakernel.checkpoint.trained_run import finished
-from megakernel.config import Config, UserError, check_same_run, data_parallel_size
+from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size
 from megakernel.config.errors import written_to
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.run_lock import RunLock
@@ -50,9 +49,7 @@ def run(args: argparse.Namespace, config: Config, work: Callable[[Config, Proces
 
 
 def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
-    recorded = config.run.folder / "config.yaml"
-    if recorded.exists():  # an error now is one line; later it is one of every rank
-        check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)
+    if check_recorded_run(config):  # an error now is one line; later it is one of every rank
         RunLock(config.run.folder)  # of which the ranks take another: whoever holds it keeps logs of its own
         if (done := finished(config)) is not None:  # which needs none of the libraries
             print(done)

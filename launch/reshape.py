@@ -2,7 +2,7 @@
 
 import argparse
 
-from launch.run_arguments import add_run_arguments
+from launch.arguments import add_run_arguments
 
 HELP = "convert a checkpoint so that a run goes on with another parallel layout"
 EXAMPLE = "megakernel dev reshape runs/demo"

@@ -2,6 +2,7 @@
 
 from megakernel.attention.build import build
 from megakernel.attention.heads import ALL_HEADS, HeadShard
+from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.layer import AttentionLayer, Properties, SequenceState, finish_step
 from megakernel.attention.noise import redraw
 from megakernel.attention.rotary import Rotary
@@ -10,6 +11,7 @@ from megakernel.attention.sequence import WHOLE, ContextParallelShard
 __all__ = [
     "ALL_HEADS",
     "WHOLE",
+    "AttentionInputs",
     "AttentionLayer",
     "ContextParallelShard",
     "HeadShard",

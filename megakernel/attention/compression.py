@@ -5,12 +5,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megakernel.attention.flurka import pooling_logits
-from megakernel.attention.heads import HeadShard, Seed, generator
+from megakernel.attention.heads import LayerSettings, generator
 from megakernel.attention.precision import FullPrecision
 from megakernel.config.compression import BlockCompression, Compression, LinformerCompression
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.low_rank import compress
+
+OWN_SHARE = 0.9
+"""Share of a landmark's initial weight on its own stretch of the block."""
+
+
+def own_stretch(rank: int, block_size: int) -> Tensor:
+    """(r, b) bool: the token belongs to the landmark's own stretch of the block, b / r tokens."""
+    return torch.arange(block_size) * rank // block_size == torch.arange(rank)[:, None]
+
+
+def pooling_logits(rank: int, block_size: int) -> Tensor:
+    """Initial logits (r, b) of E and F, whose rows are softmaxed.
+
+    Landmark s starts as a mean over its own stretch of b / r tokens: landmarks that started alike would stay
+    alike, since they would receive equal gradients. A tenth of the weight lies on the rest of the block, so
+    that every token gets a gradient. With r = b there is no rest to learn from: landmark s is token s, exact
+    to rounding (a share of e^-40 on others), and the layer starts as exact attention.
+    """
+    own = own_stretch(rank, block_size)
+    if rank == block_size:
+        return torch.where(own, 0.0, -40.0)
+    inside = own.sum(1, keepdim=True)
+    outside = (block_size - inside).clamp(min=1)
+    gap = torch.log(OWN_SHARE / inside) - torch.log((1 - OWN_SHARE) / outside)
+    return torch.where(own, 0.0, -gap)
 
 
 class Landmarks(NamedTuple):
@@ -33,16 +57,9 @@ class Compressor(FullPrecision):
     the weights of its real tokens do. Linformer's E is free, N(0, 1 / d_k) at the start.
     """
 
-    def __init__(
-        self,
-        compression: Compression,
-        max_positions: int | None,
-        kv_heads: range,
-        seed: Seed,
-        heads: HeadShard,
-    ):
+    def __init__(self, compression: Compression, settings: LayerSettings):
         super().__init__()
-        self.heads = heads
+        self.heads, max_positions = settings.heads, settings.max_positions
         self.per_head = getattr(compression, "per_head", False)
         self.normalized = not isinstance(compression, LinformerCompression)
         self.matrices: nn.Parameter | None = None
@@ -52,22 +69,21 @@ class Compressor(FullPrecision):
                     "compression.kind=linformer needs the length of the longest row; pass max_positions"
                 )
             self.rank, self.block_size = compression.rank, max_positions
-            both = _gaussian(compression, max_positions, kv_heads, seed)
+            both = _gaussian(compression, max_positions, settings)
         elif isinstance(compression, BlockCompression):
             self.rank, self.block_size = compression.rank, compression.block_size
             both = pooling_logits(self.rank, self.block_size).repeat(2, 1, 1)
             if self.per_head:
-                both = both.repeat(len(kv_heads), 1, 1, 1)
+                both = both.repeat(len(settings.kv_heads), 1, 1, 1)
         else:
             self.rank, self.block_size = 1, compression.block_size
             return
         # Beside each other in memory: what both act on, they act on as one matrix.
         self.matrices = nn.Parameter(both[..., :1, :, :].clone() if compression.share_kv else both)
 
-    @property
-    def sharded(self) -> tuple[str, ...]:
-        """Parameters that count heads in their first dimension."""
-        return tuple(name for name, _ in self.named_parameters()) if self.per_head else ()
+    def sharded_parameters(self) -> dict[str, int]:
+        """E and F where they are per head."""
+        return {name: 0 for name, _ in self.named_parameters() if self.per_head}
 
     def pools(self, like: Tensor) -> Tensor:
         """E and F for tokens `like`, or E alone where keys and values share it: (p, r, b) or (H_kv, p, r, b).
@@ -123,18 +139,18 @@ class Compressor(FullPrecision):
         return shares.masked_fill(shares == 0, 1.0)
 
 
-def _gaussian(compression: LinformerCompression, columns: int, kv_heads: range, seed: Seed) -> Tensor:
-    """E and F ~ N(0, 1 / d_k), (2, d_k, N) or, for each of `kv_heads`, (H_kv, 2, d_k, N)."""
+def _gaussian(compression: LinformerCompression, columns: int, settings: LayerSettings) -> Tensor:
+    """E and F ~ N(0, 1 / d_k), (2, d_k, N) or, for each key head, (H_kv, 2, d_k, N)."""
 
     def draw(*place: int | str) -> Tensor:
         both = torch.randn(
             2,
             compression.rank,
             columns,
-            generator=generator(seed, *place, "linformer"),
+            generator=generator(settings.seed, *place, "linformer"),
             dtype=torch.float64,
             device="cpu",
         )
         return both.to(torch.get_default_device()).float() * compression.rank**-0.5
 
-    return torch.stack([draw(head) for head in kv_heads]) if compression.per_head else draw()
+    return torch.stack([draw(head) for head in settings.kv_heads]) if compression.per_head else draw()

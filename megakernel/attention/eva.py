@@ -7,13 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megakernel.attention.compression import Landmarks as Compressed
-from megakernel.attention.heads import HeadShard, Seed, generator
+from megakernel.attention.heads import LayerSettings, generator
+from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.landmark import LandmarkState, gathered
-from megakernel.attention.layer import AttentionLayer, Properties, rotate
-from megakernel.attention.local import halo
+from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.attention.precision import FullPrecision
-from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import ContextParallelShard
 from megakernel.attention.ulysses import Ulysses
 from megakernel.config.attention import Attention
@@ -32,10 +31,10 @@ NOISE_GROUP = 64
 class MeanNet(FullPrecision):
     """LayerNorm(W x + b) of a chunk's mean, shared by the heads of a layer."""
 
-    def __init__(self, head_dim: int, seed: Seed, name: str, heads: HeadShard):
+    def __init__(self, settings: LayerSettings, name: str):
         super().__init__()
-        self.heads = heads
-        draw = generator(seed, "eva", name)
+        self.heads, head_dim = settings.heads, settings.head_dim
+        draw = generator(settings.seed, "eva", name)
         weight = torch.randn(head_dim, head_dim, generator=draw, device="cpu") * head_dim**-0.5
         self.weight = nn.Parameter(weight.to(torch.get_default_device()))
         self.bias = nn.Parameter(torch.zeros(head_dim))
@@ -58,20 +57,12 @@ class Summaries(nn.Module):
     for all rows, ranks and recomputations, however documents are packed, padded or cut.
     """
 
-    def __init__(
-        self,
-        head_dim: int,
-        share: float,
-        query_heads: range,
-        seed: Seed,
-        heads: HeadShard,
-        count_padding: bool = False,
-    ):
+    def __init__(self, settings: LayerSettings, share: float, count_padding: bool = False):
         super().__init__()
-        self.count_padding = count_padding
-        self.share, self.query_heads, self.seed, self.step = share, query_heads, seed, 0
-        self.queries = MeanNet(head_dim, seed, "queries", heads)
-        self.keys = MeanNet(head_dim, seed, "keys", heads)
+        self.share, self.count_padding = share, count_padding
+        self.query_heads, self.seed, self.step = settings.query_heads, settings.seed, 0
+        self.queries = MeanNet(settings, "queries")
+        self.keys = MeanNet(settings, "keys")
 
     def redraw(self, step: int) -> None:
         """Take the noise of a training step."""
@@ -148,45 +139,19 @@ def _real(length: int, size: int, counts: Tensor | None, device: torch.device) -
 class EvaAttention(AttentionLayer):
     """EVA over a row, tokens seeing both ways. A row is one document; its shards trade tokens for heads."""
 
-    def __init__(
-        self,
-        form: Eva,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        seed: Seed,
-        heads: HeadShard,
-    ):
-        super().__init__(num_heads, num_kv_heads, head_dim, False, heads)
-        self.form = form
-        self.summaries = Summaries(
-            head_dim, 0.5, self.query_heads, seed, heads, count_padding=form.published_padding
-        )
+    def __init__(self, form: Attention, settings: LayerSettings):
+        super().__init__(form, settings)
+        self.form = form.eva or Eva()
+        self.summaries = Summaries(settings, 0.5, count_padding=self.form.published_padding)
 
-    @property
-    def properties(self) -> Properties:
-        """What this layer can do."""
-        return Properties(False, recurrent=False, state_size=0, state_size_per_token=0, exchanges=("heads",))
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        positions: Positions,
-        rotary: Rotary | None,
-        cp_shard: ContextParallelShard,
-        key_mask: Tensor | None,
-        state: Any,
-    ) -> tuple[Tensor, Any]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        q, k = rotate(rotary, q, k, positions)
-        rows = Ulysses(cp_shard, q.shape[1], k.shape[1])
+        q, k = inputs.rotated(q, k)
+        rows = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
         q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
         k, v = _every_head(q, k, v)
         size, window, length = self.form.chunk_size, self.form.window_size, q.shape[2]
-        counts = None if key_mask is None else key_mask.sum(1)
+        counts = inputs.counts
         real = _real(length, size, counts, q.device)
         keys, values = self.summaries(
             *(_cut(x, size) for x in (q, k, v)), real, real, _numbers(real), rows.query_heads
@@ -225,58 +190,27 @@ def _reaching(x: Tensor, reach: int) -> Tensor:
 class CausalEvaAttention(AttentionLayer):
     """EVA where a token sees its window up to itself, and the chunks that end before its own begins."""
 
-    def __init__(
-        self,
-        form: Eva,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        seed: Seed,
-        heads: HeadShard,
-    ):
-        super().__init__(num_heads, num_kv_heads, head_dim, True, heads)
-        self.form = form
-        self.blocks = 2 if form.overlap else 1
-        self.near_window = (form.window_size, self.blocks)
-        self.halo = max(form.window_size * self.blocks, form.chunk_size)
-        self.summaries = Summaries(head_dim, 1.0, self.query_heads, seed, heads)
+    def __init__(self, form: Attention, settings: LayerSettings):
+        super().__init__(form, settings)
+        self.form = eva = form.eva or Eva()
+        self.blocks = 2 if eva.overlap else 1
+        self.near_window = (eva.window_size, self.blocks)
+        self.halo = max(eva.window_size * self.blocks, eva.chunk_size)
+        self.summaries = Summaries(settings, 1.0)
 
-    @property
-    def properties(self) -> Properties:
-        """What this layer can do."""
-        heads, width = len(self.query_heads), self.head_dim
-        return Properties(
-            True,
-            recurrent=False,
-            state_size=3 * heads * width * self.halo,
-            state_size_per_token=2 * heads * width // self.form.chunk_size,
-            exchanges=("halo", "landmarks"),
-        )
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        positions: Positions,
-        rotary: Rotary | None,
-        cp_shard: ContextParallelShard,
-        key_mask: Tensor | None,
-        state: Any,
-    ) -> tuple[Tensor, Any]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        q, k = rotate(rotary, q, k, positions)
+        q, k = inputs.rotated(q, k)
         k, v = _every_head(q, k, v)
         length, width = q.shape[2], q.shape[3]
         # A chunk's summary needs its queries, too: they travel with the keys.
         both = torch.cat([k, q], -1)
-        tail = empty_tail(both, v, self.halo) if state is None else state.tail
-        if cp_shard.size > 1:
-            tail = halo(cp_shard, both, v, self.halo)
-        before = state.landmarks if state is not None else None
+        tail, before = inputs.state or (empty_tail(both, v, self.halo), None)
+        if inputs.cp_shard.size > 1:
+            tail = inputs.halo(both, v, self.halo)
+        positions = inputs.at
         own = self._landmarks(both, v, tail, positions)
-        landmarks = gathered(cp_shard, own, length) if cp_shard.size > 1 else own.after(before)
+        landmarks = gathered(inputs.cp_shard, own, length, before)
         seen = sight(positions, length, q.device, size=self.form.chunk_size, skipped=1)
         if self.form.exclude_window:
             apart = sight(positions, length, q.device, size=self.form.window_size, skipped=self.blocks)
@@ -311,26 +245,10 @@ class FlurkaEvaAttention(LowRankAttention):
     The keys of a window are those of its chunk, and all chunks are summarized for all windows.
     """
 
-    def __init__(
-        self,
-        form: Attention,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_positions: int | None,
-        seed: Seed,
-        heads: HeadShard,
-    ):
-        super().__init__(form, num_heads, num_kv_heads, head_dim, max_positions, seed, heads)
+    def __init__(self, form: Attention, settings: LayerSettings):
+        super().__init__(form, settings)
         self.form = form.eva or Eva()
-        self.summaries = Summaries(head_dim, 0.5, self.query_heads, seed, heads)
-
-    @property
-    def properties(self) -> Properties:
-        """What this layer can do."""
-        return Properties(
-            False, recurrent=False, state_size=0, state_size_per_token=0, exchanges=("landmarks", "heads")
-        )
+        self.summaries = Summaries(settings, 0.5)
 
     def _attend(
         self,

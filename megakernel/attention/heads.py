@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megakernel.config.parallel import SoftmaxExchange
+
 Seed = int | tuple[int, ...]
 """What random numbers depend on beside the head: the run's seed and the layer, never a rank."""
 
@@ -37,6 +39,46 @@ class HeadShard:
 
 
 ALL_HEADS = HeadShard()
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What an attention layer is beside its mechanism."""
+
+    num_heads: int
+    """Query heads of the whole layer, over all shards."""
+
+    num_kv_heads: int
+    """Key/value heads of the whole layer."""
+
+    head_dim: int
+    """Width d of a head."""
+
+    causal: bool = True
+    """Whether a token sees only itself and earlier tokens."""
+
+    max_positions: int | None = None
+    """Tokens of the longest row, which linformer's matrices have a column for."""
+
+    seed: Seed = 0
+    """What random matrices depend on beside the head, usually (run seed, layer)."""
+
+    heads: HeadShard = ALL_HEADS
+    """The shard of the layer's heads that the module holds; its parameters are slices of the whole layer's."""
+
+    softmax_exchange: SoftmaxExchange = "auto"
+    """How full softmax meets the keys of other shards: `heads` trades tokens for heads, which must divide over the
+    shards, `ring` passes keys and values round, `auto` is heads where they divide."""
+
+    @property
+    def query_heads(self) -> range:
+        """Those of this shard."""
+        return self.heads.of(self.num_heads, "num_heads")
+
+    @property
+    def kv_heads(self) -> range:
+        """Those of this shard."""
+        return self.heads.of(self.num_kv_heads, "num_kv_heads")
 
 
 def generator(seed: Seed, *place: int | str) -> torch.Generator:

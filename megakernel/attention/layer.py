@@ -2,17 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from megakernel.attention.heads import ALL_HEADS, HeadShard
+from megakernel.attention.heads import LayerSettings
+from megakernel.attention.inputs import WHOLE_ROWS, AttentionInputs
 from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import WHOLE, ContextParallelShard
+from megakernel.config.attention import Attention
+from megakernel.config.mechanisms import Exchange, Shape
 from megakernel.ops.arguments import check_not_empty
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import Positions
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Properties:
     state_size_per_token: int
     """Numbers that each token adds to it."""
 
-    exchanges: tuple[Literal["state", "halo", "heads", "heads or ring", "landmarks"], ...]
+    exchanges: tuple[Exchange, ...]
     """What shards of a sequence exchange."""
 
 
@@ -45,14 +47,29 @@ class SequenceState(NamedTuple):
     """Position of the next token: one for all rows, or (B,)."""
 
 
+@runtime_checkable
+class OfHeads(Protocol):
+    """A part of a layer that holds something for each head."""
+
+    def sharded_parameters(self) -> dict[str, int]:
+        """Name -> dimension that counts heads, of parameters and buffers that belong to heads."""
+        ...
+
+
 class AttentionLayer(nn.Module, ABC):
     """Attention over (B, H, N, d) with the heads of one shard.
 
     Parameters and buffers that belong to heads are named by `sharded_parameters`; what heads share is replicated.
     """
 
-    keys_per_head = 1
+    keys_per_head: int
     """Keys at one position that the layer wants from the projection for each key head."""
+
+    keys_at_position: int
+    """Keys that a query meets at one position or landmark, M."""
+
+    shared: tuple[str, ...] = ()
+    """Parameters of the layer itself that belong to no head."""
 
     compresses_input = False
     """Whether k and v come as projections of what `compress` made of the layer's input, one for each landmark."""
@@ -60,26 +77,32 @@ class AttentionLayer(nn.Module, ABC):
     near_window: tuple[int, int] | None = None
     """(b, blocks) of a layer that attends a token's own block of b tokens exactly, and the blocks - 1 before it."""
 
-    def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool, heads: HeadShard = ALL_HEADS
-    ):
+    def __init__(self, form: Attention, settings: LayerSettings):
+        """form: the mechanism. ValueError: heads that do not divide."""
         super().__init__()
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-        self.heads = heads
-        self.query_heads = heads.of(num_heads, "num_heads")
-        self.kv_heads = heads.of(num_kv_heads, "num_kv_heads")
-        self.head_dim = head_dim
-        self.causal = causal
+        self.spec = form.spec
+        heads, kv_heads = settings.num_heads, settings.num_kv_heads
+        if heads % kv_heads:
+            raise ValueError(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}")
+        self.heads, self.head_dim, self.causal = settings.heads, settings.head_dim, settings.causal
+        self.query_heads, self.kv_heads = settings.query_heads, settings.kv_heads
+        self.keys_per_head, self.keys_at_position = form.keys_per_head, form.keys_at_position
 
     @property
-    @abstractmethod
     def properties(self) -> Properties:
         """What this layer can do."""
+        shape = Shape(len(self.query_heads), len(self.kv_heads), self.head_dim)
+        size, grown = self.spec.state_sizes(shape) if self.causal else (0, 0)
+        exchanges = self.spec.exchanged(self.causal)
+        return Properties(self.causal, self.causal and grown == 0, size, grown, exchanges)
 
     def sharded_parameters(self) -> dict[str, int]:
         """Name -> dimension that counts heads, of parameters and buffers that are cut over shards of heads."""
-        return {}
+        cut = {name: 0 for name, _ in self.named_parameters(recurse=False) if name not in self.shared}
+        for part, module in self.named_children():
+            if isinstance(module, OfHeads):
+                cut |= {f"{part}.{name}": at for name, at in module.sharded_parameters().items()}
+        return cut
 
     def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
         """Learn what a layer learns without gradients; called after every optimizer step.
@@ -88,46 +111,17 @@ class AttentionLayer(nn.Module, ABC):
         """
 
     @abstractmethod
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        positions: Positions,
-        rotary: Rotary | None,
-        cp_shard: ContextParallelShard,
-        key_mask: Tensor | None,
-        state: Any,
-    ) -> tuple[Tensor, Any]:
-        """Output and the state behind the last token.
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
+        """Output and the state behind the last token."""
 
-        key_mask: (B, N) bool, which tokens are real; None where all are. Real tokens lie first, so that no real token
-        of a causal layer can see the others.
-        """
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        padding_mask: Tensor | None = None,
-        *,
-        positions: Tensor | None = None,
-        rotary: Rotary | None = None,
-        cp_shard: ContextParallelShard = WHOLE,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs = WHOLE_ROWS) -> Tensor:
         """Attention of whole rows, or of one shard of each.
 
         Args:
             q: (B, H, N, d), H the heads of this shard.
             k: (B, H_kv, N, d), or (B, H_kv, M, N, d) for a layer that wants M = keys_per_head keys at a position.
             v: (B, H_kv, N, D); k and v of L landmarks for a layer that `compresses_input`.
-            padding_mask: (B, N) bool, True for real tokens; padding may lie anywhere and gets 0.
-            positions: (B, N) position of each token within its own document, counting real tokens; None:
-                every row is one document.
-            rotary: rotates queries and keys where the mechanism wants it; q and k come unrotated.
-            shard: which shard of the sequence these tokens are.
+            inputs: where the tokens stand; padding may lie anywhere and gets 0.
 
         Returns:
             (B, H, N, D) in the dtype of v.
@@ -136,29 +130,29 @@ class AttentionLayer(nn.Module, ABC):
             ValueError: shapes that do not fit; no token; padding on a shard of a sequence.
         """
         check_not_empty(q)
-        if padding_mask is None:
-            start: Positions = cp_shard.rank * q.shape[2] if positions is None else positions
-            return self.attend(
-                q, k, v, positions=start, rotary=rotary, cp_shard=cp_shard, key_mask=None, state=None
-            )[0]
+        mask, positions = inputs.padding_mask, inputs.positions
+        if mask is None:
+            if positions is None:
+                inputs = replace(inputs, positions=inputs.cp_shard.rank * q.shape[2])
+            return self.attend(q, k, v, inputs)[0]
         expected = (q.shape[0], q.shape[2])
-        if tuple(padding_mask.shape) != expected:
-            raise ValueError(f"padding_mask has shape {tuple(padding_mask.shape)}; expected {expected}")
-        if cp_shard.size > 1:
+        if tuple(mask.shape) != expected:
+            raise ValueError(f"padding_mask has shape {tuple(mask.shape)}; expected {expected}")
+        if inputs.cp_shard.size > 1:
             raise ValueError(
                 "padding_mask with a sequence in shards: pad nothing, or keep the sequence whole"
             )
         # Real tokens move to the front of their row, in order: blocks and windows then know nothing of padding.
-        mask = padding_mask.bool()
+        mask = mask.bool()
         order = mask.int().argsort(dim=1, descending=True, stable=True)
         q = _reorder(q, order)
         if not self.compresses_input:
             k, v = _reorder(k, order), _reorder(v, order)
-        mask_front = mask.gather(1, order)
-        front = 0 if positions is None else positions.gather(1, order).masked_fill(~mask_front, 0)
-        out, _ = self.attend(
-            q, k, v, positions=front, rotary=rotary, cp_shard=cp_shard, key_mask=mask_front, state=None
-        )
+        front = mask.gather(1, order)
+        places: Positions = 0
+        if isinstance(positions, Tensor):
+            places = positions.gather(1, order).masked_fill(~front, 0)
+        out, _ = self.attend(q, k, v, replace(inputs, positions=places, padding_mask=front))
         return _reorder(out, order.argsort(dim=1)) * mask[:, None, :, None].to(out.dtype)
 
     def extend(
@@ -186,16 +180,8 @@ class AttentionLayer(nn.Module, ABC):
             start = state.position
             if isinstance(start, Tensor):
                 start = start[:, None] + torch.arange(q.shape[2], device=q.device)
-        out, inner = self.attend(
-            q,
-            k,
-            v,
-            positions=start,
-            rotary=rotary,
-            cp_shard=WHOLE,
-            key_mask=None,
-            state=None if state is None else state.inner,
-        )
+        inner = None if state is None else state.inner
+        out, inner = self.attend(q, k, v, AttentionInputs(start, rotary=rotary, state=inner))
         following = start + q.shape[2] if isinstance(start, int) else start[:, -1] + 1
         return out, SequenceState(inner, following)
 
@@ -205,15 +191,6 @@ def finish_step(model: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
     for module in model.modules():
         if isinstance(module, AttentionLayer):
             module.finish_step(total)
-
-
-def rotate(rotary: Rotary | None, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-    """q and k at their positions; k as (B, H_kv, N, d) or (B, H_kv, M, N, d)."""
-    if rotary is None:
-        return q, k
-    rows = position_rows(positions, q.shape[2], q.device)
-    q, turned = rotary.both(q, k.flatten(1, -3), rows)
-    return q, turned.view_as(k)
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from megakernel.attention.compression import Compressor, Landmarks
 from megakernel.attention.features import build_projection
-from megakernel.attention.heads import HeadShard, Seed
-from megakernel.attention.layer import AttentionLayer, Properties
-from megakernel.attention.mixture import build_mixture, keys_and_priors, sharded_mixture
-from megakernel.attention.rotary import Rotary
+from megakernel.attention.heads import LayerSettings
+from megakernel.attention.inputs import AttentionInputs
+from megakernel.attention.layer import AttentionLayer
+from megakernel.attention.mixture import build_mixture, keys_and_priors
 from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
 from megakernel.ops import kernel_attention, softmax_attention, weighted_attention
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import position_rows
 from megakernel.ops.mixture import pack_keys, separate
 
 
@@ -27,38 +27,16 @@ class LowRankAttention(AttentionLayer):
     k~ + b_r, so that both equations agree whatever the rows of E sum to.
     """
 
-    def __init__(
-        self,
-        form: Attention,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_positions: int | None,
-        seed: Seed,
-        heads: HeadShard,
-    ):
-        super().__init__(num_heads, num_kv_heads, head_dim, False, heads)
+    def __init__(self, form: Attention, settings: LayerSettings):
+        super().__init__(form, settings)
         assert form.compression is not None
         self.compresses_input = form.compresses_input
         self.far_rope = form.far_rope
-        self.compressor = Compressor(form.compression, max_positions, self.kv_heads, seed, heads)
-        self.keys_per_head = form.keys_per_head
-        self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
+        self.compressor = Compressor(form.compression, settings)
+        self.mixture = build_mixture(form.mixture, settings)
         self.projection = None
         if form.feature_map is not None:
-            self.projection = build_projection(form.feature_map, self.kv_heads, head_dim, seed, heads)
-
-    @property
-    def properties(self) -> Properties:
-        """What this layer can do."""
-        return Properties(False, False, state_size=0, state_size_per_token=0, exchanges=("landmarks",))
-
-    def sharded_parameters(self) -> dict[str, int]:
-        """The projection, mixture keys, and E and F where they are per head."""
-        cut = {f"compressor.{name}": 0 for name in self.compressor.sharded} | sharded_mixture(self.mixture)
-        if self.projection is None:
-            return cut
-        return cut | {f"projection.{name}": at for name, at in self.projection.sharded_parameters().items()}
+            self.projection = build_projection(form.feature_map, settings)
 
     def compress(self, x: Tensor, *, first: int, length: int) -> Tensor:
         """What n tokens of the layer's input contribute to the input's landmarks.
@@ -70,31 +48,19 @@ class LowRankAttention(AttentionLayer):
         flat = self.compressor((x.flatten(1),), first=first, length=length)
         return torch.stack(flat).unflatten(-1, x.shape[1:])
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        positions: Positions,
-        rotary: Rotary | None,
-        cp_shard: ContextParallelShard,
-        key_mask: Tensor | None,
-        state: Any,
-    ) -> tuple[Tensor, Any]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer; k and v hold landmarks where the layer compresses its input."""
-        length = q.shape[2] * cp_shard.size
+        length, counts, rotary = q.shape[2] * inputs.cp_shard.size, inputs.counts, inputs.rotary
         k = pack_keys(k)
         if not self.compresses_input:
-            k, v = self._compressed(k, v, key_mask, cp_shard)
-        counts = None if key_mask is None else key_mask.sum(1)
+            k, v = self._compressed(k, v, inputs)
         landmarks = self.compressor.finish(k, v, length=length, counts=counts)
         keys = landmarks.keys if self.keys_per_head == 1 else separate(landmarks.keys, self.head_dim)
         keys, priors = keys_and_priors(self.mixture, keys)
         if rotary is not None and self.far_rope == "centroid":
-            q = rotary(q, position_rows(positions, q.shape[2], q.device))
+            q = rotary(q, position_rows(inputs.at, q.shape[2], q.device))
             keys = rotary(keys.flatten(1, -3), self._centres(length, counts, q)).view_as(keys)
-        return self._attend(q, landmarks._replace(keys=keys), priors, counts, cp_shard), None
+        return self._attend(q, landmarks._replace(keys=keys), priors, counts, inputs.cp_shard), None
 
     def _attend(
         self,
@@ -126,13 +92,12 @@ class LowRankAttention(AttentionLayer):
         )
         return cast(Tensor, out).to(q.dtype)
 
-    def _compressed(
-        self, k: Tensor, v: Tensor, key_mask: Tensor | None, cp_shard: ContextParallelShard
-    ) -> tuple[Tensor, Tensor]:
+    def _compressed(self, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         # Sums over tokens: half precision would leave 8 bits of what then enters an exponent.
         k, v = (x.to(accum_dtype(x.dtype)) for x in (k, v))
-        if key_mask is not None:
-            k, v = (x * key_mask[:, None, :, None].to(x.dtype) for x in (k, v))
+        cp_shard, real = inputs.cp_shard, inputs.padding_mask
+        if real is not None:
+            k, v = (x * real[:, None, :, None].to(x.dtype) for x in (k, v))
         tokens = k.shape[2]
         parts = self.compressor((k, v), first=cp_shard.rank * tokens, length=cp_shard.size * tokens)
         # One message for both.

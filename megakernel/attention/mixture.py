@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megakernel.attention.heads import HeadShard, Seed, generator
-from megakernel.attention.layer import AttentionLayer, Properties, rotate
+from megakernel.attention.heads import LayerSettings, generator
+from megakernel.attention.inputs import AttentionInputs
+from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.precision import FullPrecision
-from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import ContextParallelShard
 from megakernel.attention.ulysses import Ulysses
 from megakernel.config.attention import Attention
 from megakernel.config.mixture import Mixture
@@ -29,15 +28,15 @@ class KeyMixture(FullPrecision):
     counted: Tensor
     """(H_kv, M) float64: responsibilities since the last M-step."""
 
-    def __init__(self, mixture: Mixture, kv_heads: range, head_dim: int, seed: Seed):
+    def __init__(self, mixture: Mixture, settings: LayerSettings):
         super().__init__()
+        kv_heads = settings.kv_heads
         self.shifted = mixture.kind == "shifted"
         device = torch.get_default_device()
         if self.shifted:
-            streams = [generator(seed, head, "shift") for head in kv_heads]
-            draws = [
-                torch.randn(mixture.keys, head_dim, generator=stream, device="cpu") for stream in streams
-            ]
+            streams = [generator(settings.seed, head, "shift") for head in kv_heads]
+            shape = (mixture.keys, settings.head_dim)
+            draws = [torch.randn(shape, generator=stream, device="cpu") for stream in streams]
             self.shift = nn.Parameter(torch.stack(draws).to(device))
         self.soft = mixture.estep == "soft"
         self.m_step = mixture.m_step
@@ -62,6 +61,10 @@ class KeyMixture(FullPrecision):
         assert self.soft
         return self.weights.to(torch.promote_types(self.weights.dtype, torch.float32)).clamp(0, 1)
 
+    def sharded_parameters(self) -> dict[str, int]:
+        """Shifts and priors belong to key heads."""
+        return dict.fromkeys(self.state_dict(), 0)
+
     def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:
         """The M-step: priors become the mean responsibilities of all pairs counted since the last."""
         counted = total(self.counted)
@@ -69,14 +72,9 @@ class KeyMixture(FullPrecision):
         self.counted.zero_()
 
 
-def build_mixture(form: Mixture | None, kv_heads: range, head_dim: int, seed: Seed) -> KeyMixture | None:
+def build_mixture(form: Mixture | None, settings: LayerSettings) -> KeyMixture | None:
     """The mixture of one layer, for the key heads of one shard; None where one key stands at a position."""
-    return None if form is None else KeyMixture(form, kv_heads, head_dim, seed)
-
-
-def sharded_mixture(mixture: KeyMixture | None) -> dict[str, int]:
-    """What a layer's `mixture` adds to its sharded parameters: shifts and priors belong to key heads."""
-    return {} if mixture is None else {f"mixture.{name}": 0 for name in mixture.state_dict()}
+    return None if form is None else KeyMixture(form, settings)
 
 
 def priors_and_shift(mixture: KeyMixture | None) -> tuple[Tensor | None, Tensor | None]:
@@ -99,58 +97,25 @@ class PairwiseAttention(AttentionLayer):
     Shards of a sequence trade tokens for heads, so that each sees whole rows.
     """
 
-    def __init__(
-        self,
-        form: Attention,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        causal: bool,
-        seed: Seed,
-        heads: HeadShard,
-    ):
-        super().__init__(num_heads, num_kv_heads, head_dim, causal, heads)
+    def __init__(self, form: Attention, settings: LayerSettings):
+        super().__init__(form, settings)
         assert form.similarity != "kernel"
         self.similarity, self.normalize = form.similarity, form.normalize
-        self.keys_per_head, self.keys_at_position = form.keys_per_head, form.keys_at_position
         self.variances = None if form.mixture is None else form.mixture.sigma2
-        self.mixture = build_mixture(form.mixture, self.kv_heads, head_dim, seed)
+        self.mixture = build_mixture(form.mixture, settings)
 
-    @property
-    def properties(self) -> Properties:
-        """What this layer can do."""
-        per_token = len(self.kv_heads) * (self.keys_at_position + 1) * self.head_dim
-        return Properties(
-            self.causal, recurrent=False, state_size=0, state_size_per_token=per_token, exchanges=("heads",)
-        )
-
-    def sharded_parameters(self) -> dict[str, int]:
-        """Shifts and priors."""
-        return sharded_mixture(self.mixture)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        positions: Positions,
-        rotary: Rotary | None,
-        cp_shard: ContextParallelShard,
-        key_mask: Tensor | None,
-        state: Any,
-    ) -> tuple[Tensor, Any]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         dtype = v.dtype
         k, priors = keys_and_priors(self.mixture, k)
         q, v = q.to(k.dtype), v.to(k.dtype)
-        q, k = rotate(rotary, q, k, positions)
-        rows = Ulysses(cp_shard, q.shape[1], k.shape[1])
-        positions = rows.of_positions(positions, q.shape[2])
+        q, k = inputs.rotated(q, k)
+        rows = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
+        positions = rows.of_positions(inputs.at, q.shape[2])
         q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
         mass = None if priors is None else rows.of_key_heads(priors)[..., None]
-        if key_mask is not None:
-            real = key_mask[:, None, None].to(accum_dtype(q.dtype))
+        if inputs.padding_mask is not None:
+            real = inputs.padding_mask[:, None, None].to(accum_dtype(q.dtype))
             mass = real if mass is None else mass * real
         out, state = weighted_attention(
             q,
@@ -163,10 +128,10 @@ class PairwiseAttention(AttentionLayer):
             normalize=self.normalize,
             causal=self.causal,
             positions=positions,
-            initial_state=state,
+            initial_state=inputs.state,
         )
         if self.mixture is not None and self.mixture.m_step and self.training:
-            self._count(q, k, mass, key_mask, positions, rows)
+            self._count(q, k, mass, inputs.padding_mask, positions, rows)
         return rows.cut(out.to(dtype)), state
 
     def finish_step(self, total: Callable[[Tensor], Tensor]) -> None:

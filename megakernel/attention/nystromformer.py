@@ -5,13 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megakernel.attention.heads import HeadShard
-from megakernel.attention.layer import AttentionLayer, Properties, rotate
-from megakernel.attention.rotary import Rotary
-from megakernel.attention.sequence import ContextParallelShard
+from megakernel.attention.heads import LayerSettings
+from megakernel.attention.inputs import AttentionInputs
+from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.ulysses import Ulysses
+from megakernel.config.attention import Attention
 from megakernel.config.landmark import Nystromformer
-from megakernel.ops.documents import Positions
 from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_attention
 
 
@@ -21,49 +20,29 @@ class NystromformerAttention(AttentionLayer):
     Segments divide whole rows: documents in one row see each other. Shards of a row trade tokens for heads.
     """
 
-    def __init__(
-        self, form: Nystromformer, num_heads: int, num_kv_heads: int, head_dim: int, heads: HeadShard
-    ):
-        super().__init__(num_heads, num_kv_heads, head_dim, False, heads)
-        self.landmarks = form.landmarks
+    def __init__(self, form: Attention, settings: LayerSettings):
+        super().__init__(form, settings)
+        nystrom = form.nystromformer or Nystromformer()
+        self.landmarks = nystrom.landmarks
         self.convolution: nn.Parameter | None = None
-        if form.conv_kernel is not None:
+        if nystrom.conv_kernel is not None:
             # From nothing: a new layer is Nyström attention alone.
-            self.convolution = nn.Parameter(torch.zeros(len(self.query_heads), form.conv_kernel))
+            self.convolution = nn.Parameter(torch.zeros(len(self.query_heads), nystrom.conv_kernel))
 
-    @property
-    def properties(self) -> Properties:
-        """What this layer can do."""
-        return Properties(False, recurrent=False, state_size=0, state_size_per_token=0, exchanges=("heads",))
-
-    def sharded_parameters(self) -> dict[str, int]:
-        """The filters."""
-        return dict.fromkeys(self.state_dict(), 0)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        positions: Positions,
-        rotary: Rotary | None,
-        cp_shard: ContextParallelShard,
-        key_mask: Tensor | None,
-        state: Any,
-    ) -> tuple[Tensor, Any]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        q, k = rotate(rotary, q, k, positions)
-        rows = Ulysses(cp_shard, q.shape[1], k.shape[1])
+        q, k = inputs.rotated(q, k)
+        rows = Ulysses(inputs.cp_shard, q.shape[1], k.shape[1])
         q, (k, v) = rows.of_queries(q), rows.of_keys(k, v)
+        real = inputs.padding_mask
         places = torch.arange(q.shape[2], device=q.device)[None]
-        count = q.shape[2] if key_mask is None else key_mask.sum(1, keepdim=True).clamp(min=1)
+        count = q.shape[2] if real is None else real.sum(1, keepdim=True).clamp(min=1)
         # Real tokens lie first and fill all segments evenly; what lies behind them belongs to none.
         out = nystrom_attention(
-            q, k, v, segments=places * self.landmarks // count, count=self.landmarks, key_mask=key_mask
+            q, k, v, segments=places * self.landmarks // count, count=self.landmarks, key_mask=real
         )
         if self.convolution is not None:
-            values = v if key_mask is None else v * key_mask[:, None, :, None]
+            values = v if real is None else v * real[:, None, :, None]
             out = out + depthwise_convolution(
                 values.repeat_interleave(q.shape[1] // v.shape[1], 1), self.convolution[rows.query_heads]
             )

@@ -4,14 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megakernel.attention.heads import HeadShard
-from megakernel.attention.layer import AttentionLayer, Properties, rotate
-from megakernel.attention.rotary import Rotary
+from megakernel.attention.heads import LayerSettings
+from megakernel.attention.inputs import AttentionInputs
+from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.sequence import ContextParallelShard
 from megakernel.attention.ulysses import Ulysses
-from megakernel.config.parallel import SoftmaxExchange
+from megakernel.config.attention import Attention
 from megakernel.ops import softmax_attention
-from megakernel.ops.documents import Positions
 from megakernel.ops.softmax_attention.ring import ring_attention
 
 
@@ -22,60 +21,26 @@ class SoftmaxAttention(AttentionLayer):
     own, all with the same work. Otherwise, or where `exchange` says so, keys and values go round (`ring_attention`).
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        causal: bool,
-        window: int | None,
-        exchange: SoftmaxExchange,
-        heads: HeadShard,
-    ):
-        super().__init__(num_heads, num_kv_heads, head_dim, causal, heads)
-        self.window = window
-        self.exchange = exchange
+    def __init__(self, form: Attention, settings: LayerSettings):
+        super().__init__(form, settings)
+        self.window, self.exchange = form.window, settings.softmax_exchange
 
-    @property
-    def properties(self) -> Properties:
-        """What this layer can do."""
-        per_token = 2 * len(self.kv_heads) * self.head_dim
-        grows = self.window is None
-        return Properties(
-            self.causal,
-            recurrent=not grows,
-            state_size=0 if self.window is None else per_token * (self.window - 1),
-            state_size_per_token=per_token if grows else 0,
-            exchanges=("heads or ring",),
-        )
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        positions: Positions,
-        rotary: Rotary | None,
-        cp_shard: ContextParallelShard,
-        key_mask: Tensor | None,
-        state: Any,
-    ) -> tuple[Tensor, Any]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
-        q, k = rotate(rotary, q, k, positions)
-        if self._goes_round(cp_shard):
-            real = None if self.causal else key_mask
-            form: dict[str, Any] = {"causal": self.causal, "window": self.window, "positions": positions}
-            return ring_attention(q, k, v, ring=cp_shard, key_mask=real, **form), None
-        rows = Ulysses(cp_shard, q.shape[1], k.shape[1])
+        q, k = inputs.rotated(q, k)
+        shard, real = inputs.cp_shard, None if self.causal else inputs.padding_mask
+        if self._goes_round(shard):
+            form: dict[str, Any] = {"causal": self.causal, "window": self.window, "positions": inputs.at}
+            return ring_attention(q, k, v, ring=shard, key_mask=real, **form), None
+        rows = Ulysses(shard, q.shape[1], k.shape[1])
         out, state = softmax_attention(
             rows.of_queries(q),
             *rows.of_keys(k, v),
             causal=self.causal,
             window=self.window,
-            positions=rows.of_positions(positions, q.shape[2]),
-            key_mask=None if self.causal else key_mask,
-            initial_state=state,
+            positions=rows.of_positions(inputs.at, q.shape[2]),
+            key_mask=real,
+            initial_state=inputs.state,
         )
         return rows.cut(out), state
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megakernel import attention
-from megakernel.attention.flurka import pooling_logits
+from megakernel.attention.compression import pooling_logits
 from megakernel.config import Attention, Model, UserError
 from megakernel.config.compression import BlockCompression
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megakernel.attention.flurka import OWN_SHARE, own_stretch
+from megakernel.attention.compression import OWN_SHARE, own_stretch
 from megakernel.config import UserError
 
 

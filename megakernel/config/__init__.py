@@ -1,14 +1,16 @@
 """One YAML file becomes one typed, validated tree. Reads no torch, so every command can afford it."""
 
-from .attention import PRESETS, Attention, FeatureMap, Near, expand_preset
+from .algebra import Near
+from .attention import PRESETS, Attention, expand_preset
 from .compression import BlockCompression, Compression, LinformerCompression, PoolCompression
 from .data import Corpus, Data, Masking
 from .errors import MISSING, ConfigError, InUse, NotFinite, Problem, RunFailed, UserError
+from .feature_map import FeatureMap
 from .load import from_yaml, load, to_yaml
 from .model import Classifier, Model
 from .objective import Objective
 from .parallel import Parallel
-from .resume import NOT_FINITE, UNPROVEN, Difference, check_same_run, differences
+from .resume import NOT_FINITE, UNPROVEN, Difference, check_recorded_run, check_same_run, differences
 from .rope import RopeScaling
 from .training import Checkpoint, LengthPhase, Logging, Lora, Optimizer, Phase, Profile, Schedule, Training
 from .tree import Config, Run, data_parallel_size
@@ -57,6 +59,7 @@ __all__ = [
     "TransferStage",
     "Uptrain",
     "UserError",
+    "check_recorded_run",
     "check_same_run",
     "data_parallel_size",
     "differences",

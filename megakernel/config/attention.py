@@ -3,114 +3,41 @@
 A mechanism answers independent questions (docs/formulas.md, 1); a preset is a name for one set of answers.
 """
 
-import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
+from .algebra import Algebra, Near
 from .compression import Compression
 from .errors import ConfigError, Problem, nearest_first
-from .eva import Eva
-from .feature_map import FeatureMap
-from .landmark import Nystromformer, Skyformer
+from .mechanisms import Mechanism, mechanism_of
 from .mixture import Mixture
-from .section import Section, merged
+from .section import merged
 
 
-class Near(Section):
-    """What a token attends exactly: its own block, optionally the block before, of its own document."""
-
-    kind: Literal["softmax", "kernel"] = "softmax"
-    """Similarity inside the window: exp(q.k/sqrt(d)), or the layer's own phi(q).phi(k) (pure FLuRKA)."""
-
-    blocks: Literal[1, 2] = 1
-    """1: own block. 2: own block and the previous one."""
-
-    block_size: int | None = Field(default=None, gt=0)
-    """Window block; None takes compression.block_size. Only a layer without compression sets it."""
-
-    join: Literal["gated", "shared"] = "gated"
-    """Softmax window with far part: `gated` g near + (1-g) far; `shared` one normalizer, a far weight."""
-
-    gate: Literal["token", "head"] = "token"
-    """Gate of join `gated`: one value per token and head (a linear map of q), or one per head."""
-
-    gate_bias: float = 3.0
-    """Initial gate logit. 3.0 starts near-dominant, at 0.95: measured better than 0.0 (docs/results.md)."""
-
-
-class Attention(Section):
+class Attention(Algebra):
     """One attention mechanism: a point of the algebra, or a mechanism beside it."""
 
-    mechanism: Literal["algebra", "skyformer", "nystromformer", "eva"] = "algebra"
-    """`algebra`: what the other keys compose. The others approximate one matrix as a whole and take their section."""
-
-    skyformer: Skyformer | None = None
-    """Settings of mechanism `skyformer`; None takes its defaults."""
-
-    nystromformer: Nystromformer | None = None
-    """Settings of mechanism `nystromformer`; None takes its defaults."""
-
-    eva: Eva | None = None
-    """Settings of mechanism `eva`; None takes its defaults."""
-
-    similarity: Literal["softmax", "gaussian", "kernel"] = "softmax"
-    """How alike q and a (possibly compressed) k are: exp(q.k/sqrt(d)), exp(-|q-k|^2/2sqrt(d)) or phi(q).phi(k)."""
-
-    normalize: bool = True
-    """Divide by the sum of a query's weights; false only under similarity `gaussian` (kernelized attention)."""
-
-    mixture: Mixture | None = None
-    """Several keys at one position or landmark; None: one."""
-
-    feature_map: FeatureMap | None = None
-    """phi, for similarity `kernel`."""
-
-    compression: Compression | None = None
-    """How keys and values are shortened along the sequence before the far similarity."""
-
-    near: Near | None = None
-    """The exact window of a causal compressed mechanism; alone (no compression), windowed softmax."""
-
-    window: int | None = Field(default=None, ge=2)
-    """Last tokens that a query of plain softmax sees, its own included; None: all of its document's."""
-
-    far_rope: Literal["none", "centroid"] = "none"
-    """Rotation of landmarks: none, or pool unrotated keys and rotate the landmark at its block's centre."""
+    @property
+    def spec(self) -> Mechanism:
+        """What the mechanism can do."""
+        return mechanism_of(self)
 
     @property
     def block_size(self) -> int | None:
         """Tokens of one block of the compression or the window; None where the layer knows no blocks."""
-        if self.mechanism == "eva":
-            settings = self.eva or Eva()
-            return math.lcm(settings.window_size, settings.chunk_size)
-        if self.compression is not None:
-            return getattr(self.compression, "block_size", None)
-        return self.near.block_size if self.near is not None else None
+        return self.spec.block_size
 
     @property
     def is_full_softmax(self) -> bool:
         """Whether softmax weighs keys as they are: those of every token that is in sight."""
-        return self.mechanism == "algebra" and self.similarity == "softmax" and self.is_uncompressed
+        return self.weighs_every_pair and self.similarity == "softmax"
 
     @property
     def weighs_every_pair(self) -> bool:
         """Whether every token weighs every earlier one, at quadratic cost."""
-        return self.mechanism == "algebra" and self.similarity != "kernel" and self.is_uncompressed
-
-    @property
-    def is_uncompressed(self) -> bool:
-        """Whether a query meets every key of its row as it is."""
-        return self.near is None and self.compression is None
-
-    @property
-    def compresses_input(self) -> bool:
-        """Whether keys and values are projections of a compressed input (FLuRKA eq. 2)."""
-        compression = self.compression
-        if compression is None or self.near is not None or compression.compress == "projected":
-            return False
-        return not getattr(compression, "per_head", False)
+        return self.spec.weighs_every_pair
 
     @property
     def counts_positions(self) -> bool:
@@ -120,79 +47,39 @@ class Attention(Section):
     @property
     def mixes_future_tokens(self) -> str | None:
         """Why a token sees later ones of its row, whatever document they belong to; None where it need not."""
-        if self.compression is None or self.near is not None:
-            return self.takes_whole_rows
-        return f"{self.compression.kind} without a near window mixes future tokens into its landmarks"
+        return self.spec.mixes_future_tokens
 
     @property
     def mixes_documents(self) -> str | None:
         """Why tokens that see both ways also see other documents of their row; None where documents stay apart."""
-        if self.mechanism == "eva" and self.compression is None:
-            return "eva that sees both ways cuts a row, not its documents, into windows and chunks"
-        return self.mixes_future_tokens
+        return self.spec.mixes_documents or self.mixes_future_tokens
 
     @property
     def looks_back_only(self) -> str | None:
         """Why a token cannot see later ones of its document; None where it can."""
-        if self.window is not None:
-            return "a window of the last tokens looks back only"
-        return None if self.near is None else f"a near window of kind: {self.near.kind} looks back only"
+        return self.spec.looks_back_only
 
     @property
     def changes_constants(self) -> str | None:
         """Why values that are all alike come out as something else; None where weights add up to 1."""
-        if not self.normalize:
-            return "normalize: false divides by nothing"
-        if self.compression is not None and self.compression.kind == "linformer":
-            return "rows of linformer's F need not add up to 1"
-        return self.takes_whole_rows and f"{self.mechanism} approximates the sum of its weights, too"
+        return self.spec.changes_constants
 
     def trades_heads(self, causal: bool) -> bool:
         """Whether shards of a row trade tokens for heads, whose number must then divide over them.
 
         Layers for which `passes_keys_round` need not.
         """
-        if self.mechanism == "eva":
-            return not causal
-        return self.weighs_every_pair or self.takes_whole_rows is not None
+        return any(what.startswith("heads") for what in self.spec.exchanged(causal))
 
     @property
     def passes_keys_round(self) -> bool:
         """Whether shards of a row can also pass their keys and values round, whatever the number of heads."""
-        return self.is_full_softmax and self.mixture is None
+        return "heads or ring" in self.spec.exchanges
 
     @property
     def is_gated(self) -> bool:
-        """Whether a gate weighs the near window against the far part."""
-        near = self.near
-        return (
-            self.similarity == "kernel"
-            and near is not None
-            and (near.kind, near.join) == ("softmax", "gated")
-        )
-
-    @property
-    def redraws(self) -> bool:
-        """Whether the layer has noise that training redraws and evaluation holds."""
-        learned = self.feature_map is not None and self.feature_map.redraw_interval > 0
-        return learned or self.mechanism == "skyformer"
-
-    @property
-    def keys_per_head(self) -> int:
-        """Keys that the layer's projection makes for one key head."""
-        return self.mixture.keys if self.mixture is not None and self.mixture.kind == "projected" else 1
-
-    @property
-    def keys_at_position(self) -> int:
-        """Keys that a query meets at one position or landmark, M."""
-        return 1 if self.mixture is None else self.mixture.keys
-
-    @property
-    def takes_whole_rows(self) -> str | None:
-        """Why every token meets all of its row, later ones too; None where it need not."""
-        if self.mechanism in ("algebra", "eva"):
-            return None
-        return f"{self.mechanism} draws landmarks from the whole row"
+        """Whether a gate of FLuRKA weighs the near window against the far part."""
+        return self.spec.is_gated
 
     def problems(self) -> Iterator[Problem]:
         """Which answers of the algebra go together."""

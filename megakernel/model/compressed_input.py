@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.attention import ContextParallelShard
+from megakernel.attention import AttentionInputs
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.parallel import replicated, total
 
@@ -52,8 +52,7 @@ def project(
     parts: tuple[int, int, int],
     core: LowRankAttention,
     mesh: "Mesh | OneProcess",
-    cp_shard: ContextParallelShard,
-    padding_mask: Tensor | None = None,
+    inputs: AttentionInputs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of all tokens, keys and values of landmarks.
 
@@ -63,8 +62,7 @@ def project(
         parts: how many of each a key head has.
         core: the mechanism; its `compress` knows E and F.
         mesh: where sums go.
-        shard: this process's shard of the sequence.
-        padding_mask: (B, N) bool, True for real tokens, which come to the front of their row; None: all are.
+        inputs: this process's shard of the sequence, and its padding, behind which no real token stays.
 
     Returns:
         q (B, H, N, d), k and v (B, H_kv, L, d), or k (B, H_kv, M, L, d) of M keys per key head.
@@ -73,7 +71,7 @@ def project(
         ValueError: padding with sequence parallelism or a sequence in shards.
     """
     tokens = share_tokens(hidden, mesh)
-    mine = tokens.mine
+    mine, cp_shard, padding_mask = tokens.mine, inputs.cp_shard, inputs.padding_mask
     if padding_mask is not None:
         if mesh.sequence_parallel or cp_shard.size > 1:
             raise ValueError(

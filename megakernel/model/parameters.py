@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-from megakernel.config import Attention, Classifier, FeatureMap, Model
+from megakernel.config import Attention, Classifier, FeatureMap, LinformerCompression, Model, PoolCompression
+from megakernel.config.compression import Compression
 from megakernel.config.mixture import Mixture
-
-from .flops import compression_parameters, eva_parameters
 
 
 class Parameters(NamedTuple):
@@ -134,3 +133,17 @@ def _feature_map(form: FeatureMap, kv_heads: int, size: int) -> int:
     if form.is_generative:  # 4 hidden layers with batch norm, 1 without
         return 5 * (size * size + size) + 4 * 2 * size
     return 0
+
+
+def compression_parameters(compression: Compression, kv_heads: int, columns: int) -> int:
+    """Entries of E and F; `columns` are Linformer's."""
+    if isinstance(compression, PoolCompression):
+        return 0
+    owners = (kv_heads if compression.per_head else 1) * (1 if compression.share_kv else 2)
+    width = columns if isinstance(compression, LinformerCompression) else compression.block_size
+    return owners * compression.rank * width
+
+
+def eva_parameters(head_dim: int) -> int:
+    """Two matrices with bias and LayerNorm, shared by the heads of a layer."""
+    return 2 * (head_dim * head_dim + 3 * head_dim)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megakernel import attention
+from megakernel.attention import AttentionInputs
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config import Model
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
@@ -87,44 +88,32 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """hidden (N, B, C), positions (B, N) -> (output (N, B, C), its bias or None)."""
-        q, k, v = self._project(hidden, positions)
+        inputs = AttentionInputs(
+            # Without documents to look for, the ops work on views of whole rows.
+            positions if self.isolate_documents else None,
+            padding_mask=positions >= 0 if self.pads else None,
+            rotary=self.rotary,
+            cp_shard=self.cp_shard,
+        )
+        q, k, v = self._project(hidden, inputs)
         if self.recompute and self.training:
-            heads = checkpoint(self._attend, q, k, v, positions, use_reentrant=False)
+            heads = checkpoint(self.core, q, k, v, inputs, use_reentrant=False)
         else:
-            heads = self._attend(q, k, v, positions)
+            heads = self.core(q, k, v, inputs)
         return self._merge(heads)
 
     def extend(
         self, hidden: Tensor, positions: Tensor, state: Any
     ) -> tuple[tuple[Tensor, Tensor | None], Any]:
         """`forward` for tokens that follow those in `state`; also the state that includes them."""
-        q, k, v = self._project(hidden, positions)
+        q, k, v = self._project(hidden, AttentionInputs(cp_shard=self.cp_shard))
         heads, state = self.core.extend(q, k, v, state, positions=positions, rotary=self.rotary)
         return self._merge(heads), state
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        # Without documents to look for, the ops work on views of whole rows.
-        at = positions if self.isolate_documents else None
-        return self.core(
-            q, k, v, self._real(positions), positions=at, rotary=self.rotary, cp_shard=self.cp_shard
-        )
-
-    def _real(self, positions: Tensor) -> Tensor | None:
-        """(B, N) bool, which tokens are no padding; None where none is."""
-        return positions >= 0 if self.pads else None
-
-    def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, hidden: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
         parts = (self.queries_per_key, self.keys_per_head, 1)
         if isinstance(self.core, LowRankAttention) and self.core.compresses_input:
-            return compressed_input.project(
-                hidden,
-                self.qkv.weight,
-                parts,
-                self.core,
-                self.mesh,
-                self.cp_shard,
-                self._real(positions),
-            )
+            return compressed_input.project(hidden, self.qkv.weight, parts, self.core, self.mesh, inputs)
         fused, _ = apply(self.qkv, hidden)
         tokens, batch, _ = fused.shape
         groups = fused.view(tokens, batch, self.kv_heads, sum(parts), self.head_dim)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
@@ -32,6 +33,12 @@ class Sums(NamedTuple):
         if self.log_scale is not None:
             return self.log_scale
         return self.values.new_full(self.values.shape[:-1], EMPTY).masked_fill(self.values.any(-1), 0.0)
+
+
+def with_ones(values: Tensor, mass: float | Tensor | None = None) -> Tensor:
+    """mass [v, 1], which sums are made of."""
+    ones = F.pad(values, (0, 1), value=1.0)
+    return ones if mass is None else ones * mass
 
 
 def add(a: Sums, b: Sums) -> Sums:
@@ -70,6 +77,14 @@ def finish_of(feature_map: FeatureMap | str, normalize: bool) -> Finish:
         return normalized_or_lost
     finish = normalized if normalize else unnormalized
     return lambda sums: (finish(sums),)
+
+
+def join(near: Sums, far: Sums, share: Tensor | None, finish: Finish) -> tuple[Tensor, ...]:
+    """What two sets of keys give together: under one normalizer, or with share (..., N) of near each under its own."""
+    if share is None:
+        return finish(add(near, far))
+    seen, *lost = finish(far)
+    return share[..., None] * normalized(near) + (1 - share[..., None]) * seen, *lost
 
 
 def _quotient(sums: Sums, least: float) -> tuple[Tensor, Tensor]:

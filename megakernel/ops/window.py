@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megakernel.ops.chunks import chunk_queries, join_queries
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, pad_positions, position_rows
-from megakernel.ops.mixture import Rotary, each_key, joined
+from megakernel.ops.mixture import Rotary, each_key, joined, shifted
 from megakernel.ops.state import EMPTY
-from megakernel.ops.sums import Sums
+from megakernel.ops.sums import Sums, with_ones
 
 
 class Tail(NamedTuple):
@@ -131,3 +133,46 @@ def softmax_pairs(
     if priors is not None:
         weights = joined(weights, priors)
     return Sums(weights @ values, log_scale)
+
+
+def window_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tail: Tail,
+    positions: Positions,
+    *,
+    block_size: int,
+    blocks: int,
+    rotary: Rotary | None = None,
+    priors: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Sums:
+    """Sums (B, H, N, D + 1) of queries (B, H, N, d) over the windows of their tokens, under softmax.
+
+    k, v: keys and values of the tokens as they stand in `tail`, the tokens before them; the rest as in
+    `window_attention`.
+    """
+    heads, length, dtype = q.shape[1], q.shape[2], accum_dtype(q.dtype)
+    layout = cut(positions, length, q.device, block_size=block_size, blocks=blocks)
+    queries = q.to(dtype)
+    past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
+    if rotary:
+        rows = position_rows(positions, length, q.device)
+        queries = rotary(queries, rows)
+        past, keys = rotate_keys(rotary, past, keys, rows)
+    chunks, size = layout.places.shape[1:]
+    sums = softmax_pairs(
+        chunk_queries(queries, k.shape[1], size, chunks),
+        layout.windows(past, keys),
+        with_ones(layout.windows(tail.values.to(dtype), v.to(dtype))),
+        layout.visible(),
+        priors,
+    )
+    return rows_of_queries(sums, heads, length)
+
+
+def rows_of_queries(sums: Sums, heads: int, length: int) -> Sums:
+    """Sums of chunked queries as the queries lie, (B, H, N, D + 1)."""
+    logs = join_queries(sums.scale_or_zero[..., None], heads, length)[..., 0]
+    return Sums(join_queries(sums.values, heads, length), logs)

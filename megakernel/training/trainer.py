@@ -25,7 +25,6 @@ from .batches import reading
 from .deepspeed_config import check_own_keys
 from .engine import Engine, StepResult
 from .environment import package_versions
-from .heartbeat import Heartbeat
 from .observing.console import Console
 from .observing.local_work import LocalWork
 from .observing.metrics_writer import Entry, MetricsWriter
@@ -103,11 +102,8 @@ class Trainer:
             batches = self.batches.from_step(done)
             parallel = self.config.parallel
             limits = parallel.timeout_minutes, parallel.stall_minutes
-            watchdog = stack.enter_context(Watchdog(self.mesh, *limits))
-            if self.mesh.rank == 0:
-                stack.enter_context(
-                    Heartbeat(self.folder.path, self.mesh.progress, lambda: self.work.slowest)
-                )
+            told = self.folder.path, lambda: self.work.slowest
+            watchdog = stack.enter_context(Watchdog(self.mesh, *limits, *told))
             for step in range(done, steps):
                 if step == self.phase.end_step:
                     self._enter(step)

@@ -1,14 +1,14 @@
 """What keeps a claim about the far context honest: the same model without a part of what it sees."""
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakernel.attention import Rotary
+from megakernel.attention import AttentionInputs
 from megakernel.attention.flurka import FlurkaAttention
-from megakernel.attention.near_dropout import SHUT
+from megakernel.attention.near_far import SHUT
 from megakernel.model import LanguageModel
 from megakernel.model.layer import TransformerLayer
 
@@ -56,23 +56,12 @@ class SlidingWindow(nn.Module):
         super().__init__()
         self.window = window
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        padding_mask: Tensor | None = None,
-        *,
-        positions: Tensor | None = None,
-        rotary: Rotary | None = None,
-        cp_shard: Any = None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
         """q (B, H, N, d), k and v (B, H_kv, N, d) -> (B, H, N, d)."""
         length = q.shape[2]
         places = torch.arange(length, device=q.device)
-        own = places.expand(len(q), -1) if positions is None else positions
-        if rotary is not None:
-            q, k = rotary(q, own), rotary(k, own)
+        own = inputs.positions if isinstance(inputs.positions, Tensor) else places.expand(len(q), -1)
+        q, k = replace(inputs, positions=own).rotated(q, k)
         document = (own == 0).cumsum(1)
         back = places[:, None] - places[None, :]
         seen = (back >= 0) & (document[:, :, None] == document[:, None, :])

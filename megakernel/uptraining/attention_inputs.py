@@ -1,16 +1,18 @@
 """What an attention layer was called with, so that another can be called with the same."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megakernel.attention import WHOLE, ContextParallelShard, Rotary
+from megakernel import attention
+from megakernel.attention.inputs import WHOLE_ROWS
 
 
-class AttentionInputs(NamedTuple):
-    """The arguments of one `AttentionLayer.forward`: n tokens, one of P shards of rows of N = P n."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionInputs(attention.AttentionInputs):
+    """All that an `AttentionLayer` is called with: n tokens, one of P shards of rows of N = P n."""
 
     q: Tensor
     """(B, H, n, d), not rotated; H the heads of this tensor rank."""
@@ -21,32 +23,20 @@ class AttentionInputs(NamedTuple):
     v: Tensor
     """(B, H_kv, n, D)"""
 
-    padding_mask: Tensor | None = None
-    """(B, n) bool, True for real tokens; None: all are."""
-
-    positions: Tensor | None = None
-    """(B, n) place of each token in its document; None: every row is one document."""
-
-    rotary: Rotary | None = None
-    cp_shard: ContextParallelShard = WHOLE
-
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "AttentionInputs":
-        """From what a forward hook of the layer is told; autograd sees constants."""
-        inputs = cls(*args, **kwargs)
-        return inputs._replace(q=inputs.q.detach(), k=inputs.k.detach(), v=inputs.v.detach())
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, inputs: attention.AttentionInputs = WHOLE_ROWS
+    ) -> "AttentionInputs":
+        """From what a layer was called with; autograd sees constants."""
+        return cls(q=q.detach(), k=k.detach(), v=v.detach(), **vars(inputs))
 
     def run(self, core: Callable[..., Tensor], values: Tensor | None = None) -> Tensor:
         """What the layer `core` makes of it, (B, H, n, D); with `values` (B, H_kv, n, any width) in place of v."""
-        return core(
-            self.q,
-            self.k,
-            self.v if values is None else values,
-            self.padding_mask,
-            positions=self.positions,
-            rotary=self.rotary,
-            cp_shard=self.cp_shard,
-        )
+        return core(self.q, self.k, self.v if values is None else values, self)
+
+    def turned(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of these tokens, rotated at their `places`."""
+        return replace(self, positions=self.places()).rotated(q, k)
 
     @property
     def length(self) -> int:
@@ -65,7 +55,7 @@ class AttentionInputs(NamedTuple):
 
     def places(self) -> Tensor:
         """(B, n) int64: where each real token stands in its document, what rotates it."""
-        if self.positions is not None:
+        if isinstance(self.positions, Tensor):
             return self.positions.clamp(min=0)
         if self.padding_mask is not None:
             return (self.padding_mask.long().cumsum(1) - 1).clamp(min=0)

@@ -8,14 +8,13 @@ derivatives c_ij by the weights. A mechanism need be differentiable once.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megakernel.attention import AttentionLayer
 from megakernel.attention.heads import generator
-from megakernel.attention.layer import rotate
 from megakernel.ops.dispatch import accum_dtype
 
 from .attention_inputs import AttentionInputs
@@ -68,7 +67,7 @@ class QueryRows:
         """q.k / sqrt(d) of rotated queries and keys (B, H, R, N), float32 or better; of hidden keys anything."""
         inputs = self.inputs
         dtype = accum_dtype(inputs.q.dtype)
-        q, k = rotate(inputs.rotary, inputs.q.to(dtype), inputs.k.to(dtype), inputs.places())
+        q, k = inputs.turned(inputs.q.to(dtype), inputs.k.to(dtype))
         own, index = self._mine()
         asked = q.new_zeros(*q.shape[:2], len(self.queries), q.shape[-1])
         asked[:, :, index] = q[:, :, own]
@@ -134,7 +133,7 @@ class QueryRows:
     def _widened(self) -> AttentionInputs:
         inputs = self.inputs
         dtype = accum_dtype(inputs.q.dtype)
-        return inputs._replace(q=inputs.q.to(dtype), k=inputs.k.to(dtype))
+        return replace(inputs, q=inputs.q.to(dtype), k=inputs.k.to(dtype))
 
     def _values(self) -> Tensor:
         """Zeros (B, H_kv, n, G R' or wider), G query heads to a key head and R' queries in a pass."""

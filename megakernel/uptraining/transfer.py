@@ -80,7 +80,7 @@ class AttentionTransfer:
     def __enter__(self) -> "AttentionTransfer":
         for index in self._students:
             hook = partial(self._hear, index)
-            self._hooks.append(self._teachers[index].register_forward_hook(hook, with_kwargs=True))
+            self._hooks.append(self._teachers[index].register_forward_hook(hook))
         return self
 
     def __exit__(
@@ -102,14 +102,12 @@ class AttentionTransfer:
             total = total + _Known.apply(one.loss, one.gradients, *one.parameters)
         return total
 
-    def _hear(
-        self, index: int, core: AttentionLayer, args: tuple, kwargs: dict[str, Any], output: Tensor
-    ) -> None:
+    def _hear(self, index: int, core: AttentionLayer, args: tuple, output: Tensor) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError("the teacher of attention transfer runs under torch.no_grad()")
         student = self._students[index]
         parameters = [x for x in student.parameters() if x.requires_grad] if student.training else []
-        inputs = AttentionInputs.of(args, kwargs)
+        inputs = AttentionInputs.of(*args)
         with torch.set_grad_enabled(bool(parameters)):
             loss = self._loss_of(index, student, inputs, output.detach())
         gradients: Sequence[Tensor] = ()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
+from megakernel.attention import AttentionInputs
 from megakernel.config import PRESETS, Attention, expand_preset
 from megakernel.parallel import mark_head_parameters
 from tests.distributed.ranks import cpu_mesh, run_ranks
@@ -78,9 +79,11 @@ def outputs_and_gradients(form, heads=attention.ALL_HEADS, cp_shard=attention.WH
         q,
         k,
         v,
-        positions=positions.chunk(cp_shard.size, 1)[cp_shard.rank],
-        rotary=attention.Rotary(DIM),
-        cp_shard=cp_shard,
+        AttentionInputs(
+            positions=positions.chunk(cp_shard.size, 1)[cp_shard.rank],
+            rotary=attention.Rotary(DIM),
+            cp_shard=cp_shard,
+        ),
     )
     (out * weight).sum().backward()
     parameters = {name: parameter.grad for name, parameter in module.named_parameters()}

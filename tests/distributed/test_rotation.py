@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
+from megakernel.attention import AttentionInputs
 from tests.distributed.ranks import cpu_mesh, run_ranks
 
 BATCH, TOKENS, DIM = 2, 32, 8
@@ -52,7 +53,9 @@ def outputs_and_gradients(case, heads=attention.ALL_HEADS, cp_shard=attention.WH
         softmax_exchange=exchange,
     )
     positions = PACKED.chunk(cp_shard.size, 1)[cp_shard.rank] if packed else None
-    out = layer(q, k, v, positions=positions, rotary=attention.Rotary(DIM), cp_shard=cp_shard)
+    out = layer(
+        q, k, v, AttentionInputs(positions=positions, rotary=attention.Rotary(DIM), cp_shard=cp_shard)
+    )
     (out * weight).sum().backward()
     return out.detach(), q.grad, k.grad, v.grad
 

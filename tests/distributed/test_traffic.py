@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megakernel import attention
+from megakernel.attention import AttentionInputs
 from megakernel.ops.flurka_attention import chunked as flurka_chunked
 from megakernel.ops.kernel_attention import chunked as kernel_chunked
 from megakernel.parallel import state_exchange
@@ -24,7 +25,7 @@ def attend(mesh, tokens, preset):
     layer = attention.build(preset, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=WIDTH)
     own = tokens // mesh.cp.size
     q, k, v = (torch.randn(1, heads, own, WIDTH, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    layer(q, k, v, cp_shard=mesh.cp_shard).square().mean().backward()
+    layer(q, k, v, AttentionInputs(cp_shard=mesh.cp_shard)).square().mean().backward()
 
 
 def sent_by_layer(tokens, preset, size, **parallel):

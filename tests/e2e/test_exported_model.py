@@ -137,6 +137,7 @@ metric_list: [{{metric: bits_per_byte}}]
 LINES = ["import os\n", "def f(x):\n    return x + 1\n", "class A:\n    pass  # é\n"]
 
 
+@pytest.mark.second
 @torch.no_grad()
 def test_lm_evaluation_harness_sees_these_logits(exported, model, tmp_path):
     data = tmp_path / "lines.jsonl"

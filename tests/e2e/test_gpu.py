@@ -8,6 +8,7 @@ import torch
 
 from launch.cli import main
 from megakernel import attention
+from megakernel.attention import AttentionInputs
 from megakernel.model.layer import recomputed
 from megakernel.training.observing.profiler import kept_when_memory_runs_out
 
@@ -85,7 +86,7 @@ def test_running_out_of_memory_leaves_a_plots_of_it(tmp_path, capsys):
 def _run(module, q, k, v, positions):
     q = q.requires_grad_()
     at = None if positions is None else positions.to(q.device)
-    out = module(q, k, v, positions=at, rotary=attention.Rotary(q.shape[-1]))
+    out = module(q, k, v, AttentionInputs(positions=at, rotary=attention.Rotary(q.shape[-1])))
     out.double().square().sum().backward()
     return out.detach(), q.grad
 

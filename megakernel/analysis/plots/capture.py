@@ -47,16 +47,13 @@ def captured_attention(model: LanguageModel, row: LayerInputs) -> dict[int, Capt
     captured: dict[int, CapturedAttention] = {}
 
     def listener(index: int) -> Any:
-        def listen(core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        def listen(core: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             assert isinstance(core, AttentionLayer)
-            captured[index] = CapturedAttention(core, AttentionInputs.of(args, kwargs), output)
+            captured[index] = CapturedAttention(core, AttentionInputs.of(*args), output)
 
         return listen
 
-    hooks = [
-        core.register_forward_hook(listener(index), with_kwargs=True)
-        for index, core in attention_cores(model).items()
-    ]
+    hooks = [core.register_forward_hook(listener(index)) for index, core in attention_cores(model).items()]
     try:
         with _evaluating(model), _whole_rows(model):
             model.body(row)

@@ -6,8 +6,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from megakernel.attention.flurka import FlurkaAttention
-from megakernel.attention.landmark import LandmarkAttention
+from megakernel.attention.near_far import NearFarAttention
 from megakernel.uptraining.head_statistics import far_keys
 from megakernel.uptraining.query_rows import QueryRows
 
@@ -39,7 +38,7 @@ def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
 def near_shares(captured: CapturedAttention) -> Tensor | None:
     """What the near part of each query counts, (H, queries) of those that see something far; None without a gate."""
     core, inputs = captured.core, captured.inputs
-    if not isinstance(core, (FlurkaAttention, LandmarkAttention)):
+    if not isinstance(core, NearFarAttention):
         return None
     logits = core.gate(inputs.q)
     if logits is None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megakernel.attention.flurka import FlurkaAttention
 from megakernel.attention.kernel import KernelAttention
-from megakernel.attention.layer import rotate
 from megakernel.evaluation.voting import has_noise, mean_over_draws
 from megakernel.ops.phi import features
 from megakernel.uptraining.query_rows import sample_queries
@@ -61,7 +60,7 @@ def deviations(captured: CapturedAttention, draws: int) -> Tensor:
     assert isinstance(core, (KernelAttention, FlurkaAttention))
     q, k = inputs.q[:1].double(), inputs.k[:1].double()
     if isinstance(core, KernelAttention):
-        q, k = rotate(inputs.rotary, q, k, inputs.places())
+        q, k = inputs.turned(q, k)
     chosen = sample_queries(inputs.length, TOKENS, seed=0, step=0).to(q.device)
     # Query heads of one key head in the place of chunks.
     queries = q[:, :, chosen].unflatten(1, (k.shape[1], -1))

@@ -7,6 +7,7 @@ included, and without a second formula of any mechanism. `uptraining/query_rows.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def attention_matrix(captured: CapturedAttention) -> Tensor:
     """
     core, inputs = captured.core, captured.inputs
     dtype = accum_dtype(inputs.q.dtype)
-    inputs = inputs._replace(q=inputs.q.to(dtype), k=inputs.k.to(dtype))
+    inputs = replace(inputs, q=inputs.q.to(dtype), k=inputs.k.to(dtype))
     batch, heads, count, width = inputs.v.shape
     columns = []
     for first in range(0, count, width):
@@ -45,7 +46,7 @@ def exact_matrix(captured: CapturedAttention) -> Tensor:
     The layer's weights become float64 in between: not for a model whose optimizer holds views of them.
     """
     with _in_float64(captured.core):
-        inputs = captured.inputs._replace(q=captured.inputs.q.double(), k=captured.inputs.k.double())
+        inputs = replace(captured.inputs, q=captured.inputs.q.double(), k=captured.inputs.k.double())
         return attention_matrix(captured._replace(inputs=inputs))
 
 

@@ -14,7 +14,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from megakernel.attention.layer import rotate
 from megakernel.attention.mixture import PairwiseAttention, keys_and_priors
 from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.uptraining.query_rows import QueryRows
@@ -46,7 +45,7 @@ def negative_log_likelihood(captured: CapturedAttention) -> Tensor:
     """-log p(q_i) / d of the first row, means over its queries (H,) float64."""
     core, inputs = captured.core, captured.inputs
     k, priors = keys_and_priors(getattr(core, "mixture", None), inputs.k[:1].double())
-    q, k = rotate(inputs.rotary, inputs.q[:1].double(), k, inputs.places()[:1])
+    q, k = inputs.turned(inputs.q[:1].double(), k)
     keys = (k if k.dim() == 5 else k[:, :, None])[0].repeat_interleave(q.shape[1] // k.shape[1], 0)
     width, count = q.shape[-1], keys.shape[1]
     if priors is None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megakernel.attention import AttentionLayer, build
 from megakernel.attention.heads import generator
-from megakernel.attention.layer import rotate
 from megakernel.model import LanguageModel
 from megakernel.ops.pseudo_inverse import exact_inverse, regularized_inverse
 
@@ -87,7 +86,7 @@ def lengths(tokens: int) -> list[int]:
 def rotated(captured: CapturedAttention) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (1, H, N, d), and keys and values of each query head, as the layer compares them; float64."""
     inputs = captured.inputs
-    q, k = rotate(inputs.rotary, inputs.q[:1].double(), inputs.k[:1].double(), inputs.places()[:1])
+    q, k = inputs.turned(inputs.q[:1].double(), inputs.k[:1].double())
     keys, values = (x.repeat_interleave(inputs.group, 1) for x in (k, inputs.v[:1].double()))
     return q, keys, values
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.dispatch import choose
-from megakernel.ops.eva_attention import grouped, reference
-from megakernel.ops.eva_attention.form import Chunks, Windows
+from megakernel.ops.eva_attention import chunked, reference
+from megakernel.ops.eva_attention.chunked import Chunks, Windows
 
-IMPLEMENTATIONS = {"chunked": grouped.attend, "reference": reference.attend}
+IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
 """Backend -> implementation."""
 
 __all__ = ["Chunks", "Windows", "control_variates", "eva_attention"]

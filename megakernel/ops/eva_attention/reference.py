@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.eva_attention.form import Chunks, Windows, by_query
+from megakernel.ops.eva_attention.chunked import Chunks, Windows, by_query
 
 
 def attend(q: Tensor, windows: Windows, chunks: Chunks) -> Tensor:
-    """Arguments and result of `grouped.attend`."""
+    """Arguments and result of `chunked.attend`."""
     dtype, length = accum_dtype(q.dtype), q.shape[2]
     count = windows.keys.shape[2]
     keys = torch.cat([windows.keys.flatten(2, 3), chunks.keys], 2).to(dtype)

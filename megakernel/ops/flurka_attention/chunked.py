@@ -4,7 +4,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, join_queries, row_mask
@@ -17,7 +16,7 @@ from megakernel.ops.mixture import shifted
 from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once
-from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, normalized
+from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, join, with_ones
 from megakernel.ops.window import Layout, Tail, cut, empty_tail, rotate_keys, softmax_pairs
 
 RUN = 256
@@ -162,7 +161,7 @@ def _near_and_far(
     chunks, size = layout.places.shape[1:]
     q, k = q.to(dtype), k.to(dtype)
     past = tail.keys.to(dtype)
-    values = F.pad(layout.windows(tail.values.to(dtype), v.to(dtype)), (0, 1), value=1.0)
+    values = with_ones(layout.windows(tail.values.to(dtype), v.to(dtype)))
     windows = layout.windows(past, k)
     near_past, near_keys = (shifted(x, group.weights.shift) for x in (past, k))
     if form.near_rotary:
@@ -223,7 +222,7 @@ def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, T
     mass = ends.any(-1)[:, None, :, None, None].to(keys.dtype) * (b / landmarks.shape[3])
     if group.weights.far_mass is not None:
         mass = mass * torch.exp(group.weights.far_mass.to(keys.dtype))[:, None, None, None]
-    pooled = F.pad(pool_values @ values[..., :window, :], (0, 1), value=1.0) * mass
+    pooled = with_ones(pool_values @ values[..., :window, :], mass)
 
     chunk, runs, size = torch.arange(places.shape[1], device=at.device), layout.runs, layout.size
     at = (at + chunk % runs * size)[..., None].expand(-1, -1, landmarks.shape[3])
@@ -260,12 +259,10 @@ def _join(
             weight = torch.exp(group.weights.far_weight.to(far.values.dtype)).view(kv_heads, 1, query_heads)
             rows = weight.repeat_interleave(places.shape[2], 2)
             far = Sums(far.values * rows[..., None], far.log_scale)
-        return finish(add(near, far))
+        return join(near, far, None, finish)
     chunks, size = places.shape[1:]
     share = torch.sigmoid(chunk_queries(gate[..., None].to(near.values.dtype), kv_heads, size, chunks))
     # Without a far block the near part alone, exactly: far is 0 there, and must not take its share.
     sees_far = row_mask(places >= form.block_size * form.blocks, query_heads)
-    share = torch.where(sees_far, share, 1.0)
-    seen, *lost = finish(far)
-    out = share * normalized(near) + (1 - share) * seen
+    out, *lost = join(near, far, torch.where(sees_far, share, 1.0)[..., 0], finish)
     return out, *(rows & sees_far[..., 0] for rows in lost)

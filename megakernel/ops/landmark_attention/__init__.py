@@ -5,12 +5,12 @@ from torch import Tensor
 from megakernel.ops.arguments import check_heads, check_per_head, expand_tokens
 from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
-from megakernel.ops.landmark_attention import grouped, reference
+from megakernel.ops.landmark_attention import chunked, reference
 from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight
 from megakernel.ops.mixture import first_key, pack_keys
 from megakernel.ops.window import Tail
 
-IMPLEMENTATIONS = {"chunked": grouped.attend, "reference": reference.attend}
+IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
 """Backend -> implementation."""
 
 

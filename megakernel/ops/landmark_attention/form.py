@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.documents import Positions, position_rows
@@ -111,8 +110,3 @@ class Near(NamedTuple):
 
     far_rotary: Rotary | None = None
     """Rotates the queries of landmarks, which come rotated."""
-
-
-def with_ones(values: Tensor, mass: float = 1.0) -> Tensor:
-    """mass [v, 1]."""
-    return F.pad(values, (0, 1), value=1.0) * mass

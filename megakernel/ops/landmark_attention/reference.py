@@ -26,7 +26,7 @@ def attend(
     gate: Tensor | None,
     positions: Positions,
 ) -> Tensor:
-    """Arguments and result of `grouped.attend`."""
+    """Arguments and result of `chunked.attend`."""
     batch, heads, length, width = q.shape
     group, dtype, rank = heads // k.shape[1], accum_dtype(q.dtype), landmarks.keys.shape[3]
     rows = position_rows(positions, length, q.device)

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from megakernel.ops.dispatch import choose
-from megakernel.ops.low_rank import blocks, matrix
+from megakernel.ops.low_rank import chunked, reference
 
-IMPLEMENTATIONS = {"chunked": blocks.compress, "reference": matrix.compress}
+IMPLEMENTATIONS = {"chunked": chunked.compress, "reference": reference.compress}
 """Backend -> implementation."""
 
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from megakernel.ops.arguments import check_heads
 from megakernel.ops.dispatch import choose
-from megakernel.ops.nystrom_attention import means, reference
+from megakernel.ops.nystrom_attention import chunked, reference
 from megakernel.ops.pseudo_inverse import softmax_inverse
 
-IMPLEMENTATIONS = {"chunked": means.attend, "reference": reference.attend}
+IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
 """Backend -> implementation."""
 
 

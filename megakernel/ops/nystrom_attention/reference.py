@@ -18,7 +18,7 @@ def attend(
     invert: Callable[[Tensor], Tensor],
     key_mask: Tensor | None,
 ) -> Tensor:
-    """Arguments and result of `means.attend`."""
+    """Arguments and result of `chunked.attend`."""
     batch, heads, length, _ = q.shape
     group = heads // k.shape[1]
     real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask

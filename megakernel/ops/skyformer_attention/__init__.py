@@ -7,9 +7,9 @@ from torch import Tensor
 from megakernel.ops.arguments import check_heads
 from megakernel.ops.dispatch import choose
 from megakernel.ops.pseudo_inverse import regularized_inverse
-from megakernel.ops.skyformer_attention import landmark, reference
+from megakernel.ops.skyformer_attention import chunked, reference
 
-IMPLEMENTATIONS = {"chunked": landmark.attend, "reference": reference.attend}
+IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
 """Backend -> implementation."""
 
 

@@ -18,7 +18,7 @@ def attend(
     invert: Callable[[Tensor], Tensor],
     key_mask: Tensor | None,
 ) -> Tensor:
-    """Arguments and result of `landmark.attend`."""
+    """Arguments and result of `chunked.attend`."""
     length = q.shape[2]
     x = torch.cat([q, k], 2).to(accum_dtype(q.dtype))
     lifted = torch.exp(-(x[..., :, None, :] - x[..., None, :, :]).square().sum(-1) / (2 * q.shape[-1] ** 0.5))

@@ -6,13 +6,12 @@ block, and autograd differentiates the weights of one block whatever similarity 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.state import EMPTY
-from megakernel.ops.sums import Sums, add, normalized, unnormalized
+from megakernel.ops.sums import Sums, add, normalized, unnormalized, with_ones
 from megakernel.ops.weighted_attention.form import Form, component_logs, position_logs
 
 QUERIES = 256
@@ -62,7 +61,7 @@ def _wide_rows(q: Tensor, queries: slice) -> Tensor:
 
 def _with_ones(v: Tensor) -> Tensor:
     """Values with the normalizer's column."""
-    return F.pad(_wide(v), (0, 1), value=1.0)[:, :, None]
+    return with_ones(_wide(v))[:, :, None]
 
 
 class _Stream(torch.autograd.Function):

@@ -8,8 +8,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor, nn
 
-from megakernel.attention.flurka import FlurkaAttention
-from megakernel.attention.landmark import LandmarkAttention
+from megakernel.attention.near_far import NearFarAttention
 from megakernel.parallel import Mesh
 from megakernel.training.engine import Engine
 from megakernel.training.optimizer import counts_here
@@ -96,7 +95,7 @@ def _gates(model: nn.Module, mesh: Mesh) -> Iterator[Found]:
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         @torch.no_grad()
         def look(core: nn.Module, arguments: tuple[Any, ...]) -> None:
-            assert isinstance(core, (FlurkaAttention, LandmarkAttention))
+            assert isinstance(core, NearFarAttention)
             gate = core.gate(arguments[0])
             if gate is None or (
                 gate.dim() == 2 and mesh.gradient.rank > 0
@@ -110,7 +109,7 @@ def _gates(model: nn.Module, mesh: Mesh) -> Iterator[Found]:
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if isinstance(module, (FlurkaAttention, LandmarkAttention)):
+            if isinstance(module, NearFarAttention):
                 handle = module.register_forward_pre_hook(hook(name))
                 stack.callback(handle.remove)
         yield found

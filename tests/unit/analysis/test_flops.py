@@ -4,12 +4,11 @@ import pytest
 
 from megakernel.config import PRESETS, Attention, FeatureMap, Model
 from megakernel.config.attention import expand_preset
+from megakernel.config.mechanisms import mean_complete_blocks, mean_local_keys
 from megakernel.model.flops import (
     attention_flops,
     flops_per_token,
     forward_flops,
-    mean_complete_blocks,
-    mean_local_keys,
     recomputed_flops_per_token,
     training_flops_per_token,
 )

@@ -2,12 +2,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megakernel.config.landmark import Nystromformer, Skyformer
-from megakernel.model.flops import nystromformer_flops, skyformer_flops
+from megakernel.config import Attention
+from megakernel.config.mechanisms import Shape
 from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_attention
 from megakernel.ops.skyformer_attention import skyformer_attention
 
 LENGTH, WIDTH, COUNT = 96, 8, 12
+
+
+def formula(name: str, **settings) -> dict[str, float]:
+    form = Attention.model_validate({"mechanism": name, name: settings})
+    return form.spec.flops(Shape(1, 1, WIDTH, WIDTH, causal=False, length=LENGTH))
 
 
 def executed(run) -> float:
@@ -23,12 +28,12 @@ def head():
 
 def test_skyformer_executes_the_formula(head):
     rows = torch.arange(COUNT)
-    needed = skyformer_flops(Skyformer(features=COUNT), WIDTH, LENGTH)
+    needed = formula("skyformer", features=COUNT)
     assert executed(lambda: skyformer_attention(*head, landmarks=rows)) == sum(needed.values())
 
 
 def test_nystromformer_executes_the_formula_and_means_as_products(head):
-    needed = nystromformer_flops(Nystromformer(landmarks=COUNT), WIDTH, LENGTH)
+    needed = formula("nystromformer", landmarks=COUNT)
     segments = torch.arange(LENGTH)[None] * COUNT // LENGTH
     means = 2 * 2 * COUNT * WIDTH
     run = executed(lambda: nystrom_attention(*head, segments=segments, count=COUNT))
@@ -36,5 +41,5 @@ def test_nystromformer_executes_the_formula_and_means_as_products(head):
 
 
 def test_a_convolution_executes_the_formula(head):
-    needed = nystromformer_flops(Nystromformer(landmarks=COUNT, conv_kernel=5), WIDTH, LENGTH)["convolution"]
+    needed = formula("nystromformer", landmarks=COUNT, conv_kernel=5)["convolution"]
     assert executed(lambda: depthwise_convolution(head[2], torch.randn(1, 5))) == needed

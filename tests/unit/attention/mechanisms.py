@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakernel.attention import ALL_HEADS, AttentionLayer, HeadShard, build
+from megakernel.attention import ALL_HEADS, AttentionInputs, AttentionLayer, HeadShard, build
 from megakernel.config.attention import PRESETS, Attention, expand_preset
 from megakernel.config.section import merged
 
@@ -212,9 +212,9 @@ def with_projections(module: AttentionLayer) -> AttentionLayer:
     if module.keys_per_head > 1:
         attend = module.attend
 
-        def projected(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        def projected(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Any:
             mixed = torch.stack([k.roll(r, -1) * 0.8**r for r in range(module.keys_per_head)], 2)
-            return attend(q, mixed, v, **options)
+            return attend(q, mixed, v, inputs)
 
         module.attend = projected
     return module

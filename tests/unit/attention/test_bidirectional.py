@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.attention import HeadShard, Rotary
+from megakernel.attention import AttentionInputs, HeadShard, Rotary
 from megakernel.attention.noise import redraw
 from megakernel.attention.ulysses import Ulysses
 from tests.unit.attention.mechanisms import (
@@ -17,7 +17,7 @@ from tests.unit.attention.mechanisms import (
     shard_of,
     tokens,
 )
-from tests.unit.attention.shards import Table, ThreadShard, in_shards
+from tests.unit.attention.shards import Table, ThreadShard, check_shards
 
 every_mechanism = pytest.mark.parametrize("name", BIDIRECTIONAL)
 
@@ -27,6 +27,7 @@ PACKED = packed(32, (3, 4, 13, 16), (17,))
 """Documents that begin inside shards, at their edges, and before several of them."""
 
 
+@pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("rotary", [None, ROTARY], ids=["plain", "rotary"])
 @pytest.mark.parametrize(
@@ -36,52 +37,19 @@ def test_equals_the_quadratic_reference(name, rotary, length, padded, monkeypatc
     module = layer(name, causal=False)
     q, k, v = tokens(2, length)
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(0)) > 0.4 if padded else None
-    out = module(q, k, v, mask, rotary=rotary)
+    out = module(q, k, v, AttentionInputs(rotary=rotary, padding_mask=mask))
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
-    expected = module(q, k, v, mask, rotary=rotary)
+    expected = module(q, k, v, AttentionInputs(rotary=rotary, padding_mask=mask))
     assert_close(out, expected)
     for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
         assert_close(actual, wanted)
-
-
-@every_mechanism
-def test_gradients_are_the_slopes(name):
-    module = layer(name, causal=False)
-    q, k, v = tokens(1, 7)
-    assert torch.autograd.gradcheck(
-        lambda q, k, v, *_: module(q, k, v, rotary=ROTARY), (q, k, v, *module.parameters()), fast_mode=True
-    )
-
-
-@every_mechanism
-def test_padding_anywhere_changes_nothing(name):
-    module = layer(name, causal=False)
-    q, k, v = (x.detach() for x in tokens(2, 24))
-    mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4
-    out = module(q, k, v, mask, rotary=ROTARY)
-    for row, real in enumerate(mask):
-        alone = module(*(x[row : row + 1, :, real] for x in (q, k, v)), rotary=ROTARY)
-        assert_close(out[row : row + 1, :, real], alone)
-        assert not out[row, :, ~real].any()
-
-
-@every_mechanism
-@pytest.mark.parametrize("length", [1, 3, 21])
-def test_any_length_and_rows_of_padding_alone(name, length):
-    module = layer(name, causal=False)
-    q, k, v = tokens(2, length)
-    mask = torch.tensor([True, False])[:, None].expand(2, length)
-    out = module(q, k, v, mask)
-    assert_close(out[:1], module(q[:1], k[:1], v[:1]))
-    assert not out[1].any()
-    assert all(gradient.isfinite().all() for gradient in gradients(module, out, q, k, v))
 
 
 @pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if not FORMS[name].mixes_documents])
 def test_documents_in_a_row_do_not_see_each_other(name):
     module = layer(name, causal=False)
     q, k, v = (x.detach() for x in tokens(2, 24))
-    out = module(q, k, v, positions=DOCUMENTS)
+    out = module(q, k, v, AttentionInputs(positions=DOCUMENTS))
     assert_close(out[:1, :, 4:13], module(*(x[:1, :, 4:13] for x in (q, k, v))))
 
 
@@ -90,7 +58,9 @@ def test_documents_in_a_row_do_not_see_each_other(name):
 def test_constant_values_give_constant_output(name, length):
     module = layer(name, causal=False)
     q, k, v = tokens(2, length)
-    assert_close(module(q, k, torch.full_like(v, 1.5), rotary=ROTARY), torch.full_like(q, 1.5))
+    assert_close(
+        module(q, k, torch.full_like(v, 1.5), AttentionInputs(rotary=ROTARY)), torch.full_like(q, 1.5)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if FORMS[name].changes_constants])
@@ -112,41 +82,26 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
             for module in (whole, *parts):
                 redraw(module, step)
         outputs = [
-            part(*(x.chunk(size, 1)[rank] for x in (q, k, v)), rotary=ROTARY)
+            part(*(x.chunk(size, 1)[rank] for x in (q, k, v)), AttentionInputs(rotary=ROTARY))
             for rank, part in enumerate(parts)
         ]
-        assert_close(torch.cat(outputs, 1), whole(q, k, v, rotary=ROTARY))
+        assert_close(torch.cat(outputs, 1), whole(q, k, v, AttentionInputs(rotary=ROTARY)))
 
 
+@pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("positions", [None, PACKED], ids=["one_document", "packed"])
 def test_shards_of_a_sequence_give_the_numbers_of_the_whole(name, size, positions):
-    check_shards(name, size, positions)
+    # Two key heads do not divide over four shards: they are repeated for their queries.
+    check_shards(layer(name, causal=False), tokens(2, 32), size, positions, ROTARY)
 
 
 @pytest.mark.parametrize("name", ["performer", "mlk"])
 @pytest.mark.parametrize("positions", [None, PACKED], ids=["one_document", "packed"])
 def test_the_reference_exchanges_what_the_kernels_do(name, positions, monkeypatch):
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
-    check_shards(name, 4, positions)
-
-
-def check_shards(name, size, positions):
-    # Two key heads do not divide over four shards: they are repeated for their queries.
-    module = layer(name, causal=False)
-    q, k, v = tokens(2, 32)
-    expected = module(q, k, v, positions=positions, rotary=ROTARY)
-
-    def work(cp_shard):
-        here = [x.chunk(size, 2)[cp_shard.rank] for x in (q, k, v)]
-        at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
-        return module(*here, positions=at, rotary=ROTARY, cp_shard=cp_shard)
-
-    out = torch.cat(in_shards(size, work), 2)
-    assert_close(out, expected)
-    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
-        assert_close(actual, wanted)
+    check_shards(layer(name, causal=False), tokens(2, 32), 4, positions, ROTARY)
 
 
 def test_heads_that_do_not_divide_over_shards_are_refused():

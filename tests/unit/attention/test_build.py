@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from megakernel.attention import ALL_HEADS, HeadShard, Rotary, build
-from megakernel.attention.flurka import pooling_logits
+from megakernel.attention import ALL_HEADS, AttentionInputs, HeadShard, Rotary, build
+from megakernel.attention.compression import pooling_logits
 from megakernel.attention.heads import generator
 from megakernel.attention.projection import orthogonal_gaussian
 from megakernel.config.attention import PRESETS, Attention, expand_preset
@@ -50,21 +50,26 @@ def test_extending_needs_a_causal_layer():
 def test_padding_must_fit_and_needs_the_whole_sequence():
     module = build("linear", num_heads=4, head_dim=8)
     with pytest.raises(ValueError, match=r"padding_mask has shape \(1, 149\); expected \(1, 150\)"):
-        module(*QKV, torch.ones(1, 149, dtype=torch.bool))
+        module(*QKV, AttentionInputs(padding_mask=torch.ones(1, 149, dtype=torch.bool)))
     with pytest.raises(ValueError, match="keep the sequence whole"):
-        module(*QKV, torch.ones(1, 150, dtype=torch.bool), cp_shard=ThreadShard(Table(2), 0))
+        module(
+            *QKV,
+            AttentionInputs(
+                cp_shard=ThreadShard(Table(2), 0), padding_mask=torch.ones(1, 150, dtype=torch.bool)
+            ),
+        )
 
 
 def test_a_halo_longer_than_the_shard_is_refused():
     with pytest.raises(ValueError, match="a shard of 150 tokens is shorter than the 200 tokens"):
         build({"preset": "local", "near": {"block_size": 200}}, num_heads=4, head_dim=8)(
-            *QKV, cp_shard=ThreadShard(Table(2), 0)
+            *QKV, AttentionInputs(cp_shard=ThreadShard(Table(2), 0))
         )
 
 
 def test_weights_of_every_pair_over_shards_need_heads_that_divide():
     with pytest.raises(ValueError, match="4 heads do not divide over 3 shards"):
-        build("gaussian", num_heads=4, head_dim=8)(*QKV, cp_shard=ThreadShard(Table(3), 0))
+        build("gaussian", num_heads=4, head_dim=8)(*QKV, AttentionInputs(cp_shard=ThreadShard(Table(3), 0)))
 
 
 @pytest.mark.parametrize("size", [2, 4])

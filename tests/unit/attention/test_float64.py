@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megakernel.attention import build
+from megakernel.attention import AttentionInputs, build
 from tests.unit.attention import mechanisms
 from tests.unit.attention.mechanisms import FORMS, HEADS, KV_HEADS, POINTS, SMALL, WIDTH, gradients, tokens
 
@@ -47,11 +47,11 @@ def test_a_float64_layer_rounds_nothing_to_float32_and_equals_its_reference(name
     mask = torch.ones(2, 16, dtype=torch.bool)
     mask[1, 11:] = False
     with Narrow() as narrow:
-        out = module(q, k, v, mask)
+        out = module(q, k, v, AttentionInputs(padding_mask=mask))
         found = gradients(module, out, q, k, v)
     assert not narrow.found
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
-    expected = module(q, k, v, mask)
+    expected = module(q, k, v, AttentionInputs(padding_mask=mask))
     for actual, wanted in zip((out, *found), (expected, *gradients(module, expected, q, k, v))):
         torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
 
@@ -68,8 +68,10 @@ def test_a_row_without_tokens_is_refused(name, causal):
     )
     q, k = torch.zeros(1, HEADS, 0, WIDTH), torch.zeros(1, KV_HEADS, 0, WIDTH)
     nothing = torch.zeros(1, 0, dtype=torch.int64)
-    entries = [lambda: module(q, k, k), lambda: module(q, k, k, nothing.bool())]
-    entries += [lambda: module(q, k, k, positions=nothing)] + [lambda: module.extend(q, k, k)] * causal
+    entries = [lambda: module(q, k, k), lambda: module(q, k, k, AttentionInputs(padding_mask=nothing.bool()))]
+    entries += [lambda: module(q, k, k, AttentionInputs(positions=nothing))] + [
+        lambda: module.extend(q, k, k)
+    ] * causal
     for enter in entries:
         with pytest.raises(ValueError, match=r"q has shape \(1, 4, 0, 6\); expected at least one token"):
             enter()

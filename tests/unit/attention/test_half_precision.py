@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.attention import AttentionLayer, build
+from megakernel.attention import AttentionInputs, AttentionLayer, build
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config.attention import PRESETS, Attention
 from tests.tiers import tiered
@@ -91,8 +91,9 @@ def test_large_inputs_on_long_rows_stay_near_float64(name, causal, length):
     form = FORMS[name]
     module, qkv = moved(form, causal, length), inputs(form, length)
     positions = only_the_last_look_back(length) if form.weighs_every_pair else None
-    out = module(*qkv, positions=positions)
-    expected = module.double()(*(x.double() for x in qkv), positions=positions)
+    told = AttentionInputs(positions)
+    out = module(*qkv, told)
+    expected = module.double()(*(x.double() for x in qkv), told)
     seen = slice(None if positions is None else -LAST, None)
     assert_near(out[:, :, seen], expected[:, :, seen])
 

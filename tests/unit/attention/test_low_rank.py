@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.attention import build
+from megakernel.attention import AttentionInputs, build
 from megakernel.model.compressed_input import real_first
 from tests.unit.attention.mechanisms import (
     FORMS,
@@ -32,13 +32,14 @@ def test_compressing_before_or_after_bias_free_projections_is_the_same(name, pad
     x = torch.randn(22, 2, 12, generator=draw, dtype=torch.float64)
     w_q, w_k, w_v = (torch.randn(12, 2 * WIDTH, generator=draw, dtype=torch.float64) for _ in range(3))
     mask = torch.rand(2, 22, generator=draw) > 0.4 if padded else None
+    inputs = AttentionInputs(padding_mask=mask)
 
     def heads(y):
         return y.unflatten(-1, (2, WIDTH)).permute(1, 2, 0, 3)
 
     landmarks = first.compress(x if mask is None else real_first(x, mask), first=0, length=22)
-    found = first(heads(x @ w_q), heads(landmarks[0] @ w_k), heads(landmarks[-1] @ w_v), mask)
-    assert_close(found, second(heads(x @ w_q), heads(x @ w_k), heads(x @ w_v), mask))
+    found = first(heads(x @ w_q), heads(landmarks[0] @ w_k), heads(landmarks[-1] @ w_v), inputs)
+    assert_close(found, second(heads(x @ w_q), heads(x @ w_k), heads(x @ w_v), inputs))
 
 
 def test_rows_longer_than_the_matrices_are_refused():

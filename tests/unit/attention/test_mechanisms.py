@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.attention import AttentionLayer, HeadShard, Rotary, SequenceState, build
+from megakernel.attention import AttentionInputs, AttentionLayer, HeadShard, Rotary, SequenceState, build
 from megakernel.attention.projection import Projection
 from tests.unit.attention.mechanisms import (
     BIDIRECTIONAL,
@@ -22,7 +22,7 @@ from tests.unit.attention.mechanisms import (
     shard_of,
     tokens,
 )
-from tests.unit.attention.shards import in_shards
+from tests.unit.attention.shards import check_shards
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -45,51 +45,58 @@ def test_a_mechanism_has_a_reference_to_equal(name, monkeypatch):
 
 
 every_mechanism = pytest.mark.parametrize("name", CAUSAL)
+every_direction = pytest.mark.parametrize(
+    ("name", "causal"), [*((name, True) for name in CAUSAL), *((name, False) for name in BIDIRECTIONAL)]
+)
 
 ROTARY = Rotary(WIDTH)
 
 DOCUMENTS = packed(24, (3, 4, 13), (8, 17))
 
 
+@pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
 @pytest.mark.parametrize("rotary", [None, ROTARY], ids=["plain", "rotary"])
 def test_equals_the_quadratic_reference(name, positions, rotary, monkeypatch):
     module = layer(name)
     q, k, v = tokens(2, 24)
-    out = module(q, k, v, positions=positions, rotary=rotary)
+    out = module(q, k, v, AttentionInputs(positions=positions, rotary=rotary))
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
-    expected = module(q, k, v, positions=positions, rotary=rotary)
+    expected = module(q, k, v, AttentionInputs(positions=positions, rotary=rotary))
     assert_close(out, expected)
     for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
         assert_close(actual, wanted)
 
 
-@every_mechanism
-def test_gradients_are_the_slopes(name):
-    module = layer(name)
+@every_direction
+def test_gradients_are_the_slopes(name, causal):
+    module = layer(name, causal=causal)
     q, k, v = tokens(1, 9)
-    positions = packed(9, (2,))
+    positions = None if FORMS[name].mixes_documents else packed(9, (2,))
     assert torch.autograd.gradcheck(
-        lambda q, k, v, *_: module(q, k, v, positions=positions, rotary=ROTARY),
+        lambda q, k, v, *_: module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY)),
         (q, k, v, *module.parameters()),
         fast_mode=True,
     )
 
 
+@pytest.mark.covering(1)
 @every_mechanism
 @pytest.mark.parametrize("positions", [None, packed(272, (5, 61, 200))], ids=["one_document", "packed"])
 def test_later_tokens_leave_earlier_outputs_bit_identical(name, positions):
     module = layer(name, dtype=torch.float32)
     q, k, v = (x.detach() for x in tokens(1, 272, dtype=torch.float32))
-    out = module(q, k, v, positions=positions, rotary=ROTARY)
+    out = module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY))
     # Edges of documents, of blocks of 4 and 5, of chunks of 128 and of the far scan's 256 tokens.
     edges = {4, 5, 8, 61, 64, 128, 200, 204, 256}
     for t in sorted({edge + step for edge in edges for step in (-1, 0, 1)}):
         changed = [x.clone() for x in (q, k, v)]
         for x in changed:
             x[:, :, t:] = 50 * torch.randn_like(x[:, :, t:])
-        assert torch.equal(module(*changed, positions=positions, rotary=ROTARY)[:, :, :t], out[:, :, :t])
+        assert torch.equal(
+            module(*changed, AttentionInputs(positions=positions, rotary=ROTARY))[:, :, :t], out[:, :, :t]
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSAL if not FORMS[name].weighs_every_pair])
@@ -116,13 +123,14 @@ def extend_by(
     return torch.cat(outputs, 2)
 
 
+@pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
 @pytest.mark.parametrize("parts", [[1] * 24, [11, 1, 1, 11], [4, 8, 5, 7], [23, 1]], ids=str)
 def test_parts_of_a_sequence_give_the_whole(name, positions, parts):
     module = layer(name)
     q, k, v = tokens(2, 24)
-    whole = module(q, k, v, positions=positions, rotary=ROTARY)
+    whole = module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY))
     extended = extend_by(module, parts, q, k, v, positions)
     assert_close(extended, whole)
     for actual, wanted in zip(gradients(module, extended, q, k, v), gradients(module, whole, q, k, v)):
@@ -133,17 +141,19 @@ def test_parts_of_a_sequence_give_the_whole(name, positions, parts):
 def test_a_prompt_of_default_chunks_continues_token_by_token(name):
     module = layer(name)
     q, k, v = (x.detach() for x in tokens(1, 300))
-    assert_close(extend_by(module, [290, *[1] * 10], q, k, v, None), module(q, k, v, rotary=ROTARY))
+    assert_close(
+        extend_by(module, [290, *[1] * 10], q, k, v, None), module(q, k, v, AttentionInputs(rotary=ROTARY))
+    )
 
 
-@every_mechanism
-def test_padding_anywhere_changes_nothing(name):
-    module = layer(name)
+@every_direction
+def test_padding_anywhere_changes_nothing(name, causal):
+    module = layer(name, causal=causal)
     q, k, v = (x.detach() for x in tokens(2, 24))
     mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4
-    out = module(q, k, v, mask, rotary=ROTARY)
+    out = module(q, k, v, AttentionInputs(rotary=ROTARY, padding_mask=mask))
     for row, real in enumerate(mask):
-        alone = module(*(x[row : row + 1, :, real] for x in (q, k, v)), rotary=ROTARY)
+        alone = module(*(x[row : row + 1, :, real] for x in (q, k, v)), AttentionInputs(rotary=ROTARY))
         assert_close(out[row : row + 1, :, real], alone)
         assert not out[row, :, ~real].any()
 
@@ -157,18 +167,18 @@ def test_padding_between_packed_documents_changes_nothing(name):
     compact = packed(19, (7, 12))
     positions = torch.zeros(1, 24, dtype=torch.int64)
     positions[:, real] = compact
-    out = module(q, k, v, real[None], positions=positions, rotary=ROTARY)
-    alone = module(*(x[:, :, real] for x in (q, k, v)), positions=compact, rotary=ROTARY)
+    out = module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY, padding_mask=real[None]))
+    alone = module(*(x[:, :, real] for x in (q, k, v)), AttentionInputs(positions=compact, rotary=ROTARY))
     assert_close(out[:, :, real], alone)
 
 
-@every_mechanism
+@every_direction
 @pytest.mark.parametrize("length", [1, 3, 21])
-def test_any_length_and_rows_of_padding_alone(name, length):
-    module = layer(name)
+def test_any_length_and_rows_of_padding_alone(name, causal, length):
+    module = layer(name, causal=causal)
     q, k, v = tokens(2, length)
     mask = torch.tensor([True, False])[:, None].expand(2, length)
-    out = module(q, k, v, mask)
+    out = module(q, k, v, AttentionInputs(padding_mask=mask))
     assert_close(out[:1], module(q[:1], k[:1], v[:1]))
     assert not out[1].any()
     assert all(gradient.isfinite().all() for gradient in gradients(module, out, q, k, v))
@@ -180,7 +190,9 @@ def test_constant_values_give_constant_output(name, positions):
     module = layer(name)
     q, k, v = tokens(2, 24)
     constant = torch.full_like(v, 1.5)
-    assert_close(module(q, k, constant, positions=positions, rotary=ROTARY), torch.full_like(q, 1.5))
+    assert_close(
+        module(q, k, constant, AttentionInputs(positions=positions, rotary=ROTARY)), torch.full_like(q, 1.5)
+    )
 
 
 @every_mechanism
@@ -189,10 +201,12 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
     kv_heads = max(2, size)
     whole = layer(name, kv_heads=kv_heads)
     q, k, v = tokens(2, 24, kv_heads=kv_heads)
-    expected = whole(q, k, v, positions=DOCUMENTS, rotary=ROTARY)
+    expected = whole(q, k, v, AttentionInputs(positions=DOCUMENTS, rotary=ROTARY))
     parts = [shard_of(whole, name, HeadShard(rank, size), kv_heads) for rank in range(size)]
     outputs = [
-        part(*(x.chunk(size, 1)[rank] for x in (q, k, v)), positions=DOCUMENTS, rotary=ROTARY)
+        part(
+            *(x.chunk(size, 1)[rank] for x in (q, k, v)), AttentionInputs(positions=DOCUMENTS, rotary=ROTARY)
+        )
         for rank, part in enumerate(parts)
     ]
     out = torch.cat(outputs, 1)
@@ -207,6 +221,7 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
         assert_close(sum(shards) if dimension is None else torch.cat(shards, dimension), gradient)
 
 
+@pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
@@ -216,19 +231,7 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
 )
 @pytest.mark.usefixtures("small_chunks")
 def test_shards_of_a_sequence_give_the_whole(name, size, positions):
-    module = layer(name, kv_heads=4)
-    q, k, v = tokens(2, 32, kv_heads=4)
-    expected = module(q, k, v, positions=positions, rotary=ROTARY)
-
-    def work(cp_shard):
-        here = [x.chunk(size, 2)[cp_shard.rank] for x in (q, k, v)]
-        at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
-        return module(*here, positions=at, rotary=ROTARY, cp_shard=cp_shard)
-
-    out = torch.cat(in_shards(size, work), 2)
-    assert_close(out, expected)
-    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
-        assert_close(actual, wanted)
+    check_shards(layer(name, kv_heads=4), tokens(2, 32, kv_heads=4), size, positions, ROTARY)
 
 
 def test_random_matrices_stay_in_full_precision_and_in_the_state_dict():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megakernel.attention import Rotary, build, finish_step
+from megakernel.attention import AttentionInputs, Rotary, build, finish_step
 from megakernel.attention.mixture import PairwiseAttention
 from megakernel.ops.weighted_attention import responsibilities
 
@@ -96,7 +96,7 @@ def test_padding_reorders_all_keys_of_a_position(preset):
     mask = torch.rand(2, N, generator=torch.Generator().manual_seed(1)) > 0.4
     module = build(preset, num_heads=HEADS, num_kv_heads=KV, head_dim=WIDTH)
     rotary = Rotary(WIDTH)
-    out = module(q, k, v, mask, rotary=rotary)
+    out = module(q, k, v, AttentionInputs(rotary=rotary, padding_mask=mask))
     for row, real in enumerate(mask):
         part = (q[row : row + 1, :, real], k[row : row + 1, ..., real, :], v[row : row + 1, :, real])
-        torch.testing.assert_close(out[row : row + 1, :, real], module(*part, rotary=rotary))
+        torch.testing.assert_close(out[row : row + 1, :, real], module(*part, AttentionInputs(rotary=rotary)))

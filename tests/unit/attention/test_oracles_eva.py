@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.attention import build
+from megakernel.attention import AttentionInputs, build
 from megakernel.attention.eva import Summaries
 from tests.oracles import KEPT, arrays, assert_equal, heads, joined
 
@@ -42,7 +42,7 @@ def causal(x, mask=None):
 def _through(module, x, mask, weight, bias, output, name):
     q, k, v = (heads(part) for part in (x @ weight.T + bias).chunk(3, -1))
     out_weight, out_bias = arrays(name, f"w.{output}.weight", f"w.{output}.bias")
-    return joined(module(q, k, v, mask)) @ out_weight.T + out_bias
+    return joined(module(q, k, v, AttentionInputs(padding_mask=mask))) @ out_weight.T + out_bias
 
 
 def assert_real(actual, masked, real):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.attention import build
+from megakernel.attention import AttentionInputs, build
 from megakernel.ops import kernel_attention, softmax_attention, weighted_attention
 from megakernel.ops.weighted_attention.form import Form, component_logs
 from tests.oracles import KEPT, arrays, assert_equal, heads, joined
@@ -37,7 +37,7 @@ def test_mgk_equals_the_papers_code():
     tensors, mask, (pi, out, masked) = lra("pi", "out", "out_masked")
     module = lra_layer(priors=pi)
     assert_equal(module(*tensors), out)
-    assert_equal_where_real(module(*tensors, mask), masked, mask)
+    assert_equal_where_real(module(*tensors, AttentionInputs(padding_mask=mask)), masked, mask)
 
 
 def test_priors_outside_their_range_are_clamped():
@@ -49,7 +49,7 @@ def test_hard_mgk_equals_the_papers_code():
     tensors, mask, (out, masked) = lra("hard_out", "hard_out_masked")
     module = lra_layer({"estep": "hard"})
     assert_equal(module(*tensors), out)
-    assert_equal_where_real(module(*tensors, mask), masked, mask)
+    assert_equal_where_real(module(*tensors, AttentionInputs(padding_mask=mask)), masked, mask)
 
 
 def test_priors_of_every_position_equal_the_papers_code():
@@ -161,7 +161,7 @@ def test_kernelized_attention_equals_skyformers_code():
     assert_equal(module(q, k, v), out)
     # Theirs zeroes padded queries and lets them attend; ours gives 0 there.
     real = mask.bool()
-    assert_equal_where_real(module(q, k, v, real), masked, real)
+    assert_equal_where_real(module(q, k, v, AttentionInputs(padding_mask=real)), masked, real)
     zeroed = q * mask[:, None, :, None]
     assert_equal(
         weighted_attention(zeroed, k, v, mass=mask[:, None, None], normalize=False, causal=False)[0], masked

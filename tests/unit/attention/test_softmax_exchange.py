@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
+from megakernel.attention import AttentionInputs
 from tests.unit.attention.shards import ThreadShard, in_shards
 
 SIZE, TOKENS, WIDTH = 2, 4, 4
@@ -30,7 +31,7 @@ def asked(heads, exchange, preset="softmax"):
 
     def work(cp_shard):
         noting = Noting(cp_shard)
-        layer(*(torch.ones(1, heads, TOKENS, WIDTH) for _ in range(3)), cp_shard=noting)
+        layer(*(torch.ones(1, heads, TOKENS, WIDTH) for _ in range(3)), AttentionInputs(cp_shard=noting))
         return noting.asked
 
     found = in_shards(SIZE, work)

@@ -1,9 +1,9 @@
 import pytest
 
-from megakernel.ops.eva_attention import grouped as eva
+from megakernel.ops.eva_attention import chunked as eva
 from megakernel.ops.flurka_attention import chunked as flurka
 from megakernel.ops.kernel_attention import chunked as kernel
-from megakernel.ops.landmark_attention import grouped as landmark
+from megakernel.ops.landmark_attention import chunked as landmark
 from megakernel.ops.softmax_attention import blocked as softmax
 from megakernel.ops.softmax_attention import partial
 from megakernel.ops.weighted_attention import streamed as weighted

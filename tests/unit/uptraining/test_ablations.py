@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
+from megakernel.attention import AttentionInputs
 from megakernel.uptraining.ablations import SINKS, SlidingWindow, without_far, without_near
 
 BLOCK, TOKENS = 4, 14
@@ -46,7 +47,9 @@ def test_without_far_pure_flurka_is_kernel_attention_of_its_block(tokens):
     kernel.projection.load_state_dict(core.projection.state_dict())
     assert without_far(core)
     blocks = torch.arange(TOKENS) % BLOCK
-    torch.testing.assert_close(core(*tokens), kernel(*tokens, positions=blocks[None]), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(
+        core(*tokens), kernel(*tokens, AttentionInputs(positions=blocks[None])), rtol=1e-13, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("form", ["gated", "gated per head"])
@@ -72,14 +75,14 @@ def test_only_a_gate_leaves_near_out(form):
 def test_a_sliding_window_sees_the_last_tokens_and_the_first(window, tokens):
     q, k, v = tokens
     rotary = attention.Rotary(4)
-    out = SlidingWindow(window)(q, k[:, :1], v[:, :1], positions=PACKED, rotary=rotary)
+    out = SlidingWindow(window)(q, k[:, :1], v[:, :1], AttentionInputs(positions=PACKED, rotary=rotary))
     one_hot = torch.eye(TOKENS, dtype=torch.float64).expand(1, 1, -1, -1)
-    weights = SlidingWindow(window)(q, k[:, :1], one_hot, positions=PACKED, rotary=rotary)
+    weights = SlidingWindow(window)(q, k[:, :1], one_hot, AttentionInputs(positions=PACKED, rotary=rotary))
     for i in range(TOKENS):
         start = 0 if i < 9 else 9
         seen = [j for j in range(start, i + 1) if i - j < window or j - start < SINKS]
         assert weights[0, 0, i].nonzero().flatten().tolist() == seen
     if window == TOKENS:
         softmax = attention.build("softmax", num_heads=2, num_kv_heads=1, head_dim=4)
-        expected = softmax(q, k[:, :1], v[:, :1], positions=PACKED, rotary=rotary)
+        expected = softmax(q, k[:, :1], v[:, :1], AttentionInputs(positions=PACKED, rotary=rotary))
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-14)

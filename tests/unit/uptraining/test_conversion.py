@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
-from megakernel.attention.flurka import pooling_logits
+from megakernel.attention.compression import pooling_logits
 from megakernel.checkpoint.conversion import Converted
 from megakernel.checkpoint.landmarks import fewer_landmarks, rank_steps
 from megakernel.checkpoint.partition import partitions

@@ -40,7 +40,7 @@ def example(form, heads=4, kv_heads=2, causal=True, positions=PACKED, padding=No
         torch.randn(BATCH, count, TOKENS, DIM, generator=draw, dtype=torch.float64)
         for count in (heads, kv_heads, kv_heads)
     )
-    return core, AttentionInputs(q, k, v, padding, positions, attention.Rotary(DIM))
+    return core, AttentionInputs(positions, padding, attention.Rotary(DIM), q=q, k=k, v=v)
 
 
 def whole_matrix(core, inputs):

@@ -72,10 +72,7 @@ def calls_of(teacher, layer_inputs):
     captured = {}
     hooks = [
         core.register_forward_hook(
-            lambda _, args, kwargs, out, index=index: captured.update(
-                {index: (AttentionInputs.of(args, kwargs), out)}
-            ),
-            with_kwargs=True,
+            lambda _, args, out, index=index: captured.update({index: (AttentionInputs.of(*args), out)})
         )
         for index, core in attention_cores(teacher).items()
     ]

@@ -51,7 +51,7 @@ def spans(weights, window=None, causal=True, positions=None):
     q = torch.zeros(1, 1, tokens, 2)
     from megakernel.uptraining.attention_inputs import AttentionInputs
 
-    inputs = AttentionInputs(q, q, q, positions=positions)
+    inputs = AttentionInputs(positions, q=q, k=q, v=q)
     rows = QueryRows.of(inputs, torch.arange(tokens), causal)
     sums, counts = span.reach(weights[None], rows, window)
     return {

@@ -7,7 +7,7 @@ from megakernel.ops.dispatch import accum_dtype
 
 
 def compress(x: Tensor, pool: Tensor, first: int, length: int) -> Tensor:
-    """Arguments and result of `blocks.compress`."""
+    """Arguments and result of `chunked.compress`."""
     rank, size = pool.shape[-2:]
     count = -(-length // size)
     dtype = accum_dtype(x.dtype)

@@ -6,10 +6,14 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from .errors import SlurmRefused
+from megakernel.config import UserError
 
 _FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
 """Variables that change what the programs do: those of a surrounding job, and a user's own defaults."""
+
+
+class SlurmRefused(UserError):
+    """Slurm does not take the job, or does not answer."""
 
 
 UNREACHABLE = "Unable to contact slurm controller|Connection refused|configuration source"
