@@ -14,8 +14,8 @@ from .job_folder import Job, JobFolder
 _POLL_SECONDS = 1.0
 _ASK_SECONDS = 5.0
 
-_QUEUE = "%i|%T|%r|%N|%S|%D|%P|%L"
-"""Job, state, reason, nodes, start, number of nodes, partition, time left."""
+_QUEUE = "%i|%T|%r|%N|%S"
+"""Job, state, reason, nodes, start."""
 
 _LIVE = {
     "PENDING",
@@ -53,9 +53,6 @@ class JobState:
 
     start: str = ""
     """When it started or is expected to, in local time."""
-
-    left: str = ""
-    """Time left until its limit."""
 
     @property
     def is_live(self) -> bool:
@@ -147,8 +144,8 @@ def by_queue() -> dict[str, JobState]:
     out = ask("squeue", "--me", "--states=all", "--array", "--noheader", "-o", _QUEUE)
     found = {}
     for line in out.splitlines():
-        job, state, reason, nodes, start, _, _, left = line.split("|")
-        found[job] = JobState(job, state, _word(reason), nodes, _word(start), _word(left))
+        job, state, reason, nodes, start = line.split("|")
+        found[job] = JobState(job, state, _word(reason), nodes, _word(start))
     return found
 
 

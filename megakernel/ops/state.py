@@ -33,7 +33,10 @@ class PendingState(Protocol):
 
 
 Exchange = Callable[[KernelState, Tensor], PendingState]
-"""(what my tokens add to the state that leaves, (B,) bool: what enters also leaves) -> what enters."""
+"""(what my tokens add to the state that leaves, the factor by which what enters leaves too) -> what enters.
+
+The factor is (B,) bool, False where a document starts, or (B, H_kv) of a state that decays, whose gradient is known.
+"""
 
 
 class Once:
@@ -63,7 +66,9 @@ def empty_state(like: KernelState) -> KernelState:
 
 
 def keep(state: KernelState, rows: Tensor) -> KernelState:
-    """`state` in the rows (B,) where `rows` is True, the empty state elsewhere."""
+    """`state` in the rows (B,) where `rows` is True, the empty state elsewhere; or times factors `rows` (B, H_kv)."""
+    if rows.dim() == 2:
+        return state._replace(sums=state.sums * rows[..., None, None])
     alive = rows[:, None]
     sums = torch.where(alive[..., None, None], state.sums, 0.0)
     return KernelState(sums, torch.where(alive, state.log_scale, EMPTY))

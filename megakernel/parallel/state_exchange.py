@@ -3,6 +3,10 @@
 Two ways to send the same numbers. `Gathered`: every shard's state goes to all others at once, P - 1 states per shard.
 `Passed`: each shard adds its own state to what enters it and hands the sum to its neighbour, so that one state per
 shard travels, in parts that follow each other like the stages of a pipeline. `exchange_way` says which is shorter.
+
+A shard takes what enters to f E + S: f is 1 or 0 where it carries or a document starts in it, and any factor per head
+of a state that decays. First (f, S), then (g, T), is (g f, g S + T): associative, so shards may be joined in any
+grouping. The gradient of f is the product of E and the gradient of S, whichever way the states took.
 """
 
 from collections.abc import Callable
@@ -12,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from megakernel.ops.state import EMPTY, KernelState
 from megakernel.parallel.axis import Axis
@@ -41,8 +45,11 @@ class Place(NamedTuple):
 class Exchange(Protocol):
     """One prefix and its backward; `start` and `finish` enclose local work, in forward and in backward."""
 
+    entered: tuple[Tensor, Tensor]
+    """What `finish` gave."""
+
     def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
-        """Begin with this shard's state, and whether what enters the shard also leaves it (B,)."""
+        """Begin with this shard's state, and the factor f by which what enters it leaves: (B,) bool, or (B, H)."""
         ...
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -77,6 +84,8 @@ class Gathered:
     What enters shard r is sum_s weights[r, s] sums_s; the gradient of sums_s is the same sum over r.
     """
 
+    entered: tuple[Tensor, Tensor]
+
     def __init__(self, place: Place, traffic: Traffic):
         self.rank, self.size = place.rank, place.axis.size
         self.group = place.axis.group
@@ -84,17 +93,18 @@ class Gathered:
         self.traffic = traffic
 
     def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
-        """Send one message: the state, its scales and whether this shard carries."""
-        self.shape, self.scale_dtype = sums.shape, log_scale.dtype
-        self._gather(torch.cat([sums.flatten(), log_scale.to(sums.dtype).flatten(), carries.to(sums.dtype)]))
+        """Send one message: the state, its scales and the factor of what enters this shard."""
+        self.shape, self.scale_dtype, self.factors = sums.shape, log_scale.dtype, carries.shape
+        parts = (x.to(sums.dtype).flatten() for x in (sums, log_scale, carries))
+        self._gather(torch.cat(tuple(parts)))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """See Exchange."""
         batch, heads = self.shape[:2]
-        sizes = [self.shape.numel(), batch * heads, batch]
+        sizes = [self.shape.numel(), batch * heads, self.factors.numel()]
         sums, log_scales, carries = self._wait().split(sizes, dim=1)
         scales = log_scales.view(self.size, batch, heads)
-        entering, weights = prefix_weights(scales, carries)
+        entering, weights = prefix_weights(scales, carries.view(self.size, *self.factors))
         self.to_later = weights[self.rank + 1 :, self.rank]
         earlier = sums.view(self.size, *self.shape)[: self.rank]
         return _weighted_sum(weights[self.rank], earlier), entering[self.rank].to(self.scale_dtype)
@@ -131,6 +141,8 @@ class Passed:
     comes back, b G' is that of S, and G + a G' goes on to the shard before.
     """
 
+    entered: tuple[Tensor, Tensor]
+
     def __init__(self, place: Place, traffic: Traffic, background: "Background"):
         self.place = place
         self.traffic = traffic
@@ -161,10 +173,12 @@ class Passed:
     def _forward(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> tuple[Tensor, Tensor]:
         entering_log = torch.full_like(log_scale, EMPTY)
         self._receive(entering_log, -1)
-        kept_log = torch.where(carries[:, None], entering_log, EMPTY)
+        factors = per_head(carries).to(log_scale.dtype)
+        carries = factors != 0
+        kept_log = torch.where(carries, entering_log + torch.where(carries, factors, 1.0).log(), EMPTY)
         leaving_log = torch.maximum(kept_log, log_scale)
         self._send(leaving_log, 1)
-        keep = torch.where(carries[:, None], torch.exp(kept_log - leaving_log), 0.0)
+        keep = torch.where(carries, torch.exp(kept_log - leaving_log), 0.0)
         self.keep, self.add = (
             x[..., None, None].to(sums.dtype) for x in (keep, torch.exp(log_scale - leaving_log))
         )
@@ -248,20 +262,30 @@ class _Queued:
         return self._value
 
 
+def per_head(carries: Tensor) -> Tensor:
+    """Factors (B, H or 1) of (B,) bool or (B, H)."""
+    return carries if carries.dim() == 2 else carries[..., None]
+
+
 def prefix_weights(log_scales: Tensor, carries: Tensor) -> tuple[Tensor, Tensor]:
     """How much of each shard's sums enters each other shard.
 
-    log_scales: (P, B, H). carries: (P, B), 1 where what enters a shard also leaves it. Returns the log scale
-    of what enters each shard (P, B, H), and weights (P, P, B, H): [r, s] for the sums of s in what enters r.
+    log_scales: (P, B, H). carries: (P, B), or (P, B, H), the factor by which what enters a shard leaves it. Returns the
+    log scale of what enters each shard (P, B, H), and weights (P, P, B, H): [r, s] for the sums of s in what enters r.
     """
     order = torch.arange(len(carries), device=carries.device)
-    resets = (1 - carries).cumsum(0)
-    resets_before = resets - (1 - carries)
+    factors = carries if carries.dim() == 3 else carries[..., None]
+    reset = factors == 0
+    resets, logs = reset.long().cumsum(0), torch.where(reset, 1.0, factors).log().cumsum(0)
+    none = torch.zeros_like(logs[:1])
+    resets_before = resets - reset.long()
+    logs_before = torch.cat([none, logs[:-1]])
     # s reaches r when no shard between them resets: as many resets before r as up to s.
-    earlier = (order[None, :] < order[:, None])[..., None]
-    reaches = (earlier & (resets_before[:, None] == resets[None, :]))[..., None]
-    entering = torch.where(reaches, log_scales[None], EMPTY).amax(1)
-    return entering, torch.where(reaches, torch.exp(log_scales[None] - entering[:, None]), 0.0)
+    earlier = (order[None, :] < order[:, None])[..., None, None]
+    reaches = earlier & (resets_before[:, None] == resets[None, :])
+    scales = log_scales[None] + (logs_before[:, None] - logs[None])
+    entering = torch.where(reaches, scales, EMPTY).amax(1)
+    return entering, torch.where(reaches, torch.exp(scales - entering[:, None]), 0.0)
 
 
 def _weighted_sum(weights: Tensor, states: Tensor) -> Tensor:
@@ -277,31 +301,33 @@ class _Start(torch.autograd.Function):
     """Begins the exchange; its backward ends the backward exchange."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, sums: Tensor, log_scale: Tensor, carries: Tensor, exchange: Exchange
-    ) -> Tensor:
-        ctx.exchange = exchange  # type: ignore[attr-defined]
+    def forward(ctx: Any, sums: Tensor, log_scale: Tensor, carries: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, ctx.log_scale = exchange, log_scale
         exchange.start(sums, log_scale, carries)
         return sums.new_empty(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, ticket_grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.exchange.finish_backward(), None, None, None  # type: ignore[attr-defined]
+    def backward(ctx: Any, ticket_grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+        of_sums, of_factor = ctx.exchange.finish_backward(), None
+        if ctx.needs_input_grad[2]:
+            sums, log_scale = ctx.exchange.entered
+            of_factor = (of_sums * sums).sum((-1, -2)) * torch.exp(log_scale - ctx.log_scale)
+        return of_sums, None, of_factor, None
 
 
 class _Wait(torch.autograd.Function):
     """Ends the exchange; its backward begins the backward exchange."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, ticket: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
-        ctx.exchange = exchange  # type: ignore[attr-defined]
-        sums, log_scale = exchange.finish()
+    def forward(ctx: Any, ticket: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        exchange.entered = sums, log_scale = exchange.finish()
         ctx.mark_non_differentiable(log_scale)
         return sums, log_scale
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, sums_grad: Tensor, scale_grad: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.start_backward(sums_grad)  # type: ignore[attr-defined]
+    def backward(ctx: Any, sums_grad: Tensor, scale_grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.start_backward(sums_grad)
         return sums_grad.new_zeros(()), None

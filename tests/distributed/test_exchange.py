@@ -73,6 +73,45 @@ def test_the_state_that_enters_is_the_state_of_all_keys_on_its_side(way, directi
         close(grad, sums.grad[cp_shard], dtype)
 
 
+def decays(shards):
+    """What a state is multiplied by over each shard, 0 where a document starts; of very different sizes."""
+    generator = torch.Generator().manual_seed(1)
+    factors = torch.exp(-6 * torch.rand(shards, BATCH, HEADS, generator=generator, dtype=torch.float64))
+    factors[torch.rand(factors.shape, generator=generator) < 0.2] = 0.0
+    return factors.requires_grad_()
+
+
+def decayed_states(shards, direction, way):
+    chosen, parts = WAYS[way]
+    state_exchange.parts = lambda size, message_bytes: parts
+    with cpu_mesh(context=shards, state_exchange=chosen) as mesh:
+        sums, _, _, weights = states(shards, torch.float64)
+        cp_shard, rank = mesh.cp_shard, mesh.cp.rank
+        mine, factor = (x[rank].detach().requires_grad_() for x in (sums, decays(shards)))
+        begin = {"before": cp_shard.start_prefix, "behind": cp_shard.start_suffix}[direction]
+        entering = begin(KernelState(mine, torch.zeros(BATCH, HEADS, dtype=torch.float64)), factor).wait()
+        found = entering.sums * entering.log_scale.exp()[..., None, None]
+        (found * weights[rank]).sum().backward()
+        return found.detach(), mine.grad, factor.grad
+
+
+@pytest.mark.parametrize("direction", ["before", "behind"])
+@pytest.mark.parametrize("way", WAYS)
+def test_states_that_decay_and_gradients_of_their_factors_are_those_of_the_whole_sequence(way, direction):
+    shards = 4
+    sums, _, _, weights = states(shards, torch.float64)
+    factors = decays(shards)
+    entering, expected, loss = torch.zeros_like(sums[0]), {}, 0.0
+    for shard in range(shards) if direction == "before" else reversed(range(shards)):
+        expected[shard] = entering
+        loss = loss + (entering * weights[shard]).sum()
+        entering = entering * factors[shard][..., None, None] + sums[shard]
+    loss.backward()
+    for shard, found in enumerate(run_ranks(decayed_states, shards, shards, direction, way)):
+        for actual, right in zip(found, (expected[shard], sums.grad[shard], factors.grad[shard])):
+            close(actual, right.detach(), torch.float64)
+
+
 def stacked(x, cp_shard, recompute):
     """Two exchanges under way at once, their results used in the other order, twice over."""
 

@@ -1,6 +1,7 @@
 """What noise does: covariances, kernel estimates, votes and gradients, against numbers that are known."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_the_deviation_of_kernel_estimates_is_theorem_3s():
     model = small_model(form, num_heads=2, hidden_size=8, position="none")
     captured = captured_attention(model, first_row(layer_inputs(), LENGTH))[0]
     captured = captured._replace(
-        inputs=captured.inputs._replace(q=captured.inputs.q / 4, k=captured.inputs.k / 4)
+        inputs=replace(captured.inputs, q=captured.inputs.q / 4, k=captured.inputs.k / 4)
     )
     found = kernel_deviation.deviations(captured, 400)
     mixture = captured.core.projection
