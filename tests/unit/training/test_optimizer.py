@@ -2,9 +2,9 @@
 
 import pytest
 
-from megakernel.checkpoint.one_process import OneProcess
 from megakernel.config import Model, Optimizer
 from megakernel.model import LanguageModel, ModelSettings
+from megakernel.parallel.axis import OneProcess
 from megakernel.training.optimizer import SHARE, freeze, parameter_groups
 
 MECHANISM = ".core."
