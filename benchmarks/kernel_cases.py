@@ -29,23 +29,24 @@ def kernel_attention_case(
     weighted: bool = False,
     normalize: bool = True,
     keys: int = 0,
+    length: int = 65536,
+    heads: int = 1,
 ) -> None:
-    """One row long enough that segments have their full length; `keys` of a position in a mixture."""
-    length = 65536
-    q = torch.empty(1, group, length, width, dtype=dtype, requires_grad=True)
-    k = torch.empty(1, 1, *[keys] * (keys > 0), length, width, dtype=dtype, requires_grad=True)
-    v = torch.empty(1, 1, length, width, dtype=dtype, requires_grad=True)
+    """One row, by default so long that segments have their full length; `keys` of a position in a mixture."""
+    q = torch.empty(1, heads * group, length, width, dtype=dtype, requires_grad=True)
+    k = torch.empty(1, heads, *[keys] * (keys > 0), length, width, dtype=dtype, requires_grad=True)
+    v = torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True)
     projected = FEATURE_MAPS[feature_map].projected
     out = kernel_attention(
         q,
         k,
         v,
         feature_map=feature_map,
-        projection=torch.empty(1, width, width, requires_grad=True) if projected else None,
+        projection=torch.empty(heads, width, width, requires_grad=True) if projected else None,
         causal=causal,
         normalize=normalize,
-        priors=torch.empty(1, keys, requires_grad=True) if keys else None,
-        mass=torch.empty(1, 1, length, requires_grad=True) if weighted else None,
+        priors=torch.empty(heads, keys, requires_grad=True) if keys else None,
+        mass=torch.empty(1, heads, length, requires_grad=True) if weighted else None,
         positions=torch.zeros(1, length, dtype=torch.int64) if packed else None,
         backend="triton",
     )

@@ -18,7 +18,7 @@ from statistics import fmean
 from benchmarks.page import add_out, description, give
 from megakernel.analysis.plots.run import analyze_run
 from megakernel.analysis.plots.table import Row
-from megakernel.training.trained_run import TrainedRun
+from megakernel.checkpoint.trained_run import TrainedRun
 
 
 def mean_error(rows: Sequence[Row], **where: object) -> float | None:

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from launch.tensorboard_server import start_tensorboard
+from launch.monitor import start_tensorboard
 
 
 def main() -> None:

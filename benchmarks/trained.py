@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megakernel.checkpoint.manifest import step_of
+from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.config import UserError, check_same_run, load
-from megakernel.training.checkpoint import step_of
-from megakernel.training.trained_run import find_checkpoint
 
 
 def trained(config: Path, overrides: Sequence[str]) -> Path:

@@ -13,7 +13,7 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.objective import Objective, open_objective
 from data_pipeline.order import ConsumptionOrder, Share, rows_by_pass
 from data_pipeline.packing import Packing
-from megakernel.config.length import Phase
+from megakernel.config.training import Phase
 from megakernel.config.tree import Config
 
 

@@ -7,7 +7,7 @@ index i is what training has consumed before; with batches of G samples, global 
 
 from dataclasses import dataclass
 
-from megakernel.config.length import Phase
+from megakernel.config.training import Phase
 
 
 @dataclass(frozen=True)

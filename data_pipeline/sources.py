@@ -3,11 +3,9 @@
 Documents are streamed: no source holds more than a batch of rows or one part of a file.
 """
 
-import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -159,50 +157,6 @@ class LibraryFunctions(Source):
         return _documents(standard_library.functions(), self._columns)
 
 
-def open_source(
-    spec: list[str], *, columns: Columns, split: str, include: list[str], seed: int = 0, workers: int = 1
-) -> Source:
-    """The source that `--source SPEC...` names.
-
-    `stdlib`, `hf:NAME[:CONFIG]`, `task:NAME[:key=value,...]`, what `open_benchmark` knows, or files and directories.
-
-    `stdlib` with labels is its functions by package. include: name patterns that files inside directories
-    must match, any if empty. seed, workers: of a task that is made. Raises UserError for a path that is not there, a
-    directory without a matching file, labels of what is no table, and as `open_benchmark` does.
-    """
-    if spec == ["stdlib"]:
-        description = {"kind": "stdlib", "python": ".".join(map(str, sys.version_info[:3]))}
-        if columns.label is not None:
-            return LibraryFunctions(columns, description)
-        return _files(standard_library.files(), columns, description)
-    if len(spec) == 1 and spec[0].partition(":")[0] in BENCHMARKS:
-        from data_pipeline.benchmark_tasks import open_benchmark  # its sources are made of what is here
-
-        if columns.label is not None:
-            raise UserError(
-                f"--labels {columns.label} is a column of tables, and {spec[0]} has its own; leave it out"
-            )
-        return open_benchmark(spec[0], seed, workers)
-    if len(spec) == 1 and spec[0].startswith(f"{HUB}:"):
-        name, _, config = spec[0].removeprefix("hf:").partition(":")
-        return Hub(name, config or None, split, columns)
-    if len(spec) == 1 and spec[0].startswith("task:"):
-        return _task(spec[0].removeprefix("task:"), columns)
-    files = [file for path in spec for file in _expand(Path(path), include)]
-    return _files(files, columns, {"kind": "files", "paths": [str(Path(path).resolve()) for path in spec]})
-
-
-def _task(spec: str, columns: Columns) -> Source:
-    # It is a source itself, made of what stands above.
-    from data_pipeline.synthetic.source import TaskSource
-
-    if columns.label is not None:
-        raise UserError(
-            f"--labels {columns.label} is a column of tables, and task:{spec} is none; leave it out"
-        )
-    return TaskSource.named(spec)
-
-
 def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]:
     """The rows of a split of hf:NAME[:CONFIG] as documents."""
     return _rows(_hub(spec, split), columns, spec)
@@ -250,34 +204,6 @@ def class_of(text: str) -> Label:
 def table_kind(file: Path) -> str | None:
     """The `datasets` reader of a table, None for a plain text file."""
     return next((kind for ending, kind in TABLES.items() if file.name.endswith(ending)), None)
-
-
-def _files(files: list[Path], columns: Columns, description: dict[str, Any]) -> Files:
-    plain = [file for file in files if table_kind(file) is None and not file.name.endswith(TABS)]
-    if columns.label is not None and plain:
-        raise UserError(
-            f"--labels {columns.label} is a column of tables and {plain[0]} is none; "
-            f"give files that end in {', '.join((*TABLES, TABS))}, or choose them with --include"
-        )
-    return Files(files, columns, description)
-
-
-def _expand(path: Path, include: list[str]) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise UserError(f"--source {path} does not exist; give files, a directory, hf:NAME or stdlib alone")
-    files = [
-        file
-        for file in sorted(path.rglob("*"))
-        if file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        and (not include or any(fnmatch(file.name, pattern) for pattern in include))
-    ]
-    if not files:
-        wanted = f" that matches --include {' '.join(include)}" if include else ""
-        raise UserError(f"--source {path} holds no file{wanted}; give another directory or pattern")
-    return files
 
 
 def _part(stream: TextIO) -> str:

@@ -4,9 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.arguments import Number, add_run_arguments
 from launch.messages import console
-from launch.numbers import Number
-from launch.run_arguments import add_run_arguments
 from megakernel.analysis.plots.catalogue import ALL, ANALYSES
 
 if TYPE_CHECKING:

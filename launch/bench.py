@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from launch.arguments import Number
 from launch.messages import console
-from launch.numbers import Number
 from megakernel.config import UserError
 
 HELP = "measure attention: time, peak memory and share of what the device could do, against other implementations"

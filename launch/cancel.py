@@ -4,11 +4,10 @@ import argparse
 import os
 import signal
 
-from launch.run_arguments import add_job_run_arguments
-from launch.slurm.errors import NotFound
+from launch.arguments import NotFound, add_job_run_arguments
 from launch.slurm.job_folder import find_run
-from launch.slurm.live import states_of
-from launch.slurm.programs import ask
+from launch.slurm.states import states_of
+from launch.slurm_programs import ask
 from megakernel.training import events
 
 HELP = "end the job of a submitted run"

@@ -1,7 +1,8 @@
 """`megakernel`: one subcommand per file of this folder.
 
 A command's module has HELP, EXAMPLE, `add_arguments(parser)` and `run(args) -> exit status`, and imports
-heavy libraries inside `run`, so that help and configuration errors come at once.
+heavy libraries inside `run`, so that help and configuration errors come at once. A command that checks the command
+line of another finds `parse` and the names of all `commands` in its args.
 """
 
 import argparse
@@ -47,11 +48,11 @@ try:
         sweep,
         uptrain,
     )
+    from launch.arguments import NotFound, NumberParser
     from launch.environment import check_backend
     from launch.exit_status import ExitStatus
     from launch.messages import INTERRUPTED, make_courtesies, print_error
-    from launch.numbers import NumberParser
-    from launch.slurm.errors import NotFound, SlurmRefused
+    from launch.slurm_programs import SlurmRefused
     from megakernel.config import InUse, NotFinite, RunFailed, UserError
     from megakernel.config.errors import REFUSED_BY_DISK
 except KeyboardInterrupt:  # they take a moment, in which `main` can catch nothing yet
@@ -195,6 +196,7 @@ def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argpar
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_commands(dev, DEV)
+    parser.set_defaults(parse=parse, commands=tuple(COMMANDS))
     args = argparse.Namespace() if into is None else into
     _, rest = parser.parse_known_args(argv, args)
     # argparse gives up on positionals behind an option: `pretrain CONFIG --nproc 2 training.steps=5`.

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from launch.config_arguments import add_config_arguments, load_config
+from launch.arguments import add_config_arguments, load_config
 from launch.messages import console
 from megakernel.config import Config, UserError, to_yaml
 from megakernel.config.section import Section

@@ -4,19 +4,19 @@ import argparse
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
+from packaging.requirements import Requirement
+from packaging.version import Version
 from rich.table import Table
 from rich.text import Text
 
 import megakernel
 from launch.messages import console
-from launch.slurm.errors import SlurmRefused
-from launch.slurm.programs import ask
+from launch.slurm_programs import SlurmRefused, ask
 
 HELP = "show versions and devices, and what is missing on this machine"
 EXAMPLE = "megakernel doctor"
@@ -53,56 +53,37 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _python() -> Iterator[Finding]:
-    is_new_enough = sys.version_info >= (3, 10)
     yield Finding("megakernel", megakernel.__version__)
-    yield Finding(
-        "python",
-        f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "good" if is_new_enough else "missing",
-        "" if is_new_enough else "install Python 3.10 or newer",
-    )
-
-
-_NEEDED = {
-    "torch": (2, 11),
-    "megatron-core": (0, 16, 1),
-    "deepspeed": (0, 19, 8),
-    "datasets": (5, 2),
-    "transformers": (5, 17),
-    "tokenizers": (0, 22),
-    "tensorboard": (2, 20),
-    "submitit": (1, 5, 4),
-    "pydantic": (2, 10),
-    "numpy": (2,),
-}
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield Finding("python", found)  # pip has refused any other
 
 
 def _packages() -> Iterator[Finding]:
-    needed = dict(_NEEDED, triton=(3, 6)) if platform.system() == "Linux" else _NEEDED
-    for name, oldest in needed.items():
-        wanted = ".".join(map(str, oldest))
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            yield Finding(name, "", "missing", f"pip install '{name}>={wanted}' -c constraints.txt")
-            continue
-        is_new_enough = _numbers(version) >= oldest
-        remedy = "" if is_new_enough else f"pip install '{name}>={wanted}' -c constraints.txt"
-        yield Finding(name, version, "good" if is_new_enough else "missing", remedy)
-    yield _liger_kernel()
-
-
-def _liger_kernel() -> Finding:
+    """What this distribution says that it needs, and what makes GPUs faster."""
     try:
-        return Finding("liger-kernel", metadata.version("liger-kernel"))
+        wanted = [Requirement(line) for line in metadata.requires("megakernel") or ()]
     except metadata.PackageNotFoundError:
-        remedy = "fuses norms, SwiGLU, RoPE and the loss on GPUs: pip install -e '.[gpu]' -c constraints.txt"
-        return Finding("liger-kernel", "none", "optional", remedy)
+        yield Finding("packages", "not known", "missing", "pip install -e . -c constraints.txt")
+        return
+    for package in wanted:
+        if package.marker is None or package.marker.evaluate({"extra": ""}):
+            yield _package(package, "missing")
+        elif package.marker.evaluate({"extra": "gpu"}):
+            yield _package(package, "optional")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    release = version.split("+")[0].split("rc")[0].split(".dev")[0]
-    return tuple(int(part) for part in release.split(".") if part.isdigit())
+def _package(wanted: Requirement, otherwise: State) -> Finding:
+    wanted.marker = None
+    remedy = f"pip install '{wanted}' -c constraints.txt"
+    if otherwise == "optional":
+        remedy = f"fuses norms, SwiGLU, RoPE and the loss on GPUs: {remedy}"
+    try:
+        version = metadata.version(wanted.name)
+    except metadata.PackageNotFoundError:
+        return Finding(wanted.name, "none", otherwise, remedy)
+    if not wanted.specifier.contains(version, prereleases=True):
+        return Finding(wanted.name, version, otherwise, remedy)
+    return Finding(wanted.name, version)
 
 
 def _devices() -> Iterator[Finding]:
@@ -116,7 +97,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding(
             f"cuda:{index}", f"{properties.name}, {memory}, sm_{properties.major}{properties.minor}"
         )
-        if properties.major == 9 and _numbers(metadata.version("triton")) < (3, 7, 1):
+        if properties.major == 9 and Version(metadata.version("triton")) < Version("3.7.1"):
             remedy = "pip install 'triton>=3.7.1': older ones gave wrong gradients on Hopper elsewhere"
             yield Finding("triton on Hopper", metadata.version("triton"), "optional", remedy)
     if not torch.cuda.is_available():
@@ -132,20 +113,11 @@ def _collectives() -> Iterator[Finding]:
         from torch import distributed
     except (ImportError, OSError):
         return
-    has_gloo = distributed.is_available() and distributed.is_gloo_available()
-    yield Finding(
-        "gloo",
-        "yes" if has_gloo else "no",
-        "good" if has_gloo else "missing",
-        "" if has_gloo else "reinstall torch",
-    )
-    has_nccl = distributed.is_available() and distributed.is_nccl_available()
-    yield Finding(
-        "nccl",
-        "yes" if has_nccl else "no",
-        "good" if has_nccl else "optional",
-        "" if has_nccl else "GPUs only",
-    )
+    any_there = distributed.is_available()
+    has_gloo = any_there and distributed.is_gloo_available()
+    yield Finding("gloo", "yes") if has_gloo else Finding("gloo", "no", "missing", "reinstall torch")
+    has_nccl = any_there and distributed.is_nccl_available()
+    yield Finding("nccl", "yes") if has_nccl else Finding("nccl", "no", "optional", "GPUs only")
 
 
 def _system() -> Iterator[Finding]:

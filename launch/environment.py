@@ -1,9 +1,9 @@
 """Where this process stands: started by torchrun, by srun, or by nobody."""
 
 import os
-import subprocess
 from collections.abc import Mapping
 
+from launch.slurm_programs import SlurmRefused, ask
 from megakernel.config import UserError
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.events import in_job
@@ -91,16 +91,9 @@ def _address_of_first_node(env: Mapping[str, str]) -> str:
     """The address Slurm itself uses for the step's first node; its name may resolve nowhere."""
     if env.get("SLURM_STEP_NUM_NODES") == "1":
         return "127.0.0.1"
-    first = _scontrol("show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
-    fields = dict(
-        field.split("=", 1) for field in _scontrol("show", "node", "-o", first).split() if "=" in field
-    )
-    return fields.get("NodeAddr", first)
-
-
-def _scontrol(*arguments: str) -> str:
     try:
-        return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        remedy = "export MASTER_ADDR with the address of the first node"
-        raise UserError(f"scontrol {' '.join(arguments)} failed ({error}); {remedy}") from None
+        first = ask("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]).split()[0]
+        node = ask("scontrol", "show", "node", "-o", first)
+    except SlurmRefused as error:
+        raise UserError(f"{error}, or export MASTER_ADDR with the address of the first node") from None
+    return dict(field.split("=", 1) for field in node.split() if "=" in field).get("NodeAddr", first)

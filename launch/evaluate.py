@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.arguments import Number, add_run_arguments
 from launch.messages import console
-from launch.numbers import Number
-from launch.run_arguments import add_run_arguments
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -79,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _tasks(args: argparse.Namespace) -> "Iterator[Result]":
     """The results of a run's tasks, each written into its folder."""
+    from megakernel.checkpoint.trained_run import TrainedRun
     from megakernel.evaluation import evaluate_tasks, record
-    from megakernel.training.trained_run import TrainedRun
 
     # Chosen once, so that a run which saves meanwhile does not change it.
     trained = TrainedRun.find(args.run_folder, args.step)

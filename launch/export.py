@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from launch.run_arguments import add_run_arguments
+from launch.arguments import add_run_arguments
 
 HELP = "write a run's model as a Hugging Face checkpoint"
 EXAMPLE = "megakernel export runs/demo --to models/demo"
@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write it and say what it is."""
-    from megakernel.training.trained_run import student
-    from megakernel.uptraining.export import export
+    from megakernel.checkpoint.export import export
+    from megakernel.checkpoint.trained_run import student
 
     folder = student(args.run_folder)
     config = export(folder, args.to, step=args.step, dtype=args.dtype)

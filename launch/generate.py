@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.numbers import Number
-from launch.run_arguments import add_run_arguments
+from launch.arguments import Number, add_run_arguments
 from megakernel.config import UserError
 
 HELP = "continue a prompt with a trained model"
@@ -63,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         text = args.prompt if args.prompt_file is None else _read("--prompt-file", args.prompt_file)
         rows = [{"prompt": text}]
+    from megakernel.checkpoint.trained_run import student
     from megakernel.generation import Sampling, generate_texts
-    from megakernel.training.trained_run import student
 
     texts = generate_texts(
         student(args.run_folder),

@@ -30,11 +30,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--to {args.to} exists already; name a new file, or remove it")
     import torch
 
-    from megakernel.analysis.parameters import parameter_count
+    from megakernel.checkpoint.dense import DenseCheckpoint
+    from megakernel.checkpoint.dense.fragment import fragment
+    from megakernel.checkpoint.parity import of_folder
+    from megakernel.model.parameters import parameter_count
     from megakernel.training.whole_file import write_whole
-    from megakernel.uptraining.dense import DenseCheckpoint
-    from megakernel.uptraining.dense.fragment import fragment
-    from megakernel.uptraining.parity import of_folder
 
     checkpoint = DenseCheckpoint(args.checkpoint)
     model = checkpoint.model

@@ -4,9 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from launch.numbers import Number
-from launch.run_arguments import add_job_run_arguments
-from launch.slurm.errors import NotFound
+from launch.arguments import NotFound, Number, add_job_run_arguments
 from launch.slurm.job_folder import find_run
 from launch.slurm.logs import BATCH, Choice, LogReader
 from megakernel.config import UserError
@@ -47,9 +45,7 @@ def run(args: argparse.Namespace) -> int:
     reader = LogReader(folder, Choice(args.rank, args.restart, args.stderr, pattern))
     found = reader.show_last(args.n)
     if args.follow:
-        from launch.slurm.waiting import follow
-
-        follow(folder, reader)
+        reader.follow()
     elif not found:
         raise NotFound(f"{folder.path} has no such log yet; {_what_there_is(folder.path)}")
     return 0

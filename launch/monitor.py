@@ -4,19 +4,16 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from launch.arguments import NotFound, Number, add_root_argument, folders_of
 from launch.messages import console
-from launch.numbers import Number
-from launch.run_arguments import add_root_argument, folders_of
-from launch.run_progress import RunProgress, time_left
-from launch.slurm.errors import NotFound, SlurmRefused
+from launch.run_status import RunStatus, status_of, status_of_folder, table
 from launch.slurm.job_folder import JobFolder
-from launch.slurm.live import known_to_slurm
-from launch.slurm.states import JobState
-from launch.slurm.status import status_or_why
+from launch.slurm.states import known_to_slurm
+from launch.slurm_programs import SlurmRefused
 from megakernel.config import UserError
 from megakernel.config.errors import nearest_first
 
@@ -25,6 +22,8 @@ if TYPE_CHECKING:
 
 HELP = "start TensorBoard on runs, and show how far they are"
 EXAMPLE = "megakernel monitor first sharded --every 10"
+
+_COLUMNS = ("state", "step", "loss", "tokens/s", "MFU", "ETA", "remarks")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,87 +62,61 @@ def run(args: argparse.Namespace) -> int:
     if not named and not args.root.is_dir():
         raise NotFound(f"{args.root} does not exist; give --root, or train a run first")
     out = console(highlight=False)
+
+    def look() -> "Table":
+        return table(_found(named, args.root), args.root, _COLUMNS)
+
     if args.once:
-        out.print(_table(_lines(named, args.root)))
+        out.print(look())
         return 0
     if not args.no_tensorboard:
-        from launch.tensorboard_server import start_tensorboard
-
         print(f"TensorBoard: {start_tensorboard(args.root, named, args.host, args.port)}", flush=True)
     try:
         if not sys.stdout.isatty():
-            out.print(_table(_lines(named, args.root)))
+            out.print(look())
             while True:
                 time.sleep(args.every)
         with Live(console=out, auto_refresh=False) as live:
             while True:
-                live.update(_table(_lines(named, args.root)), refresh=True)
+                live.update(look(), refresh=True)
                 time.sleep(args.every)
     except KeyboardInterrupt:
         return 0
 
 
-@dataclass(frozen=True)
-class _Line:
-    name: str
-    state: str
-    known: RunProgress
-    why: str
+def start_tensorboard(root: Path, runs: Sequence[Path], host: str, port: int | None) -> str:
+    """Serve TensorBoard in a thread until this process ends; returns the address.
 
+    runs: the runs to show, by name; none: all under `root`, those to come too. port: None takes 6006, or the next one
+    that is free; 0 any free one. Raises UserError where the port is taken or is none.
+    """
+    from tensorboard.program import TensorBoard, TensorBoardServerException
 
-def _lines(named: Sequence[Path], root: Path) -> Iterator[_Line]:
-    folders = named or sorted(_runs_in(root))
-    submitted = {folder: run for folder in folders if (run := JobFolder(folder)).exists}
-    refusal = ""
-    by_slurm: dict[str, JobState] = {}
+    shown = ["--logdir", str(root)]
+    if len(runs) == 1:
+        shown = ["--logdir", str(runs[0])]
+    elif runs:
+        shown = ["--logdir_spec", ",".join(f"{run.name}:{run}" for run in runs)]
+    where = ["--host", host, "--port", "default" if port is None else str(port)]
+    server = TensorBoard()
+    server.configure(argv=["", *shown, *where])
     try:
-        by_slurm = known_to_slurm(submitted.values())
+        return server.launch()
+    except TensorBoardServerException as error:
+        raise UserError(f"--host {host} --port {port}: {error.msg}; leave --port out, or take 0") from None
+
+
+def _found(named: Sequence[Path], root: Path) -> Iterator[RunStatus]:
+    runs = [JobFolder(folder) for folder in named or sorted(_runs_in(root))]
+    try:
+        by_slurm = known_to_slurm(run for run in runs if run.exists)
     except SlurmRefused as error:
-        refusal = str(error)
-    for folder in folders:
-        known = RunProgress.read(JobFolder(folder).training)
-        state, why = known.state, known.ended
-        if folder in submitted and refusal:
-            why = refusal
-        elif folder in submitted:
-            status = status_or_why(submitted[folder], by_slurm)
-            state, why = status.state, status.why
-        name = str(folder.relative_to(root)) if folder.is_relative_to(root) else str(folder)
-        yield _Line(name, state, known, ", ".join(filter(None, (known.health, why, known.unreadable))))
-
-
-def _table(lines: Iterator[_Line]) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title, justify in _COLUMNS.items():
-        table.add_column(title, justify=justify, no_wrap=title != "remarks")
-    for line in lines:
-        known = line.known
-        runs = line.state == "RUNNING"
-        table.add_row(
-            line.name,
-            line.state,
-            known.of_all,
-            "" if known.loss is None else f"{known.loss:.4f}",
-            "" if known.tokens_per_sec is None else f"{known.tokens_per_sec:,.0f}",
-            "" if known.mfu is None else f"{known.mfu:.1%}",
-            time_left(known.seconds_left) if runs else "",
-            line.why,
-        )
-    return table
-
-
-_COLUMNS: dict[str, Literal["left", "right"]] = {
-    "run": "left",
-    "state": "left",
-    "step": "right",
-    "loss": "right",
-    "tokens/s": "right",
-    "MFU": "right",
-    "ETA": "right",
-    "remarks": "left",
-}
+        for run in runs:
+            status = status_of_folder(run)
+            yield replace(status, why=str(error)) if run.exists else status
+        return
+    for run in runs:
+        yield status_of(run, by_slurm)
 
 
 def _named(text: str, root: Path) -> list[Path]:

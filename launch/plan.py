@@ -7,9 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from launch.config_arguments import add_config_arguments, load_config
+from launch.arguments import Number, add_config_arguments, load_config
 from launch.messages import console
-from launch.numbers import Number
 from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu
 from megakernel.config import Config, UserError

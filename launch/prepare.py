@@ -4,13 +4,14 @@ import argparse
 import os
 import signal
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 
 from data_pipeline.manifest import Manifest
 from data_pipeline.prepare import Request, prepare
+from launch.arguments import Number
 from launch.messages import console
-from launch.numbers import Number
 
 HELP = "tokenize text into a folder that training reads"
 EXAMPLE = "megakernel prepare --source stdlib --tokenizer byte --out data/stdlib"
@@ -81,19 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare the folder; 0 when it is there. Raises UserError for what the user can mend."""
-    request = Request(
-        source=args.source,
-        tokenizer=args.tokenizer,
-        validation_fraction=args.validation_fraction,
-        seed=args.seed,
-        text_key=args.text_key,
-        labels=args.labels,
-        second_text_key=args.second_text_key,
-        split=args.split,
-        include=tuple(args.include),
-        max_documents=args.max_documents,
-        add_bos=args.add_bos,
-    )
+    given = {field.name: getattr(args, field.name) for field in fields(Request)}
+    request = Request(**given | {"include": tuple(args.include)})
     stderr = console(stderr=True)
     # An orderly exit, so that a prepare ended by a scheduler or with its terminal leaves no half-made folder.
     ends = [end for end in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(end) != signal.SIG_IGN]

@@ -2,15 +2,14 @@
 
 import argparse
 
-from launch import ranks
-from launch.config_arguments import load_config
+from launch import training
+from launch.arguments import load_config
 from megakernel.config import ConfigError, Problem
-from megakernel.training.pretrain import pretrain
 
 HELP = "train a model from scratch, or go on with a run that was stopped"
 EXAMPLE = "megakernel pretrain configs/demo.yaml training.steps=100 --nproc 2"
 
-add_arguments = ranks.add_arguments
+add_arguments = training.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
@@ -19,4 +18,4 @@ def run(args: argparse.Namespace) -> int:
     if config.uptrain is not None:
         remedy = "run `megakernel uptrain`, or remove the section"
         raise ConfigError([Problem("uptrain", "{...}", "names stages, and pretraining has none", remedy)])
-    return ranks.run(args, config, pretrain)
+    return training.run(args, config, training.pretrain)

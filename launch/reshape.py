@@ -2,7 +2,7 @@
 
 import argparse
 
-from launch.run_arguments import add_run_arguments
+from launch.arguments import add_run_arguments
 
 HELP = "convert a checkpoint so that a run goes on with another parallel layout"
 EXAMPLE = "megakernel dev reshape runs/demo"
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the universal form of one checkpoint beside it."""
-    from megakernel.training.reshape import reshape_run
+    from megakernel.checkpoint.reshape import reshape_run
 
     print(f"{reshape_run(args.run_folder, step=args.step)} can be continued on any layout")
     return 0

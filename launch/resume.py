@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.numbers import Number
-from launch.run_arguments import add_job_run_arguments
+from launch.arguments import add_job_run_arguments
 from launch.slurm.job_folder import JobFolder, find_run
-from launch.slurm.live import live_jobs
 from launch.slurm.options import add_cluster_options, cluster_of
-from launch.submit import MOST_MEMBERS, add_outcome_options, carry_out, training_request
+from launch.slurm.states import live_jobs
+from launch.submit import add_chain_option, add_job_options, carry_out, training_request
 from megakernel.config import UserError, load
 
 HELP = "submit a run again, from its newest checkpoint"
@@ -31,17 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"checkpoint to go on from; later ones are renamed to {SET_ASIDE}",
     )
     add_cluster_options(parser)
-    parser.add_argument(
-        "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
-    )
-    parser.add_argument(
-        "--chain",
-        type=Number(int, 1, MOST_MEMBERS),
-        default=1,
-        metavar="N",
-        help="N jobs that go on one after the other",
-    )
-    add_outcome_options(parser)
+    add_chain_option(parser)
+    add_job_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

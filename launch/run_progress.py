@@ -11,13 +11,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megakernel.config import from_yaml
-from megakernel.training import events, heartbeat
+from megakernel.checkpoint.trained_run import recorded_config
+from megakernel.training import events
+from megakernel.training.watchdog import BEAT_SECONDS
+from megakernel.training.watchdog import FILE as HEARTBEAT
 
 _TAIL = 1 << 16
 """Last bytes of metrics.jsonl that are read."""
 
-_SILENT_SECONDS = 6 * heartbeat.BEAT_SECONDS
+_SILENT_SECONDS = 6 * BEAT_SECONDS
 """A process that has not told where it is for so long is gone, or its disk is."""
 
 _MOST_OF_A_REASON = 200
@@ -85,7 +87,7 @@ class RunProgress:
         nothing: dict[str, Any] = {}
         unknown: tuple[int | None, int | None] = None, None
         logged = part("metrics.jsonl", _last_logged, nothing)
-        steps, tokens = part("config.yaml", _whole, unknown)
+        steps, tokens = part("config.yaml", lambda _: _whole(run), unknown)
         ended = part(events.FILE, lambda _: _ended(run), "")
         beat = _heartbeat(run)
         alive = _is_alive(beat)
@@ -181,11 +183,11 @@ def _ended(run: Path) -> str:
     return str(last.get("why", "")) if last is not None and last["event"] == "failed" else ""
 
 
-def _whole(file: Path) -> tuple[int | None, int | None]:
+def _whole(run: Path) -> tuple[int | None, int | None]:
     """Steps and tokens of the whole run."""
-    if not file.exists():
+    if not (run / "config.yaml").exists():
         return None, None
-    config = from_yaml(file.read_text(encoding="utf-8"), str(file))
+    config = recorded_config(run)
     steps = config.training.steps
     return steps, config.training.consumed(steps)[1] * config.model.rows_per_sample
 
@@ -217,7 +219,7 @@ def _is_number(value: Any) -> bool:
 
 def _heartbeat(run: Path) -> dict[str, Any]:
     try:
-        beat = json.loads((run / heartbeat.FILE).read_text())
+        beat = json.loads((run / HEARTBEAT).read_text())
         process, slowest = int(beat["process"]), beat.get("slowest")
         if not 0 < process < 1 << 31:
             return {}

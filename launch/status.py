@@ -4,20 +4,19 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal
 
+from launch.arguments import add_job_run_arguments
 from launch.messages import console
-from launch.run_arguments import add_job_run_arguments
+from launch.run_status import RunStatus, status_of, table
 from launch.slurm.job_folder import all_runs, find_run
-from launch.slurm.live import known_to_slurm
-from launch.slurm.status import RunStatus, status_or_why
+from launch.slurm.states import known_to_slurm
 from megakernel.config import UserError
 
 HELP = "say where submitted runs stand: state, why, step, loss, speed, nodes"
 EXAMPLE = "megakernel status demo --watch"
 
 _WATCH_SECONDS = 2.0
+_COLUMNS = ("job", "state", "step", "loss", "tokens/s", "restarts", "why")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     while True:
         runs = all_runs(args.root) if args.run is None else [find_run(args.run, args.root)]
         by_slurm = known_to_slurm(runs)
-        found = [status_or_why(run, by_slurm) for run in runs]
+        found = [status_of(run, by_slurm) for run in runs]
         if args.watch:
             print("\x1b[2J\x1b[H", end="")
         _show(found, args)
@@ -54,38 +53,6 @@ def _show(found: Sequence[RunStatus], args: argparse.Namespace) -> None:
         for name, value in found[0].rows():
             print(f"{name:<10} {value}")
     elif found:
-        _table(found)
+        console(highlight=False).print(table(found, args.root, _COLUMNS))
     else:
         print(f"no run was submitted from {args.root}")
-
-
-def _table(found: Sequence[RunStatus]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title, justify in _COLUMNS.items():
-        table.add_column(title, justify=justify, no_wrap=title != "why")
-    for status in found:
-        table.add_row(
-            Path(status.run).name,
-            status.job,
-            status.state,
-            status.progress,
-            "" if status.loss is None else f"{status.loss:.4f}",
-            "" if status.tokens_per_sec is None else f"{status.tokens_per_sec:,.0f}",
-            str(status.restarts),
-            ", ".join(filter(None, (status.why, status.unreadable))),
-        )
-    console(highlight=False).print(table)
-
-
-_COLUMNS: dict[str, Literal["left", "right"]] = {
-    "run": "left",
-    "job": "left",
-    "state": "left",
-    "step": "right",
-    "loss": "right",
-    "tokens/s": "right",
-    "restarts": "right",
-    "why": "left",
-}

@@ -4,18 +4,18 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.numbers import Number
+from launch.arguments import Number
 from launch.slurm.options import add_cluster_options, cluster_of
-from launch.slurm.programs import require
 from launch.slurm.script import INDEX
+from launch.slurm_programs import require
 from megakernel.config import (
     Config,
     UserError,
-    check_same_run,
+    check_recorded_run,
     data_parallel_size,
     load,
     to_yaml,
@@ -56,9 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", help="of the run, and of the job")
     add_cluster_options(parser)
-    parser.add_argument(
-        "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
-    )
+    add_chain_option(parser)
+    parser.add_argument("--array", metavar="SPEC", help="a run for each index, such as 0-7 or 0-99%%4")
+    add_job_options(parser)
+
+
+def add_chain_option(parser: argparse.ArgumentParser) -> None:
+    """Declare how many jobs go on with a run."""
     parser.add_argument(
         "--chain",
         type=Number(int, 1, MOST_MEMBERS),
@@ -66,12 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="N jobs that go on one after the other",
     )
-    parser.add_argument("--array", metavar="SPEC", help="a run for each index, such as 0-7 or 0-99%%4")
-    add_outcome_options(parser)
 
 
-def add_outcome_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what is done with the job, and told about it."""
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Declare when the job starts, what is done with it, and told about it."""
+    parser.add_argument(
+        "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
     parser.add_argument(
         "--test-only", action="store_true", help="ask Slurm when it could start; submit nothing"
@@ -87,18 +92,16 @@ def run(args: argparse.Namespace) -> int:
         args.config, *args.overrides = args.overrides
     if args.config in COMMANDS:
         return carry_out(_other_command(args), args)
-    _refuse_commands(args.config)
+    _refuse_commands(args.config, args.commands)
     return carry_out(_training(args), args)
 
 
-def _refuse_commands(word: str) -> None:
-    from launch.cli import COMMANDS as EVERY_COMMAND
-
+def _refuse_commands(word: str, every_command: Collection[str]) -> None:
     if word in ("pretrain", "uptrain"):
         raise UserError(
             f"submit {word}: it trains anyway; give the configuration alone, megakernel submit CONFIG"
         )
-    if word in EVERY_COMMAND:
+    if word in every_command:
         raise UserError(
             f"submit {word} cannot be; give a YAML file to train, or one of {', '.join(COMMANDS)}"
         )
@@ -109,7 +112,7 @@ def carry_out(request: "Request", args: argparse.Namespace) -> int:
     from launch.slurm import submission
 
     if args.dry_run:
-        print(request.script(), end="")
+        print(request.text(), end="")
         return 0
     _needs_slurm(request, args)
     if args.test_only:
@@ -118,11 +121,11 @@ def carry_out(request: "Request", args: argparse.Namespace) -> int:
     jobs = submission.submit(request)
     runs = list(dict.fromkeys(str(member.run) for member in request.members))
     if args.json:
-        print(json.dumps({"runs": runs, "jobs": [job.id for job in jobs], "submission": request.name}))
+        print(json.dumps({"runs": runs, "jobs": [job.id for job in jobs], "submission": request.submission}))
     else:
         _tell(jobs, runs)
     if args.wait or args.follow or request.cluster.executor == "debug":
-        from launch.slurm.waiting import wait
+        from launch.slurm.submission import wait
 
         return wait(request, jobs, follow=args.follow)
     return 0
@@ -179,7 +182,7 @@ def training_request(
 
     Raises UserError for a configuration that does not fit the processes, its data, or a run that is there.
     """
-    from launch.slurm.submission import Member, Request
+    from launch.slurm.submission import Member, Request, new_name
 
     first = next(iter(runs.values()))
     members = []
@@ -192,13 +195,14 @@ def training_request(
     command = "pretrain" if first.uptrain is None else "uptrain"
     return Request(
         command,
-        [command, "$submission/config.yaml"],
         cluster,
-        first.run.folder,
+        first.run.folder.absolute(),
+        new_name(),
+        [command, "$submission/config.yaml"],
+        array,
+        {"dependency": dependency} if dependency else {},
         members,
-        array=array,
-        options={"dependency": dependency} if dependency else {},
-        chain=chain,
+        chain,
     )
 
 
@@ -211,9 +215,7 @@ def _check(config: Config, world_size: int) -> None:
         from megakernel.uptraining.stages import check_stages  # which imports torch
 
         check_stages(config)
-    recorded = config.run.folder / "config.yaml"
-    if recorded.exists():
-        check_same_run(recorded.read_text(encoding="utf-8"), config, config.run.folder)
+    check_recorded_run(config)
     # A login node is not the place to read a large corpus: the job holds it against its checksums.
     Corpora(config.data, validation=config.training.eval_samples > 0, verify=False)
 
@@ -235,15 +237,14 @@ def indices(array: str) -> list[int]:
 
 
 def _other_command(args: argparse.Namespace) -> "Request":
-    from launch.cli import parse
-    from launch.slurm.submission import Member, Request
+    from launch.slurm.submission import Member, Request, new_name
 
     command = [args.config, *args.overrides]
     numbers = indices(args.array) if args.array else []
     # A command line that makes no sense is told now.
-    parse([word.replace(INDEX, str(numbers[0])) for word in command] if numbers else command)
+    args.parse([word.replace(INDEX, str(numbers[0])) for word in command] if numbers else command)
     cluster = cluster_of(args)
-    name = args.name or f"{args.config}-{Request.new_name()}"
+    name = args.name or f"{args.config}-{new_name()}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UserError(f"--name {name} is no name of a folder; write letters, digits, dots and dashes")
     if args.chain != 1:
@@ -259,4 +260,4 @@ def _other_command(args: argparse.Namespace) -> "Request":
         Member(base)
     ]
     template = args.config if args.config in _OWN_TEMPLATE else "command"
-    return Request(template, command, single, base, members, array=args.array, options=options)
+    return Request(template, single, base.absolute(), new_name(), command, args.array, options, members)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.slurm.options import add_cluster_options, cluster_of
-from launch.submit import add_outcome_options, carry_out, indices, training_request
+from launch.submit import add_job_options, carry_out, indices, training_request
 from megakernel.config import Config, UserError, load, yaml_text
 
 HELP = "train every point of a grid of configurations, as one job array"
@@ -35,12 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_cluster_options(parser)
     parser.add_argument(
-        "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
-    )
-    parser.add_argument(
         "--array", metavar="[SPEC]%K", help="at most K at a time, and which points (default: all at once)"
     )
-    add_outcome_options(parser)
+    add_job_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     request = training_request(runs, cluster_of(args), array, dependency=args.dependency)
     if not (args.json or args.dry_run):
         for index in wanted:
-            print(f"{request.base}-{index}: {' '.join(points[index])}", flush=True)
+            print(f"{runs[index].run.folder}-{index}: {' '.join(points[index])}", flush=True)
     return carry_out(request, args)
 
 

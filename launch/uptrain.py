@@ -2,15 +2,14 @@
 
 import argparse
 
-from launch import ranks
-from launch.config_arguments import load_config
+from launch import training
+from launch.arguments import load_config
 from megakernel.config import ConfigError, Problem
-from megakernel.uptraining.uptrain import uptrain
 
 HELP = "turn a dense model into a kernelized or FLuRKA model, stage by stage, or go on where that was stopped"
 EXAMPLE = "megakernel uptrain configs/uptrain/flurka.yaml init.from=models/Llama-3.2-1B --nproc 2"
 
-add_arguments = ranks.add_arguments
+add_arguments = training.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
@@ -19,4 +18,4 @@ def run(args: argparse.Namespace) -> int:
     if config.uptrain is None:
         remedy = "add one, such as uptrain: {transfer: {steps: 100}, alpha: 0.3}"
         raise ConfigError([Problem("uptrain", None, "is missing: it names the stages", remedy)])
-    return ranks.run(args, config, uptrain)
+    return training.run(args, config, training.uptrain)

@@ -5,6 +5,9 @@ import torch
 
 from tests.tiers import mark_tiers
 
+# What its assertions compare is shown like that of tests.
+pytest.register_assert_rewrite("tests.distributed.training_run")
+
 if not torch.cuda.is_available():
     # Before anything imports triton: without a GPU its kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")

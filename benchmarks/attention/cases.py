@@ -1,15 +1,15 @@
 """What is measured: sizes of one attention, or of one transformer layer around it, and the least that these need.
 
-The least are the operations that `megakernel.analysis.flops` counts, twice as many again for backward, and every input
+The least are the operations that `megakernel.model.flops` counts, twice as many again for backward, and every input
 read and every output written once.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megakernel.analysis.flops import BACKWARD, attention_flops, forward_flops
 from megakernel.config import Attention, Model
 from megakernel.config.attention import expand_preset
+from megakernel.model.flops import BACKWARD, attention_flops, forward_flops
 
 FFN_WIDTH = 512
 """Inner width of the MLP in the FLuRKA paper's models (its section 4)."""

@@ -7,21 +7,22 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
+from launch import local
 from launch.environment import FIRST_PORT, PORTS
 from launch.exit_status import ExitStatus
 from launch.messages import print_error
+from launch.slurm_programs import SlurmRefused, ask
 from megakernel.training import events
 from megakernel.training.environment import recorded_variables
 
-from .errors import SlurmRefused
 from .job_folder import JobFolder, read_settings
 from .preflight import judge, read_timings
-from .programs import ask
-from .restarting import Decision, Start, decide
+from .restarting import Decision, Start, TaskEnds, decide, task_ends
 from .slow_nodes import summary
-from .task_ends import TaskEnds, task_ends
 
 _ASKED = {
     signal.SIGTERM: ExitStatus.TERMINATED,
@@ -149,6 +150,37 @@ def requeue(run: Path, without: Sequence[str] = ()) -> None:
         events.record(run, "not requeued", why=str(error))
     else:
         events.record(run, "requeued", without=list(without) or None)
+
+
+@dataclass(frozen=True)
+class HereJob:
+    """A job without Slurm, under the same rules: what submitit's local and debug executors pickle and call.
+
+    Starts the processes, and again while they are interrupted.
+    """
+
+    submission: Path
+    """Folder of the submission, absolute."""
+
+    def __call__(self) -> int:
+        """Exit status of the last start."""
+        from submitit import JobEnvironment  # which takes its time to import
+
+        settings = read_settings(self.submission)
+        run, cluster = self.submission.parents[1], settings.resources
+        command = [word.replace("$submission", str(self.submission)) for word in settings.command]
+        os.environ.update(cluster.environment)
+        os.environ[events.JOB_VARIABLE] = JobEnvironment().job_id
+        for number in count():
+            os.environ[events.RESTART_VARIABLE] = str(number)
+            begin(self.submission, "this machine")
+            logs = JobFolder(run).logs(os.environ[events.JOB_VARIABLE], number)
+            nproc = cluster.tasks_per_node if settings.trains else 1
+            status = local.run_ranks([sys.executable, "-m", "launch.cli", *command], nproc, logs)
+            if not end(self.submission, status).restart:
+                break
+            events.record(run, "requeued")
+        return status
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.run_arguments import folders_of
+from launch.arguments import NotFound, folders_of
 from launch.run_progress import UNREADABLE, saved_step, why_unreadable
 from megakernel.config import UserError
 from megakernel.config.cluster import Cluster
@@ -16,8 +16,6 @@ from megakernel.config.errors import nearest_first
 from megakernel.training import events
 from megakernel.training.environment import recorded_variables
 from megakernel.training.whole_file import write_whole
-
-from .errors import NotFound
 
 FILE = "run.json"
 SETTINGS = "settings.json"

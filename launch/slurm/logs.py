@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .job_folder import JobFolder
+from .states import wait_until_ended
 
 BATCH = "batch"
 """In place of a rank: the batch script."""
@@ -75,6 +76,10 @@ class LogReader:
             for line in self._new_lines(file):
                 self._print(file, line)
         sys.stdout.flush()
+
+    def follow(self) -> None:
+        """Print what is written until no job of the run waits or runs."""
+        wait_until_ended({self._run: self._run.jobs()}, self.show_new)
 
     def _new_lines(self, file: Path) -> Iterator[str]:
         with file.open("rb") as log:

@@ -23,10 +23,10 @@ import psutil
 
 from launch.environment import joined
 from launch.exit_status import ExitStatus
+from launch.slurm_programs import ask
 from megakernel.config.cluster import Cluster
 from megakernel.training.environment import package_versions
 
-from .programs import ask
 from .slow_nodes import Timing, slow_nodes, summary
 
 LEAST_MEMORY = 2 << 30

@@ -4,9 +4,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from launch.slurm_programs import UNREACHABLE, call, complaint
 from megakernel.config.cluster import Cluster
-
-from .programs import UNREACHABLE, call, complaint
 
 
 @dataclass(frozen=True)

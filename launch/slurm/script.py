@@ -40,11 +40,8 @@ class Script:
     command: Sequence[str]
     """Arguments of `megakernel`; `$submission` in them is the submission's folder, in arrays INDEX the index."""
 
-    name: str
-    """Of the job, in Slurm's lists."""
-
     array: str | None = None
-    """Indices of an array's members."""
+    """Indices of an array's members as Slurm writes them, `%K` behind them for at most K at a time."""
 
     options: Mapping[str, str] = field(default_factory=dict)
     """More options of sbatch, such as dependency."""
@@ -74,7 +71,7 @@ class Script:
         # An array's members have a folder each, which sbatch cannot name: the index is all that differs.
         run = f"{self.run}-%a" if self.array else str(self.run)
         wanted: dict[str, Value | None] = {
-            "job-name": self.name,
+            "job-name": self.run.name,
             "nodes": cluster.nodes,
             "ntasks-per-node": cluster.tasks_per_node,
             "gpus-per-node": cluster.gpus_per_node or None,

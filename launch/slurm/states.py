@@ -1,13 +1,21 @@
-"""Where jobs stand, by whoever still knows: the queue, accounting, the list of completed jobs."""
+"""Where jobs stand, by whoever still knows: the queue, accounting, the list of completed jobs, the run's own record."""
 
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from .programs import ask, call
+from launch.exit_status import ExitStatus
+from launch.slurm_programs import ask, call
 
-_QUEUE = "%i|%T|%r|%N|%S|%D|%P|%L"
-"""Job, state, reason, nodes, start, number of nodes, partition, time left."""
+from .job_folder import Job, JobFolder
+
+_POLL_SECONDS = 1.0
+_ASK_SECONDS = 5.0
+
+_QUEUE = "%i|%T|%r|%N|%S"
+"""Job, state, reason, nodes, start."""
 
 _LIVE = {
     "PENDING",
@@ -46,9 +54,6 @@ class JobState:
     start: str = ""
     """When it started or is expected to, in local time."""
 
-    left: str = ""
-    """Time left until its limit."""
-
     @property
     def is_live(self) -> bool:
         """It waits or runs, or will again."""
@@ -78,14 +83,69 @@ def job_states(jobs: Iterable[str]) -> dict[str, JobState]:
     return known
 
 
+def known_to_slurm(runs: Iterable[JobFolder]) -> dict[str, JobState]:
+    """The jobs of these runs that Slurm knows, asked once for all. Raises SlurmRefused where it cannot be reached."""
+    return job_states(job.id for run in runs for job in run.jobs_if_readable() if job.executor == "slurm")
+
+
+def states_of(run: JobFolder, known: Mapping[str, JobState] | None = None) -> dict[str, JobState]:
+    """Every job of a run with its state, oldest first; where nobody knows it, what its events say.
+
+    known: what Slurm has said of jobs; None asks it.
+    """
+    if known is None:
+        known = known_to_slurm([run])
+    return {job.id: known.get(job.id) or _by_its_record(run, job) for job in run.jobs()}
+
+
+def live_jobs(run: JobFolder) -> dict[str, str]:
+    """Job -> state, of those that wait or run."""
+    return {job: state.state for job, state in states_of(run).items() if state.is_live}
+
+
+def wait_until_ended(jobs: Mapping[JobFolder, Sequence[Job]], meanwhile: Callable[[], None]) -> None:
+    """Call `meanwhile` every second until none of these jobs waits or runs; Slurm is asked every few seconds."""
+    of_slurm = [job.id for some in jobs.values() for job in some if job.executor == "slurm"]
+    known: dict[str, JobState] = {}
+    asked = -_ASK_SECONDS
+    while True:
+        if time.monotonic() - asked >= _ASK_SECONDS:
+            asked, known = time.monotonic(), job_states(of_slurm)
+        states = [known.get(job.id) or _by_its_record(run, job) for run, some in jobs.items() for job in some]
+        meanwhile()
+        if not any(state.is_live for state in states):
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _by_its_record(run: JobFolder, job: Job) -> JobState:
+    """The state of a job that no program of Slurm knows: one of this machine, or one that ended long ago."""
+    if job.executor != "slurm" and _runs_here(job.id, run.submission(job.submission)):
+        return JobState(job.id, "RUNNING", nodes="this machine")
+    ended = [event for event in run.events(job.id) if event["event"] in ("started", "ended", "cancelled")]
+    if not ended or ended[-1]["event"] == "started":
+        return JobState(job.id, "UNKNOWN" if job.executor == "slurm" else "FAILED")
+    if ended[-1]["event"] == "cancelled" or ended[-1]["status"] == ExitStatus.TERMINATED:
+        return JobState(job.id, "CANCELLED")
+    return JobState(job.id, "FAILED" if ended[-1]["status"] else "COMPLETED")
+
+
+def _runs_here(process: str, submission: Path) -> bool:
+    """Whether that process is still the one of the submission: ids are given again."""
+    try:
+        return str(submission.absolute()).encode() in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def by_queue() -> dict[str, JobState]:
     """This user's jobs that the queue knows."""
     # One question about all jobs of this user: with -j, an id that has left the queue makes squeue fail.
     out = ask("squeue", "--me", "--states=all", "--array", "--noheader", "-o", _QUEUE)
     found = {}
     for line in out.splitlines():
-        job, state, reason, nodes, start, _, _, left = line.split("|")
-        found[job] = JobState(job, state, _word(reason), nodes, _word(start), _word(left))
+        job, state, reason, nodes, start = line.split("|")
+        found[job] = JobState(job, state, _word(reason), nodes, _word(start))
     return found
 
 

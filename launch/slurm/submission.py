@@ -1,30 +1,32 @@
 """From what is to be run to a job, or to nothing at all: a refused submission leaves no file behind."""
 
+import io
 import os
 import shutil
+import tarfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import submitit
+from submitit import SlurmExecutor, SlurmJob
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from launch.exit_status import ExitStatus
+from launch.slurm_programs import SlurmRefused, call, foreign_variables, require
 from megakernel.config import UserError
-from megakernel.config.cluster import Cluster
 from megakernel.training import events
+from megakernel.training.environment import git, revision
 
-from .errors import SlurmRefused
-from .executor import Refused, ScriptExecutor
+from .attempt import HereJob
 from .job_folder import Job, JobFolder, Settings, write_settings
-from .live import live_jobs
-from .programs import call
+from .logs import Choice, LogReader
 from .refusals import explained
-from .script import Script
-from .snapshot import write_snapshot
-
-if TYPE_CHECKING:
-    import submitit
+from .script import REPOSITORY, Script
+from .states import live_jobs, states_of, wait_until_ended
 
 CONFIG = "config.yaml"
 
@@ -43,66 +45,32 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Request:
-    """All that is to be submitted at once."""
+class Request(Script):
+    """All that is to be submitted at once; its script is that of every job."""
 
-    template: str
-    """`pretrain`, `uptrain`, `prepare`, `evaluate` or `command`: a file of slurm/."""
-
-    command: Sequence[str]
-    """Arguments of `megakernel`; `$submission` stands for the submission's folder."""
-
-    cluster: Cluster
-    """What is asked of the cluster."""
-
-    base: Path
-    """Folder of the run; of an array's members before `-INDEX`."""
-
-    members: Sequence[Member]
+    members: Sequence[Member] = ()
     """The runs."""
-
-    array: str | None = None
-    """Indices of the members as Slurm writes them, `%K` behind them for at most K at a time."""
-
-    options: Mapping[str, str] = field(default_factory=dict)
-    """More options of sbatch, such as dependency."""
 
     chain: int = 1
     """Jobs one after the other that all go on with the run."""
 
-    name: str = field(default_factory=lambda: Request.new_name())
-    """Of the submission's folder."""
-
-    @staticmethod
-    def new_name() -> str:
-        """One that tells when."""
-        return time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-
     def folder(self, member: Member) -> Path:
         """The submission's folder in a member's run."""
-        return JobFolder(member.run).submission(self.name)
+        return JobFolder(member.run).submission(self.submission)
 
-    def script(self, after: str | None = None) -> str:
-        """The batch script; `after`: the job that it waits for."""
-        options = dict(self.options)
-        if after is not None:
-            options["dependency"] = f"afterany:{after}"
-        base = self.base.absolute()
-        return Script(
-            self.template,
-            self.cluster,
-            base,
-            self.name,
-            self.command,
-            name=base.name,
-            array=self.array,
-            options=options,
-        ).text()
+    def after(self, job: str) -> "Request":
+        """The same, to begin when another job has ended."""
+        return replace(self, options={**self.options, "dependency": f"afterany:{job}"})
+
+
+def new_name() -> str:
+    """Of a submission, which tells when."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime())
 
 
 def test(request: Request) -> str:
     """What Slurm says to `sbatch --test-only`; nothing is submitted. Raises SlurmRefused."""
-    done = call(["sbatch", "--test-only"], input_text=request.script())
+    done = call(["sbatch", "--test-only"], input_text=request.text())
     if done.returncode:
         raise _refused(done.stderr, request)
     return done.stderr.strip().removeprefix("sbatch: ")
@@ -128,7 +96,7 @@ def submit(request: Request) -> list[Job]:
 
 
 def _write(request: Request) -> None:
-    settings = Settings(list(request.command), request.cluster.model_dump(mode="json"), request.base.name)
+    settings = Settings(list(request.command), request.cluster.model_dump(mode="json"), request.run.name)
     code: Path | None = None
     for member in request.members:
         folder = request.folder(member)
@@ -158,32 +126,87 @@ def _close(folder: Path) -> None:
         path.chmod(0o700 if path.is_dir() else 0o600)
 
 
+_CODE = ("megakernel/*.py", "launch/*.py", "data_pipeline/*.py", "slurm/*.sbatch")
+"""What is taken along; anything else of a checkout may be data, or somebody's secrets."""
+
+
+def write_snapshot(folder: Path, repository: Path = REPOSITORY) -> Path:
+    """Write revision.txt, and where the code differs from it changes.diff and untracked.tar.gz.
+
+    Gives the folder. To have them again: `git checkout REVISION`, `git apply changes.diff`, `tar xf untracked.tar.gz`.
+    """
+    folder.mkdir()
+    (folder / "revision.txt").write_text(revision(repository / "launch" / "cli.py") + "\n")
+    changes = git(repository, "diff", "--binary", "HEAD", "--", *_CODE)
+    if changes:
+        (folder / "changes.diff").write_text(changes + "\n")
+    listed = git(repository, "ls-files", "--others", "--exclude-standard", "-z", "--", *_CODE) or ""
+    sources = [repository / name for name in listed.split("\0") if name]
+    if sources:
+        with tarfile.open(folder / "untracked.tar.gz", "w:gz") as archive:
+            for path in sources:
+                archive.add(path, path.relative_to(repository))
+    return folder
+
+
 def _submit_to_slurm(request: Request) -> list[Job]:
     first = request.folder(request.members[0])
     ids: list[str] = []
     try:
         for _ in range(request.chain):
-            text = request.script(after=ids[-1] if ids else None)
+            text = (request.after(ids[-1]) if ids else request).text()
             submitted = ScriptExecutor(first, text).submit_script()
             ids.append(submitted.job_id)
-            _keep_script(request, submitted.paths.submission_file, text)
+            for member in request.members[1:]:
+                shutil.copy(submitted.paths.submission_file, request.folder(member))
+        for member in request.members:
+            _close(request.folder(member))
         return [job for id in ids for job in _written_down(id, request)]
     except BaseException as error:
         if ids:
             call(["scancel", *ids])
-        if isinstance(error, Refused):
+        if isinstance(error, _Refused):
             raise _refused(str(error), request) from None
         raise
 
 
-def _keep_script(request: Request, file: Path, text: str) -> None:
-    """submitit names the script after the job, and leaves a link where it was: one name for readers is enough."""
-    for link in file.parent.glob(".submission_file_*"):
-        link.unlink()
-    file.unlink()
-    for member in request.members:
-        (request.folder(member) / "submit.sbatch").write_text(text)
-        _close(request.folder(member))
+class _Refused(SlurmRefused):
+    """sbatch failed; its text is what sbatch wrote on stderr."""
+
+
+class ScriptExecutor(SlurmExecutor):
+    """submitit's executor for one batch script: it writes the script, hands it to sbatch and reads the job's id.
+
+    Its own script would be one srun of a pickled function, and that cannot carry these jobs. Nodes are looked at
+    before that srun and the processes are told where to meet; behind it somebody decides whether the job goes back
+    into the queue, by how all processes ended, where submitit's handler requeues as soon as one process gets a signal.
+    Members of an array have a folder each, and containers, secrets and a command line that Slurm's tools show have no
+    place in a pickle. Its `Job` finds states in accounting, which not every cluster has, and results in pickles, which
+    are not there: `states` asks in its place.
+
+    folder: where submitit keeps what it writes. script: the whole text of the batch script.
+    """
+
+    def __init__(self, folder: Path, script: str):
+        require("sbatch")
+        super().__init__(folder)
+        self._script = script
+
+    def submit_script(self) -> SlurmJob[None]:
+        """The submitted job, which knows its id and its files. Raises SlurmRefused with what sbatch says."""
+        said = io.StringIO()
+        try:
+            with redirect_stderr(said):  # submitit prints there before it raises
+                return self._submit_command("")
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise _Refused(str(error) or said.getvalue()) from None
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._script
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        scrubbed = [option for name in foreign_variables() for option in ("-u", name)]
+        return ["env", *scrubbed, "sbatch", str(submission_file_path)]
 
 
 def _written_down(job: str, request: Request) -> list[Job]:
@@ -191,18 +214,14 @@ def _written_down(job: str, request: Request) -> list[Job]:
     for member in request.members:
         name = job if member.index is None else f"{job}_{member.index}"
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        jobs.append(Job(name, request.cluster.executor, request.name, now))
+        jobs.append(Job(name, request.cluster.executor, request.submission, now))
         JobFolder(member.run).add(jobs[-1:])
-        events.record(member.run, "submitted", env={events.JOB_VARIABLE: name}, submission=request.name)
+        events.record(member.run, "submitted", env={events.JOB_VARIABLE: name}, submission=request.submission)
     return jobs
 
 
-def _start_here(request: Request) -> "submitit.Job[int]":
+def _start_here(request: Request) -> submitit.Job[int]:
     """submitit's job on this machine; that of its debug executor runs when it is asked for its result."""
-    import submitit
-
-    from .here import HereJob
-
     folder = request.folder(request.members[0]).absolute()
     if request.cluster.executor == "debug":
         return submitit.DebugExecutor(folder).submit(HereJob(folder))
@@ -248,3 +267,20 @@ def _nothing_left_behind(request: Request) -> Iterator[None]:
 def _first_missing(folder: Path) -> Path | None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     return missing[-1] if missing else None
+
+
+def wait(request: Request, jobs: Sequence[Job], follow: bool) -> int:
+    """Wait until all have ended, with their logs or without; 0 where all have done what they were to do, else 1."""
+    runs = [JobFolder(member.run) for member in request.members]
+    readers = [LogReader(run, Choice()) for run in runs] if follow else []
+    ids = {job.id for job in jobs}
+
+    def show() -> None:
+        for reader in readers:
+            reader.show_new()
+
+    wait_until_ended({run: [job for job in run.jobs() if job.id in ids] for run in runs}, show)
+    # Of a chain the last link tells.
+    last = {job.id for job in (jobs if request.chain == 1 else jobs[-1:])}
+    ends = [state for run in runs for job, state in states_of(run).items() if job in last]
+    return ExitStatus.DONE if all(state.state == "COMPLETED" for state in ends) else ExitStatus.FAILED

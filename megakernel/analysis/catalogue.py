@@ -9,8 +9,7 @@ from megakernel import attention
 from megakernel.config import PRESETS, Attention, Model, expand_preset
 from megakernel.config.eva import Eva
 from megakernel.config.landmark import Nystromformer, Skyformer
-
-from .flops import attention_flops
+from megakernel.model.flops import attention_flops
 
 HEADS, HEAD_DIM, ROW = 4, 32, 512
 """Sizes of the layers that the catalogue builds."""

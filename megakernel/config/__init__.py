@@ -6,15 +6,14 @@ from .compression import BlockCompression, Compression, LinformerCompression, Po
 from .data import Corpus, Data, Masking
 from .errors import MISSING, ConfigError, InUse, NotFinite, Problem, RunFailed, UserError
 from .feature_map import FeatureMap
-from .length import LengthPhase, Phase
 from .load import from_yaml, load, to_yaml
 from .lora import Lora
 from .model import Classifier, Model
 from .objective import Objective
 from .parallel import Parallel
-from .resume import NOT_FINITE, UNPROVEN, Difference, check_same_run, differences
+from .resume import NOT_FINITE, UNPROVEN, Difference, check_recorded_run, check_same_run, differences
 from .rope import RopeScaling
-from .training import Checkpoint, Logging, Optimizer, Profile, Schedule, Training
+from .training import Checkpoint, LengthPhase, Logging, Optimizer, Phase, Profile, Schedule, Training
 from .tree import Config, Run
 from .uptrain import KeptLayers, LengthStage, TransferStage, Uptrain
 from .validation import validate_section
@@ -62,6 +61,7 @@ __all__ = [
     "TransferStage",
     "Uptrain",
     "UserError",
+    "check_recorded_run",
     "check_same_run",
     "data_parallel_size",
     "differences",

@@ -15,6 +15,7 @@ from typing import Any
 from .errors import ConfigError, Problem
 from .load import from_yaml
 from .tree import Config
+from .yaml_text import text_of
 
 UNPROVEN = "# No step has succeeded with this yet: every key may change.\n"
 NOT_FINITE = "# The last steps were not finite: learning rates may change.\n"
@@ -145,3 +146,12 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Itera
             yield from _differences(before, after, f"{prefix}{key}.")
         elif before != after:
             yield Difference(prefix + key, before, after)
+
+
+def check_recorded_run(wanted: Config) -> bool:
+    """`check_same_run` on the run that is in the folder of `wanted`; whether there is one."""
+    file = wanted.run.folder / "config.yaml"
+    if not file.exists():
+        return False
+    check_same_run(text_of(file), wanted, wanted.run.folder)
+    return True

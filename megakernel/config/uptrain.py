@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .errors import Problem
-from .length import LengthPhase
 from .rope import RopeScaling
 from .section import Section
+from .training import LengthPhase
 
 
 class KeptLayers(Section):

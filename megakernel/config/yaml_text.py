@@ -115,16 +115,29 @@ def _extent(node: yaml.Node, known: dict[yaml.Node, tuple[int, int] | None]) -> 
     return found
 
 
+MOST_BYTES = 1 << 20
+"""Of a file with a configuration; a larger one is something else."""
+
+
+def text_of(path: Path) -> str:
+    """The text of one file. Raises ConfigError for what is no file of at most MOST_BYTES of UTF-8."""
+    try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            reason = "is no regular file"
+        elif path.stat().st_size > MOST_BYTES:
+            reason = f"has more than {MOST_BYTES:,} bytes"
+        else:
+            return path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+    except UnicodeDecodeError:
+        reason = "is not UTF-8 text"
+    raise ConfigError([Problem(str(path), MISSING, reason, "name a YAML file")])
+
+
 def read(path: Path) -> dict[str, Any]:
     """The mapping in one file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            [Problem(str(path), MISSING, f"cannot be read ({error.strerror})", "name a YAML file")]
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigError([Problem(str(path), MISSING, "is not UTF-8 text", "name a YAML file")]) from None
+    text = text_of(path)
     value = parse(text, str(path))
     if value is None:
         return {}

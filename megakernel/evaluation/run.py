@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from data_pipeline.corpus import Corpora
+from megakernel.checkpoint.trained_run import TrainedRun
 from megakernel.parallel.device import choose_device
-from megakernel.training.trained_run import TrainedRun
 
 from .language_modelling import LanguageModelling, Options, check_length, evaluated_config
 from .result import Evaluation

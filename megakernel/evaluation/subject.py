@@ -10,10 +10,9 @@ import torch
 from data_pipeline import tokenizers
 from data_pipeline.corpus import Corpora
 from data_pipeline.tokenizers import Tokenizer
+from megakernel.checkpoint.trained_run import TrainedRun, tokenizer_folder
 from megakernel.config import Config, UserError
 from megakernel.parallel.device import choose_device
-from megakernel.training.run_folder import tokenizer_folder
-from megakernel.training.trained_run import TrainedRun
 
 from .table import Table
 
@@ -108,7 +107,7 @@ def find(folder: Path, step: int | None, reads_text: bool) -> Source:
 
 def opened(source: Source) -> Subject:
     """The source with its model, in this process."""
-    from megakernel.training.one_process import one_process_model
+    from megakernel.checkpoint.one_process import one_process_model
 
     device = choose_device("cpu" if source.config.training.device == "cpu" else "auto")
     model = one_process_model(source.run, source.tokenizer.vocab_size, device)

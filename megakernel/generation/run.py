@@ -9,10 +9,9 @@ import torch
 
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import Tokenizer
+from megakernel.checkpoint.trained_run import TrainedRun, tokenizer_folder
 from megakernel.config import Config, UserError
 from megakernel.parallel.device import choose_device
-from megakernel.training.run_folder import tokenizer_folder
-from megakernel.training.trained_run import TrainedRun
 
 from .sampling import Sampling
 from .text_stream import TextStream
@@ -99,7 +98,7 @@ def _generate(
     sampling: Sampling,
     seed: int,
 ) -> Iterator[Iterator[str]]:
-    from megakernel.training.one_process import one_process_model
+    from megakernel.checkpoint.one_process import one_process_model
 
     device = choose_device("cpu" if run.config.training.device == "cpu" else "auto")
     model = one_process_model(run, tokenizer.vocab_size, device)
@@ -154,3 +153,37 @@ def check_positions(config: Config, prompt: int, new: int, key: str) -> None:
             f"{key}={new} after a prompt of {prompt} tokens exceeds the model's {rows} learned positions; "
             f"give at most {max(rows + 1 - prompt, 0)}, or a shorter prompt"
         )
+
+
+_SAMPLING = Sampling(temperature=0.8)
+
+
+class Samples:
+    """Continues logging.sample_prompt with a model that this process holds as a whole.
+
+    The draws have one seed, so that two samples differ by what was learned between them.
+    Raises UserError for more tokens than the model has positions for.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer):
+        assert config.logging.sample_prompt is not None
+        self._config = config
+        self._tokenizer = tokenizer
+        self._prompt = config.logging.sample_prompt
+        self._tokens = tokenizer.prompt(self._prompt)
+        check_positions(config, len(self._tokens), config.logging.sample_tokens, "logging.sample_tokens")
+
+    def markdown(self, model: "LanguageModel") -> str:
+        """Prompt and continuation; the model is in evaluation mode."""
+        shards = continued(
+            model,
+            self._tokenizer,
+            self._tokens,
+            max_new_tokens=self._config.logging.sample_tokens,
+            sampling=_SAMPLING,
+            seed=self._config.run.seed,
+            isolate_documents=self._config.data.isolate_documents,
+        )
+        text = self._prompt + "".join(shards)
+        # Markdown shows an indented text as it is.
+        return "\n".join(f"    {line}" for line in text.splitlines())

@@ -3,13 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .language_model import LanguageModel, cast, layer_list
-from .layer_inputs import IGNORED
-from .self_attention import rotate_by
-from .settings import ModelSettings
-
 if TYPE_CHECKING:
+    from .language_model import LanguageModel, cast, layer_list
+    from .layer_inputs import IGNORED
     from .pipeline import Parted, Pipeline, build_model, stage_layers
+    from .self_attention import rotate_by
+    from .settings import ModelSettings
 
 __all__ = [
     "IGNORED",
@@ -24,9 +23,22 @@ __all__ = [
     "stage_layers",
 ]
 
+_HOMES = {
+    "IGNORED": "layer_inputs",
+    "LanguageModel": "language_model",
+    "ModelSettings": "settings",
+    "Parted": "pipeline",
+    "Pipeline": "pipeline",
+    "build_model": "pipeline",
+    "cast": "language_model",
+    "layer_list": "language_model",
+    "rotate_by": "self_attention",
+    "stage_layers": "pipeline",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: DeepSpeed takes seconds, and only training has pipelines.
-    if name not in ("Parted", "Pipeline", "build_model", "stage_layers"):
+    # Imported on first use: DeepSpeed takes seconds, and only training has pipelines; what counts needs no torch.
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.pipeline"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megakernel.attention import AttentionLayer
+from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.parallel import replicated
 
 from .layer_inputs import LayerInputs
@@ -78,3 +80,15 @@ class TransformerLayer(nn.Module):
         if bias is not None:  # added to sequence shards: each tensor rank's gradient is a part of it
             branch = branch + replicated(bias, self.bias_group)
         return residual + branch
+
+
+def attention_cores(model: nn.Module) -> dict[int, AttentionLayer]:
+    """Layer, counted from 0 over all pipeline stages -> its mechanism, of the layers that this process holds."""
+    layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]
+    return {layer.index: layer.self_attention.core for layer in layers}
+
+
+def converted_cores(model: nn.Module) -> dict[int, AttentionLayer]:
+    """`attention_cores` without those that are still full softmax."""
+    cores = attention_cores(model)
+    return {index: core for index, core in cores.items() if not isinstance(core, SoftmaxAttention)}

@@ -1,5 +1,6 @@
 """Projections around an attention mechanism: the bridge from Megatron's (N, B, C) to the mechanisms' (B, H, N, d)."""
 
+import re
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,12 @@ from .linear import apply, column_linear, row_linear
 from .lora import LowRankUpdate
 from .norm import HeadNorm
 from .settings import ModelSettings
+
+MECHANISM = ".self_attention.core."
+"""In the names of what an attention mechanism owns."""
+
+UPDATES = re.compile(r"\.self_attention\.(value|output)_update\.")
+"""In the names of low-rank updates."""
 
 
 def rotate_by(layers: nn.Module, model: Model) -> None:
@@ -136,3 +143,8 @@ class SelfAttention(nn.Module):
         merged = heads.permute(2, 0, 1, 3).flatten(2)
         output, bias = apply(self.output, merged)
         return output if self.output_update is None else output + self.output_update(merged), bias
+
+
+def is_new(name: str) -> bool:
+    """Whether a dense model has no weight of this name: it belongs to an attention mechanism or a low-rank update."""
+    return MECHANISM in name or UPDATES.search(name) is not None

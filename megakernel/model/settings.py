@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megakernel.config import Lora, Model
+from megakernel.config import Config, Lora, Model, UserError
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from megakernel.parallel import Mesh, OneProcess
 
 Recompute = Literal["none", "selective", "full"]
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By the name in training.dtype."""
 
 
 @dataclass(frozen=True)
@@ -118,3 +122,38 @@ def drawn_from(seed: int, *place: int | str) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest, "big") >> 1)
         yield
+
+
+def model_settings(config: Config, mesh: "Mesh | OneProcess", vocab_size: int) -> ModelSettings:
+    """How this process builds its part of the configured model.
+
+    Raises UserError where model.vocab_size is smaller than the tokenizer's vocabulary.
+    """
+    needed = vocab_size + config.model.special_ids
+    wanted = config.model.vocab_size or needed
+    if wanted < needed:
+        pack_keys = (
+            f", and {config.model.special_ids} of a {config.model.kind}" if config.model.special_ids else ""
+        )
+        source = config.init.source
+        remedy = "remove the key or raise it"
+        if source is not None:
+            remedy = f"prepare the data with the tokenizer of init.from={source}"
+        raise UserError(
+            f"model.vocab_size={wanted} is smaller than the corpus's tokenizer ({vocab_size} ids{pack_keys}); {remedy}"
+        )
+    model = config.model
+    if model.max_positions is None:
+        model = model.model_copy(update={"max_positions": config.training.seq_len})
+    return ModelSettings(
+        model=model,
+        vocab_size=wanted,
+        mesh=mesh,
+        seed=config.run.seed,
+        isolate_documents=config.data.isolate_documents and model.classifier is None,
+        recompute=config.training.activation_checkpointing,
+        offload=config.training.checkpoint_offload,
+        mlp_chunk_size=config.training.mlp_chunk_size,
+        loss_chunk_size=config.training.loss_chunk_size,
+        lora=config.optimizer.updates,
+    )

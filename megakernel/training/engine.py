@@ -13,24 +13,11 @@ from torch.profiler import record_function
 
 from data_pipeline.batch import Batch
 from megakernel import attention
-from megakernel.config import Config, Phase
-from megakernel.model import ModelSettings, Parted, build_model, rotate_by
-from megakernel.model.layer_inputs import LayerInputs
-from megakernel.parallel import Mesh
-from megakernel.uptraining.near_windows import LinearDecay, drop_near_windows
-
-from . import weights_only
-from .checkpoint_files import record
-from .context_traffic import ContextTraffic
-from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
-from .deferred_errors import DeferredErrors
-from .memory import MemoryPeaks
-from .model_inputs import means, model_inputs
-from .optimizer import SHARE, build_optimizer, freeze
-from .partition import partitions
-from .ranks import Ranks
-from .universal import UniversalFolder, WholeTensors
-from .universal_load import (
+from megakernel.checkpoint import weights_only
+from megakernel.checkpoint.files import record
+from megakernel.checkpoint.partition import partitions
+from megakernel.checkpoint.universal import UniversalFolder, WholeTensors
+from megakernel.checkpoint.universal_load import (
     Comparison,
     compare,
     gathered_shapes,
@@ -39,6 +26,19 @@ from .universal_load import (
     load_weights,
     with_moments,
 )
+from megakernel.config import Config, Phase
+from megakernel.model import ModelSettings, Parted, build_model, rotate_by
+from megakernel.model.layer_inputs import LayerInputs
+from megakernel.parallel import Mesh
+from megakernel.parallel.ranks import Ranks
+
+from .context_traffic import ContextTraffic
+from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
+from .deferred_errors import DeferredErrors
+from .memory import MemoryPeaks
+from .model_inputs import means, model_inputs
+from .optimizer import SHARE, build_optimizer, freeze
+from .schedule import LinearDecay, drop_near_windows
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,42 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from data_pipeline.batch import Batch
 from data_pipeline.corpus import Corpora
+from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config
-from megakernel.model import LanguageModel
+from megakernel.model import LanguageModel, ModelSettings, Parted
+from megakernel.model.layer_inputs import LayerInputs
+from megakernel.parallel.ranks import Ranks
 
 from .engine import Engine
 from .metrics_writer import Entry
 from .model_histograms import ModelHistograms
 from .model_inputs import model_inputs
 from .profiler import Profiler
-from .samples import Samples
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+MakeModel = Callable[[ModelSettings, Callable[[], float]], Parted]
+"""Makes the model of a process, or its stage of one, as `build_model` does."""
+
+
+@dataclass(frozen=True)
+class Providers:
+    """What a run takes from the rooms above training, which training does not know."""
+
+    make_model: Callable[[Config, Corpora, Ranks], MakeModel]
+    """What makes the model that lowers the run's objective. Raises UserError, alike on all ranks."""
+
+    figures: "Callable[[LanguageModel, LayerInputs, bool], dict[str, Figure]]"
+    """Plots of what attention layers make of the first row; called on all ranks, and drawn where it is told to."""
+
+    sampler: Callable[[Config, Tokenizer], Callable[[LanguageModel], str]]
+    """What has a model continue logging.sample_prompt, in Markdown. Raises UserError for more than its positions."""
 
 
 class Observed:
@@ -32,6 +52,7 @@ class Observed:
         config: Config,
         engine: Engine,
         corpora: Corpora,
+        providers: Providers,
         profiler: Profiler,
         excluded: Callable[[], AbstractContextManager[None]],
     ):
@@ -42,7 +63,9 @@ class Observed:
         self._profiler = profiler
         self._histograms = ModelHistograms(engine, logging.histograms_every, excluded)
         self._plots_every = logging.analysis_every
-        self._samples = None if logging.sample_prompt is None else Samples(config, corpora.tokenizer)
+        self._figures = providers.figures
+        wants_samples = logging.sample_prompt is not None
+        self._sample = providers.sampler(config, corpora.tokenizer) if wants_samples else None
 
     @contextmanager
     def step(self, step: int, entry: Entry) -> Iterator[None]:
@@ -59,18 +82,15 @@ class Observed:
 
     def evaluated(self, entry: Entry) -> None:
         """Let the model write, after an evaluation."""
-        if self._samples is not None and self._mesh.rank == 0:
+        if self._sample is not None and self._mesh.rank == 0:
             model = self._engine.engine.module
             assert isinstance(model, LanguageModel)
             with self._excluded():
-                entry.texts["samples"] = self._samples.markdown(model)
+                entry.texts["samples"] = self._sample(model)
 
     def _plots(self, batches: Sequence[Batch]) -> "dict[str, Figure]":
-        # Imported here because a run without plots needs no matplotlib.
-        from megakernel.analysis.plots.live import attention_figures
-
         model = self._engine.engine.module
         assert isinstance(model, LanguageModel)
         # The layers of all ranks work together; one of them draws.
         inputs = model_inputs(batches[:1], self._mesh)[0]
-        return attention_figures(model, inputs, draw=self._mesh.rank == 0)
+        return self._figures(model, inputs, self._mesh.rank == 0)

@@ -1,7 +1,6 @@
 """AdamW, its parameter groups, and global-norm clipping where DeepSpeed brings none of its own."""
 
 import math
-import re
 from typing import Any
 
 import torch
@@ -10,13 +9,8 @@ from torch import nn
 from megakernel import config as configuration
 from megakernel.config import UserError
 from megakernel.model import Pipeline
+from megakernel.model.self_attention import MECHANISM, is_new
 from megakernel.parallel import Mesh
-
-MECHANISM = ".self_attention.core."
-"""In the names of what an attention mechanism owns."""
-
-UPDATES = re.compile(r"\.self_attention\.(value|output)_update\.")
-"""In the names of low-rank updates."""
 
 SHARE = "share_of_lr"
 """Of a parameter group: what the step's learning rate is multiplied by."""
@@ -47,11 +41,6 @@ def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> lis
         {"params": owned, "weight_decay": 0.0, SHARE: share},
     ]
     return [group for group in groups if group["params"]]
-
-
-def is_new(name: str) -> bool:
-    """Whether a dense model has no weight of this name: it belongs to an attention mechanism or a low-rank update."""
-    return MECHANISM in name or UPDATES.search(name) is not None
 
 
 def freeze(model: nn.Module, trained: str) -> None:

@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data_pipeline.corpus import Corpora
+from megakernel.checkpoint.dense import DenseCheckpoint
+from megakernel.checkpoint.folder import CheckpointFolder
+from megakernel.checkpoint.reshape import reshape
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Model, UserError
-from megakernel.uptraining.dense import DenseCheckpoint
+from megakernel.model.self_attention import is_new
+from megakernel.parallel.ranks import Ranks
 
-from .checkpoint_folder import CheckpointFolder
 from .engine import Engine
-from .optimizer import is_new
-from .ranks import Ranks
-from .reshape import reshape
-from .weight_source import WeightSource
 
 Note = Callable[[str], None]
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from data_pipeline import tokenizers
+from megakernel.checkpoint.trained_run import tokenizer_folder
 from megakernel.config import (
     NOT_FINITE,
     UNPROVEN,
@@ -16,9 +17,9 @@ from megakernel.config import (
     to_yaml,
 )
 from megakernel.config.errors import written_to
+from megakernel.parallel.ranks import Ranks
 
 from .environment import environment_text
-from .ranks import Ranks
 from .run_lock import RunLock
 from .whole_file import write_whole
 
@@ -26,11 +27,6 @@ from .whole_file import write_whole
 def stop_file(run: Path) -> Path:
     """Made by anyone, it asks the run to save and stop."""
     return run / "STOP"
-
-
-def tokenizer_folder(run: Path) -> Path:
-    """Where a run keeps its tokenizer."""
-    return run / "tokenizer"
 
 
 def free_learning_rates(run: Path) -> None:

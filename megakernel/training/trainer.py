@@ -10,28 +10,27 @@ import torch
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.packing import packing_table
-from megakernel.analysis.flops import training_flops_per_token
-from megakernel.analysis.parameters import parameter_count
+from megakernel.checkpoint.folder import CheckpointFolder
+from megakernel.checkpoint.manifest import Progress
+from megakernel.checkpoint.trained_run import is_done
 from megakernel.config import Config, Masking, NotFinite
+from megakernel.model.flops import training_flops_per_token
+from megakernel.model.parameters import parameter_count
+from megakernel.model.settings import model_settings
 from megakernel.parallel import Mesh
-from megakernel.uptraining.objectives import model_maker
+from megakernel.parallel.ranks import Ranks
 
 from . import events
 from .bits import bits_per_byte
-from .checkpoint import Progress
-from .checkpoint_folder import CheckpointFolder
 from .console import Console
 from .deepspeed_config import check_own_keys
 from .device_peak import peak_tflops
 from .engine import Engine, StepResult
 from .environment import package_versions
-from .heartbeat import Heartbeat
 from .local_work import LocalWork
 from .metrics_writer import Entry, MetricsWriter
-from .model_settings import model_settings
-from .observed import Observed
+from .observed import Observed, Providers
 from .profiler import Profiler, kept_when_memory_runs_out
-from .ranks import Ranks
 from .reading import reading
 from .resume import resume, start_from_weights, start_with_moments
 from .run_folder import RunFolder, free_learning_rates, stop_file
@@ -39,7 +38,6 @@ from .schedule import learning_rate
 from .stop import Stop
 from .stop_requests import StopRequests
 from .throughput import Throughput
-from .trained_run import is_done
 from .watchdog import Watchdog
 
 
@@ -50,11 +48,14 @@ class Trainer:
     that DeepSpeed does not read.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, inside: Sequence[Path] = ()):
-        """inside: folders of what the run is a part of, whose stop files it heeds beside its own."""
+    def __init__(self, config: Config, mesh: Mesh, providers: Providers, inside: Sequence[Path] = ()):
+        """providers: what the run takes from the rooms above.
+
+        inside: folders of what the run is a part of, whose stop files it heeds beside its own."""
         check_own_keys(config)
         self.config = config
         self.mesh = mesh
+        self.providers = providers
         self.inside = inside
         self.ranks = Ranks.of(mesh)
         self.corpora = Corpora(config.data, validation=config.training.eval_samples > 0)
@@ -68,7 +69,7 @@ class Trainer:
         evaluates = config.training.eval_samples > 0
         self.validation = ValidationBatches(config, self.corpora, **reading(mesh)) if evaluates else None
         settings = model_settings(config, mesh, self.corpora.vocab_size)
-        self.engine = Engine(config, settings, model_maker(config, self.corpora, self.ranks))
+        self.engine = Engine(config, settings, providers.make_model(config, self.corpora, self.ranks))
         self.work = LocalWork(self.engine.engine.module, mesh)
         self.checkpoints = CheckpointFolder(
             self.folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_every, self.ranks
@@ -104,11 +105,8 @@ class Trainer:
             batches = self.batches.from_step(done)
             parallel = self.config.parallel
             limits = parallel.timeout_minutes, parallel.stall_minutes
-            watchdog = stack.enter_context(Watchdog(self.mesh, *limits))
-            if self.mesh.rank == 0:
-                stack.enter_context(
-                    Heartbeat(self.folder.path, self.mesh.progress, lambda: self.work.slowest)
-                )
+            told = self.folder.path, lambda: self.work.slowest
+            watchdog = stack.enter_context(Watchdog(self.mesh, *limits, *told))
             for step in range(done, steps):
                 if step == self.phase.end_step:
                     self._enter(step)
@@ -297,7 +295,7 @@ class Trainer:
         wanted, excluded = self.config.training.profile, self.throughput.excluded
         model = self.engine.engine.module
         profiler = stack.enter_context(Profiler(wanted, model, run, rank, device, self._note, excluded))
-        return Observed(self.config, self.engine, self.corpora, profiler, excluded)
+        return Observed(self.config, self.engine, self.corpora, self.providers, profiler, excluded)
 
     def _throughput(self) -> Throughput:
         # The table holds bfloat16 peaks.

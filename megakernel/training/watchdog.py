@@ -1,8 +1,9 @@
-"""Ends a job in which a step does not go on, and says whom the others wait for.
+"""One thread beside the loop tells where this process is, and ends a job in which a step does not go on.
 
-A collective waits for the slowest process without a word, and when its timeout comes it says who waited, not for
-whom. Here a thread of every process tells the others through the job's store how far it is; the process that first
-sees no progress for too long reads what all have told, prints the stacks and the ranks that are behind, and leaves.
+heartbeat.json says it to those who look from outside. Processes tell each other through the job's store: a collective
+waits for the slowest one without a word, and when its timeout comes it says who waited, not for whom. The process that
+first sees no progress for too long reads what all have told, prints the stacks and the ranks that are behind, and
+leaves.
 """
 
 import faulthandler
@@ -12,44 +13,64 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megakernel.parallel import Mesh
 from megakernel.parallel.progress import Progress, laggards
+
+if TYPE_CHECKING:
+    from megakernel.parallel import Mesh
 
 STALLED = 86
 """Exit status of a process that has ended a job that stood still; a batch script may start it again."""
 
+FILE = "heartbeat.json"
+
+BEAT_SECONDS = 5.0
+"""Between two writings of the file."""
+
 _TELL_SECONDS = 1.0
+"""Between two messages to the other processes."""
 
 _BEATS = 4
 """A process that tells nothing for so long is stopped or gone: the thread that tells runs also where a step hangs."""
 
 
 class Watchdog:
-    """Watches over the steps of this process.
+    """Tells and watches from entry to exit of a `with` block.
 
     start_minutes: without progress in the first step, in which kernels are compiled and connections made.
-    stall_minutes: in later steps.
+    stall_minutes: in later steps. run: the folder for heartbeat.json, which the job's first process writes; None:
+    nobody does. slowest: what is known of the slowest rank, empty before it is.
     """
 
-    def __init__(self, mesh: Mesh, start_minutes: float, stall_minutes: float):
+    def __init__(
+        self,
+        mesh: "Mesh",
+        start_minutes: float,
+        stall_minutes: float,
+        run: Path | None = None,
+        slowest: Callable[[], Mapping[str, Any]] = dict,
+    ):
         self._mesh = mesh
         self._start = 60 * start_minutes
         self._stall = 60 * stall_minutes
         self._limit = self._start
+        self._file = run / FILE if run is not None and mesh.rank == 0 else None
+        self._written = -float("inf")
+        self._slowest = slowest
         self._watching = threading.Event()
         self._stopped = threading.Event()
         self._beats = 0
         self._tell_every = min(_TELL_SECONDS, self._stall / 4)
         # A connection of its own: a call that waits keeps the other users of a store waiting.
-        self._store: Any = mesh.store.clone()  # type: ignore[attr-defined]
+        self._store: Any = mesh.store.clone() if mesh.world_size > 1 else None  # type: ignore[attr-defined]
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        if self._mesh.world_size > 1:
+        if self._store is not None or self._file is not None:
             self._thread.start()
         return self
 
@@ -80,15 +101,29 @@ class Watchdog:
             now = self._tell()
             if now != seen or not self._watching.is_set():
                 seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self._limit:
+            elif self._store is not None and time.monotonic() - since > self._limit:
                 self._end()
 
     def _tell(self) -> dict[str, Any]:
         now = self._mesh.progress.snapshot()
         self._beats += 1
-        told = now | {"host": socket.gethostname(), "beats": self._beats}
-        self._store.set(_key(self._mesh.rank), json.dumps(told))
+        if self._store is not None:
+            told = now | {"host": socket.gethostname(), "beats": self._beats}
+            self._store.set(_key(self._mesh.rank), json.dumps(told))
+        if self._file is not None and time.monotonic() - self._written >= BEAT_SECONDS:
+            self._written = time.monotonic()
+            self._write(self._file, now)
         return now
+
+    def _write(self, file: Path, now: Mapping[str, Any]) -> None:
+        told: dict[str, Any] = {"time": time.time(), "host": socket.gethostname(), "process": os.getpid()}
+        told |= {**now, "slowest": dict(self._slowest())}
+        staged = file.with_name(FILE + ".partial")
+        try:
+            staged.write_text(json.dumps(told) + "\n")
+            staged.replace(file)
+        except OSError:
+            pass  # A disk that is full for a moment must not end a run that could still compute.
 
     def _end(self) -> None:
         before = self._told()

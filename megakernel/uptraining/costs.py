@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from megakernel.analysis.flops import flops_per_token
 from megakernel.model import LanguageModel
+from megakernel.model.flops import flops_per_token
 
 LONGEST = 4096
 """Tokens that are read before decoding is timed, at most: those of a dense model take the square of it."""

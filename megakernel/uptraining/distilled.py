@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from megakernel.config import Config, Objective
 from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline
 from megakernel.model.layer_inputs import LayerInputs, as_bits, from_bits
+from megakernel.model.settings import DTYPES
 from megakernel.model.vocabulary_loss import DistillationTarget
 from megakernel.parallel import Mesh
-from megakernel.training.dtypes import DTYPES
 
 from .teacher import Teacher
 

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from functools import partial
 
 from data_pipeline.corpus import Corpora
+from megakernel.checkpoint.frozen import frozen_model
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config
 from megakernel.model import ModelSettings, Parted, build_model
+from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
-from megakernel.training.dtypes import DTYPES
-from megakernel.training.ranks import Ranks
-from megakernel.training.weight_source import WeightSource
+from megakernel.parallel.ranks import Ranks
 
 from .distilled import DistilledModel, DistilledPipeline
-from .frozen import frozen_model
 from .teacher import Teacher
 from .transferred import TransferModel, TransferPipeline
 

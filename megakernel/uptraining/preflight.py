@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megakernel.checkpoint.parity import Parity, parity
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Attention, Config, Model, UserError
-from megakernel.training.weight_source import WeightSource
 
 from .ablations import as_sliding_window
 from .identity import Identity, covering, identity_tokens
-from .parity import Parity, parity
 from .validation import Validation
 
 IDENTITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.corpus import Corpora
+from megakernel.checkpoint.folder import CheckpointFolder
+from megakernel.checkpoint.trained_run import student
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config, Uptrain, UserError, check_same_run, to_yaml
 from megakernel.config.errors import written_to
 from megakernel.parallel import Mesh
-from megakernel.training.checkpoint_folder import CheckpointFolder
-from megakernel.training.ranks import Ranks
+from megakernel.parallel.ranks import Ranks
+from megakernel.training.observed import Providers
 from megakernel.training.resume import find_moments
 from megakernel.training.run_folder import RunFolder
 from megakernel.training.run_lock import RunLock
-from megakernel.training.trained_run import student
 from megakernel.training.trainer import Trainer
-from megakernel.training.weight_source import WeightSource
 from megakernel.training.whole_file import write_whole
 
 from .preflight import Preflight, preflight
@@ -45,8 +46,9 @@ class Uptraining:
     command goes on from wherever it was stopped.
     """
 
-    def __init__(self, config: Config, mesh: Mesh):
-        self.config, self.mesh = config, mesh
+    def __init__(self, config: Config, mesh: Mesh, providers: Providers):
+        """providers: what its runs take from the rooms above."""
+        self.config, self.mesh, self.providers = config, mesh, providers
         self.uptrain = config.uptrain or Uptrain()
         self.ranks = Ranks.of(mesh)
         self.folder = config.run.folder
@@ -80,7 +82,7 @@ class Uptraining:
                     self._note(
                         f"with parallel.zero_stage={zero}, which saves weights that are not trained, too"
                     )
-                stop = Trainer(stage.config, self.mesh, inside=[self.folder]).run()
+                stop = Trainer(stage.config, self.mesh, self.providers, inside=[self.folder]).run()
                 gc.collect()  # engines hold themselves in circles
                 if stop:
                     return stop.exit_status

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data_pipeline.order import ConsumptionOrder, Share
+from megakernel.checkpoint.landmarks import rank_steps
 from megakernel.config import (
     Attention,
     BlockCompression,
@@ -17,8 +18,6 @@ from megakernel.config import (
 )
 from megakernel.config.merging import merged
 from megakernel.config.validation import validate
-
-from .landmarks import rank_steps
 
 
 @dataclass(frozen=True)

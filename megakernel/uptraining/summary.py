@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config, Model, Uptrain
 from megakernel.model import LanguageModel
-from megakernel.training.ranks import Ranks
-from megakernel.training.weight_source import WeightSource
+from megakernel.parallel.ranks import Ranks
 
 from .ablations import SINKS, as_sliding_window, without_far, without_near
 from .costs import Decoding, Spent

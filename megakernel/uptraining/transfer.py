@@ -11,11 +11,12 @@ from torch.autograd.function import once_differentiable
 
 from megakernel.attention import AttentionLayer
 from megakernel.attention.softmax import SoftmaxAttention
+from megakernel.config import UserError
+from megakernel.model.layer import attention_cores
 
 from .attention_inputs import AttentionInputs
 from .head_statistics import head_statistics
 from .head_sums import HeadSums, Place
-from .layers import attention_cores, check_students
 from .losses import cross_entropy, normalized_errors
 from .query_rows import QueryRows, sample_queries
 
@@ -181,3 +182,25 @@ class _Known(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(grad.to(known.dtype) * known for known in ctx.gradients)
+
+
+def check_students(teachers: Mapping[int, AttentionLayer], students: Mapping[int, AttentionLayer]) -> None:
+    """Raise UserError unless each student can be called as the teacher of its layer is."""
+    for index, student in students.items():
+        teacher = teachers.get(index)
+        reason = "is a layer that the teacher does not have" if teacher is None else _unlike(teacher, student)
+        if reason:
+            raise UserError(f"attention transfer: layer {index} {reason}")
+
+
+def _unlike(teacher: AttentionLayer, student: AttentionLayer) -> str | None:
+    if student.compresses_input:
+        return "makes keys of its compressed input, not of the teacher's keys; set compression.compress: projected"
+    if student.keys_per_head != 1:
+        keys = student.keys_per_head
+        return f"wants {keys} keys at a position, and the teacher has one; take mixture.kind: shifted"
+    for name in ("causal", "head_dim", "query_heads", "kv_heads"):
+        ours, theirs = getattr(student, name), getattr(teacher, name)
+        if ours != theirs:
+            return f"has {name}={ours} where the teacher has {theirs}; give both models the same sizes and layout"
+    return None

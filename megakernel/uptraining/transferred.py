@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from megakernel.config import Config
 from megakernel.model import LanguageModel, ModelSettings, Pipeline
+from megakernel.model.layer import converted_cores
 from megakernel.model.layer_inputs import LayerInputs, as_bits, from_bits
+from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
-from megakernel.training.dtypes import DTYPES
 
 from .head_tag import HeadTag
-from .layers import converted_cores
 from .teacher import Teacher
 from .transfer import AttentionTransfer
 

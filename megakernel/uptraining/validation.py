@@ -7,19 +7,16 @@ from torch import Tensor
 
 from data_pipeline.corpus import Corpora
 from data_pipeline.loader import ValidationBatches
+from megakernel.checkpoint.frozen import before_head, frozen_model
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config, Model
 from megakernel.model import LanguageModel
 from megakernel.model.head import token_losses
 from megakernel.model.layer_inputs import IGNORED, LayerInputs
+from megakernel.model.settings import DTYPES, model_settings
 from megakernel.parallel import Mesh
-from megakernel.training.dtypes import DTYPES
 from megakernel.training.model_inputs import means, model_inputs
-from megakernel.training.model_settings import model_settings
 from megakernel.training.reading import reading
-from megakernel.training.weight_source import WeightSource
-
-from .frozen import frozen_model
-from .pipeline_forward import before_head
 
 
 def measured_on(config: Config) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megakernel.analysis.flops import forward_flops
-from megakernel.analysis.parameters import parameter_count
 from megakernel.config import Model
 from megakernel.model import LanguageModel, ModelSettings
+from megakernel.model.flops import forward_flops
+from megakernel.model.parameters import parameter_count
 
 from .ranks import cpu_mesh, run_ranks
 

@@ -32,11 +32,10 @@ def found(place):
 
 
 def look(place, names):
+    from megakernel.checkpoint.frozen import before_head, frozen_model
+    from megakernel.checkpoint.weight_source import WeightSource
     from megakernel.model import ModelSettings
     from megakernel.model.head import token_losses
-    from megakernel.training.weight_source import WeightSource
-    from megakernel.uptraining.frozen import frozen_model
-    from megakernel.uptraining.pipeline_forward import before_head
 
     with cpu_mesh(tensor=2, pipeline=2) as mesh:
 
@@ -57,10 +56,10 @@ def look(place, names):
 
 def reading(folder, mesh):
     """Bytes that reading a checkpoint into a model allocates at once, of the model's weights, and of the largest."""
+    from megakernel.checkpoint.dense import DenseCheckpoint
+    from megakernel.checkpoint.partition import partitions
+    from megakernel.checkpoint.universal_load import load_weights
     from megakernel.model import LanguageModel, ModelSettings, stage_layers
-    from megakernel.training.partition import partitions
-    from megakernel.training.universal_load import load_weights
-    from megakernel.uptraining.dense import DenseCheckpoint
 
     checkpoint = DenseCheckpoint(folder)
     settings = ModelSettings(checkpoint.model, dense_models.VOCABULARY, mesh)

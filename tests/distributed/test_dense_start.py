@@ -13,9 +13,9 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.loader import ValidationBatches
 from data_pipeline.order import Share
 from launch.cli import main
+from megakernel.checkpoint.files import CheckpointTensors
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import load
-from megakernel.training.checkpoint_files import CheckpointTensors
-from megakernel.training.weight_source import WeightSource
 from tests import dense_models
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import train, write_config
@@ -38,8 +38,8 @@ STARTED = ("llama", "gpt2", "llama, biases, tied, scaled", "qwen3, tied", "gpt_n
 
 def logits(names, folder, dtype):
     """Ours of each model, after the same tokens."""
+    from megakernel.checkpoint.dense import DenseCheckpoint
     from megakernel.model import LanguageModel, ModelSettings
-    from megakernel.uptraining.dense import DenseCheckpoint
 
     found = {}
     with cpu_mesh() as mesh, torch.no_grad():
@@ -82,8 +82,8 @@ def starts(tmp_path_factory, corpus):
 
 
 def write(folder, corpus, source):
+    from megakernel.checkpoint.dense import DenseCheckpoint
     from megakernel.config import yaml_text
-    from megakernel.uptraining.dense import DenseCheckpoint
 
     tree = {
         "run": {"name": "run", "root": str(folder)},

@@ -34,6 +34,7 @@ LAYOUTS = {
 @contextmanager
 def trainer(config: Path, overrides: tuple[str, ...]) -> Iterator[Any]:
     """The trainer of this rank, inside `run_ranks`."""
+    from launch.training import providers
     from megakernel.parallel import Mesh, prepare_device
     from megakernel.training.trainer import Trainer
 
@@ -42,7 +43,7 @@ def trainer(config: Path, overrides: tuple[str, ...]) -> Iterator[Any]:
     mesh = Mesh.create(
         loaded.parallel, ProcessEnvironment(**place), prepare_device("cpu", place["local_rank"])
     )
-    yield Trainer(loaded, mesh)
+    yield Trainer(loaded, mesh, providers())
     mesh.destroy()
 
 

@@ -118,7 +118,7 @@ def test_what_a_process_holds_at_most(changes, world):
 
 def parameters(changes: dict[str, Any]) -> int:
     from megakernel.model import build_model
-    from megakernel.training.model_settings import model_settings
+    from megakernel.model.settings import model_settings
 
     with cpu_mesh(**changes["parallel"]) as mesh:
         settings = model_settings(trees.config(**changes), mesh, VOCAB)

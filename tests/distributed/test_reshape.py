@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from megakernel.training.reshape import reshape_run
+from megakernel.checkpoint.reshape import reshape_run
 from tests.distributed.training_run import scalars, train, write_config
 from tests.tiers import tiered
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megakernel.training.checkpoint import Progress
-from megakernel.training.checkpoint_folder import CheckpointFolder, SaveFailed
+from megakernel.checkpoint.folder import CheckpointFolder, SaveFailed
+from megakernel.checkpoint.manifest import Progress
+from megakernel.parallel.ranks import Ranks
 from megakernel.training.deferred_errors import DeferredErrors
-from megakernel.training.ranks import Ranks
 
 from .ranks import cpu_mesh, run_ranks
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megakernel.analysis.parameters import parameter_count
 from megakernel.config import load
 from megakernel.model import LanguageModel, ModelSettings
+from megakernel.model.parameters import parameter_count
 from tests.distributed.ranks import cpu_mesh, run_ranks
 
 ROOT = Path(__file__).parents[2]

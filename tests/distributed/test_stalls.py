@@ -30,7 +30,7 @@ def meet_a_fault(self, *arguments):
 
 {method} = meet_a_fault
 
-from megakernel.training.pretrain import pretrain
+from launch.training import pretrain
 sys.exit(pretrain(config, ProcessEnvironment(**place, master_port=int(os.environ["MASTER_PORT"]))))
 """
 EXCHANGE = ("Gathered.start", 2 * 3 + 2)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megakernel.checkpoint.reshape import reshape_run
 from megakernel.config import load
-from megakernel.training.reshape import reshape_run
 from tests.distributed.ranks import RankFailedError, run_ranks
 from tests.distributed.training_run import metrics, pretrain_here, scalars, train, write_config
 from tests.tiers import tiered

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from megakernel.checkpoint.frozen import before_head
 from megakernel.config import Model, Parallel
 from megakernel.model import IGNORED, LanguageModel, ModelSettings, stage_layers
+from megakernel.model.layer import attention_cores, converted_cores
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.optimizer import freeze
-from megakernel.uptraining.layers import attention_cores, converted_cores
-from megakernel.uptraining.pipeline_forward import before_head
 from megakernel.uptraining.transfer import AttentionTransfer
 from tests.distributed.ranks import cpu_mesh, run_ranks
 

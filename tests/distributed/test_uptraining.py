@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline import tokenizers
+from launch.training import providers
 from megakernel.config import load
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.trainer import Trainer
@@ -94,7 +95,7 @@ def uptrain(config, world_size, *overrides):
 
 
 def uptrain_here(config: Path, overrides: tuple[str, ...]) -> int:
-    from megakernel.uptraining.uptrain import uptrain
+    from launch.training import uptrain
 
     place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
     return uptrain(load(config, overrides), ProcessEnvironment(**place))
@@ -166,7 +167,7 @@ def test_the_swapped_model_of_a_hybrid_keeps_its_layers(finished):
 
 def loss_of(config, source, *overrides):
     """A configuration's model with the weights of another run, on its validation samples."""
-    from megakernel.training.weight_source import WeightSource
+    from megakernel.checkpoint.weight_source import WeightSource
     from megakernel.uptraining.validation import Validation
 
     run = load(config, overrides)
@@ -183,7 +184,7 @@ def test_a_student_without_a_near_window_has_no_sliding_window_beside_it(place):
 
 
 def preflight_of(config, *overrides):
-    from megakernel.training.weight_source import WeightSource
+    from megakernel.checkpoint.weight_source import WeightSource
     from megakernel.uptraining.preflight import preflight
     from megakernel.uptraining.validation import Validation
 
@@ -303,7 +304,7 @@ def test_low_rank_updates_are_all_that_moves_and_fold_into_what_they_update(plac
 
 def folded(config, overrides):
     """The loss of the run's weights without updates beside them, and which weights they do not share with the start."""
-    from megakernel.training.weight_source import WeightSource
+    from megakernel.checkpoint.weight_source import WeightSource
     from megakernel.uptraining.validation import Validation
 
     with cpu_mesh() as mesh:
@@ -332,7 +333,7 @@ def shared(config, overrides):
     found = []
     with cpu_mesh() as mesh:
         for steps in (1, 2):
-            trainer = Trainer(load(config, [*overrides, f"training.steps={steps}"]), mesh)
+            trainer = Trainer(load(config, [*overrides, f"training.steps={steps}"]), mesh, providers())
             trainer.run()
             student = trainer.engine.engine.module
             places = {name: x.data_ptr() for name, x in student.distillation.teacher.model.named_parameters()}

@@ -61,7 +61,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, corpus):
     """An up-training of a dense model of `transformers` with random weights."""
-    from megakernel.uptraining.dense import DenseCheckpoint
+    from megakernel.checkpoint.dense import DenseCheckpoint
 
     folder = tmp_path_factory.mktemp("stages")
     # Tied: the first and the last stage have a copy each, which the transfer does not train.
@@ -100,6 +100,7 @@ def staged(config):
 
 
 def up_trained(config, overrides, refused):
+    from launch.training import providers
     from megakernel.training.process import in_mesh
 
     run = load(config, overrides)
@@ -107,7 +108,7 @@ def up_trained(config, overrides, refused):
     def work(mesh):
         from megakernel.uptraining.run import Uptraining
 
-        assert Uptraining(run, mesh).run() == 0
+        assert Uptraining(run, mesh, providers()).run() == 0
         told = [refusal(load(config, (*overrides, *more)), mesh) for more in refused]
         return told, parities(run, mesh)
 
@@ -116,8 +117,8 @@ def up_trained(config, overrides, refused):
 
 def parities(run, mesh):
     """Of a model that predicts no number, and what is said where transformers cannot load the folder."""
-    from megakernel.training.weight_source import WeightSource
-    from megakernel.uptraining.parity import parity
+    from megakernel.checkpoint.parity import parity
+    from megakernel.checkpoint.weight_source import WeightSource
     from megakernel.uptraining.validation import Validation
 
     source = WeightSource.find("init.from", run.init.source)
@@ -131,10 +132,11 @@ def parities(run, mesh):
 
 
 def refusal(config, mesh):
+    from launch.training import providers
     from megakernel.training.trainer import Trainer
 
     with pytest.raises(UserError) as refused:
-        Trainer(config, mesh)
+        Trainer(config, mesh, providers())
     return str(refused.value)
 
 
@@ -153,8 +155,8 @@ def test_stages_learn_what_one_process_learns(stage, whole, staged):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_their_checkpoints_hold_the_weights_of_one_process(stage, whole, staged):
-    from megakernel.training.checkpoint_files import CheckpointTensors
-    from megakernel.training.trained_run import find_checkpoint
+    from megakernel.checkpoint.files import CheckpointTensors
+    from megakernel.checkpoint.trained_run import find_checkpoint
 
     expected, found = (CheckpointTensors(find_checkpoint(run / stage)) for run in (whole, staged[0]))
     assert found.names == expected.names

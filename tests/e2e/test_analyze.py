@@ -9,9 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from launch.cli import main
 from launch.exit_status import ExitStatus
 from megakernel.analysis.plots.table import from_csv
-from megakernel.training.checkpoint_files import CheckpointTensors
-from megakernel.training.trained_run import TrainedRun
-from megakernel.training.universal import WEIGHT
+from megakernel.checkpoint.files import CheckpointTensors
+from megakernel.checkpoint.trained_run import TrainedRun
+from megakernel.checkpoint.universal import WEIGHT
 from tests.distributed.training_run import train, write_config
 
 LENGTH = 64

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.cli import main
+from megakernel.checkpoint.one_process import one_process_model
+from megakernel.checkpoint.trained_run import TrainedRun
 from megakernel.generation import Sampling, generate_text
-from megakernel.training.one_process import one_process_model
-from megakernel.training.trained_run import TrainedRun
 from tests.distributed.ranks import RankFailedError
 from tests.distributed.training_run import train, write_config
 
@@ -137,6 +137,7 @@ metric_list: [{{metric: bits_per_byte}}]
 LINES = ["import os\n", "def f(x):\n    return x + 1\n", "class A:\n    pass  # é\n"]
 
 
+@pytest.mark.second
 @torch.no_grad()
 def test_lm_evaluation_harness_sees_these_logits(exported, model, tmp_path):
     data = tmp_path / "lines.jsonl"

@@ -15,7 +15,7 @@ import pytest
 
 from launch.cli import main
 from launch.exit_status import ExitStatus
-from tests.distributed.training_run import metrics, scalars, train, write_config
+from tests.distributed.training_run import assert_identical, metrics, scalars, train, write_config
 from tests.slurm.submitting import until
 
 STEPS = 24
@@ -25,7 +25,6 @@ OPTIONS = (
     "schedule.name=constant",
     "logging.tensorboard=false",
 )
-SAME = ("step", "train/loss", "train/grad_norm", "eval/loss")
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +100,7 @@ def test_killed_three_times_and_continued_the_numbers_are_the_same_bit_for_bit(
         rf" [\d,]+ parameters in float32 on 2 x cpu, data 2; {left} steps, [\d,]+ tokens to go$", line
     )
     assert end.startswith(f"done; next: megakernel evaluate {tmp_path}/run   megakernel generate ")
-    found = metrics(tmp_path / "run")
-    for tag in SAME:
-        assert scalars(found, tag) == scalars(uninterrupted, tag), tag
+    assert_identical(metrics(tmp_path / "run"), uninterrupted)
 
 
 def test_every_request_to_stop_saves_and_the_same_command_continues(uninterrupted, corpus, tmp_path):
@@ -125,8 +122,7 @@ def test_every_request_to_stop_saves_and_the_same_command_continues(uninterrupte
     assert not stop_file.exists()
 
     assert Launched(config, *OPTIONS).ends()[0] == ExitStatus.DONE
-    for tag in SAME:
-        assert scalars(metrics(tmp_path / "run"), tag) == scalars(uninterrupted, tag), tag
+    assert_identical(metrics(tmp_path / "run"), uninterrupted)
 
 
 def descendants(pid: int) -> list[int]:

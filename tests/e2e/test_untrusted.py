@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from launch.cli import main
+from megakernel.checkpoint.manifest import Checkpoint, flushed, write_manifest
+from megakernel.checkpoint.reshape import reshape_run
 from megakernel.config import UserError, load
-from megakernel.training.checkpoint import Checkpoint, flushed, write_manifest
-from megakernel.training.reshape import reshape_run
 from tests import dense_models
 from tests.distributed.ranks import cpu_mesh, run_ranks
 from tests.distributed.training_run import train, write_config
@@ -73,6 +73,7 @@ RESUMED = ("parallel.zero_stage=1",)
 
 def begun(config: Path, cases: dict[str, tuple[Path, tuple[str, ...]]]) -> dict[str, int | str]:
     """The steps that a start in each case's run would go on from, or why it was refused."""
+    from launch.training import providers
     from megakernel.training.trainer import Trainer
 
     found: dict[str, int | str] = {}
@@ -80,7 +81,8 @@ def begun(config: Path, cases: dict[str, tuple[Path, tuple[str, ...]]]) -> dict[
         for name, (run, overrides) in cases.items():
             place = (f"run.root={run.parent}", f"run.name={run.name}")
             try:
-                found[name] = Trainer(load(config, [*OPTIONS, *SMALL, *place, *overrides]), mesh)._begin()
+                settings = load(config, [*OPTIONS, *SMALL, *place, *overrides])
+                found[name] = Trainer(settings, mesh, providers())._begin()
             except UserError as error:
                 found[name] = str(error)
     return found

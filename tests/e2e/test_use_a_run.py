@@ -14,6 +14,7 @@ from megakernel.evaluation import evaluate_run
 from megakernel.generation import Sampling, generate_text
 from tests.disk import files_of_at_most
 from tests.distributed.training_run import metrics, train, write_config
+from tests.tiers import tiered
 
 SEQ_LEN = 128
 OPTIONS = ("training.steps=4", "training.eval_every=2", "checkpoint.every=2", "logging.tensorboard=false")
@@ -44,17 +45,16 @@ def test_an_evaluation_is_the_one_that_training_wrote(run, step):
     assert result.tokens == sum(bucket.tokens for bucket in result.by_position) <= 6 * SEQ_LEN
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [
-        (4, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.zero_stage=1"]),
-        (2, ["parallel.context=2", "parallel.zero_stage=3"]),
-        (1, ["parallel.zero_stage=1", "training.dtype=bfloat16"]),
-    ],
-    ids=["tp2_pp2_zero1", "cp2_zero3", "bfloat16_zero1"],
-)
-def test_one_process_evaluates_what_any_layout_trained(config, world_size, layout):
-    name = f"processes_{world_size}"
+LAYOUTS = {
+    "tp2_pp2_zero1": (4, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.zero_stage=1"]),
+    "cp2_zero3": (2, ["parallel.context=2", "parallel.zero_stage=3"]),
+    "bfloat16_zero1": (1, ["parallel.zero_stage=1", "training.dtype=bfloat16"]),
+}
+
+
+@pytest.mark.parametrize("name", tiered(LAYOUTS, ["tp2_pp2_zero1"]))
+def test_one_process_evaluates_what_any_layout_trained(config, name):
+    world_size, layout = LAYOUTS[name]
     train(config, world_size, *OPTIONS, f"run.name={name}", *layout)
     run = config.parent / name
     # Sharded layers add float32 numbers in another order; bfloat16 is evaluated in bfloat16, as it was trained.

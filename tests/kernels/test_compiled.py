@@ -57,10 +57,12 @@ def compiled() -> list[tuple[str, list[str], list[str]]]:
     return found
 
 
+@pytest.mark.second
 def test_no_kernel_multiplies_a_stride_in_32_bits(compiled):
     assert [(name, products) for name, products, _ in compiled if products] == []
 
 
+@pytest.mark.second
 def test_no_thread_loads_what_another_stores_over(compiled):
     assert {(name, x) for name, _, reused in compiled for x in reused} == set(REUSED)
 

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.second
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(300)
 def test_kernels_compile_for_both_gpus_without_spills_to_what_the_table_says():
     # Every row is of the kernels and launches that are here; that it says what they compile to, a few stand for. In a
     # process of its own: the interpreter's kernels cannot be compiled.

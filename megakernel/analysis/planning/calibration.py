@@ -10,9 +10,9 @@ import torch
 from data_pipeline.batch import Batch
 from megakernel.config import Config
 from megakernel.model import LanguageModel
+from megakernel.model.settings import model_settings
 from megakernel.parallel import Mesh
 from megakernel.training.engine import Engine
-from megakernel.training.model_settings import model_settings
 
 from .counters import LiveBytes, WireCounter
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from megakernel.analysis import parameters
 from megakernel.config import Attention
+from megakernel.model import parameters
 
 from . import activations
 from .activations import SavedActivations

@@ -3,8 +3,8 @@
 from functools import cache
 from itertools import pairwise
 
-from megakernel.analysis import parameters
 from megakernel.config import Attention, Model
+from megakernel.model import parameters
 
 
 def stage_layers(model: Model, stages: int) -> list[range]:

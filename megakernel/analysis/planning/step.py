@@ -3,8 +3,8 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from megakernel.analysis.flops import training_flops_per_token
 from megakernel.config import Masking
+from megakernel.model.flops import training_flops_per_token
 
 from . import network, work
 from .gpus import Gpu

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megakernel.analysis import parameters
 from megakernel.config import Attention
+from megakernel.model import parameters
 
 from . import activations
 from .layout import Job

@@ -3,8 +3,8 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from megakernel.analysis.flops import attention_flops
 from megakernel.config import Attention
+from megakernel.model.flops import attention_flops
 
 from . import activations
 from .gpus import Gpu

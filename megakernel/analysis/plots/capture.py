@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from megakernel.attention import WHOLE, AttentionLayer
 from megakernel.model import LanguageModel
+from megakernel.model.layer import attention_cores
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.self_attention import SelfAttention
 from megakernel.uptraining.attention_inputs import AttentionInputs
-from megakernel.uptraining.layers import attention_cores
 
 
 class CapturedAttention(NamedTuple):

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from megakernel.attention.spectral import GaussianMixture
-from megakernel.uptraining.layers import attention_cores
+from megakernel.model.layer import attention_cores
 
 from .drawing import lines
 from .subject import Subject

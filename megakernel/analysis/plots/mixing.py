@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from megakernel.attention.mixture import KeyMixture
-from megakernel.uptraining.layers import attention_cores
+from megakernel.model.layer import attention_cores
 
 from .drawing import cells
 from .subject import Subject

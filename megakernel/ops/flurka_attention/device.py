@@ -149,14 +149,7 @@ def window_tile(
     ROTARY: tl.constexpr,
     H: tl.constexpr,
     DH: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """The halves of C tokens at `x` that a window compares, and their log scales (C,).
 
@@ -165,7 +158,7 @@ def window_tile(
     dtype: tl.constexpr = x.dtype.element_ty
     if SOFTMAX:
         a = load_rows(x, stride, count, C, H, DH)
-        b = load_rows(x + H, stride, count, C, D - H, DH)
+        b = load_rows(x + H, stride, count, C, PHI.width - H, DH)
         logs = tl.zeros((C,), tl.float32)
         if ROTARY:
             a, b = turned(a.to(tl.float32), b.to(tl.float32), table, H, DH, False)
@@ -173,7 +166,7 @@ def window_tile(
             # that a product's factors have, where every warp holds all of a tile and its angles.
             a, b = tl.sum(a[:, :, None], 2), tl.sum(b[:, :, None], 2)
     else:
-        a, b, logs = phi(x, stride, count, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        a, b, logs = phi(x, stride, count, matrix, low, C, PHI)
     return rounded(a, dtype), rounded(b, dtype), logs
 
 

@@ -78,16 +78,7 @@ def pull_keys(
     ALIGNED: tl.constexpr,
     V: tl.constexpr,
     VP: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Gradients of keys (B, H_kv, before + N, D), values (..., V) and projected keys (..., M); rows of tiles are keys.
 
@@ -103,10 +94,10 @@ def pull_keys(
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + (at + before).to(tl.int64) * v_row
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     scale += head.to(tl.int64) * length
-    PAIR: tl.constexpr = SOFTMAX or TWO
-    WIDTH: tl.constexpr = DH if SOFTMAX else MP
+    PAIR: tl.constexpr = SOFTMAX or PHI.two
+    WIDTH: tl.constexpr = DH if SOFTMAX else PHI.padded_rows
 
     ka, kb, logs = window_tile(
         k,
@@ -120,14 +111,7 @@ def pull_keys(
         ROTARY,
         H,
         DH,
-        MAP,
-        D,
-        DP,
-        M,
-        MP,
-        K,
-        SCALE,
-        COEFFICIENT,
+        PHI,
     )
     values = load_rows(v, v_row, left, BK, V, VP)
     of_a = tl.zeros((BK, WIDTH), tl.float32)
@@ -157,14 +141,7 @@ def pull_keys(
             ROTARY,
             H,
             DH,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            SCALE,
-            COEFFICIENT,
+            PHI,
         )
         places = (head.to(tl.int64) * G + g) * length
         extra = 0.0 if GATED else tl.load(far_weight + kv * G + g)
@@ -172,7 +149,7 @@ def pull_keys(
         level = of_window
         if SOFTMAX:
             level = tl.load(peak + places + seats, mask=inside, other=0.0)
-        elif UNBOUNDED:
+        elif PHI.unbounded:
             level = tl.load(scale + seats, mask=inside, other=EMPTY)
         shift = tl.load(delta + places + seats, mask=inside, other=0.0)
         pulls = load_rows(grad + g * g_head + place * g_far, g_row, length - place, C, V, VP)
@@ -184,7 +161,7 @@ def pull_keys(
             seen,
             SHARP,
             SOFTMAX,
-            UNBOUNDED,
+            PHI.unbounded,
         )
         of_values += dot(weights * of_window[None, :], pulls, dtype)
         slope = (dot(values, tl.trans(pulls), dtype) - shift[None, :]) * of_window[None, :] * change
@@ -193,7 +170,7 @@ def pull_keys(
             of_b += dot(slope, qb, dtype)
 
     # Landmarks hand back to the tokens that they were pooled from.
-    dmarks += head.to(tl.int64) * chunks * R * D
+    dmarks += head.to(tl.int64) * chunks * R * PHI.width
     dmarked += head.to(tl.int64) * chunks * R * V
     pooled_a = tl.zeros((BK, DH), tl.float32)
     pooled_b = tl.zeros((BK, DH), tl.float32)
@@ -205,9 +182,9 @@ def pull_keys(
         pooled = ((inner >= 0) & (inner < B) & (end >= 0))[:, None] & (landmark < R)[None, :]
         seats = landmark[None, :] * B + inner[:, None]
         of_keys = tl.load(pool_keys + kv.to(tl.int64) * pool_head + seats, mask=pooled, other=0.0)
-        part = dmarks + chunk * R * D
-        pooled_a += dot(of_keys, load_rows(part, D, R, RP, H, DH), dtype)
-        pooled_b += dot(of_keys, load_rows(part + H, D, R, RP, D - H, DH), dtype)
+        part = dmarks + chunk * R * PHI.width
+        pooled_a += dot(of_keys, load_rows(part, PHI.width, R, RP, H, DH), dtype)
+        pooled_b += dot(of_keys, load_rows(part + H, PHI.width, R, RP, PHI.width - H, DH), dtype)
         of_pool = tl.load(pool_values + kv.to(tl.int64) * pool_head + seats, mask=pooled, other=0.0)
         of_values += dot(of_pool, load_rows(dmarked + chunk * R * V, V, R, RP, V, VP), dtype)
 
@@ -216,11 +193,13 @@ def pull_keys(
     if SOFTMAX:
         if ROTARY:
             of_a, of_b = turned(of_a, of_b, table, H, DH, True)
-        store_halves(dk + entry * D, of_a + pooled_a, of_b + pooled_b, table, left, False, D, H, DH)
+        store_halves(
+            dk + entry * PHI.width, of_a + pooled_a, of_b + pooled_b, table, left, False, PHI.width, H, DH
+        )
     else:
-        store_halves(dk + entry * D, pooled_a, pooled_b, table, left, False, D, H, DH)
+        store_halves(dk + entry * PHI.width, pooled_a, pooled_b, table, left, False, PHI.width, H, DH)
         tl.debug_barrier()
-        ka, kb, _ = phi(k, k_row, left, matrix, low, BK, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        ka, kb, _ = phi(k, k_row, left, matrix, low, BK, PHI)
         store_gradient(
             k,
             k_row,
@@ -230,17 +209,10 @@ def pull_keys(
             kb,
             of_a,
             of_b,
-            dk + entry * D,
-            dy + entry * M,
+            dk + entry * PHI.width,
+            dy + entry * PHI.rows,
             BK,
             LEARNED,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            SCALE,
-            COEFFICIENT,
+            PHI,
             MORE=True,
         )

@@ -74,16 +74,7 @@ def pull_landmarks(
     VP: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Gradients of landmarks: dmarks (blocks, B, H_kv, chunks, R, D), dmarked (B, H_kv, chunks, R, V) float32.
 
@@ -97,24 +88,24 @@ def pull_landmarks(
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
     own = head.to(tl.int64) * chunks * R
-    marks += own * D
+    marks += own * PHI.width
     marked += own * V + column
     dmarked += own * V + column
     part = tl.program_id(1).to(tl.int64) * rows_of_part + own
     scale += head.to(tl.int64) * length
-    matrix += kv * M * D
-    wide_matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
+    wide_matrix += kv * PHI.rows * PHI.width
     counts = tl.load(mass + kv)
     group = head.to(tl.int64) * G * length
     entry = head.to(tl.int64) * (segments + 1) + segment
-    FP: tl.constexpr = MP * (2 if TWO else 1)
+    FP: tl.constexpr = PHI.padded_features
     sums += entry * FP * VP
     norms += entry * FP
     log = tl.load(logs + entry)
-    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
+    tile, norm = load_state(sums, norms, column, 0, PHI.padded_rows, VP, BV)
     tile2, norm2 = tile, norm
-    if TWO:
-        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
+    if PHI.two:
+        tile2, norm2 = load_state(sums, norms, column, 1, PHI.padded_rows, VP, BV)
     q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
 
     HALVES: tl.constexpr = 1 if ALIGNED else 2
@@ -127,12 +118,12 @@ def pull_landmarks(
         # The queries behind half 0 see its landmarks; half 1 has none, and no branch, which would cost registers.
         weights = tl.where(half == 0, landmark_weights(end, counts, R, RP), 0.0)
         count = tl.where(half == 0, R, 0)
-        keys = marks + chunk * R * D
+        keys = marks + chunk * R * PHI.width
         columns = load_rows(marked + chunk * R * V, V, R, RP, V - column, BV)
-        a, b, scales = phi(keys, D, R, wide_matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
-        seen = tl.where(weights != 0, tl.exp(scales + log) if UNBOUNDED else 1.0, 0.0)
+        a, b, scales = phi(keys, PHI.width, R, wide_matrix, 0, RP, PHI)
+        seen = tl.where(weights != 0, tl.exp(scales + log) if PHI.unbounded else 1.0, 0.0)
         du = dot(rounded(a, dtype), tile, dtype)
-        if TWO:
+        if PHI.two:
             du += dot(rounded(b, dtype), tile2, dtype)
         seen *= weights
         store_rows(dmarked + chunk * R * V, V, count, du * seen[:, None], V - column, BV)
@@ -141,46 +132,41 @@ def pull_landmarks(
         of_norm = tl.where(column == 0, seen, 0.0)
         grad_a = pull_of_state(tile, norm, columns, of_norm, dtype)
         grad_b = grad_a
-        if TWO:
+        if PHI.two:
             grad_b = pull_of_state(tile2, norm2, columns, of_norm, dtype)
         store_gradient(
             keys,
-            D,
+            PHI.width,
             count,
             wide_matrix,
             a,
             b,
             tl.trans(grad_a),
             tl.trans(grad_b),
-            dmarks + (part + chunk * R) * D,
-            dy + (part + chunk * R) * M,
+            dmarks + (part + chunk * R) * PHI.width,
+            dy + (part + chunk * R) * PHI.rows,
             RP,
             LEARNED,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            SCALE,
-            COEFFICIENT,
+            PHI,
         )
 
         alive = first_token(starts, row, close - 1, length, start, PACKED) < begin
-        tile, norm, tile2, norm2, log = keep_state(tile, norm, tile2, norm2, log, alive, TWO, UNBOUNDED)
+        tile, norm, tile2, norm2, log = keep_state(
+            tile, norm, tile2, norm2, log, alive, PHI.two, PHI.unbounded
+        )
         for at in range(begin, close, C):
             rows, left = at + tl.arange(0, C), close - at
             reads = (first_token(starts, row, rows, length, start, PACKED) < begin) & (rows < close)
             added = tl.zeros((C,), tl.float32)
-            if UNBOUNDED:
+            if PHI.unbounded:
                 r = tl.load(scale + rows, mask=rows < close, other=EMPTY)
                 reads = reads & (r > EMPTY)
                 added = tl.where(reads, -r, EMPTY)
-            shrink, factors, log = scales_of_addition(log, added, True, UNBOUNDED)
+            shrink, factors, log = scales_of_addition(log, added, True, PHI.unbounded)
             factors = tl.where(reads, factors, 0.0)
             tile *= shrink
             norm *= shrink
-            if TWO:
+            if PHI.two:
                 tile2 *= shrink
                 norm2 *= shrink
             for g in range(G):
@@ -192,7 +178,7 @@ def pull_landmarks(
                 )
                 pull *= factors[:, None]
                 pull_norm *= factors
-                qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+                qa, qb, _ = phi(x, q_row, left, matrix, low, C, PHI)
                 tile, norm = add_tokens(tile, norm, 1.0, rounded(qa, dtype), pull, pull_norm, dtype)
-                if TWO:
+                if PHI.two:
                     tile2, norm2 = add_tokens(tile2, norm2, 1.0, rounded(qb, dtype), pull, pull_norm, dtype)

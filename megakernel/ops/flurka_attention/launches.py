@@ -142,7 +142,9 @@ class Call(NamedTuple):
             "DH": padded(triton.cdiv(width, 2)),
             # Where the output is a quotient of sums that have phi(q) as a factor.
             "QUOTIENT": gate is not None or shape.near == "kernel",
-            **phi.options(),
+            "D": width,
+            "DP": phi.padded_width,
+            "PHI": phi,
         }
         return Call(
             shape,
@@ -198,8 +200,7 @@ class Call(NamedTuple):
         tile = self.tile(name)
         sizes = self.phi.padded_features, self.phi.padded_width
         most = KERNEL_WINDOW_COLUMNS if self.shape.near == "kernel" else COLUMNS_AT_ONCE
-        columns = most.get((name, *sizes), self.options["K"])
-        options["K"] = min(columns, self.phi.padded_width)
+        options["PHI"] = self.phi._replace(at_once=most.get((name, *sizes), self.phi.at_once))
         self._start(
             kernel,
             (self.batch * self.heads * self.segments, 1 if whole_rows else self.blocks(name)),

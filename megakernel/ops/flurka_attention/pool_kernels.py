@@ -64,22 +64,14 @@ def pool(
     VP: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Landmarks E K (B, H_kv, chunks, R, D) and F V (..., V), and what each segment's add to the state that leaves it.
 
     For `read` and backward also phi(E K) (B, H_kv, chunks, R, F) in the dtype of tokens, and its log scales.
     Program: (segment of CHUNKS chunks of a key head, block of values).
     """
+    MP: tl.constexpr = PHI.padded_rows
     segment = tl.program_id(0) % segments
     head = tl.program_id(0) // segments
     row, kv = head // heads, head % heads
@@ -88,12 +80,12 @@ def pool(
     k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head + before * k_far
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + before * v_far + column
-    marks += head.to(tl.int64) * chunks * R * D
-    WIDTH: tl.constexpr = M * (2 if TWO else 1)
+    marks += head.to(tl.int64) * chunks * R * PHI.width
+    WIDTH: tl.constexpr = PHI.rows * (2 if PHI.two else 1)
     features += head.to(tl.int64) * chunks * R * WIDTH
     mark_logs += head.to(tl.int64) * chunks * R
     marked += head.to(tl.int64) * chunks * R * V + column
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     counts, landmark = tl.load(mass + kv), tl.arange(0, RP)
     of_keys = load_pool(pool_keys + kv.to(tl.int64) * pool_head, R, RP, B, BP)
     of_values = load_pool(pool_values + kv.to(tl.int64) * pool_head, R, RP, B, BP)
@@ -104,39 +96,41 @@ def pool(
     tile2 = tile
     norm = tl.zeros((MP,), tl.float32)
     norm2 = norm
-    log = EMPTY if UNBOUNDED else 0.0
+    log = EMPTY if PHI.unbounded else 0.0
     for chunk in range(segment * CHUNKS, final):
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
         begin = end - B * BLOCKS + 1
         seat = chunk * R
         # Half of a wide key at a time: a block of whole ones would take too many registers.
-        HALF: tl.constexpr = DP if DP < 128 else DP // 2
-        for first in range(0, DP, HALF):
-            keys = pooled(of_keys, k + (begin * k_far + first), k_row, end >= 0, B, BP, D - first, HALF)
-            store_rows(marks + (seat * D + first), D, R, keys, D - first, HALF)
+        HALF: tl.constexpr = PHI.padded_width if PHI.padded_width < 128 else PHI.padded_width // 2
+        for first in range(0, PHI.padded_width, HALF):
+            keys = pooled(
+                of_keys, k + (begin * k_far + first), k_row, end >= 0, B, BP, PHI.width - first, HALF
+            )
+            store_rows(marks + (seat * PHI.width + first), PHI.width, R, keys, PHI.width - first, HALF)
         columns = pooled(of_values, v + begin * v_far, v_row, end >= 0, B, BP, V - column, BV)
         store_rows(marked + seat * V, V, R, columns, V - column, BV)
         # phi reads landmarks from where they were just written.
         tl.debug_barrier()
         weights = tl.where(end >= last, landmark_weights(end, counts, R, RP), 0.0)
-        a, b, scales = phi(marks + seat * D, D, R, matrix, 0, RP, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        a, b, scales = phi(marks + seat * PHI.width, PHI.width, R, matrix, 0, RP, PHI)
         a, b = rounded(a, dtype), rounded(b, dtype)
         if column == 0:
-            store_rows(features + seat * WIDTH, WIDTH, R, a, M, MP)
-            if TWO:
-                store_rows(features + seat * WIDTH + M, WIDTH, R, b, M, MP)
-            if UNBOUNDED:
+            store_rows(features + seat * WIDTH, WIDTH, R, a, PHI.rows, PHI.padded_rows)
+            if PHI.two:
+                store_rows(features + seat * WIDTH + PHI.rows, WIDTH, R, b, PHI.rows, PHI.padded_rows)
+            if PHI.unbounded:
                 tl.store(mark_logs + seat + landmark, scales, mask=landmark < R)
         tile, norm, tile2, norm2, log = add_landmarks(
-            tile, norm, tile2, norm2, log, a, b, scales, columns, weights, dtype, TWO, UNBOUNDED
+            tile, norm, tile2, norm2, log, a, b, scales, columns, weights, dtype, PHI.two, PHI.unbounded
         )
     entry = head.to(tl.int64) * (segments + 1) + segment
-    FP: tl.constexpr = MP * (2 if TWO else 1)
+    FP: tl.constexpr = PHI.padded_features
     sums += entry * FP * VP
     norms += entry * FP
-    store_state(tile, norm, sums, norms, column, 0, MP, VP, BV)
-    if TWO:
-        store_state(tile2, norm2, sums, norms, column, 1, MP, VP, BV)
+    store_state(tile, norm, sums, norms, column, 0, PHI.padded_rows, VP, BV)
+    if PHI.two:
+        store_state(tile2, norm2, sums, norms, column, 1, PHI.padded_rows, VP, BV)
     if column == 0:
         tl.store(logs + entry, log)
 
@@ -193,7 +187,11 @@ def pull_pools(
         end = block_end(ends, row, chunk, chunks, length, oldest, B, BLOCKS, ALIGNED)
         begin, count = end - B * BLOCKS + 1, tl.where(end >= 0, B, 0)
         tokens = load_rows(k + begin * k_far, k_row, count, BP, D, DP)
-        of_keys += dot(load_rows(dmarks + chunk * R * D, D, R, RP, D, DP), tl.trans(tokens), dtype)
+        of_keys += dot(
+            load_rows(dmarks + chunk * R * D, D, R, RP, D, DP),
+            tl.trans(tokens),
+            dtype,
+        )
         tokens = load_rows(v + begin * v_far, v_row, count, BP, V, VP)
         of_values += dot(load_rows(dmarked + chunk * R * V, V, R, RP, V, VP), tl.trans(tokens), dtype)
     entry = tl.program_id(0).to(tl.int64) * R * B

@@ -68,18 +68,10 @@ def write_queries(
     VP: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """What each segment's queries add to the gradient of the state that enters it; programs as in `read`."""
+    MP: tl.constexpr = PHI.padded_rows
     segment = tl.program_id(0) % segments
     head = tl.program_id(0) // segments
     row, kv = head // heads, head % heads
@@ -87,7 +79,7 @@ def write_queries(
     dtype: tl.constexpr = q.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     group = head.to(tl.int64) * G * length
     begin = segment * CHUNKS * B
     q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
@@ -96,7 +88,7 @@ def write_queries(
     tile2 = tile
     norm = tl.zeros((MP,), tl.float32)
     norm2 = norm
-    log = EMPTY if UNBOUNDED else 0.0
+    log = EMPTY if PHI.unbounded else 0.0
     for at in range(begin, tl.minimum(begin + CHUNKS * B, length), C):
         # B need not be a multiple of C: the last tile of a segment may reach into the next one.
         left = tl.minimum(begin + CHUNKS * B, length) - at
@@ -104,14 +96,14 @@ def write_queries(
         first = first_token(starts, row, rows, length, start, PACKED)
         reads = (first < begin) & (tl.arange(0, C) < left)
         scales = tl.zeros((C,), tl.float32)
-        if UNBOUNDED:
+        if PHI.unbounded:
             r = tl.load(scale + head.to(tl.int64) * length + rows, mask=rows < length, other=EMPTY)
             reads = reads & (r > EMPTY)
             scales = tl.where(reads, -r, EMPTY)
-        shrink, factors, log = scales_of_addition(log, scales, True, UNBOUNDED)
+        shrink, factors, log = scales_of_addition(log, scales, True, PHI.unbounded)
         tile *= shrink
         norm *= shrink
-        if TWO:
+        if PHI.two:
             tile2 *= shrink
             norm2 *= shrink
         factors = tl.where(reads, factors, 0.0)
@@ -122,19 +114,19 @@ def write_queries(
                 given, factor + places, drift + places, g_row, left, C, V - column, BV, column == 0
             )
             x = q + tl.cast(g, tl.int64) * q_head + at * q_far
-            a, b, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            a, b, _ = phi(x, q_row, left, matrix, low, C, PHI)
             pull *= factors[:, None]
             of_norm *= factors
             tile, norm = add_tokens(tile, norm, 1.0, rounded(a, dtype), pull, of_norm, dtype)
-            if TWO:
+            if PHI.two:
                 tile2, norm2 = add_tokens(tile2, norm2, 1.0, rounded(b, dtype), pull, of_norm, dtype)
     entry = head.to(tl.int64) * (segments + 1) + segment
-    FP: tl.constexpr = MP * (2 if TWO else 1)
+    FP: tl.constexpr = PHI.padded_features
     sums += entry * FP * VP
     norms += entry * FP
-    store_state(tile, norm, sums, norms, column, 0, MP, VP, BV)
-    if TWO:
-        store_state(tile2, norm2, sums, norms, column, 1, MP, VP, BV)
+    store_state(tile, norm, sums, norms, column, 0, PHI.padded_rows, VP, BV)
+    if PHI.two:
+        store_state(tile2, norm2, sums, norms, column, 1, PHI.padded_rows, VP, BV)
     if column == 0:
         tl.store(logs + entry, log)
 
@@ -192,16 +184,7 @@ def pull_queries(
     VP: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Gradients of queries through landmarks, (blocks, B, H, N, D), and of projected ones (..., M).
 
@@ -217,23 +200,23 @@ def pull_queries(
     dtype: tl.constexpr = q.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
-    WIDTH: tl.constexpr = M * (2 if TWO else 1)
+    WIDTH: tl.constexpr = PHI.rows * (2 if PHI.two else 1)
     features += head.to(tl.int64) * chunks * R * WIDTH
     mark_logs += head.to(tl.int64) * chunks * R
     marked += head.to(tl.int64) * chunks * R * V + column
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     counts = tl.load(mass + kv)
     group = head.to(tl.int64) * G * length
     part = tl.program_id(1).to(tl.int64) * tokens + group
     entry = head.to(tl.int64) * (segments + 1) + segment
-    FP: tl.constexpr = MP * (2 if TWO else 1)
+    FP: tl.constexpr = PHI.padded_features
     sums += entry * FP * VP
     norms += entry * FP
     log = tl.load(logs + entry)
-    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
+    tile, norm = load_state(sums, norms, column, 0, PHI.padded_rows, VP, BV)
     tile2, norm2 = tile, norm
-    if TWO:
-        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
+    if PHI.two:
+        tile2, norm2 = load_state(sums, norms, column, 1, PHI.padded_rows, VP, BV)
     q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
 
     HALVES: tl.constexpr = 1 if ALIGNED else 2
@@ -246,9 +229,9 @@ def pull_queries(
             inside = rows < close
             reads = first_token(starts, row, rows, length, start, PACKED) < begin
             r = tl.zeros((C,), tl.float32)
-            if UNBOUNDED:
+            if PHI.unbounded:
                 r = tl.load(scale + head.to(tl.int64) * length + rows, mask=inside, other=EMPTY)
-            of_state = state_factors(reads, log, r, UNBOUNDED)
+            of_state = state_factors(reads, log, r, PHI.unbounded)
             for g in range(G):
                 places = group + g * length + at
                 given = grad + tl.cast(g, tl.int64) * g_head + at * g_far
@@ -258,13 +241,13 @@ def pull_queries(
                 pull = load_rows(given, g_row, left, C, V - column, BV)
                 grad_a = tl.trans(dot(tile, tl.trans(pull), dtype)) * (own * of_state)[:, None]
                 grad_b = grad_a
-                if TWO:
+                if PHI.two:
                     grad_b = tl.trans(dot(tile2, tl.trans(pull), dtype)) * (own * of_state)[:, None]
                 x = q + tl.cast(g, tl.int64) * q_head + at * q_far
-                qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+                qa, qb, _ = phi(x, q_row, left, matrix, low, C, PHI)
                 # With the features that the output was made of.
                 far = tl.sum(grad_a * rounded(qa, dtype).to(tl.float32), 1)
-                if TWO:
+                if PHI.two:
                     far += tl.sum(grad_b * rounded(qb, dtype).to(tl.float32), 1)
                 if GATED:
                     # 1 / den(f) is the factor without its share of the gate.
@@ -276,23 +259,23 @@ def pull_queries(
                 tl.store(drift + part + g * length + at + here, of_norm, mask=inside)
                 of_norms = (of_norm * of_state)[:, None]
                 grad_a += of_norms * norm[None, :]
-                if TWO:
+                if PHI.two:
                     grad_b += of_norms * norm2[None, :]
                 if not GATED:
                     far = tl.sum(grad_a * rounded(qa, dtype).to(tl.float32), 1)
-                    if TWO:
+                    if PHI.two:
                         far += tl.sum(grad_b * rounded(qb, dtype).to(tl.float32), 1)
                 tl.store(along + part + g * length + at + here, far, mask=inside)
                 if QUOTIENT:
                     # See `kernel_attention.query_kernels.pull_queries`.
                     length_q = tl.sum(qa * qa, 1)
                     along_q = tl.sum(grad_a * qa, 1)
-                    if TWO:
+                    if PHI.two:
                         length_q += tl.sum(qb * qb, 1)
                         along_q += tl.sum(grad_b * qb, 1)
                     share = along_q / tl.where(length_q == 0, 1.0, length_q)
                     grad_a -= qa * share[:, None]
-                    if TWO:
+                    if PHI.two:
                         grad_b -= qb * share[:, None]
                 store_gradient(
                     x,
@@ -303,23 +286,18 @@ def pull_queries(
                     qb,
                     grad_a,
                     grad_b,
-                    dq + (part + g * length + at) * D,
-                    dy + (part + g * length + at) * M,
+                    dq + (part + g * length + at) * PHI.width,
+                    dy + (part + g * length + at) * PHI.rows,
                     C,
                     LEARNED,
-                    MAP,
-                    D,
-                    DP,
-                    M,
-                    MP,
-                    K,
-                    SCALE,
-                    COEFFICIENT,
+                    PHI,
                     MORE=MORE,
                     MORE_PROJECTED=MORE_PROJECTED,
                 )
         alive = first_token(starts, row, close - 1, length, start, PACKED) < begin
-        tile, norm, tile2, norm2, log = keep_state(tile, norm, tile2, norm2, log, alive, TWO, UNBOUNDED)
+        tile, norm, tile2, norm2, log = keep_state(
+            tile, norm, tile2, norm2, log, alive, PHI.two, PHI.unbounded
+        )
         # A branch around this would cost more registers than half 1, which adds nothing, costs time.
         weights = tl.where(half == 0, landmark_weights(end, counts, R, RP), 0.0)
         seat = chunk * R
@@ -330,13 +308,13 @@ def pull_queries(
             column,
             R,
             RP,
-            M,
-            MP,
+            PHI.rows,
+            PHI.padded_rows,
             V,
             BV,
-            TWO,
-            UNBOUNDED,
+            PHI.two,
+            PHI.unbounded,
         )
         tile, norm, tile2, norm2, log = add_landmarks(
-            tile, norm, tile2, norm2, log, a, b, scales, columns, weights, dtype, TWO, UNBOUNDED
+            tile, norm, tile2, norm2, log, a, b, scales, columns, weights, dtype, PHI.two, PHI.unbounded
         )

@@ -134,16 +134,7 @@ def read(
     VP: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Outputs (B, H, N, V); factor and peak (B, H, N), and r of unbounded maps (B, H_kv, N), float32.
 
@@ -158,23 +149,23 @@ def read(
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head + before * k_far
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + before * v_far + column
-    WIDTH: tl.constexpr = M * (2 if TWO else 1)
+    WIDTH: tl.constexpr = PHI.rows * (2 if PHI.two else 1)
     features += head.to(tl.int64) * chunks * R * WIDTH
     mark_logs += head.to(tl.int64) * chunks * R
     marked += head.to(tl.int64) * chunks * R * V + column
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     counts = tl.load(mass + kv)
     group = head.to(tl.int64) * G * length
     entry = head.to(tl.int64) * (segments + 1) + segment
-    FP: tl.constexpr = MP * (2 if TWO else 1)
+    FP: tl.constexpr = PHI.padded_features
     sums += entry * FP * VP
     norms += entry * FP
     log = tl.load(logs + entry)
-    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
+    tile, norm = load_state(sums, norms, column, 0, PHI.padded_rows, VP, BV)
     tile2, norm2 = tile, norm
-    if TWO:
-        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
-    PAIR: tl.constexpr = SOFTMAX or TWO
+    if PHI.two:
+        tile2, norm2 = load_state(sums, norms, column, 1, PHI.padded_rows, VP, BV)
+    PAIR: tl.constexpr = SOFTMAX or PHI.two
 
     # Half chunks, where landmarks become visible inside them.
     HALVES: tl.constexpr = 1 if ALIGNED else 2
@@ -188,7 +179,7 @@ def read(
             first = first_token(starts, row, rows, length, start, PACKED)
             window = window_start(windows, row, rows, length, oldest, B, BLOCKS, ALIGNED)
             reads = first < begin
-            r = tl.where(reads, log, EMPTY) if UNBOUNDED else tl.zeros((C,), tl.float32)
+            r = tl.where(reads, log, EMPTY) if PHI.unbounded else tl.zeros((C,), tl.float32)
             for g in range(G):
                 x = q + tl.cast(g, tl.int64) * q_head + at * q_far
                 # Angles count from the oldest place that a window of the tile can reach.
@@ -204,18 +195,11 @@ def read(
                     ROTARY,
                     H,
                     DH,
-                    MAP,
-                    D,
-                    DP,
-                    M,
-                    MP,
-                    K,
-                    SCALE,
-                    COEFFICIENT,
+                    PHI,
                 )
                 near = tl.zeros((C, BV), tl.float32)
                 den = tl.zeros((C,), tl.float32)
-                top = tl.full((C,), EMPTY if (SOFTMAX or UNBOUNDED) else 0.0, tl.float32)
+                top = tl.full((C,), EMPTY if (SOFTMAX or PHI.unbounded) else 0.0, tl.float32)
                 for place in range(tl.min(window, 0), tl.minimum(at + C, close), BK):
                     places = place + tl.arange(0, BK)
                     angles = table + (place - at + B * BLOCKS) * 2 * H
@@ -231,30 +215,23 @@ def read(
                         ROTARY,
                         H,
                         DH,
-                        MAP,
-                        D,
-                        DP,
-                        M,
-                        MP,
-                        K,
-                        SCALE,
-                        COEFFICIENT,
+                        PHI,
                     )
                     values = load_rows(v + place * v_far, v_row, length - place, BK, V - column, BV)
                     similar = products(qa, qb, ka, kb, PAIR, dtype)
                     key_logs = similar * SHARP if SOFTMAX else key_logs[None, :]
                     seen = (places[None, :] >= window[:, None]) & (places[None, :] <= rows[:, None])
-                    weighed, shrink, top = weigh_window(key_logs, similar, top, seen, SOFTMAX, UNBOUNDED)
+                    weighed, shrink, top = weigh_window(key_logs, similar, top, seen, SOFTMAX, PHI.unbounded)
                     near = near * shrink[:, None] + dot(weighed, values, dtype)
                     den = den * shrink + tl.sum(weighed, 1)
                 # Rows behind the last token have seen nothing.
                 den = tl.where(inside, den, 1.0)
 
-                qa, qb, own = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+                qa, qb, own = phi(x, q_row, left, matrix, low, C, PHI)
                 qa, qb = rounded(qa, dtype), rounded(qb, dtype)
                 far = dot(qa, tile, dtype)
                 far_den = tl.sum(qa.to(tl.float32) * norm[None, :], 1)
-                if TWO:
+                if PHI.two:
                     far += dot(qb, tile2, dtype)
                     far_den += tl.sum(qb.to(tl.float32) * norm2[None, :], 1)
                 far = tl.where(reads[:, None], far, 0.0)
@@ -265,7 +242,7 @@ def read(
                 logit = tl.load(gate + places + here, mask=inside, other=0.0) if GATED else den
                 extra = 0.0 if GATED else tl.load(far_weight + kv * G + g)
                 # Beside a softmax, phi(q) counts with its own scale; elsewhere it cancels.
-                far_log = r + own if (SOFTMAX and UNBOUNDED) else r
+                far_log = r + own if (SOFTMAX and PHI.unbounded) else r
                 total, of_far, level = joined(
                     near, den, top, far, far_den, far_log, logit, extra, GATED, SOFTMAX
                 )
@@ -274,13 +251,15 @@ def read(
                     tl.store(factor + places + here, of_far, mask=inside)
                     if SOFTMAX:
                         tl.store(peak + places + here, level, mask=inside)
-                    if UNBOUNDED:
+                    if PHI.unbounded:
                         # The same for all queries of a key.
                         own_scale = r if SOFTMAX else level
                         tl.store(scale + head.to(tl.int64) * length + rows, own_scale, mask=inside)
 
         alive = first_token(starts, row, close - 1, length, start, PACKED) < begin
-        tile, norm, tile2, norm2, log = keep_state(tile, norm, tile2, norm2, log, alive, TWO, UNBOUNDED)
+        tile, norm, tile2, norm2, log = keep_state(
+            tile, norm, tile2, norm2, log, alive, PHI.two, PHI.unbounded
+        )
         # A branch around this would cost more registers than half 1, which adds nothing, costs time.
         weights = tl.where(half == 0, landmark_weights(end, counts, R, RP), 0.0)
         seat = chunk * R
@@ -291,13 +270,13 @@ def read(
             column,
             R,
             RP,
-            M,
-            MP,
+            PHI.rows,
+            PHI.padded_rows,
             V,
             BV,
-            TWO,
-            UNBOUNDED,
+            PHI.two,
+            PHI.unbounded,
         )
         tile, norm, tile2, norm2, log = add_landmarks(
-            tile, norm, tile2, norm2, log, a, b, scales, columns, weights, dtype, TWO, UNBOUNDED
+            tile, norm, tile2, norm2, log, a, b, scales, columns, weights, dtype, PHI.two, PHI.unbounded
         )

@@ -111,16 +111,7 @@ def pull_window(
     ALIGNED: tl.constexpr,
     V: tl.constexpr,
     VP: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Gradients of queries through their windows (B, H, N, D), of projected ones (..., M), and delta (B, H, N).
 
@@ -139,9 +130,9 @@ def pull_window(
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + before * v_far
     q += row.to(tl.int64) * q_batch + own.to(tl.int64) * q_head + at.to(tl.int64) * q_row
     grad += row.to(tl.int64) * g_batch + own.to(tl.int64) * g_head + at.to(tl.int64) * g_row
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     places = head.to(tl.int64) * length
-    PAIR: tl.constexpr = SOFTMAX or TWO
+    PAIR: tl.constexpr = SOFTMAX or PHI.two
 
     window = window_start(windows, row, rows, length, oldest, B, BLOCKS, ALIGNED)
     low_key, high_key = tl.min(window, 0), tl.minimum(at + C, length)
@@ -158,14 +149,7 @@ def pull_window(
         ROTARY,
         H,
         DH,
-        MAP,
-        D,
-        DP,
-        M,
-        MP,
-        K,
-        SCALE,
-        COEFFICIENT,
+        PHI,
     )
     pulls = load_rows(grad, g_row, left, C, V, VP)
     extra = 0.0 if GATED else tl.load(far_weight + own)
@@ -173,7 +157,7 @@ def pull_window(
     level = of_window
     if SOFTMAX:
         level = tl.load(peak + places + rows, mask=inside, other=0.0)
-    elif UNBOUNDED:
+    elif PHI.unbounded:
         level = tl.load(
             scale + (row * (heads // G) + kv).to(tl.int64) * length + rows, mask=inside, other=EMPTY
         )
@@ -193,14 +177,7 @@ def pull_window(
                 ROTARY,
                 H,
                 DH,
-                MAP,
-                D,
-                DP,
-                M,
-                MP,
-                K,
-                SCALE,
-                COEFFICIENT,
+                PHI,
             )
             values = load_rows(v + place * v_far, v_row, length - place, BK, V, VP)
             seen = (seats[None, :] >= window[:, None]) & (seats[None, :] <= rows[:, None])
@@ -211,7 +188,7 @@ def pull_window(
                 seen,
                 SHARP,
                 SOFTMAX,
-                UNBOUNDED,
+                PHI.unbounded,
             )
             shift += tl.sum(weights * dot(pulls, tl.trans(values), dtype), 1)
     else:
@@ -220,7 +197,7 @@ def pull_window(
         )
     tl.store(delta + places + rows, shift, mask=inside)
 
-    WIDTH: tl.constexpr = DH if SOFTMAX else MP
+    WIDTH: tl.constexpr = DH if SOFTMAX else PHI.padded_rows
     of_a = tl.zeros((C, WIDTH), tl.float32)
     of_b = tl.zeros((C, WIDTH), tl.float32)
     total = tl.zeros((C,), tl.float32)
@@ -238,14 +215,7 @@ def pull_window(
             ROTARY,
             H,
             DH,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            SCALE,
-            COEFFICIENT,
+            PHI,
         )
         values = load_rows(v + place * v_far, v_row, length - place, BK, V, VP)
         seen = (seats[None, :] >= window[:, None]) & (seats[None, :] <= rows[:, None])
@@ -256,7 +226,7 @@ def pull_window(
             seen,
             SHARP,
             SOFTMAX,
-            UNBOUNDED,
+            PHI.unbounded,
         )
         along = dot(pulls, tl.trans(values), dtype)
         total += tl.sum(weights * along, 1)
@@ -266,15 +236,15 @@ def pull_window(
             of_b += dot(slope, kb, dtype)
     if not GATED:
         tl.store(near + places + rows, total * of_window, mask=inside)
-    gradient = dq + (places + at) * D
+    gradient = dq + (places + at) * PHI.width
     if SOFTMAX:
-        store_halves(gradient, of_a, of_b, angles, left, ROTARY, D, H, DH)
+        store_halves(gradient, of_a, of_b, angles, left, ROTARY, PHI.width, H, DH)
     else:
-        qa, qb, _ = phi(q, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        qa, qb, _ = phi(q, q_row, left, matrix, low, C, PHI)
         # As in `pull_queries`: across phi(q), here and there, for the sum of both is.
         along = tl.sum(of_a * qa, 1)
         size = tl.sum(qa * qa, 1)
-        if TWO:
+        if PHI.two:
             along += tl.sum(of_b * qb, 1)
             size += tl.sum(qb * qb, 1)
         share = along / tl.where(size == 0, 1.0, size)
@@ -290,15 +260,8 @@ def pull_window(
             of_a,
             of_b,
             gradient,
-            dy + (places + at) * M,
+            dy + (places + at) * PHI.rows,
             C,
             LEARNED,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            SCALE,
-            COEFFICIENT,
+            PHI,
         )

@@ -119,7 +119,7 @@ def _step(
         BV=block,
         MASSES=mass is not None,
         NORMALIZE=normalize,
-        **phi.options(),
+        PHI=phi,
     )
     return out, new_sums, new_logs
 

@@ -74,16 +74,7 @@ def step(
     BV: tl.constexpr,
     MASSES: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Outputs (B, H, V) and the states (B, H_kv, F, V + 1) with the token in them.
 
@@ -94,32 +85,32 @@ def step(
     head = tl.program_id(0)
     row, kv = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     column = tl.program_id(1) * BV
-    tokens += head.to(tl.int64) * (G + 1) * D
+    tokens += head.to(tl.int64) * (G + 1) * PHI.width
     matrix += kv * matrix_head
-    a, b, scales = phi(tokens, D, G + 1, matrix, 0, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+    a, b, scales = phi(tokens, PHI.width, G + 1, matrix, 0, C, PHI)
 
     weights = tl.where(tl.arange(0, C) == G, tl.load(mass + head) if MASSES else 1.0, 0.0)
     added = tl.where(weights != 0, scales, EMPTY)
-    shrink, factors, log = scales_of_addition(tl.load(logs + head), added, True, UNBOUNDED)
+    shrink, factors, log = scales_of_addition(tl.load(logs + head), added, True, PHI.unbounded)
     weight = tl.sum(weights * factors, 0)
     columns = column + tl.arange(0, BV)
     value = tl.load(v + row * v_batch + kv * v_head + columns, mask=columns < V, other=0.0)
     addition = value.to(tl.float32) * weight
-    half: tl.constexpr = M * (V + 1)
-    state = head.to(tl.int64) * (half * (2 if TWO else 1))
+    half: tl.constexpr = PHI.rows * (V + 1)
+    state = head.to(tl.int64) * (half * (2 if PHI.two else 1))
     sums += state
     new_sums += state
-    total, den = step_half(a, sums, new_sums, shrink, addition, weight, column, G, M, V, BV)
-    if TWO:
+    total, den = step_half(a, sums, new_sums, shrink, addition, weight, column, G, PHI.rows, V, BV)
+    if PHI.two:
         more, of_den = step_half(
-            b, sums + half, new_sums + half, shrink, addition, weight, column, G, M, V, BV
+            b, sums + half, new_sums + half, shrink, addition, weight, column, G, PHI.rows, V, BV
         )
         total += more
         den += of_den
     if NORMALIZE:
         total *= tl.where(den == 0, 0.0, 1.0 / tl.where(den == 0, 1.0, den))[:, None]
-    elif UNBOUNDED:
+    elif PHI.unbounded:
         total *= tl.exp(scales + log)[:, None]
     store_rows(out + head.to(tl.int64) * G * V + column, V, G, total, V - column, BV)
     if column == 0:
-        tl.store(new_logs + head, log if UNBOUNDED else 0.0)
+        tl.store(new_logs + head, log if PHI.unbounded else 0.0)

@@ -95,16 +95,7 @@ def read(
     PACKED: tl.constexpr,
     MASSES: tl.constexpr,
     KEYS: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Outputs (B, H, N, V), and for backward 1 / den of every query and r of unbounded maps, (B, H, N) float32.
 
@@ -118,17 +109,17 @@ def read(
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
     mass += head.to(tl.int64) * length
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     priors += kv * KEYS
     group = head.to(tl.int64) * G * length
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
-    FP: tl.constexpr = MP * (2 if TWO else 1)
+    FP: tl.constexpr = PHI.padded_features
     sums += entry * FP * VP
     norms += entry * FP
     log = tl.load(logs + entry)
-    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
-    if TWO:
-        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
+    tile, norm = load_state(sums, norms, column, 0, PHI.padded_rows, VP, BV)
+    if PHI.two:
+        tile2, norm2 = load_state(sums, norms, column, 1, PHI.padded_rows, VP, BV)
 
     begin = segment * SEGMENT
     q_far, k_far, v_far = tl.cast(q_row, tl.int64), tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
@@ -149,37 +140,28 @@ def read(
                 priors,
                 KEYS,
                 C,
-                MAP,
-                D,
-                DP,
-                M,
-                MP,
-                K,
-                TWO,
-                SCALE,
-                COEFFICIENT,
-                UNBOUNDED,
+                PHI,
             )
             a, b = rounded(a, dtype), rounded(b, dtype)
             weights = load_mass(mass, rows, length, MASSES)
         else:
             weights = tl.zeros((C,), tl.float32)
             scales = weights
-        pairs, of_state, r = pair_factors(scales, weights, visible, reads, log, UNBOUNDED)
+        pairs, of_state, r = pair_factors(scales, weights, visible, reads, log, PHI.unbounded)
         for g in range(G):
             queries = q + tl.cast(g, tl.int64) * q_head + at * q_far
-            x, y, own = phi(queries, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            x, y, own = phi(queries, q_row, left, matrix, low, C, PHI)
             x, y = rounded(x, dtype), rounded(y, dtype)
             total = dot(x, tile, dtype)
             den = tl.sum(x.to(tl.float32) * norm[None, :], 1)
-            if TWO:
+            if PHI.two:
                 total += dot(y, tile2, dtype)
                 den += tl.sum(y.to(tl.float32) * norm2[None, :], 1)
             total *= of_state[:, None]
             den *= of_state
             if CAUSAL:
                 weighed = dot(x, tl.trans(a), dtype)
-                if TWO:
+                if PHI.two:
                     weighed += dot(y, tl.trans(b), dtype)
                 weighed *= pairs * weights[None, :]
                 total += dot(weighed, columns, dtype)
@@ -187,22 +169,22 @@ def read(
             if NORMALIZE:
                 factor = tl.where(den == 0, 0.0, 1.0 / tl.where(den == 0, 1.0, den))
             else:
-                factor = tl.exp(own + r) if UNBOUNDED else tl.full((C,), 1.0, tl.float32)
+                factor = tl.exp(own + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
             places = out + (group + g * length + at) * V + column
             store_rows(places, V, left, total * factor[:, None], V - column, BV)
             if column == 0:
                 tl.store(inverse + group + g * length + rows, factor, mask=rows < length)
-        if UNBOUNDED and column == 0:
+        if PHI.unbounded and column == 0:
             tl.store(scale + head.to(tl.int64) * length + rows, r, mask=rows < length)
         if CAUSAL:
             last = first_token(starts, row, tl.minimum(at + C, length) - 1, length, start, PACKED)
             written = tl.where(rows >= last, weights, 0.0)
-            scales = tl.where(written != 0, scales, EMPTY) if UNBOUNDED else scales
-            shrink, factors, log = scales_of_addition(log, scales, last < at, UNBOUNDED)
+            scales = tl.where(written != 0, scales, EMPTY) if PHI.unbounded else scales
+            shrink, factors, log = scales_of_addition(log, scales, last < at, PHI.unbounded)
             written *= factors
             added = columns.to(tl.float32) * written[:, None]
             tile, norm = add_tokens(tile, norm, shrink, a, added, written, dtype)
-            if TWO:
+            if PHI.two:
                 tile2, norm2 = add_tokens(tile2, norm2, shrink, b, added, written, dtype)
 
 

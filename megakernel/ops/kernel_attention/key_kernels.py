@@ -96,16 +96,7 @@ def pull_keys(
     VP: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Gradient of keys (blocks, B, H_kv, N, D), a part for each block of values, and of projected ones (..., M).
 
@@ -123,22 +114,22 @@ def pull_keys(
     own = head.to(tl.int64) * length
     mass += own
     scale += own
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     priors += kv * KEYS
     group = head.to(tl.int64) * G * length
     pack_keys = tl.cast(tokens, tl.int64)
     EACH: tl.constexpr = KEYS if KEYS > 0 else 1
-    dk += (block * pack_keys + own) * EACH * D
-    dy += (block * pack_keys * EACH + own) * M
+    dk += (block * pack_keys + own) * EACH * PHI.width
+    dy += (block * pack_keys * EACH + own) * PHI.rows
     shares = tl.zeros((MOST_KEYS,), tl.float32)
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
-    FP: tl.constexpr = MP * (2 if TWO else 1)
+    FP: tl.constexpr = PHI.padded_features
     sums += entry * FP * VP
     norms += entry * FP
     log = tl.load(logs + entry)
-    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
-    if TWO:
-        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
+    tile, norm = load_state(sums, norms, column, 0, PHI.padded_rows, VP, BV)
+    if PHI.two:
+        tile2, norm2 = load_state(sums, norms, column, 1, PHI.padded_rows, VP, BV)
 
     begin = segment * SEGMENT
     q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
@@ -151,7 +142,7 @@ def pull_keys(
         weights = load_mass(mass, rows, length, MASSES)
         keys = k + at * k_far
         scales = tl.zeros((C,), tl.float32)
-        if UNBOUNDED:
+        if PHI.unbounded:
             _a, _b, scales = phi_of_keys(
                 keys,
                 k_row,
@@ -161,34 +152,25 @@ def pull_keys(
                 priors,
                 KEYS,
                 C,
-                MAP,
-                D,
-                DP,
-                M,
-                MP,
-                K,
-                TWO,
-                SCALE,
-                COEFFICIENT,
-                UNBOUNDED,
+                PHI,
             )
-        weighed = weights * behind_factors(rows, last, weights, scales, log, CAUSAL, UNBOUNDED)
+        weighed = weights * behind_factors(rows, last, weights, scales, log, CAUSAL, PHI.unbounded)
         columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
         lifted = columns.to(tl.float32) * weighed[:, None]
         # The normalizer is in the first block alone.
         of_norm = tl.where(column == 0, weighed, 0.0)
         grad_a = pull_of_state(tile, norm, lifted, of_norm, dtype)
         grad_b = grad_a
-        if TWO:
+        if PHI.two:
             grad_b = pull_of_state(tile2, norm2, lifted, of_norm, dtype)
         if CAUSAL:
             first = first_token(starts, row, rows, length, start, PACKED)
-            r, reads, added = query_scales(scale, rows, first, at, length, UNBOUNDED)
-            shrink, factors, log = scales_of_addition(log, added, last < at, UNBOUNDED)
+            r, reads, added = query_scales(scale, rows, first, at, length, PHI.unbounded)
+            shrink, factors, log = scales_of_addition(log, added, last < at, PHI.unbounded)
             factors = tl.where(reads, factors, 0.0)
             tile *= shrink
             norm *= shrink
-            if TWO:
+            if PHI.two:
                 tile2 *= shrink
                 norm2 *= shrink
             for g in range(G):
@@ -199,19 +181,19 @@ def pull_keys(
                 )
                 along = dot(columns, tl.trans(pull), dtype) + pull_norm[None, :]
                 along *= (
-                    queries_of_keys(rows, first, weights, scales, r, length, UNBOUNDED) * weights[:, None]
+                    queries_of_keys(rows, first, weights, scales, r, length, PHI.unbounded) * weights[:, None]
                 )
                 x = q + tl.cast(g, tl.int64) * q_head + at * q_far
-                qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+                qa, qb, _ = phi(x, q_row, left, matrix, low, C, PHI)
                 qa, qb = rounded(qa, dtype), rounded(qb, dtype)
                 along = tl.trans(rounded(along, dtype))
                 grad_a += dot(tl.trans(qa), along, dtype)
-                if TWO:
+                if PHI.two:
                     grad_b += dot(tl.trans(qb), along, dtype)
                 pull *= factors[:, None]
                 pull_norm *= factors
                 tile, norm = add_tokens(tile, norm, 1.0, qa, pull, pull_norm, dtype)
-                if TWO:
+                if PHI.two:
                     tile2, norm2 = add_tokens(tile2, norm2, 1.0, qb, pull, pull_norm, dtype)
         shares = store_gradients_of_keys(
             keys,
@@ -224,22 +206,13 @@ def pull_keys(
             shares,
             tl.trans(grad_a),
             tl.trans(grad_b),
-            dk + tl.cast(at, tl.int64) * EACH * D,
-            dy + tl.cast(at, tl.int64) * M,
-            pack_keys * M,
+            dk + tl.cast(at, tl.int64) * EACH * PHI.width,
+            dy + tl.cast(at, tl.int64) * PHI.rows,
+            pack_keys * PHI.rows,
             KEYS,
             C,
             LEARNED,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            TWO,
-            SCALE,
-            COEFFICIENT,
-            UNBOUNDED,
+            PHI,
         )
     if KEYS > 0:
         r = tl.arange(0, MOST_KEYS)

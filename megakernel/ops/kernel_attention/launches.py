@@ -72,7 +72,7 @@ class Call(NamedTuple):
             "VP": self.tiles.width,
             "BV": tile.values,
             "PACKED": starts is not None,
-            **self.phi.options(),
+            "PHI": self.phi,
         }
 
     def segments(self, length: int) -> int:

@@ -48,28 +48,20 @@ def write_queries(
     VP: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """What each segment's queries add to the gradient of the state that enters it.
 
     As `states.write_keys`, for queries that see that state.
     """
+    MP: tl.constexpr = PHI.padded_rows
     head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
     column = block * BV
     dtype: tl.constexpr = q.dtype.element_ty
     q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     group = head.to(tl.int64) * G * length
     begin = segment * SEGMENT
     end = tl.minimum(begin + SEGMENT, length)
@@ -79,20 +71,20 @@ def write_queries(
     tile2 = tile
     norm = tl.zeros((MP,), tl.float32)
     norm2 = norm
-    log = EMPTY if UNBOUNDED else 0.0
+    log = EMPTY if PHI.unbounded else 0.0
     for at in range(begin, end, C):
         rows, left = at + tl.arange(0, C), length - at
         first = first_token(starts, row, rows, length, start, PACKED)
         reads = ((first < begin) | (not CAUSAL)) & (rows < length)
         scales = tl.zeros((C,), tl.float32)
-        if UNBOUNDED:
+        if PHI.unbounded:
             r = tl.load(scale + head.to(tl.int64) * length + rows, mask=rows < length, other=EMPTY)
             reads = reads & (r > EMPTY)
             scales = tl.where(reads, -r, EMPTY)
-        shrink, factors, log = scales_of_addition(log, scales, True, UNBOUNDED)
+        shrink, factors, log = scales_of_addition(log, scales, True, PHI.unbounded)
         tile *= shrink
         norm *= shrink
-        if TWO:
+        if PHI.two:
             tile2 *= shrink
             norm2 *= shrink
         factors = tl.where(reads, factors, 0.0)
@@ -103,19 +95,19 @@ def write_queries(
                 given + column, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
             )
             x = q + tl.cast(g, tl.int64) * q_head + at * q_far
-            a, b, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            a, b, _ = phi(x, q_row, left, matrix, low, C, PHI)
             pull *= factors[:, None]
             of_norm *= factors
             tile, norm = add_tokens(tile, norm, 1.0, rounded(a, dtype), pull, of_norm, dtype)
-            if TWO:
+            if PHI.two:
                 tile2, norm2 = add_tokens(tile2, norm2, 1.0, rounded(b, dtype), pull, of_norm, dtype)
     entry = head.to(tl.int64) * (segments + 1) + segment
-    FP: tl.constexpr = MP * (2 if TWO else 1)
+    FP: tl.constexpr = PHI.padded_features
     sums += entry * FP * VP
     norms += entry * FP
-    store_state(tile, norm, sums, norms, column, 0, MP, VP, BV)
-    if TWO:
-        store_state(tile2, norm2, sums, norms, column, 1, MP, VP, BV)
+    store_state(tile, norm, sums, norms, column, 0, PHI.padded_rows, VP, BV)
+    if PHI.two:
+        store_state(tile2, norm2, sums, norms, column, 1, PHI.padded_rows, VP, BV)
     if column == 0:
         tl.store(logs + entry, log)
 
@@ -169,16 +161,7 @@ def pull_queries(
     VP: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Gradient of queries (blocks, B, H, N, D), a part for each block of values, and of projected ones (..., M).
 
@@ -193,18 +176,18 @@ def pull_queries(
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
     grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
     mass += head.to(tl.int64) * length
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     priors += kv * KEYS
     group = head.to(tl.int64) * G * length
     part = block.to(tl.int64) * tokens + group
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
-    FP: tl.constexpr = MP * (2 if TWO else 1)
+    FP: tl.constexpr = PHI.padded_features
     sums += entry * FP * VP
     norms += entry * FP
     log = tl.load(logs + entry)
-    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
-    if TWO:
-        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
+    tile, norm = load_state(sums, norms, column, 0, PHI.padded_rows, VP, BV)
+    if PHI.two:
+        tile2, norm2 = load_state(sums, norms, column, 1, PHI.padded_rows, VP, BV)
 
     begin = segment * SEGMENT
     q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
@@ -226,23 +209,14 @@ def pull_queries(
                 priors,
                 KEYS,
                 C,
-                MAP,
-                D,
-                DP,
-                M,
-                MP,
-                K,
-                TWO,
-                SCALE,
-                COEFFICIENT,
-                UNBOUNDED,
+                PHI,
             )
             a, b = rounded(a, dtype), rounded(b, dtype)
             weights = load_mass(mass, rows, length, MASSES)
         else:
             weights = tl.zeros((C,), tl.float32)
             scales = weights
-        pairs, of_state, _ = pair_factors(scales, weights, visible, reads, log, UNBOUNDED)
+        pairs, of_state, _ = pair_factors(scales, weights, visible, reads, log, PHI.unbounded)
         for g in range(G):
             places = group + g * length + at
             given = grad + tl.cast(g, tl.int64) * g_head + at * g_far
@@ -257,34 +231,34 @@ def pull_queries(
             seen_norm = of_norm * of_state
             grad_a = pull_of_state(tile, norm, seen, seen_norm, dtype)
             grad_b = grad_a
-            if TWO:
+            if PHI.two:
                 grad_b = pull_of_state(tile2, norm2, seen, seen_norm, dtype)
             if CAUSAL:
                 along = dot(pull, tl.trans(columns), dtype) + of_norm[:, None]
                 along *= pairs * weights[None, :]
                 along = tl.trans(rounded(along, dtype))
                 grad_a += dot(tl.trans(a), along, dtype)
-                if TWO:
+                if PHI.two:
                     grad_b += dot(tl.trans(b), along, dtype)
             x = q + tl.cast(g, tl.int64) * q_head + at * q_far
-            qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+            qa, qb, _ = phi(x, q_row, left, matrix, low, C, PHI)
             if NORMALIZE:
                 # A quotient does not depend on the length of phi(q): its gradient stands across phi(q). With a drift
                 # from the rounded `out` it does not quite, which shows where few keys make up a sum. The drift with
                 # which it does is the one that keys need too.
                 excess = tl.sum(tl.trans(rounded(qa, dtype)).to(tl.float32) * grad_a, 0)
-                if TWO:
+                if PHI.two:
                     excess += tl.sum(tl.trans(rounded(qb, dtype)).to(tl.float32) * grad_b, 0)
                 excess *= inv
                 tl.store(drift + part + g * length + at + here, of_norm - excess, mask=here < left)
                 of_excess = (excess * of_state)[None, :]
                 grad_a -= norm[:, None] * of_excess
-                if TWO:
+                if PHI.two:
                     grad_b -= norm2[:, None] * of_excess
                 if CAUSAL:
                     along = tl.trans(rounded(pairs * weights[None, :] * excess[:, None], dtype))
                     grad_a -= dot(tl.trans(a), along, dtype)
-                    if TWO:
+                    if PHI.two:
                         grad_b -= dot(tl.trans(b), along, dtype)
             grad_a, grad_b = tl.trans(grad_a), tl.trans(grad_b)
             store_gradient(
@@ -296,26 +270,19 @@ def pull_queries(
                 qb,
                 grad_a,
                 grad_b,
-                dq + (part + g * length + at) * D,
-                dy + (part + g * length + at) * M,
+                dq + (part + g * length + at) * PHI.width,
+                dy + (part + g * length + at) * PHI.rows,
                 C,
                 LEARNED,
-                MAP,
-                D,
-                DP,
-                M,
-                MP,
-                K,
-                SCALE,
-                COEFFICIENT,
+                PHI,
             )
         if CAUSAL:
             last = first_token(starts, row, tl.minimum(at + C, length) - 1, length, start, PACKED)
             written = tl.where(rows >= last, weights, 0.0)
-            scales = tl.where(written != 0, scales, EMPTY) if UNBOUNDED else scales
-            shrink, factors, log = scales_of_addition(log, scales, last < at, UNBOUNDED)
+            scales = tl.where(written != 0, scales, EMPTY) if PHI.unbounded else scales
+            shrink, factors, log = scales_of_addition(log, scales, last < at, PHI.unbounded)
             written *= factors
             added = columns.to(tl.float32) * written[:, None]
             tile, norm = add_tokens(tile, norm, shrink, a, added, written, dtype)
-            if TWO:
+            if PHI.two:
                 tile2, norm2 = add_tokens(tile2, norm2, shrink, b, added, written, dtype)

@@ -64,16 +64,7 @@ def pull_values(
     VP: tl.constexpr,
     BV: tl.constexpr,
     PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Gradients of values (B, H_kv, N, V) and parts of those of masses (blocks, B, H_kv, N).
 
@@ -90,18 +81,18 @@ def pull_values(
     own = head.to(tl.int64) * length
     mass += own
     scale += own
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     priors += kv * KEYS
     group = head.to(tl.int64) * G * length
     part = block.to(tl.int64) * tokens + own
     entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
-    FP: tl.constexpr = MP * (2 if TWO else 1)
+    FP: tl.constexpr = PHI.padded_features
     sums += entry * FP * VP
     norms += entry * FP
     log = tl.load(logs + entry)
-    tile, norm = load_state(sums, norms, column, 0, MP, VP, BV)
-    if TWO:
-        tile2, norm2 = load_state(sums, norms, column, 1, MP, VP, BV)
+    tile, norm = load_state(sums, norms, column, 0, PHI.padded_rows, VP, BV)
+    if PHI.two:
+        tile2, norm2 = load_state(sums, norms, column, 1, PHI.padded_rows, VP, BV)
 
     begin = segment * SEGMENT
     q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
@@ -122,46 +113,37 @@ def pull_values(
             priors,
             KEYS,
             C,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            TWO,
-            SCALE,
-            COEFFICIENT,
-            UNBOUNDED,
+            PHI,
         )
         a, b = rounded(a, dtype), rounded(b, dtype)
-        behind = behind_factors(rows, last, weights, scales, log, CAUSAL, UNBOUNDED)
+        behind = behind_factors(rows, last, weights, scales, log, CAUSAL, PHI.unbounded)
         du = dot(a, tile, dtype)
         du_norm = tl.sum(a.to(tl.float32) * norm[None, :], 1)
-        if TWO:
+        if PHI.two:
             du += dot(b, tile2, dtype)
             du_norm += tl.sum(b.to(tl.float32) * norm2[None, :], 1)
         du *= behind[:, None]
         du_norm *= behind
         if CAUSAL:
             first = first_token(starts, row, rows, length, start, PACKED)
-            r, reads, added = query_scales(scale, rows, first, at, length, UNBOUNDED)
-            shrink, factors, log = scales_of_addition(log, added, last < at, UNBOUNDED)
+            r, reads, added = query_scales(scale, rows, first, at, length, PHI.unbounded)
+            shrink, factors, log = scales_of_addition(log, added, last < at, PHI.unbounded)
             factors = tl.where(reads, factors, 0.0)
             tile *= shrink
             norm *= shrink
-            if TWO:
+            if PHI.two:
                 tile2 *= shrink
                 norm2 *= shrink
             for g in range(G):
                 places = group + g * length + at
                 given = grad + tl.cast(g, tl.int64) * g_head + at * g_far
                 x = q + tl.cast(g, tl.int64) * q_head + at * q_far
-                qa, qb, _ = phi(x, q_row, left, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+                qa, qb, _ = phi(x, q_row, left, matrix, low, C, PHI)
                 qa, qb = rounded(qa, dtype), rounded(qb, dtype)
                 similar = dot(a, tl.trans(qa), dtype)
-                if TWO:
+                if PHI.two:
                     similar += dot(b, tl.trans(qb), dtype)
-                similar *= queries_of_keys(rows, first, weights, scales, r, length, UNBOUNDED)
+                similar *= queries_of_keys(rows, first, weights, scales, r, length, PHI.unbounded)
                 pull, pull_norm = pulls(
                     given, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
                 )
@@ -170,7 +152,7 @@ def pull_values(
                 pull *= factors[:, None]
                 pull_norm *= factors
                 tile, norm = add_tokens(tile, norm, 1.0, qa, pull, pull_norm, dtype)
-                if TWO:
+                if PHI.two:
                     tile2, norm2 = add_tokens(tile2, norm2, 1.0, qb, pull, pull_norm, dtype)
         store_rows(dv + (own + at) * V + column, V, left, du * weights[:, None], V - column, BV)
         if MASSES:

@@ -2,10 +2,10 @@
 
 import ast
 import hashlib
+import pathlib
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
@@ -24,6 +24,10 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one program may take, by compute capability."""
 
 
+Path = tuple[int, ...]
+"""Where an argument stands among the parameters, and where in a tuple that it is part of."""
+
+
 class Resources(NamedTuple):
     """What one program of a compiled kernel takes."""
 
@@ -39,7 +43,12 @@ class Resources(NamedTuple):
 
 def compile_launch(launch: Launch, capability: int) -> Resources:
     """Compile a noted launch for a GPU of this capability (80, 90), as it would be at run time for these arguments."""
-    return _resources(triton.compile(_source(launch), **_aim(launch, capability)))
+    return resources(compiled(launch, capability))
+
+
+def compiled(launch: Launch, capability: int) -> CompiledKernel:
+    """The kernel of a noted launch, likewise."""
+    return triton.compile(_source(launch), **_aim(launch, capability))
 
 
 def intermediate(launch: Launch, capability: int) -> str:
@@ -59,8 +68,7 @@ def intermediate(launch: Launch, capability: int) -> str:
 def _source(launch: Launch) -> ASTSource:
     kernel = launch.kernel
     signature, constants, attributes = _specialized(launch)
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    return ASTSource(kernel, signature, constexprs=places, attrs=attributes)
+    return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
 
 
 def _aim(launch: Launch, capability: int) -> dict[str, Any]:
@@ -96,26 +104,31 @@ def _gather(function: JITFunction, found: dict[str, str]) -> None:
             found[f"{name}: {node.id}"] = repr(value.value)
 
 
-def _specialized(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list]]:
-    """Types by parameter, compile-time values, and what is known of the others."""
-    kernel = launch.kernel
-    signature, constants, attributes = {}, dict(launch.options), {}
-    for index, (name, value) in enumerate(zip(kernel.arg_names, launch.arguments)):
+def _specialized(launch: Launch) -> tuple[dict[str, Any], dict[Path, Any], dict[Path, list]]:
+    """Types by parameter, compile-time values by path, and what is known of the others."""
+    names = launch.kernel.arg_names
+    constants: dict[Path, Any] = {(names.index(name),): value for name, value in launch.options.items()}
+    attributes: dict[Path, list] = {}
+
+    def kind_of(value: Any, path: Path) -> Any:
+        if isinstance(value, tuple):
+            return type(value)(*(kind_of(part, (*path, index)) for index, part in enumerate(value)))
         # As at run time: 1 is a constant of its own, and multiples of 16 are known to be.
-        if isinstance(value, int) and value == 1:
-            constants[name] = 1
-            signature[name] = "constexpr"
-            continue
-        signature[name] = mangle_type(value)
+        if value is None or (isinstance(value, int) and value == 1):
+            constants[path] = value
+            return "constexpr"
         if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    signature |= dict.fromkeys(launch.options, "constexpr")
-    return signature, constants, attributes
+            attributes[path] = [["tt.divisibility", 16]]
+        return mangle_type(value)
+
+    signature = {name: kind_of(x, (index,)) for index, (name, x) in enumerate(zip(names, launch.arguments))}
+    return signature | dict.fromkeys(launch.options, "constexpr"), constants, attributes
 
 
-def _resources(compiled: CompiledKernel) -> Resources:
+def resources(compiled: CompiledKernel) -> Resources:
+    """What a compiled kernel takes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
+        pathlib.Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     taken = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", listing)}

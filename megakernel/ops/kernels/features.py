@@ -6,7 +6,7 @@ tiles, so that no program rearranges registers; where a map has one half, the se
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,7 +29,7 @@ SUPPORTED = (*ELEMENTWISE, *TWO_HALVES, *UNBOUNDED)
 
 
 class Phi(NamedTuple):
-    """A feature map as kernels take it."""
+    """A feature map as kernels take it, at compile time."""
 
     name: str
     width: int
@@ -44,10 +44,23 @@ class Phi(NamedTuple):
     coefficient: float
     """What features are multiplied by: sqrt(C / M) for C Gaussians of M samples together, else 1."""
 
+    at_once: int = 32
+    """Columns of the projection that tokens are multiplied with at a time, at most."""
+
+    @property
+    def columns(self) -> int:
+        """The same for a map that may have fewer."""
+        return min(self.at_once, self.padded_width)
+
+    @property
+    def two(self) -> bool:
+        """Whether features are two halves."""
+        return self.name in TWO_HALVES
+
     @property
     def features(self) -> int:
         """F."""
-        return self.rows * (2 if self.name in TWO_HALVES else 1)
+        return self.rows * (2 if self.two else 1)
 
     @property
     def padded_width(self) -> int:
@@ -62,7 +75,7 @@ class Phi(NamedTuple):
     @property
     def padded_features(self) -> int:
         """F likewise."""
-        return self.padded_rows * (2 if self.name in TWO_HALVES else 1)
+        return self.padded_rows * (2 if self.two else 1)
 
     @property
     def unbounded(self) -> bool:
@@ -73,21 +86,6 @@ class Phi(NamedTuple):
     def projected(self) -> bool:
         """Whether the map takes a matrix."""
         return self.name not in ELEMENTWISE
-
-    def options(self) -> dict[str, Any]:
-        """The compile-time arguments that every kernel with a feature map has."""
-        return {
-            "MAP": self.name,
-            "D": self.width,
-            "DP": self.padded_width,
-            "M": self.rows,
-            "MP": self.padded_rows,
-            "K": min(32, self.padded_width),
-            "TWO": self.name in TWO_HALVES,
-            "SCALE": self.scale,
-            "COEFFICIENT": self.coefficient,
-            "UNBOUNDED": self.unbounded,
-        }
 
 
 def padded(size: int) -> int:
@@ -178,26 +176,23 @@ def project(
     matrix,
     low,
     C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """C tokens at `x` times the transposed matrix (M, D), (C, MP) float32, and the squared lengths of the tokens (C,).
 
     `low` is the distance to the matrix's second term. K columns of tokens and matrix at a time: a whole matrix would
     take every register.
     """
+    MP: tl.constexpr = PHI.padded_rows
     dtype: tl.constexpr = x.dtype.element_ty
-    m = tl.arange(0, MP)
+    m = tl.arange(0, PHI.padded_rows)
     y = tl.zeros((C, MP), tl.float32)
     square = tl.zeros((C,), tl.float32)
-    for first in range(0, DP, K):
-        part = load_rows(x + first, stride, count, C, D - first, K)
-        d = first + tl.arange(0, K)
-        inside = (d < D)[:, None] & (m < M)[None, :]
-        places = matrix + (m[None, :] * D + d[:, None])
+    for first in range(0, PHI.padded_width, PHI.columns):
+        part = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns)
+        d = first + tl.arange(0, PHI.columns)
+        inside = (d < PHI.width)[:, None] & (m < PHI.rows)[None, :]
+        places = matrix + (m[None, :] * PHI.width + d[:, None])
         y += dot(part, tl.load(places, mask=inside, other=0.0), dtype)
         if dtype != tl.float32:
             y += dot(part, tl.load(places + low, mask=inside, other=0.0), dtype)
@@ -248,43 +243,36 @@ def phi(
     matrix,
     low,
     C: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """Features of the C tokens at `x`, of zeros from row `count` on: halves (C, MP) float32, 0 in padding, and logs."""
     logs = tl.zeros((C,), tl.float32)
-    inside = (tl.arange(0, MP) < M)[None, :]
-    if MAP == "identity" or MAP == "relu" or MAP == "elu":
-        a = load_rows(x, stride, count, C, D, DP).to(tl.float32)
-        if MAP == "relu":
+    inside = (tl.arange(0, PHI.padded_rows) < PHI.rows)[None, :]
+    if PHI.name == "identity" or PHI.name == "relu" or PHI.name == "elu":
+        a = load_rows(x, stride, count, C, PHI.width, PHI.padded_width).to(tl.float32)
+        if PHI.name == "relu":
             a = tl.maximum(a, 0.0)
-        elif MAP == "elu":
+        elif PHI.name == "elu":
             # exp(x) below zero, not (exp(x) - 1) + 1, which cancels.
             a = tl.where(inside, tl.exp(tl.minimum(a, 0.0)) + tl.maximum(a, 0.0), 0.0)
         b = a
     else:
-        y, square = project(x, stride, count, matrix, low, C, D, DP, M, MP, K)
-        if MAP == "hedgehog":
+        y, square = project(x, stride, count, matrix, low, C, PHI)
+        if PHI.name == "hedgehog":
             a = softmax(y, inside)
             b = softmax(-y, inside)
-        elif MAP == "rks":
-            cos, sin = cos_sin(y * SCALE)
+        elif PHI.name == "rks":
+            cos, sin = cos_sin(y * PHI.scale)
             a = tl.where(inside, cos, 0.0)
             b = tl.where(inside, sin, 0.0)
         else:
             # |x|^2 / 2 estimates exp(q.k / sqrt(d)), |x|^2 a Gaussian kernel (KL eq. 9).
-            square *= SCALE * SCALE * (0.5 if MAP == "favor" else 1.0)
-            y = tl.where(inside, y * SCALE - square[:, None], float("-inf"))
+            square *= PHI.scale * PHI.scale * (0.5 if PHI.name == "favor" else 1.0)
+            y = tl.where(inside, y * PHI.scale - square[:, None], float("-inf"))
             logs = tl.max(y, 1)
             a = tl.exp(y - logs[:, None])
             b = a
-    return a * COEFFICIENT, b * COEFFICIENT, logs
+    return a * PHI.coefficient, b * PHI.coefficient, logs
 
 
 @triton.jit
@@ -301,14 +289,7 @@ def store_gradient(
     dy,
     C: tl.constexpr,
     LEARNED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
+    PHI: tl.constexpr,
     ROW: tl.constexpr = None,
     MORE: tl.constexpr = False,
     MORE_PROJECTED: tl.constexpr = False,
@@ -319,41 +300,43 @@ def store_gradient(
     the projection's gradient needs. With MORE and MORE_PROJECTED they are added to what stands there, from an earlier
     launch or from before a barrier.
     """
-    row: tl.constexpr = D if ROW is None else ROW
-    if MAP == "identity" or MAP == "relu" or MAP == "elu":
-        grad = grad_a * COEFFICIENT
-        if MAP != "identity":
-            wide = load_rows(x, stride, count, C, D, DP).to(tl.float32)
+    row: tl.constexpr = PHI.width if ROW is None else ROW
+    if PHI.name == "identity" or PHI.name == "relu" or PHI.name == "elu":
+        grad = grad_a * PHI.coefficient
+        if PHI.name != "identity":
+            wide = load_rows(x, stride, count, C, PHI.width, PHI.padded_width).to(tl.float32)
             # From the token rather than from its features: those then need no registers.
-            grad = tl.where(wide > 0, grad, grad * tl.exp(tl.minimum(wide, 0.0)) if MAP == "elu" else 0.0)
+            grad = tl.where(
+                wide > 0, grad, grad * tl.exp(tl.minimum(wide, 0.0)) if PHI.name == "elu" else 0.0
+            )
         if MORE:
-            grad += load_rows(dx, row, count, C, D, DP).to(tl.float32)
-        store_rows(dx, row, count, grad, D, DP)
+            grad += load_rows(dx, row, count, C, PHI.width, PHI.padded_width).to(tl.float32)
+        store_rows(dx, row, count, grad, PHI.width, PHI.padded_width)
     else:
-        if MAP == "hedgehog":
+        if PHI.name == "hedgehog":
             rising = grad_a * a
             falling = grad_b * b
-            grad = rising - a * (tl.sum(rising, 1) / COEFFICIENT)[:, None]
-            grad -= falling - b * (tl.sum(falling, 1) / COEFFICIENT)[:, None]
-        elif MAP == "rks":
-            grad = (grad_b * a - grad_a * b) * SCALE
+            grad = rising - a * (tl.sum(rising, 1) / PHI.coefficient)[:, None]
+            grad -= falling - b * (tl.sum(falling, 1) / PHI.coefficient)[:, None]
+        elif PHI.name == "rks":
+            grad = (grad_b * a - grad_a * b) * PHI.scale
         else:
-            grad = grad_a * a * SCALE
-        total = tl.sum(grad, 1) * (SCALE * (1.0 if MAP == "favor" else 2.0))
+            grad = grad_a * a * PHI.scale
+        total = tl.sum(grad, 1) * (PHI.scale * (1.0 if PHI.name == "favor" else 2.0))
         if LEARNED:
             whole = grad
             if MORE_PROJECTED:
-                whole += load_rows(dy, M, count, C, M, MP).to(tl.float32)
-            store_rows(dy, M, count, whole, M, MP)
-        m = tl.arange(0, MP)
-        for first in range(0, DP, K):
-            d = first + tl.arange(0, K)
-            inside = (m < M)[:, None] & (d < D)[None, :]
-            places = matrix + (m[:, None] * D + d[None, :])
+                whole += load_rows(dy, PHI.rows, count, C, PHI.rows, PHI.padded_rows).to(tl.float32)
+            store_rows(dy, PHI.rows, count, whole, PHI.rows, PHI.padded_rows)
+        m = tl.arange(0, PHI.padded_rows)
+        for first in range(0, PHI.padded_width, PHI.columns):
+            d = first + tl.arange(0, PHI.columns)
+            inside = (m < PHI.rows)[:, None] & (d < PHI.width)[None, :]
+            places = matrix + (m[:, None] * PHI.width + d[None, :])
             part = dot(grad, tl.load(places, mask=inside, other=0.0), x.dtype.element_ty)
-            if MAP == "favor" or MAP == "prf":
-                wide = load_rows(x + first, stride, count, C, D - first, K).to(tl.float32)
+            if PHI.name == "favor" or PHI.name == "prf":
+                wide = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns).to(tl.float32)
                 part -= wide * total[:, None]
             if MORE:
-                part += load_rows(dx + first, row, count, C, D - first, K).to(tl.float32)
-            store_rows(dx + first, row, count, part, D - first, K)
+                part += load_rows(dx + first, row, count, C, PHI.width - first, PHI.columns).to(tl.float32)
+            store_rows(dx + first, row, count, part, PHI.width - first, PHI.columns)

@@ -161,7 +161,7 @@ class Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
-    """Tensors and numbers, in the order of the kernel's parameters."""
+    """Tensors, numbers, None, and tuples of these, in the order of the kernel's parameters."""
 
     options: dict[str, Any]
     """Compile-time parameters by name."""
@@ -188,11 +188,12 @@ def noting() -> Iterator[list[Launch]]:
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **options: Any
 ) -> None:
-    """Start `kernel` on the device of its first argument."""
+    """Start `kernel` on the device of its first argument, or of the first tensor of a tuple."""
     if _noted is not None:
         _noted.append(Launch(kernel, grid, arguments, options, warps, stages))
         return
-    device = arguments[0].device
+    first = arguments[0]
+    device = (first if isinstance(first, torch.Tensor) else first[0]).device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **options, num_warps=warps, num_stages=stages)
 

@@ -23,33 +23,23 @@ def phi_of_keys(
     priors,
     KEYS: tl.constexpr,
     C: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """`features.phi` of C positions at `k`: of their key, or the mixture of their KEYS with the shares at `priors`.
 
     The log scale of a mixture is the largest one of its keys; a key of no share does not set it.
     """
+    MP: tl.constexpr = PHI.padded_rows
     if KEYS == 0:
-        a, b, logs = phi(k, stride, count, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        a, b, logs = phi(k, stride, count, matrix, low, C, PHI)
     else:
         a = tl.zeros((C, MP), tl.float32)
         b = a
-        logs = tl.zeros((C,), tl.float32) + (EMPTY if UNBOUNDED else 0.0)
+        logs = tl.zeros((C,), tl.float32) + (EMPTY if PHI.unbounded else 0.0)
         for r in range(KEYS):
             share = tl.load(priors + r)
-            x, y, own = phi(
-                k + r * D, stride, count, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT
-            )
-            if UNBOUNDED:
+            x, y, own = phi(k + r * PHI.width, stride, count, matrix, low, C, PHI)
+            if PHI.unbounded:
                 larger = tl.maximum(logs, tl.where(share > 0, own, EMPTY))
                 a = (
                     a * tl.exp(logs - larger)[:, None]
@@ -58,9 +48,9 @@ def phi_of_keys(
                 logs = larger
             else:
                 a += x * share
-                if TWO:
+                if PHI.two:
                     b += y * share
-        if not TWO:
+        if not PHI.two:
             b = a
     return a, b, logs
 
@@ -89,16 +79,7 @@ def store_gradients_of_keys(
     KEYS: tl.constexpr,
     C: tl.constexpr,
     LEARNED: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """`features.store_gradient` of C positions at `k`, given the gradients in what `phi_of_keys` gave, with its logs.
 
@@ -106,7 +87,7 @@ def store_gradients_of_keys(
     the gradients of the priors added: what dphi says of each key's features.
     """
     if KEYS == 0:
-        a, b, _ = phi(k, stride, count, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT)
+        a, b, _ = phi(k, stride, count, matrix, low, C, PHI)
         store_gradient(
             k,
             stride,
@@ -120,32 +101,23 @@ def store_gradients_of_keys(
             dy,
             C,
             LEARNED,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            SCALE,
-            COEFFICIENT,
+            PHI,
         )
     else:
         for r in range(KEYS):
             share = tl.load(priors + r)
-            a, b, own = phi(
-                k + r * D, stride, count, matrix, low, C, MAP, D, DP, M, MP, K, SCALE, COEFFICIENT
-            )
+            a, b, own = phi(k + r * PHI.width, stride, count, matrix, low, C, PHI)
             along = tl.sum(a * grad_a, 1)
-            if TWO:
+            if PHI.two:
                 along += tl.sum(b * grad_b, 1)
             factors = tl.zeros((C,), tl.float32) + share
-            if UNBOUNDED:
+            if PHI.unbounded:
                 scales = scales_of_key(share, own, logs)
                 factors *= scales
                 along *= scales
             shares += tl.where(tl.arange(0, MOST_KEYS) == r, tl.sum(along, 0), 0.0)
             store_gradient(
-                k + r * D,
+                k + r * PHI.width,
                 stride,
                 count,
                 matrix,
@@ -153,18 +125,11 @@ def store_gradients_of_keys(
                 b,
                 grad_a * factors[:, None],
                 grad_b * factors[:, None],
-                dk + r * D,
+                dk + r * PHI.width,
                 dy + r * pack_keys,
                 C,
                 LEARNED,
-                MAP,
-                D,
-                DP,
-                M,
-                MP,
-                K,
-                SCALE,
-                COEFFICIENT,
-                ROW=KEYS * D,
+                PHI,
+                ROW=KEYS * PHI.width,
             )
     return shares

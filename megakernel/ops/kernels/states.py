@@ -120,18 +120,10 @@ def write_keys(
     PACKED: tl.constexpr,
     MASSES: tl.constexpr,
     KEYS: tl.constexpr,
-    MAP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    TWO: tl.constexpr,
-    SCALE: tl.constexpr,
-    COEFFICIENT: tl.constexpr,
-    UNBOUNDED: tl.constexpr,
+    PHI: tl.constexpr,
 ):
     """What each segment's keys add to the state that leaves it. Program: `share_of_program`."""
+    MP: tl.constexpr = PHI.padded_rows
     head, segment, block = share_of_program(segments, VP, BV)
     row, kv = head // heads, head % heads
     column = block * BV
@@ -139,7 +131,7 @@ def write_keys(
     k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
     v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
     mass += head.to(tl.int64) * length
-    matrix += kv * M * D
+    matrix += kv * PHI.rows * PHI.width
     priors += kv * KEYS
     begin = segment * SEGMENT
     end = tl.minimum(begin + SEGMENT, length)
@@ -150,7 +142,7 @@ def write_keys(
     tile2 = tile
     norm = tl.zeros((MP,), tl.float32)
     norm2 = norm
-    log = EMPTY if UNBOUNDED else 0.0
+    log = EMPTY if PHI.unbounded else 0.0
     for at in range(begin, end, C):
         rows, left = at + tl.arange(0, C), length - at
         columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV).to(tl.float32)
@@ -164,32 +156,23 @@ def write_keys(
             priors,
             KEYS,
             C,
-            MAP,
-            D,
-            DP,
-            M,
-            MP,
-            K,
-            TWO,
-            SCALE,
-            COEFFICIENT,
-            UNBOUNDED,
+            PHI,
         )
         weights = tl.where(rows >= last, load_mass(mass, rows, length, MASSES), 0.0)
-        scales = tl.where(weights != 0, scales, EMPTY) if UNBOUNDED else scales
-        shrink, factors, log = scales_of_addition(log, scales, True, UNBOUNDED)
+        scales = tl.where(weights != 0, scales, EMPTY) if PHI.unbounded else scales
+        shrink, factors, log = scales_of_addition(log, scales, True, PHI.unbounded)
         weights *= factors
         columns *= weights[:, None]
         tile, norm = add_tokens(tile, norm, shrink, rounded(a, dtype), columns, weights, dtype)
-        if TWO:
+        if PHI.two:
             tile2, norm2 = add_tokens(tile2, norm2, shrink, rounded(b, dtype), columns, weights, dtype)
     entry = head.to(tl.int64) * (segments + 1) + segment
-    FP: tl.constexpr = MP * (2 if TWO else 1)
+    FP: tl.constexpr = PHI.padded_features
     sums += entry * FP * VP
     norms += entry * FP
-    store_state(tile, norm, sums, norms, column, 0, MP, VP, BV)
-    if TWO:
-        store_state(tile2, norm2, sums, norms, column, 1, MP, VP, BV)
+    store_state(tile, norm, sums, norms, column, 0, PHI.padded_rows, VP, BV)
+    if PHI.two:
+        store_state(tile2, norm2, sums, norms, column, 1, PHI.padded_rows, VP, BV)
     if column == 0:
         tl.store(logs + entry, log)
 

@@ -1,12 +1,5 @@
-"""Models of this project as `transformers` knows models. Importing this makes its Auto classes know them, too."""
+"""The place that the code of older exported models imports their classes from, and looks for before it does."""
 
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from megakernel.uptraining.pretrained_config import MegakernelConfig
-
-from .model import MegakernelForCausalLM
+from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
 
 __all__ = ["MegakernelConfig", "MegakernelForCausalLM"]
-
-AutoConfig.register(MegakernelConfig.model_type, MegakernelConfig)
-AutoModelForCausalLM.register(MegakernelConfig, MegakernelForCausalLM)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megakernel.analysis.flops import flops_per_token, forward_flops
 from megakernel.config import Model
+from megakernel.model.flops import flops_per_token, forward_flops
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "attention": "softmax"}
 CAUSAL = Model(**SIZES)

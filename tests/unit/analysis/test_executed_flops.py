@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megakernel.analysis.flops import attention_flops
 from megakernel.config import Model
+from megakernel.model.flops import attention_flops
 from megakernel.ops import flurka_attention, kernel_attention, window_attention
 from megakernel.ops.flurka_attention.chunked import GROUP as FLURKA_GROUP
 from megakernel.ops.flurka_attention.chunked import RUN

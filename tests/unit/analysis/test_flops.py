@@ -2,16 +2,16 @@ import itertools
 
 import pytest
 
-from megakernel.analysis.flops import (
+from megakernel.config import PRESETS, Attention, FeatureMap, Model
+from megakernel.config.attention import expand_preset
+from megakernel.config.mechanisms import mean_complete_blocks, mean_local_keys
+from megakernel.model.flops import (
     attention_flops,
     flops_per_token,
     forward_flops,
     recomputed_flops_per_token,
     training_flops_per_token,
 )
-from megakernel.config import PRESETS, Attention, FeatureMap, Model
-from megakernel.config.attention import expand_preset
-from megakernel.config.mechanisms import mean_complete_blocks, mean_local_keys
 
 
 def model(**changes) -> Model:

@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megakernel.analysis import mixture_cost
-from megakernel.analysis.parameters import parameter_count
 from megakernel.config import Model
+from megakernel.model.parameters import parameter_count
 from megakernel.ops import weighted_attention
 
 LENGTH, HEADS, WIDTH = 24, 4, 8

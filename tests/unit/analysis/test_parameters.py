@@ -1,7 +1,7 @@
 import pytest
 
-from megakernel.analysis.parameters import parameter_count
 from megakernel.config import Model
+from megakernel.model.parameters import parameter_count
 
 
 def count(**changes) -> int:

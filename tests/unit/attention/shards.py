@@ -12,7 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megakernel.attention import AttentionLayer, Rotary
+from megakernel.attention.inputs import AttentionInputs
 from megakernel.ops.state import KernelState, empty_state, keep, merge
+from tests.unit.attention.mechanisms import assert_close, gradients
 
 Item = TypeVar("Item")
 
@@ -101,3 +104,24 @@ def in_shards(size: int, work: Callable[[ThreadShard], Tensor]) -> list[Tensor]:
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(guarded, range(size)))
+
+
+def check_shards(
+    module: AttentionLayer,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    size: int,
+    positions: Tensor | None,
+    rotary: Rotary,
+) -> None:
+    """A layer over `size` shards of q, k, v gives the outputs and gradients of the whole."""
+    expected = module(*inputs, AttentionInputs(positions=positions, rotary=rotary))
+
+    def work(cp_shard: ThreadShard) -> Tensor:
+        here = [x.chunk(size, 2)[cp_shard.rank] for x in inputs]
+        at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
+        return module(*here, AttentionInputs(positions=at, rotary=rotary, cp_shard=cp_shard))
+
+    out = torch.cat(in_shards(size, work), 2)
+    assert_close(out, expected)
+    for actual, wanted in zip(gradients(module, out, *inputs), gradients(module, expected, *inputs)):
+        assert_close(actual, wanted)

@@ -17,7 +17,7 @@ from tests.unit.attention.mechanisms import (
     shard_of,
     tokens,
 )
-from tests.unit.attention.shards import Table, ThreadShard, in_shards
+from tests.unit.attention.shards import Table, ThreadShard, check_shards
 
 every_mechanism = pytest.mark.parametrize("name", BIDIRECTIONAL)
 
@@ -27,6 +27,7 @@ PACKED = packed(32, (3, 4, 13, 16), (17,))
 """Documents that begin inside shards, at their edges, and before several of them."""
 
 
+@pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("rotary", [None, ROTARY], ids=["plain", "rotary"])
 @pytest.mark.parametrize(
@@ -42,41 +43,6 @@ def test_equals_the_quadratic_reference(name, rotary, length, padded, monkeypatc
     assert_close(out, expected)
     for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
         assert_close(actual, wanted)
-
-
-@every_mechanism
-def test_gradients_are_the_slopes(name):
-    module = layer(name, causal=False)
-    q, k, v = tokens(1, 7)
-    assert torch.autograd.gradcheck(
-        lambda q, k, v, *_: module(q, k, v, AttentionInputs(rotary=ROTARY)),
-        (q, k, v, *module.parameters()),
-        fast_mode=True,
-    )
-
-
-@every_mechanism
-def test_padding_anywhere_changes_nothing(name):
-    module = layer(name, causal=False)
-    q, k, v = (x.detach() for x in tokens(2, 24))
-    mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4
-    out = module(q, k, v, AttentionInputs(rotary=ROTARY, padding_mask=mask))
-    for row, real in enumerate(mask):
-        alone = module(*(x[row : row + 1, :, real] for x in (q, k, v)), AttentionInputs(rotary=ROTARY))
-        assert_close(out[row : row + 1, :, real], alone)
-        assert not out[row, :, ~real].any()
-
-
-@every_mechanism
-@pytest.mark.parametrize("length", [1, 3, 21])
-def test_any_length_and_rows_of_padding_alone(name, length):
-    module = layer(name, causal=False)
-    q, k, v = tokens(2, length)
-    mask = torch.tensor([True, False])[:, None].expand(2, length)
-    out = module(q, k, v, AttentionInputs(padding_mask=mask))
-    assert_close(out[:1], module(q[:1], k[:1], v[:1]))
-    assert not out[1].any()
-    assert all(gradient.isfinite().all() for gradient in gradients(module, out, q, k, v))
 
 
 @pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if not FORMS[name].mixes_documents])
@@ -122,35 +88,20 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
         assert_close(torch.cat(outputs, 1), whole(q, k, v, AttentionInputs(rotary=ROTARY)))
 
 
+@pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("positions", [None, PACKED], ids=["one_document", "packed"])
 def test_shards_of_a_sequence_give_the_numbers_of_the_whole(name, size, positions):
-    check_shards(name, size, positions)
+    # Two key heads do not divide over four shards: they are repeated for their queries.
+    check_shards(layer(name, causal=False), tokens(2, 32), size, positions, ROTARY)
 
 
 @pytest.mark.parametrize("name", ["performer", "mlk"])
 @pytest.mark.parametrize("positions", [None, PACKED], ids=["one_document", "packed"])
 def test_the_reference_exchanges_what_the_kernels_do(name, positions, monkeypatch):
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
-    check_shards(name, 4, positions)
-
-
-def check_shards(name, size, positions):
-    # Two key heads do not divide over four shards: they are repeated for their queries.
-    module = layer(name, causal=False)
-    q, k, v = tokens(2, 32)
-    expected = module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY))
-
-    def work(cp_shard):
-        here = [x.chunk(size, 2)[cp_shard.rank] for x in (q, k, v)]
-        at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
-        return module(*here, AttentionInputs(positions=at, rotary=ROTARY, cp_shard=cp_shard))
-
-    out = torch.cat(in_shards(size, work), 2)
-    assert_close(out, expected)
-    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
-        assert_close(actual, wanted)
+    check_shards(layer(name, causal=False), tokens(2, 32), 4, positions, ROTARY)
 
 
 def test_heads_that_do_not_divide_over_shards_are_refused():

@@ -22,7 +22,7 @@ from tests.unit.attention.mechanisms import (
     shard_of,
     tokens,
 )
-from tests.unit.attention.shards import in_shards
+from tests.unit.attention.shards import check_shards
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -45,12 +45,16 @@ def test_a_mechanism_has_a_reference_to_equal(name, monkeypatch):
 
 
 every_mechanism = pytest.mark.parametrize("name", CAUSAL)
+every_direction = pytest.mark.parametrize(
+    ("name", "causal"), [*((name, True) for name in CAUSAL), *((name, False) for name in BIDIRECTIONAL)]
+)
 
 ROTARY = Rotary(WIDTH)
 
 DOCUMENTS = packed(24, (3, 4, 13), (8, 17))
 
 
+@pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
 @pytest.mark.parametrize("rotary", [None, ROTARY], ids=["plain", "rotary"])
@@ -65,11 +69,11 @@ def test_equals_the_quadratic_reference(name, positions, rotary, monkeypatch):
         assert_close(actual, wanted)
 
 
-@every_mechanism
-def test_gradients_are_the_slopes(name):
-    module = layer(name)
+@every_direction
+def test_gradients_are_the_slopes(name, causal):
+    module = layer(name, causal=causal)
     q, k, v = tokens(1, 9)
-    positions = packed(9, (2,))
+    positions = None if FORMS[name].mixes_documents else packed(9, (2,))
     assert torch.autograd.gradcheck(
         lambda q, k, v, *_: module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY)),
         (q, k, v, *module.parameters()),
@@ -77,6 +81,7 @@ def test_gradients_are_the_slopes(name):
     )
 
 
+@pytest.mark.covering(1)
 @every_mechanism
 @pytest.mark.parametrize("positions", [None, packed(272, (5, 61, 200))], ids=["one_document", "packed"])
 def test_later_tokens_leave_earlier_outputs_bit_identical(name, positions):
@@ -118,6 +123,7 @@ def extend_by(
     return torch.cat(outputs, 2)
 
 
+@pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
 @pytest.mark.parametrize("parts", [[1] * 24, [11, 1, 1, 11], [4, 8, 5, 7], [23, 1]], ids=str)
@@ -140,9 +146,9 @@ def test_a_prompt_of_default_chunks_continues_token_by_token(name):
     )
 
 
-@every_mechanism
-def test_padding_anywhere_changes_nothing(name):
-    module = layer(name)
+@every_direction
+def test_padding_anywhere_changes_nothing(name, causal):
+    module = layer(name, causal=causal)
     q, k, v = (x.detach() for x in tokens(2, 24))
     mask = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) > 0.4
     out = module(q, k, v, AttentionInputs(rotary=ROTARY, padding_mask=mask))
@@ -166,10 +172,10 @@ def test_padding_between_packed_documents_changes_nothing(name):
     assert_close(out[:, :, real], alone)
 
 
-@every_mechanism
+@every_direction
 @pytest.mark.parametrize("length", [1, 3, 21])
-def test_any_length_and_rows_of_padding_alone(name, length):
-    module = layer(name)
+def test_any_length_and_rows_of_padding_alone(name, causal, length):
+    module = layer(name, causal=causal)
     q, k, v = tokens(2, length)
     mask = torch.tensor([True, False])[:, None].expand(2, length)
     out = module(q, k, v, AttentionInputs(padding_mask=mask))
@@ -215,6 +221,7 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
         assert_close(sum(shards) if dimension is None else torch.cat(shards, dimension), gradient)
 
 
+@pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
@@ -224,19 +231,7 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
 )
 @pytest.mark.usefixtures("small_chunks")
 def test_shards_of_a_sequence_give_the_whole(name, size, positions):
-    module = layer(name, kv_heads=4)
-    q, k, v = tokens(2, 32, kv_heads=4)
-    expected = module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY))
-
-    def work(cp_shard):
-        here = [x.chunk(size, 2)[cp_shard.rank] for x in (q, k, v)]
-        at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
-        return module(*here, AttentionInputs(positions=at, rotary=ROTARY, cp_shard=cp_shard))
-
-    out = torch.cat(in_shards(size, work), 2)
-    assert_close(out, expected)
-    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
-        assert_close(actual, wanted)
+    check_shards(layer(name, kv_heads=4), tokens(2, 32, kv_heads=4), size, positions, ROTARY)
 
 
 def test_random_matrices_stay_in_full_precision_and_in_the_state_dict():

@@ -46,7 +46,7 @@ def test_an_m_step_does_not_count_padding():
     mask = torch.rand(2, N, generator=torch.Generator().manual_seed(1)) > 0.4
     for causal in (True, False):
         padded, compact = layer(causal, m_step=True), layer(causal, m_step=True)
-        padded(q, k, v, mask)
+        padded(q, k, v, AttentionInputs(padding_mask=mask))
         for row, real in enumerate(mask):
             compact(q[row : row + 1, :, real], k[row : row + 1, ..., real, :], v[row : row + 1, :, real])
         torch.testing.assert_close(padded.mixture.counted, compact.mixture.counted)

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline import standard_library
-from megakernel.analysis.parameters import parameter_count
 from megakernel.config import data_parallel_size, load
+from megakernel.model.parameters import parameter_count
 
 from . import trees
 

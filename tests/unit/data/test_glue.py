@@ -11,7 +11,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from data_pipeline.document import Columns, Document
 from data_pipeline.glue import TASKS
 from data_pipeline.labels import read_labels
-from data_pipeline.sources import Source, open_source
+from data_pipeline.prepare import open_source
+from data_pipeline.sources import Source
 from tests import published
 from tests.unit.data.conftest import prepared
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.document import Columns, Document
-from data_pipeline.sources import Source, open_source
+from data_pipeline.prepare import open_source
+from data_pipeline.sources import Source
 from data_pipeline.tokenizers import PixelTokenizer, load
 from megakernel.config.errors import UserError
 from tests import published

@@ -12,7 +12,7 @@ from data_pipeline.document import Columns, Document
 from data_pipeline.generated import Share, made
 from data_pipeline.labels import read_labels
 from data_pipeline.lra.listops import ListOps
-from data_pipeline.sources import open_source
+from data_pipeline.prepare import open_source
 from tests.unit.data.conftest import prepared
 
 DEEPEST = 10

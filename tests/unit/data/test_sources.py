@@ -13,7 +13,7 @@ import pytest
 
 from data_pipeline import sources, standard_library
 from data_pipeline.document import Columns
-from data_pipeline.sources import open_source
+from data_pipeline.prepare import open_source
 from tests.unit.data.conftest import documents, write_jsonl
 
 TEXTS = documents(7, seed=5)

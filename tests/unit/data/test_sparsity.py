@@ -7,7 +7,7 @@ import pytest
 
 from data_pipeline.document import Columns, Document
 from data_pipeline.generated import Share, made
-from data_pipeline.sources import open_source
+from data_pipeline.prepare import open_source
 from data_pipeline.sparsity import Sparsity
 
 

@@ -1,76 +1,102 @@
-"""Ranks to launch: a script of real processes that meet over gloo, and a process that launches it."""
+"""Ranks to launch: a script of real processes that agree on numbers, and a process that launches it."""
 
+import contextlib
 import fcntl
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[3]
 
-RANK = """
-import fcntl, os, signal, sys
+MEETING = """
+import socket
+
+line = socket.create_connection(("127.0.0.1", int(os.environ["MEETING_PORT"])))
+def largest(number):
+    line.sendall(bytes([number]))
+    return line.recv(1)[0]
+def leave():
+    line.close()
+"""
+"""How ranks agree at a `Meeting`: without torch, whose import takes seconds."""
+
+GLOO = """
 from datetime import timedelta
 
-import psutil
 import torch
 from torch import distributed
 
-from launch.environment import joined
 from megakernel.parallel.rendezvous import meet
 
-how = sys.argv[1]
-place = joined()
 store = meet(place, timedelta(seconds=60))
 distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
-rank = distributed.get_rank()
+def largest(number):
+    numbers = torch.tensor([number])
+    distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
+    return int(numbers)
+leave = distributed.destroy_process_group
+"""
+"""How they agree in training."""
+
+RANK = """
 received = []
-asked = torch.zeros(1)
 ends = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 for number in ends:
     signal.signal(number, lambda number, frame: received.append(number))
-held = open(f"{sys.argv[2]}/rank_{rank}.lock", "w")
+held = open(f"{folder}/rank_{place.rank}.lock", "w")
 fcntl.flock(held, fcntl.LOCK_EX)
-total = torch.ones(1)
-distributed.all_reduce(total)
-print(f"rank {rank} of {total.item():.0f} with {os.environ['OMP_NUM_THREADS']} threads", flush=True)
+largest(0)
+print(f"rank {place.rank} of {place.world_size} with {os.environ['OMP_NUM_THREADS']} threads", flush=True)
 
 if how == "listen":
+    import psutil
     sockets = psutil.Process().net_connections("tcp")
     print(sorted({socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}), flush=True)
-if how == "raise" and rank == 1:
+if how == "raise" and place.rank == 1:
     raise RuntimeError("boom in rank 1")
 if how == "in use":
     print("megakernel: error: process 7 writes there", file=sys.stderr, flush=True)
     os._exit(90)
-if how == "killed" and rank == 1:
+if how == "killed" and place.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "start":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        distributed.barrier()
+        largest(0)
         print("a step", flush=True)
         while True:
             signal.pause()
     except KeyboardInterrupt:
         print("megakernel: error: interrupted", file=sys.stderr, flush=True)
         os._exit(1)
-if how == "hang" and rank == 0:
+if how == "hang" and place.rank == 0:
     os._exit(0)
-if how == "hang" and rank == 1:
+if how == "hang" and place.rank == 1:
     while True:
         signal.pause()
+asked = 0
 while how == "step":
     # Alike on all ranks: the signal may not have reached this one yet.
-    asked = torch.tensor([max(received, default=0)])
-    distributed.all_reduce(asked, op=distributed.ReduceOp.MAX)
-    if asked.item():
+    asked = largest(max(received, default=0))
+    if asked:
         break
     print("a step", flush=True)
-distributed.barrier()
-distributed.destroy_process_group()
+largest(0)
+leave()
 signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-sys.exit({0: 0, signal.SIGTERM: 143, signal.SIGHUP: 143}.get(int(asked), 85))
+sys.exit({0: 0, signal.SIGTERM: 143, signal.SIGHUP: 143}.get(asked, 85))
+"""
+
+BEGIN = """
+import fcntl, os, signal, sys
+
+from launch.environment import joined
+
+how, folder = sys.argv[1:]
+place = joined()
 """
 
 LAUNCH = """
@@ -84,17 +110,44 @@ sys.exit(run_ranks(command, int(nproc), Path(folder, "logs"), grace_seconds=0.5,
 """
 
 
+class Meeting:
+    """Where so many ranks agree on the largest of their numbers, over and over; once one of them left, no more."""
+
+    def __init__(self, size: int):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.size = size
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        # Kept: the others wait for one that left, as they would in training.
+        self.lines = [self.listener.accept()[0] for _ in range(self.size)]
+        with contextlib.suppress(ConnectionError):
+            while all(numbers := [line.recv(1) for line in self.lines]):
+                for line in self.lines:
+                    line.sendall(max(numbers))
+
+
 class Launch:
     """A launcher under way; `folder` holds its logs."""
 
-    def __init__(self, folder: Path, how: str, nproc: int = 2, leave_seconds: float = 60.0, **env: str):
+    def __init__(
+        self,
+        folder: Path,
+        how: str,
+        nproc: int = 2,
+        leave_seconds: float = 60.0,
+        agree: str = MEETING,
+        **env: str,
+    ):
         self.folder = folder
-        (folder / "rank.py").write_text(RANK)
+        (folder / "rank.py").write_text(BEGIN + agree + RANK)
+        self.meeting = Meeting(nproc)
         arguments = [folder, how, nproc, leave_seconds]
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *map(str, arguments)],
             cwd=REPOSITORY,
-            env={**os.environ, **env},
+            env={**os.environ, "MEETING_PORT": str(self.meeting.port), **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.slurm.executor import ScriptExecutor
-from launch.slurm.programs import foreign_variables
 from launch.slurm.script import Script
+from launch.slurm.submission import ScriptExecutor
+from launch.slurm_programs import foreign_variables
 from launch.submit import indices
 from megakernel.config import ConfigError, UserError
 from megakernel.config.cluster import Cluster, Container, read_cluster
@@ -19,7 +19,7 @@ PYXIS = Container(image="/shared/mk.sqsh", mounts=["/shared:/shared"])
 
 def script(template="pretrain", array=None, **settings):
     command = ["pretrain", "$submission/config.yaml"]
-    return Script(template, Cluster(**settings), Path("/r/it's"), "now", command, "it's", array).text()
+    return Script(template, Cluster(**settings), Path("/r/it's"), "now", command, array).text()
 
 
 @pytest.mark.parametrize("template", ["pretrain", "uptrain", "prepare", "evaluate", "command"])
@@ -78,14 +78,14 @@ def test_no_setting_becomes_a_line_of_shell(settings, key):
     "more", [{"options": {"dependency": NEWLINE}}, {"array": f"0-1%{NEWLINE}"}, {"run": Path("/r", NEWLINE)}]
 )
 def test_no_other_option_does_either(more):
-    parts = {"run": Path("/r"), "submission": "now", "command": ["prepare"], "name": "x"} | more
+    parts = {"run": Path("/r"), "submission": "now", "command": ["prepare"]} | more
     with pytest.raises(UserError, match="on one plain line"):
         Script("command", Cluster(), **parts).text()
 
 
 def test_an_argument_of_many_lines_stays_one_argument():
     typed = ["generate", "runs/x", "--prompt", "a\n#SBATCH --comment=b\n$(id) '\""]
-    text = Script("command", Cluster(), Path("/r"), "now", typed, "x").text()
+    text = Script("command", Cluster(), Path("/r"), "now", typed).text()
     line = text.partition("-m launch.cli ")[2].partition("\nstatus=")[0]
     shown = subprocess.run(["bash", "-c", f"printf '%s|' {line}"], capture_output=True, text=True, check=True)
     assert shown.stdout.split("|")[:-1] == typed

@@ -1,8 +1,10 @@
 import os
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -185,3 +187,23 @@ def test_the_doctor_finds_this_machine_fit():
     assert result.returncode == ExitStatus.DONE, result.stdout
     for name in ("torch", "megatron-core", "deepspeed", "liger-kernel", "gloo", "cpu"):
         assert f"ok  {name} " in result.stdout
+
+
+def test_the_doctor_asks_for_what_the_distribution_needs(tmp_path):
+    """A package that is too old for what setup.cfg says, found before the real one."""
+    old = tmp_path / "rich-1.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 1.0\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, "-m", "launch.cli", "doctor"],
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == ExitStatus.FAILED
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("missing")]
+    assert line.split()[:3] == ["missing", "rich", "1.0"]
+    assert "pip install 'rich>=13' -c constraints.txt" in line
+    needed = {re.split("[<>=;]", wanted)[0] for wanted in requires("megakernel") if "extra" not in wanted}
+    assert needed <= {line.split()[1] for line in result.stdout.splitlines()}

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from launch.slurm.errors import NotFound
+from launch.arguments import NotFound
 from launch.slurm.job_folder import Job, JobFolder, find_run
-from launch.slurm.live import states_of
+from launch.slurm.states import states_of
 from megakernel.training import events
 
 

@@ -4,9 +4,9 @@ import argparse
 
 import pytest
 
+from launch.arguments import Number, NumberParser
 from launch.cli import COMMANDS, main
 from launch.exit_status import ExitStatus
-from launch.numbers import Number, NumberParser
 from launch.plan import device_counts
 from launch.submit import indices
 from megakernel.config import UserError

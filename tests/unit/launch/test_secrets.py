@@ -7,7 +7,7 @@ import tarfile
 
 from launch.slurm.job_folder import SECRETS, JobFolder
 from launch.slurm.script import REPOSITORY, Script
-from launch.slurm.snapshot import write_snapshot
+from launch.slurm.submission import write_snapshot
 from megakernel.config.cluster import Cluster
 
 TOKEN = "it's hunter2"
@@ -36,7 +36,7 @@ def test_the_value_of_a_secret_lies_in_one_file_that_its_owner_alone_reads(tmp_p
 
 def test_a_script_names_secrets_and_has_them_when_it_runs(tmp_path):
     cluster = Cluster(environment={"HF_TOKEN": TOKEN, "NCCL_DEBUG": "WARN"})
-    text = Script("command", cluster, tmp_path, "now", ["prepare"], "x").text()
+    text = Script("command", cluster, tmp_path, "now", ["prepare"]).text()
     assert "hunter2" not in text
     lines = text[text.index("run=") : text.index("export MEGAKERNEL_JOB")]
     show = "\necho $HF_TOKEN, $NCCL_DEBUG; env | grep -c ^HF_TOKEN"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.slurm.task_ends import TaskEnds, task_ends
+from launch.slurm.restarting import TaskEnds, task_ends
 
 SAVED = "srun: error: n1: task 0: Exited with exit code 85\nsrun: error: n2: tasks 2-3: Exited with exit code 85\n"
 KILLED = """\

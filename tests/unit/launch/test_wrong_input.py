@@ -104,6 +104,8 @@ def test_a_backend_that_no_op_has(name, tmp_path, monkeypatch, capsys):
         (["evaluate", LONG], 1, "File name too long); shorten it"),
         (["config", LONG], 2, "cannot be read (File name too long)"),
         (["config", "/proc/self/mem"], 2, "/proc/self/mem"),
+        (["config", "/dev/zero"], 2, "/dev/zero is no regular file; name a YAML file"),
+        (["config", "{large}"], 2, "has more than 1,048,576 bytes"),
         (["config", "."], 2, ". cannot be read (Is a directory)"),
         (["monitor", LONG, "--once"], 1, "File name too long"),
         (["status", LONG], 1, "File name too long"),
@@ -113,8 +115,11 @@ def test_a_backend_that_no_op_has(name, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_path_that_leads_nowhere(command, status, said, tmp_path, capsys, monkeypatch):
-    config = str(trees.file(tmp_path))
-    assert main([word.replace("{config}", config) for word in command]) == status
+    config, large = trees.file(tmp_path), tmp_path / "large.yaml"
+    if "{large}" in command:
+        large.write_text("# " + "x" * (1 << 20))
+    typed = [word.replace("{config}", str(config)).replace("{large}", str(large)) for word in command]
+    assert main(typed) == status
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megakernel: error: ")]
     assert len(lines) == 1
     assert said in lines[0]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megakernel.analysis.parameters import parameter_count
 from megakernel.config import PRESETS, Attention, Model, Parallel, expand_preset
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.model.layer import TransformerLayer
+from megakernel.model.parameters import parameter_count
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
 

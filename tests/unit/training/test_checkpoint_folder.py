@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megakernel.training.checkpoint import MANIFEST, Checkpoint, Progress, flushed, write_manifest
-from megakernel.training.checkpoint_folder import CheckpointFolder, SaveFailed
-from megakernel.training.ranks import Ranks
+from megakernel.checkpoint.folder import CheckpointFolder, SaveFailed
+from megakernel.checkpoint.manifest import MANIFEST, Checkpoint, Progress, flushed, write_manifest
+from megakernel.parallel.ranks import Ranks
 from tests.hostile import flip, plant
 
 from .threads import on_ranks
@@ -239,8 +239,8 @@ def test_what_a_killed_save_left_is_removed_at_the_next_start(folder):
     script = f"""
         import os, signal
         from pathlib import Path
-        from megakernel.training.checkpoint import Progress
-        from megakernel.training.checkpoint_folder import CheckpointFolder
+        from megakernel.checkpoint.manifest import Progress
+        from megakernel.checkpoint.folder import CheckpointFolder
         def write(folder):
             (folder / "half").write_bytes(b"x" * 100)
             os.kill(os.getpid(), signal.SIGKILL)

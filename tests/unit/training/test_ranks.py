@@ -1,7 +1,7 @@
 import pytest
 
 from megakernel.config import InUse, UserError
-from megakernel.training.ranks import RankFailed, Ranks
+from megakernel.parallel.ranks import RankFailed, Ranks
 
 from .threads import on_ranks
 

@@ -4,7 +4,7 @@ import pytest
 
 from data_pipeline import tokenizers
 from megakernel.config import Config, UserError, from_yaml, to_yaml
-from megakernel.training.ranks import Ranks
+from megakernel.parallel.ranks import Ranks
 from megakernel.training.run_folder import RunFolder
 
 from .threads import on_ranks

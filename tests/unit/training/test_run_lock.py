@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from launch import ranks
+from launch import training
 from launch.cli import main
 from launch.exit_status import ExitStatus
 from megakernel.config import InUse, load, to_yaml
@@ -43,7 +43,7 @@ def test_a_command_whose_run_is_written_into_ends_with_a_status_of_its_own(
 ):
     config = trees.file(tmp_path, run={"root": str(tmp_path.parent), "name": tmp_path.name})
     (tmp_path / "config.yaml").write_text(to_yaml(load(config)))
-    monkeypatch.setattr(ranks, "RunLock", partial(RunLock, wait_seconds=0.0))
+    monkeypatch.setattr(training, "RunLock", partial(RunLock, wait_seconds=0.0))
     assert main(["pretrain", str(config)]) == ExitStatus.IN_USE
     (line,) = capsys.readouterr().err.splitlines()
     assert f"run.name={tmp_path.name}: process {holder.pid} on" in line

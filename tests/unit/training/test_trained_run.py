@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
+from megakernel.checkpoint.manifest import Progress, flushed, write_manifest
+from megakernel.checkpoint.trained_run import finished, recorded_config, student
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError, load
-from megakernel.training.checkpoint import Progress, flushed, write_manifest
-from megakernel.training.trained_run import finished, recorded_config, student
-from megakernel.training.weight_source import WeightSource
 from tests.hostile import flip
 from tests.unit.config import trees
 

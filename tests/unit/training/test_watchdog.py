@@ -1,7 +1,12 @@
+import json
+import os
+import time
+from dataclasses import dataclass, field
+
 import pytest
 
 from megakernel.parallel.progress import Progress, laggards
-from megakernel.training.watchdog import stalled
+from megakernel.training.watchdog import Watchdog, stalled
 
 
 @pytest.mark.parametrize(
@@ -41,3 +46,26 @@ def test_a_rank_that_tells_nothing_any_more_is_the_one():
     everywhere = {rank: Progress(step=4, events=9, place="backward") for rank in range(2)}
     said = stalled(everywhere, 12.0, {0: "a", 1: "b"}, silent=[1])
     assert said == "no progress for 12 s: rank 1 on b no longer answers, and was last in 'backward' of step 5"
+
+
+@dataclass
+class Place:
+    """What the watchdog asks of a mesh whose processes are this one alone."""
+
+    rank: int = 0
+    world_size: int = 1
+    progress: Progress = field(default_factory=lambda: Progress(4, 9, "forward"))
+
+
+def test_the_first_process_tells_the_folder_where_it_is(tmp_path):
+    with Watchdog(Place(), 10, 10, tmp_path, lambda: {"rank": 3, "host": "n2"}):
+        deadline = time.monotonic() + 10
+        while not (file := tmp_path / "heartbeat.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        told = json.loads(file.read_text())
+    assert (told["process"], told["slowest"]) == (os.getpid(), {"rank": 3, "host": "n2"})
+    assert (told["step"], told["place"], told["waits"]) == (4, "forward", False)
+    assert abs(told["time"] - time.time()) < 60
+    with Watchdog(Place(rank=1), 10, 10, tmp_path / "other"):
+        assert not (tmp_path / "other").exists()

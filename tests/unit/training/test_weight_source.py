@@ -2,9 +2,9 @@
 
 import pytest
 
+from megakernel.checkpoint.manifest import Progress, write_manifest
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import to_yaml
-from megakernel.training.checkpoint import Progress, write_manifest
-from megakernel.training.weight_source import WeightSource
 
 from ..config import trees
 

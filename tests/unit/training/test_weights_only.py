@@ -10,8 +10,8 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from megakernel.checkpoint import weights_only
 from megakernel.config import UserError
-from megakernel.training import weights_only
 from tests.hostile import Harm, flip, plant, plant_pickle
 
 OF_DEEPSPEED = {
@@ -27,7 +27,7 @@ def test_what_deepspeed_writes_is_read_without_deepspeed(tmp_path):
     script = f"""
 import sys
 from pathlib import Path
-from megakernel.training import weights_only
+from megakernel.checkpoint import weights_only
 file = Path({str(tmp_path / "file.pt")!r})
 weights_only.check(file)
 found = weights_only.load(file)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megakernel.training.ranks import Ranks
+from megakernel.parallel.ranks import Ranks
 
 
 def on_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:

@@ -5,14 +5,14 @@ import torch
 
 from megakernel import attention
 from megakernel.attention.compression import pooling_logits
+from megakernel.checkpoint.conversion import Converted
+from megakernel.checkpoint.landmarks import fewer_landmarks, rank_steps
+from megakernel.checkpoint.partition import partitions
+from megakernel.checkpoint.universal_load import compare, load_weights, whole_shapes
 from megakernel.config import Model, Parallel, UserError
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
-from megakernel.training.partition import partitions
-from megakernel.training.universal_load import compare, load_weights, whole_shapes
-from megakernel.uptraining.conversion import Converted
-from megakernel.uptraining.landmarks import fewer_landmarks, rank_steps
 
 BLOCK, TOKENS = 4, 14
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_multiple": 32}

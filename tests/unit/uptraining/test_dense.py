@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from launch.cli import main
+from megakernel.checkpoint.dense import DenseCheckpoint
+from megakernel.checkpoint.dense.configs import plain_config
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError, load
-from megakernel.training.weight_source import WeightSource
-from megakernel.uptraining.dense import DenseCheckpoint
-from megakernel.uptraining.dense.configs import plain_config
 from tests import dense_models
 from tests.disk import files_of_at_most
 from tests.unit.config import trees

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from launch.cli import main
+from megakernel.checkpoint import parity as comparison
+from megakernel.checkpoint.dense import FAMILIES, DenseCheckpoint
+from megakernel.checkpoint.dense.families import COMMON, ONLY, WITHOUT_EFFECT
+from megakernel.checkpoint.parity import of_folder
 from megakernel.config import UserError
-from megakernel.uptraining import parity as comparison
-from megakernel.uptraining.dense import FAMILIES, DenseCheckpoint
-from megakernel.uptraining.dense.families import COMMON, ONLY, WITHOUT_EFFECT
-from megakernel.uptraining.parity import of_folder
 from tests import dense_models
 
 EXAMPLES = {
@@ -262,7 +262,7 @@ def test_import_says_how_far_logits_are_and_writes_nothing_where_they_differ(
     assert f"{folder}: logits are those of transformers, at most" in told.err
     assert told.out.startswith("# llama from ")
     # Frequencies that this package reads wrong.
-    monkeypatch.setattr("megakernel.uptraining.dense.families._rope", lambda config: {"rope_base": 7.0})
+    monkeypatch.setattr("megakernel.checkpoint.dense.families._rope", lambda config: {"rope_base": 7.0})
     assert main(["import", str(folder), "--to", str(to)]) == 2
     told = capsys.readouterr()
     assert f"{folder}: logits differ from those of transformers by" in told.err

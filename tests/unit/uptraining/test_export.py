@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer
 from launch.cli import main
+from megakernel.checkpoint import shards
+from megakernel.checkpoint.dense import DenseCheckpoint
+from megakernel.checkpoint.dense.configs import plain_config
+from megakernel.checkpoint.dense.tokenizer import save_tokenizer
+from megakernel.checkpoint.generation_config import generation_config
+from megakernel.checkpoint.manifest import Progress, write_manifest
 from megakernel.config import Model, UserError, load, to_yaml
-from megakernel.training.checkpoint import Progress, write_manifest
-from megakernel.uptraining import shards
-from megakernel.uptraining.dense import DenseCheckpoint
-from megakernel.uptraining.dense.configs import plain_config
-from megakernel.uptraining.dense.tokenizer import save_tokenizer
-from megakernel.uptraining.generation_config import generation_config
 from tests import dense_models
 from tests.unit.config import trees
 

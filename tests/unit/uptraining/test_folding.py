@@ -2,9 +2,9 @@
 
 import torch
 
+from megakernel.checkpoint.folding import Folded
+from megakernel.checkpoint.unrounded import Unrounded
 from megakernel.config import Lora, Model, UserError
-from megakernel.training.unrounded import Unrounded
-from megakernel.uptraining.folding import Folded
 
 MODEL = Model(num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2)
 QKV, OUTPUT = "1.self_attention.qkv.weight", "1.self_attention.output.weight"

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from megakernel.checkpoint.dense import DenseCheckpoint
+from megakernel.checkpoint.parity import Parity, compared, made_tokens, too_large
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError
 from megakernel.parallel.device import is_out_of_memory
-from megakernel.training.weight_source import WeightSource
-from megakernel.uptraining.dense import DenseCheckpoint
 from megakernel.uptraining.identity import Identity
-from megakernel.uptraining.parity import Parity, compared, made_tokens, too_large
 from megakernel.uptraining.preflight import Preflight, check
 from tests import dense_models
 from tests.unit.config import trees

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipe
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from data_pipeline.tokenizers import ByteTokenizer
+from megakernel.checkpoint.dense import DenseCheckpoint
+from megakernel.checkpoint.dense.tokenizer import save_tokenizer
+from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
 from megakernel.config import Model, UserError
-from megakernel.uptraining.dense import DenseCheckpoint
-from megakernel.uptraining.dense.tokenizer import save_tokenizer
-from megakernel.uptraining.pretrained import MegakernelConfig, MegakernelForCausalLM
 from tests.unit.generation.test_decoder import ATTENTION, EOD, MIXED, is_recurrent
 
 VOCABULARY = 64
@@ -104,7 +104,7 @@ def test_a_cache_and_padding_change_no_logits(parts):
 def test_a_long_prompt_is_read_by_chunks(mixed, monkeypatch):
     ids = texts(1, 50)
     whole = mixed(ids).logits
-    monkeypatch.setattr("megakernel.uptraining.pretrained.model.CHUNK", 16)
+    monkeypatch.setattr("megakernel.checkpoint.pretrained.model.CHUNK", 16)
     assert_same(mixed(ids).logits, whole)
     for cached in (True, False):
         assert_same(mixed(ids, logits_to_keep=3, use_cache=cached).logits, whole[:, -3:])
@@ -349,7 +349,7 @@ def test_a_folder_names_its_code(mixed, tmp_path):
     mixed.save_pretrained(tmp_path)
     config = MegakernelConfig.from_pretrained(tmp_path)
     assert config.auto_map["AutoModelForCausalLM"] == "modeling_megakernel.MegakernelForCausalLM"
-    assert "from megakernel.uptraining.pretrained import" in (tmp_path / "modeling_megakernel.py").read_text()
+    assert "from megakernel.checkpoint.pretrained import" in (tmp_path / "modeling_megakernel.py").read_text()
     assert config.section == mixed.config.section
     assert (config.hidden_size, config.num_hidden_layers) == (32, 4)
 
@@ -367,6 +367,21 @@ def test_a_folder_says_which_package_it_needs_and_runs_no_other(installed, mixed
         ImportError, match=r"`pip install PATH` of its source checkout .* is another project$"
     ):
         get_class_from_dynamic_module("modeling_megakernel.MegakernelConfig", str(tmp_path))
+
+
+def test_a_folder_that_names_the_place_of_before_loads(mixed, tmp_path):
+    mixed.save_pretrained(tmp_path)
+    code = tmp_path / "modeling_megakernel.py"
+    now = code.read_text()
+    before = now.replace('"checkpoint", "pretrained"', '"uptraining", "pretrained"').replace(
+        "megakernel.checkpoint.pretrained", "megakernel.uptraining.pretrained"
+    )
+    assert before.count("uptraining") == now.count("checkpoint") == 2
+    code.write_text(before)
+    named = get_class_from_dynamic_module("modeling_megakernel.MegakernelForCausalLM", str(tmp_path))
+    model = named.from_pretrained(tmp_path)
+    for name, weight in mixed.state_dict().items():
+        assert model.state_dict()[name].equal(weight), name
 
 
 MASK = torch.tensor([[1, 1, 0, 1]])

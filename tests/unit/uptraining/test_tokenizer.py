@@ -6,10 +6,10 @@ import pytest
 
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer
+from megakernel.checkpoint.dense.tokenizer import check_tokenizer, save_tokenizer
 from megakernel.config import UserError
+from megakernel.model.settings import model_settings
 from megakernel.parallel import OneProcess
-from megakernel.training.model_settings import model_settings
-from megakernel.uptraining.dense.tokenizer import check_tokenizer, save_tokenizer
 from tests import bos_tokenizers
 from tests.unit.config import trees
 

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from megakernel import attention
+from megakernel.checkpoint.partition import partitions
+from megakernel.checkpoint.universal_load import whole_shapes
 from megakernel.config import Model, Parallel, UserError
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
+from megakernel.model.layer import attention_cores, converted_cores
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.optimizer import freeze
-from megakernel.training.partition import partitions
-from megakernel.training.universal_load import whole_shapes
+from megakernel.training.schedule import LinearDecay, drop_near_windows
 from megakernel.uptraining.attention_inputs import AttentionInputs
-from megakernel.uptraining.layers import attention_cores, converted_cores
-from megakernel.uptraining.near_windows import LinearDecay, drop_near_windows
 from megakernel.uptraining.query_rows import QueryRows, sample_queries
 from megakernel.uptraining.teacher import Teacher
 from megakernel.uptraining.transfer import AttentionTransfer

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.utils import partition_balanced
 
-from megakernel.analysis.parameters import parameter_count
 from megakernel.analysis.planning import ACCURACY, ASSUMED, GPU, GPUS, Job, Layout, plan
 from megakernel.analysis.planning.baselines import BASELINES, compare
 from megakernel.analysis.planning.layouts import Refusal, candidates
@@ -18,6 +17,7 @@ from megakernel.analysis.planning.stages import stage_layers
 from megakernel.analysis.planning.step import step
 from megakernel.analysis.planning.traffic import Transfer, over_context
 from megakernel.config import Config, ConfigError, Model, Parallel
+from megakernel.model.parameters import parameter_count
 
 from ...config import trees
 

@@ -1,0 +1,377 @@
+"""What the compiled kernels would take at best on an H200, from their machine code: no GPU is needed.
+
+    python -m benchmarks.kernel_bounds --out benchmarks/results/kernel_bounds.md
+    python -m benchmarks.kernel_bounds --only "elu d=128" --json
+
+A case's launches are noted down and compiled for sm_90, and their machine code is taken apart. From its loops, how
+often each runs (`LOOPS`) and the grid come lower bounds of a launch's time, each for the busiest of the processors:
+
+    issue    warp instructions, 4 a clock
+    tensor   FLOPs of mma instructions at the rate of their kind; mma.sync has 63 % of wgmma's
+    special  exp2, reciprocals, ...: 16 lanes a clock
+    integer  integer arithmetic, comparisons and packing: 64 lanes a clock
+    shared   bytes to and from shared memory, factors of wgmma too, 128 a clock; a clock for each shuffle
+    memory   every tensor of the launch once, at 4.8 TB/s
+
+The largest is the launch's bound. Units do not overlap as the bound assumes: times are some 1.5 to 2 times it, and more
+where few warps are resident. Branches not taken, misses of the cache, bank conflicts and latency are not in it, and
+neither is what torch does between launches.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+PROCESSORS = 132
+CLOCK = 1.83e9
+BANDWIDTH = 4.8e12
+FLOPS = {"HGMMA": 4096, "GTF32": 2048, "HMMA": 2580, "TF32": 1290}
+"""Of a processor and clock, by kind of mma: wgmma and mma.sync, of 16-bit numbers and of TF32."""
+
+INTEGER = (
+    *("IMAD", "IADD3", "IADD", "LOP3", "SEL", "FSEL", "ISETP", "FSETP", "FMNMX", "IMNMX", "VIMNMX", "PRMT"),
+    *("SHF", "LEA", "F2FP", "PLOP3", "FMNMX3"),
+)
+
+UNITS = ("issue", "tensor", "special", "integer", "shared", "memory")
+LENGTH = 16384
+HEADS = 16
+
+
+class Instruction(NamedTuple):
+    """One line of machine code."""
+
+    text: str
+
+    @property
+    def name(self) -> str:
+        """With its suffixes, without its predicate."""
+        return re.sub(r"^@!?U?P\w+\s+", "", self.text).split()[0]
+
+    @property
+    def kind(self) -> str:
+        """Its name without suffixes."""
+        return self.name.split(".")[0]
+
+    @property
+    def flops(self) -> tuple[str, float]:
+        """Kind of mma, and FLOPs of one warp."""
+        if match := re.match(r"HGMMA\.(?:SP\.)?(\d+)x(\d+)x(\d+)", self.name):
+            m, n, k = map(int, match.groups())
+            # A group of four warps has one product.
+            return "GTF32" if "TF32" in self.name else "HGMMA", 2 * m * n * k / 4
+        if match := re.match(r"HMMA\.16(\d\d?)(\d+)?", self.name):
+            digits = self.name.split(".")[1]
+            return "TF32" if "TF32" in self.name else "HMMA", 2 * 16 * 8 * int(digits[3:])
+        return "", 0.0
+
+    @property
+    def shared(self) -> float:
+        """Bytes that one warp moves from or to shared memory."""
+        if match := re.match(r"HGMMA\.(?:SP\.)?64x(\d+)x\d+", self.name):
+            # The right factor, and the left one where it is not in registers; 32 bytes of each row at a time.
+            left = 0 if re.search(r"\bR\d+, R\d+, gdesc", self.text) else 64
+            return (int(match[1]) + left) * 32 / 4
+        if self.kind in ("LDSM", "STSM"):
+            return 128.0 * (int(self.name[-1]) if self.name[-1] in "24" else 1)
+        if self.kind in ("LDS", "STS", "LDGSTS"):
+            return 512.0 if ".128" in self.name else 256.0 if ".64" in self.name else 128.0
+        return 0.0
+
+    @property
+    def clocks(self) -> dict[str, float]:
+        """What one warp's share of it takes of each unit of a processor."""
+        kind, work = self.flops
+        # Copies go through another pipe.
+        slow = self.kind in INTEGER and not self.name.startswith("IMAD.MOV")
+        return {
+            "issue": 1 / 4,
+            "tensor": work / FLOPS[kind] if work else 0.0,
+            "special": 2.0 * (self.kind == "MUFU"),
+            "integer": slow / 2,
+            "shared": self.shared / 128 + (self.kind == "SHFL"),
+        }
+
+
+class Code:
+    """The machine code of a kernel, and its loops."""
+
+    def __init__(self, listing: str):
+        self.instructions: list[Instruction] = []
+        self.labels: dict[str, int] = {}
+        for line in listing.splitlines():
+            if match := re.match(r"\s*(\.L_x_\d+):", line):
+                self.labels[match[1]] = len(self.instructions)
+            elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+                self.instructions.append(Instruction(match[1]))
+        self.reached = self._reached()
+        self.loops = sorted(self._loops(), key=lambda body: (min(body), -len(body)))
+
+    def depths(self) -> dict[int, int]:
+        """Instruction that is run -> the number of loops around it."""
+        return {i: sum(i in body for body in self.loops) for i in self.reached}
+
+    def _next(self, i: int) -> list[int]:
+        """Where an instruction may lead; functions that it calls aside."""
+        instruction = self.instructions[i]
+        kind, text = instruction.kind, instruction.text
+        always, on = not text.startswith("@"), [i + 1] if i + 1 < len(self.instructions) else []
+        if kind == "BRA" and (match := re.search(r"\.L_x_\d+", text)):
+            target = [
+                j for j in [self.labels.get(match[0], len(self.instructions))] if j < len(self.instructions)
+            ]
+            # `BRA UP0, place` has a condition of its own.
+            plain = always and text.split(None, 1)[1].startswith(("`(", ".L_x", "(")) and ".DIV" not in text
+            return target if plain else target + on
+        return [] if always and kind in ("EXIT", "RET", "BRA", "BRX", "KILL") else on
+
+    def _reached(self) -> set[int]:
+        seen: set[int] = set()
+        todo = [0]
+        while todo:
+            i = todo.pop()
+            if i not in seen:
+                seen.add(i)
+                todo += self._next(i)
+        return seen
+
+    def _loops(self) -> Iterator[set[int]]:
+        """Bodies of natural loops: by dominators, for compilers move what seldom runs behind the end and jump back."""
+        before: dict[int, list[int]] = {i: [] for i in self.reached}
+        for i in self.reached:
+            for j in self._next(i):
+                before[j].append(i)
+        heads = [
+            i for i in sorted(self.reached) if i == 0 or len(before[i]) != 1 or self._forks(before[i][0])
+        ]
+        block_of, members = {}, []
+        for head in heads:
+            run = [head]
+            while len(after := self._next(run[-1])) == 1 and after[0] not in heads:
+                run.append(after[0])
+            block_of |= dict.fromkeys(run, len(members))
+            members.append(run)
+        into = [[block_of[i] for i in before[head]] for head in heads]
+        dominators = _dominators(into)
+        bodies: dict[int, set[int]] = {}
+        for block, tails in enumerate(into):
+            for tail in tails:
+                if block in dominators[tail]:
+                    body, todo = bodies.setdefault(block, {block}), [tail]
+                    while todo:
+                        place = todo.pop()
+                        if place not in body:
+                            body.add(place)
+                            todo += into[place]
+        for blocks in bodies.values():
+            body = {i for block in blocks for i in members[block]}
+            if not self._waits(body):
+                yield body
+
+    def _forks(self, i: int) -> bool:
+        return len(self._next(i)) != 1
+
+    def _waits(self, body: set[int]) -> bool:
+        """Whether a loop asks a barrier again and again, or is the end of the code."""
+        asks = any(self.instructions[i].kind in ("SYNCS", "NANOSLEEP") for i in body)
+        return len(body) < 3 or (len(body) < 16 and asks)
+
+
+def _dominators(into: list[list[int]]) -> list[set[int]]:
+    """Blocks that all ways to a block lead through, given those that lead into each."""
+    dominators = [{0}, *(set(range(len(into))) for _ in into[1:])]
+    changed = True
+    while changed:
+        changed = False
+        for block in range(1, len(into)):
+            ways = [dominators[before] for before in into[block]]
+            new = {block}.union(set.intersection(*ways)) if ways else {block}
+            changed |= new != dominators[block]
+            dominators[block] = new
+    return dominators
+
+
+def _segments(launch: Any) -> tuple[float, ...]:
+    """Kernels of kernel attention: chunks of a segment; inside, columns of a projection."""
+    options = launch.options
+    phi = options["PHI"]
+    return options["SEGMENT"] / options["C"], phi.padded_width / phi.columns
+
+
+def _states(launch: Any) -> tuple[float, ...]:
+    """Segments of a row."""
+    return (LENGTH / launch.options["SEGMENT"],)
+
+
+LOOPS: dict[str, Callable[[Any], tuple[float, ...]]] = {
+    **dict.fromkeys(
+        ("write_keys", "read", "pull_queries", "write_queries", "pull_values", "pull_keys"), _segments
+    ),
+    "pass_states": _states,
+}
+"""Kernel -> how often loops run per entry into them, by the number of loops around them."""
+
+
+class Bound(NamedTuple):
+    """What a launch would take at best."""
+
+    kernel: str
+    backward: bool
+    programs: int
+    warps: int
+    registers: int
+    spilled: int
+    """Bytes of a thread."""
+
+    milliseconds: dict[str, float]
+    """By unit."""
+
+    @property
+    def unit(self) -> str:
+        """What binds."""
+        return max(self.milliseconds, key=lambda unit: self.milliseconds[unit])
+
+    @property
+    def largest(self) -> float:
+        """In ms."""
+        return self.milliseconds[self.unit]
+
+
+def bound_of(launch: Any, backward: bool) -> Bound:
+    """Compile a launch and count."""
+    from triton import knobs
+
+    from megakernel.ops.kernels.compiling import compiled, resources
+
+    kernel = compiled(launch, 90)
+    taken = resources(kernel)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        code = Code(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    trips = LOOPS[launch.kernel.__name__](launch)
+    clocks = dict.fromkeys(UNITS[:-1], 0.0)
+    for place, depth in code.depths().items():
+        times = math.prod(trips[:depth])
+        for unit, taken_of in code.instructions[place].clocks.items():
+            clocks[unit] += times * taken_of
+    programs = math.prod(launch.grid)
+    share = math.ceil(programs / PROCESSORS) * launch.warps / CLOCK * 1e3
+    milliseconds = {unit: each * share for unit, each in clocks.items()}
+    milliseconds["memory"] = _bytes(launch) / BANDWIDTH * 1e3
+    name = launch.kernel.__name__
+    return Bound(name, backward, programs, launch.warps, taken.registers, taken.spilled, milliseconds)
+
+
+def _bytes(launch: Any) -> int:
+    """Of every tensor once; states are read and written in place."""
+    sizes: dict[int, int] = {}
+
+    def note(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            sizes[value.data_ptr()] = value.numel() * value.element_size()
+        elif isinstance(value, tuple):
+            for part in value:
+                note(part)
+
+    note(launch.arguments)
+    if launch.kernel.__name__ == "pass_states":
+        return sum(sizes.values()) + max(sizes.values())
+    return sum(sizes.values())
+
+
+def cases() -> dict[str, Callable[[], None]]:
+    """Name -> a call of an op with gradients; imported late, for triton must not find TRITON_INTERPRET."""
+    from benchmarks.kernel_cases import kernel_attention_case
+
+    case = partial(partial, kernel_attention_case, length=LENGTH, heads=HEADS)
+    maps = ("elu", "hedgehog", "favor")
+    return {f"kernel_attention {name} d={width}": case(name, width) for name in maps for width in (64, 128)}
+
+
+def bounds(case: Callable[[], None]) -> list[Bound]:
+    """Of a case's launches, in order."""
+    from megakernel.ops.kernels.launch import noting
+
+    with noting() as launches:
+        case()
+    # What reads the states of keys ends the forward.
+    last = next(i for i, launch in enumerate(launches) if launch.kernel.__name__ == "read")
+    return [bound_of(launch, index > last) for index, launch in enumerate(launches)]
+
+
+def sums(found: list[Bound]) -> tuple[float, float]:
+    """Forward, and forward and backward, in ms."""
+    return sum(x.largest for x in found if not x.backward), sum(x.largest for x in found)
+
+
+def page(results: dict[str, list[Bound]]) -> str:
+    """The text of the page."""
+    import triton
+
+    lines = [
+        "# What the compiled kernels would take at best",
+        "",
+        f"`python -m benchmarks.kernel_bounds`, triton {triton.__version__}, compiled for sm_90: lower bounds for an "
+        f"H200, no times. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The module says what is counted.",
+        "",
+        "| case | forward, ms | forward and backward, ms |",
+        "|---|---|---|",
+    ]
+    for name, found in results.items():
+        forward, both = sums(found)
+        lines.append(f"| {name} | {forward:.3f} | {both:.3f} |")
+    header = ("case", "launch", "programs", "warps", "registers", "spilled bytes", "binds", *UNITS)
+    lines += ["", "By launch, ms:", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for name, found in results.items():
+        for x in found:
+            sizes = (x.programs, x.warps, x.registers, x.spilled, x.unit)
+            numbers = (f"{x.milliseconds[unit]:.3f}" for unit in UNITS)
+            launch = f"{x.kernel}, backward" if x.backward else x.kernel
+            lines.append("| " + " | ".join(map(str, (name, launch, *sizes, *numbers))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each case")
+    parser.add_argument("--out", type=Path, help="where the page is written; it is printed otherwise")
+    arguments = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)
+    results = {}
+    for name, case in cases().items():
+        if arguments.only in name:
+            results[name] = bounds(case)
+            forward, both = sums(results[name])
+            print(
+                f"{name}: {forward:.3f} ms forward, {both:.3f} ms with backward", file=sys.stderr, flush=True
+            )
+            if arguments.json:
+                launches = [{**x._asdict(), "binds": x.unit} for x in results[name]]
+                print(
+                    json.dumps({"case": name, "forward": forward, "both": both, "launches": launches}),
+                    flush=True,
+                )
+    if not arguments.json:
+        from benchmarks.page import give
+
+        give(page(results), arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Where runs stand, as `status` and `monitor` show it: what Slurm says of their jobs, and what they last measured."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.run_progress import UNREADABLE, RunProgress, time_left, why_unreadable
+from launch.slurm.job_folder import JobFolder
+from launch.slurm.states import JobState, states_of
+from megakernel.config import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WHAT_HAPPENED = {
+    "TIMEOUT": "reached its time limit before it could save",
+    "NODE_FAIL": "a node was lost",
+    "OUT_OF_MEMORY": "a process asked for more memory than the job has (--mem)",
+    "PREEMPTED": "made room for another job",
+    "CANCELLED": "cancelled",
+    "BOOT_FAIL": "a node did not start",
+    "DEADLINE": "could not end before its deadline",
+}
+"""What a state of Slurm says about why a job ended."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run now."""
+
+    run: Path
+
+    known: RunProgress
+    """How far it is; no heartbeat while nothing runs."""
+
+    state: str
+    """Of its job, in Slurm's word; of a run without one, that of its progress."""
+
+    why: str
+    """Why it waits, or how it ended."""
+
+    job: str = ""
+    """The job that runs, else the next that waits, else the last one."""
+
+    eta: str = ""
+    """When it is expected to start, or how long it will still train."""
+
+    restarts: int = 0
+    """How often the job was started again."""
+
+    stage: str | None = None
+    """Of an up-training: which one trains, or was the last. Steps and speed are its own."""
+
+    nodes: str = ""
+    jobs: Mapping[str, str] = field(default_factory=dict)
+    """Every job with its state."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        told = asdict(self.known) | {name: value for name, value in vars(self).items() if name != "known"}
+        return {name: told[name] for name in _IN_JSON} | {"run": str(self.run)}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of what is known, for people."""
+        known = self.known
+        beat = "" if known.heartbeat is None else f"{known.heartbeat:.0f} s ago, in {known.place!r}"
+        jobs = [f"{job} {state}" for job, state in self.jobs.items()]
+        named = {
+            "run": str(self.run),
+            "job": self.job,
+            "state": self.state,
+            "why": self.why,
+            "ETA": self.eta,
+            "restarts": str(self.restarts),
+            "stage": self.stage or "",
+            "step": known.of_all,
+            "saved": f"step {known.saved}" if known.saved else "",
+            "loss": _CELLS["loss"](self),
+            "tokens/s": _CELLS["tokens/s"](self),
+            "heartbeat": beat,
+            "health": known.health,
+            "unreadable": known.unreadable,
+            "nodes": self.nodes,
+            "jobs": ", ".join(jobs) if len(jobs) > 1 else "",
+        }
+        return [(name, value) for name, value in named.items() if value]
+
+
+_IN_JSON = (
+    *("run", "job", "state", "why", "eta", "restarts", "step", "steps", "saved", "stage", "loss"),
+    *("tokens_per_sec", "heartbeat", "place", "health", "nodes", "jobs", "unreadable"),
+)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+_CELLS: dict[str, Callable[[RunStatus], str]] = {
+    "job": lambda run: run.job,
+    "state": lambda run: run.state,
+    "step": lambda run: run.known.of_all,
+    "loss": lambda run: _shown(run.known.loss, ".4f"),
+    "tokens/s": lambda run: _shown(run.known.tokens_per_sec, ",.0f"),
+    "MFU": lambda run: _shown(run.known.mfu, ".1%"),
+    "ETA": lambda run: time_left(run.known.seconds_left) if run.state == "RUNNING" else "",
+    "restarts": lambda run: str(run.restarts),
+    "why": lambda run: ", ".join(filter(None, (run.why, run.known.unreadable))),
+    "remarks": lambda run: ", ".join(filter(None, (run.known.health, run.why, run.known.unreadable))),
+}
+_RIGHT = {"step", "loss", "tokens/s", "MFU", "ETA", "restarts"}
+
+
+def table(found: Iterable[RunStatus], root: Path, columns: Sequence[str]) -> "Table":
+    """A line for each run; the last column may be wrapped. Runs under `root` are named from there."""
+    from rich.table import Table
+
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("run", *columns):
+        justify = "right" if title in _RIGHT else "left"
+        shown.add_column(title, justify=justify, no_wrap=title != columns[-1])  # type: ignore[arg-type]
+    for status in found:
+        name = status.run.relative_to(root) if status.run.is_relative_to(root) else status.run
+        shown.add_row(str(name), *(_CELLS[title](status) for title in columns))
+    return shown
+
+
+def status_of(run: JobFolder, by_slurm: Mapping[str, JobState]) -> RunStatus:
+    """By what Slurm has said of the run's jobs (`known_to_slurm`), and by the run's folder, whatever its files hold."""
+    if not run.exists:
+        return status_of_folder(run)
+    try:
+        return _of_jobs(run, states_of(run, by_slurm))
+    except UNREADABLE as error:
+        known = replace(RunProgress.read(run.path), heartbeat=None, place=None)
+        why = str(error) if isinstance(error, UserError) else why_unreadable(str(run.path), error)
+        return RunStatus(run.path, known, "UNREADABLE", why)
+
+
+def status_of_folder(run: JobFolder) -> RunStatus:
+    """By the run's folder alone."""
+    known = RunProgress.read(run.training)
+    return RunStatus(run.path, known, known.state, known.ended)
+
+
+def _of_jobs(run: JobFolder, states: dict[str, JobState]) -> RunStatus:
+    job = _current(states)
+    events = run.events(job.job)
+    started = [event for event in events if event["event"] == "started"]
+    training = run.training
+    known = RunProgress.read(training)
+    if job.is_pending or not job.is_live:
+        known = replace(known, heartbeat=None, place=None)
+    return RunStatus(
+        run=run.path,
+        known=known,
+        job=job.job,
+        state=job.state,
+        why=_why(job, events),
+        eta=_eta(job, known.seconds_left),
+        restarts=started[-1].get("restart", 0) if started else 0,
+        stage=None if training == run.path else training.name,
+        nodes=job.nodes or (started[-1].get("nodes", "") if started else ""),
+        jobs={id: state.state for id, state in states.items()},
+    )
+
+
+def _current(states: dict[str, JobState]) -> JobState:
+    live = [state for state in states.values() if state.is_live]
+    running = [state for state in live if not state.is_pending]
+    return (running or live or list(states.values())[-1:])[0]
+
+
+def _why(job: JobState, events: list[dict[str, Any]]) -> str:
+    if job.is_live:
+        waits_again = job.is_pending and any(event["event"] == "ended" for event in events)
+        before = f"{_last_end(events)}; " if waits_again else ""
+        return before + (job.reason if job.is_pending else "")
+    said = _last_end(events)
+    if job.state in _WHAT_HAPPENED:
+        return f"{_WHAT_HAPPENED[job.state]}{f' ({said})' if said else ''}"
+    return said
+
+
+def _last_end(events: list[dict[str, Any]]) -> str:
+    ends = [str(event.get("why", "")) for event in events if event["event"] == "ended"]
+    return ends[-1] if ends else ""
+
+
+def _eta(job: JobState, seconds_left: float | None) -> str:
+    if job.is_pending:
+        return f"starts {job.start}" if job.start else ""
+    if not job.is_live:
+        return ""
+    return time_left(seconds_left)

@@ -1,0 +1,128 @@
+"""What the commands that train do: as one process of a world that is there, or starting one on this machine.
+
+A run takes from the rooms above training what `providers` gives it.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from launch import local
+from launch.arguments import Number, add_config_arguments
+from launch.environment import joined
+from launch.messages import make_courtesies
+from megakernel.checkpoint.trained_run import finished
+from megakernel.config import Config, UserError, check_recorded_run, data_parallel_size
+from megakernel.config.errors import written_to
+from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.training.process import in_mesh
+from megakernel.training.run_lock import RunLock
+from megakernel.training.stop_requests import hold_requests
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from data_pipeline.tokenizers import Tokenizer
+    from megakernel.model import LanguageModel
+    from megakernel.model.layer_inputs import LayerInputs
+    from megakernel.training.observed import Providers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare CONFIG, its overrides and --nproc."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--nproc",
+        type=Number(int, most=1_000),
+        metavar="N",
+        help="processes to start on this machine, one per GPU (default 1); not under torchrun or srun",
+    )
+
+
+def run(args: argparse.Namespace, config: Config, work: Callable[[Config, ProcessEnvironment], int]) -> int:
+    """Check the configuration against the world, then do `work` as one process of it or start one that does."""
+    process = joined()
+    nproc = 1 if args.nproc is None else args.nproc
+    world_size = nproc if process is None else process.world_size
+    if world_size < 1 or args.nproc not in (None, world_size):
+        raise UserError(
+            f"--nproc {args.nproc} cannot be; leave it out under torchrun and srun, else give 1 or more"
+        )
+    data_parallel_size(config, world_size)
+    if process is None:
+        return _start(config, args, world_size)
+    args.run_folder = config.run.folder  # whose logs get the traceback of what nobody has foreseen
+    hold_requests()
+    make_courtesies("stdout")  # a run needs no console
+    os.environ.update(process.variables())  # DeepSpeed and torch.distributed read them
+    return work(config, process)
+
+
+def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
+    if check_recorded_run(config):  # an error now is one line; later it is one of every rank
+        RunLock(config.run.folder)  # of which the ranks take another: whoever holds it keeps logs of its own
+        if (done := finished(config)) is not None:  # which needs none of the libraries
+            print(done)
+            return 0
+    logs = config.run.folder / "logs"
+    with written_to("run.root", config.run.root):
+        logs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "launch.cli", args.command, args.config, *args.overrides]
+    processes = f"{world_size} process{'es' * (world_size > 1)}"
+    with suppress(OSError):  # at once, for the libraries take their time
+        os.write(1, f"{args.command}: starting {processes}, logs in {logs}\n".encode())
+    return local.run_ranks(command, world_size, logs)
+
+
+def pretrain(config: Config, process: ProcessEnvironment) -> int:
+    """Train until the last step or a request to stop; returns the exit status (0, 85 or 143).
+
+    Raises UserError for what the user can mend.
+    """
+
+    def work(mesh) -> int:
+        from megakernel.training.trainer import Trainer
+
+        return Trainer(config, mesh, providers()).run().exit_status
+
+    return in_mesh(config, process, work)
+
+
+def uptrain(config: Config, process: ProcessEnvironment) -> int:
+    """Go through the stages until the last is done or a request to stop; the exit status (0, 85 or 143).
+
+    Raises UserError for what the user can mend.
+    """
+
+    def work(mesh) -> int:
+        from megakernel.uptraining.run import Uptraining
+        from megakernel.uptraining.stages import check_stages
+
+        check_stages(config)
+        return Uptraining(config, mesh, providers()).run()
+
+    return in_mesh(config, process, work)
+
+
+def providers() -> "Providers":
+    """What trains by the objective section, plots attention and continues prompts; for processes of a mesh."""
+    from megakernel.training.observed import Providers
+    from megakernel.uptraining.objectives import model_maker
+
+    return Providers(model_maker, _attention_figures, _sampler)
+
+
+def _attention_figures(model: "LanguageModel", inputs: "LayerInputs", draw: bool) -> "dict[str, Figure]":
+    # Imported here because a run without plots needs no matplotlib.
+    from megakernel.analysis.plots.live import attention_figures
+
+    return attention_figures(model, inputs, draw=draw)
+
+
+def _sampler(config: Config, tokenizer: "Tokenizer") -> "Callable[[LanguageModel], str]":
+    from megakernel.generation import Samples
+
+    return Samples(config, tokenizer).markdown

@@ -1,0 +1,144 @@
+"""A run's model as a folder that `transformers` loads: a plain architecture where one fits, else our own class."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_pipeline import tokenizers
+from data_pipeline.tokenizers import Tokenizer
+from megakernel.config import Model, UserError
+from megakernel.config.errors import written_to
+from megakernel.model import cast
+from megakernel.model.settings import DTYPES
+
+from .dense.checkpoint import CONFIG, our_parts, vocabulary_names
+from .dense.configs import plain_config
+from .dense.families import FAMILIES, OWN
+from .dense.tokenizer import save_tokenizer
+from .generation_config import FILE, generation_config
+from .shards import write_tensors
+from .trained_run import TrainedRun, tokenizer_folder
+from .universal import WEIGHT
+from .weight_source import weights
+
+_DTYPES = DTYPES | {"float16": torch.float16}
+
+
+def export(
+    run_folder: Path, to: Path, *, step: int | None = None, dtype: str | None = None
+) -> dict[str, Any]:
+    """Write safetensors, config.json, generation_config.json and the tokenizer; returns config.json.
+
+    Args:
+        run_folder: of a causal_lm.
+        to: a folder that does not exist yet, or is empty; nothing is left there where the export fails.
+        step: which checkpoint; None takes the newest good one.
+        dtype: float32, bfloat16 or float16; None takes that of training.
+
+    Raises:
+        UserError: no run, another kind of model, a folder that is in use.
+    """
+    run = TrainedRun.find(run_folder, step)
+    if not run.config.model.is_causal:
+        raise UserError(
+            f"model.kind={run.config.model.kind} of {run_folder} is not exported; give a run of a causal_lm"
+        )
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"--to {to} is in use; name a new folder")
+    tokenizer = tokenizers.load(tokenizer_folder(run_folder), add_bos=run.config.data.add_bos)
+    source = _Source(run, tokenizer, _DTYPES[dtype or run.config.training.dtype])
+    with written_to("--to", to), _appearing_whole(to) as folder:
+        save_tokenizer(tokenizer, folder)
+        config = source.write_plain(folder) or source.write_own(folder)
+        settings = generation_config(run.config, tokenizer, source.words)
+        if config["model_type"] == OWN:
+            settings.pop("cache_implementation", None)  # of keys and values, of which its state is none
+        _write(folder / FILE, settings)
+    return config
+
+
+@contextmanager
+def _appearing_whole(to: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `to` at the end."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent) as partial:
+        folder = Path(partial) / "model"
+        folder.mkdir()
+        yield folder
+        if to.exists():
+            to.rmdir()
+        os.replace(folder, to)
+
+
+class _Source:
+    """A run's model, with the rotary frequencies that its weights know."""
+
+    def __init__(self, run: TrainedRun, tokenizer: Tokenizer, dtype: torch.dtype):
+        phase = run.config.training.phase_behind(run.checkpoint.step)
+        self.run = run
+        self.dtype = dtype
+        self.bos, self.eod = tokenizer.bos, tokenizer.eod
+        self.model = _with_position_rows(phase.model(run.config.model), run.config.training.seq_len)
+        self.tensors = weights(run.checkpoint, run.config)
+        self.seq_len = phase.training.seq_len
+        self.words = self.model.vocab_size or tokenizer.vocab_size
+
+    def write_plain(self, folder: Path) -> dict[str, Any] | None:
+        """As an architecture of `transformers`; None, with nothing written, where none has the model's parts."""
+        config = plain_config(self.model, self.words, self.seq_len)
+        if config is None:
+            return None
+        config |= {
+            "bos_token_id": self.bos,
+            "eos_token_id": self.eod,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+        _write(folder / CONFIG, config)
+        parts = our_parts(FAMILIES[config["model_type"]], self.model)
+        write_tensors(folder, self._theirs(parts))
+        return config
+
+    def write_own(self, folder: Path) -> dict[str, Any]:
+        """As `MegakernelForCausalLM`."""
+        from .pretrained_config import MegakernelConfig
+
+        config = MegakernelConfig(
+            model=self.model.model_dump(mode="json"),
+            vocab_size=self.words,
+            max_position_embeddings=self.seq_len,
+            isolate_documents=self.run.config.data.isolate_documents,
+            eos_token_id=self.eod,
+            architectures=["MegakernelForCausalLM"],
+            dtype=self.dtype,
+        )
+        like = cast(config.language_model(shapes_only=True), self.dtype).state_dict()
+        config.save_pretrained(folder)
+        write_tensors(folder, ((f"model.{name}", self._read(name).to(x.dtype)) for name, x in like.items()))
+        return config.to_dict()
+
+    def _theirs(self, parts: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        for name in sorted(parts):
+            split = parts[name].split(self._read(name))
+            yield from zip(parts[name].theirs, (tensor.to(self.dtype) for tensor in split))
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self.tensors.read(name, [WEIGHT])[WEIGHT]
+        # Rows that pad the vocabulary stay here.
+        return tensor[: self.words] if name in vocabulary_names(self.model) else tensor
+
+
+def _with_position_rows(model: Model, seq_len: int) -> Model:
+    if model.max_positions is None and model.has_position_rows:
+        return model.model_copy(update={"max_positions": seq_len})
+    return model
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,233 @@
+"""How far the dense model's logits are from those that `transformers` computes of the same folder, in float32.
+
+In bfloat16 `transformers` is as far from itself, with another order of the same sums, as from a model read wrong.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megakernel.config import Model, UserError
+from megakernel.model import LanguageModel, ModelSettings
+from megakernel.parallel import Mesh, OneProcess
+from megakernel.parallel.device import free_memory, is_out_of_memory
+from megakernel.parallel.ranks import Ranks
+
+from .dense import DenseCheckpoint
+from .dense.checkpoint import their_config
+from .dense.families import OWN
+from .frozen import before_head
+from .weight_source import WeightSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+PARITY_TOKENS = 256
+
+SHORT_WINDOW = 16
+"""Tokens to which a part's sliding windows are cut, so that the tokens compared reach beyond them."""
+
+PARITY_TOLERANCE = 1e-4
+"""How far logits may be from those of `transformers` in float32, as a share of the largest."""
+
+LARGEST_SHARE = 0.5
+"""Of the memory that is free: what one of the two models may take, which are compared one after the other."""
+
+
+class Parity(NamedTuple):
+    """What was measured, or why it was not."""
+
+    difference: float | None
+    """Largest difference of a logit, as a share of the largest logit; None where it was not measured."""
+
+    reason: str = ""
+    """Why it was not, or not of all layers."""
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"logits are not compared with those of transformers: {self.reason}"
+        part = f", {self.reason}" if self.reason else ""
+        return f"logits are those of transformers, at most {self.difference:.1e} of the largest apart (float32{part})"
+
+    def check(self, named: str) -> None:
+        """Raise UserError, which names the folder so, where the model is not what `transformers` makes of it."""
+        if self.difference is None or self.difference <= PARITY_TOLERANCE:
+            return
+        if math.isnan(self.difference):
+            raise UserError(
+                f"{named}: its logits are not finite in float32; a weight is not: download it again"
+            )
+        raise UserError(
+            f"{named}: logits differ from those of transformers by {self.difference:.1e} of the largest, more than "
+            f"{PARITY_TOLERANCE:.0e} in float32; its config.json asks for something that Megakernel does not know: "
+            "remove the keys that models of its family do not have, or save it again with `save_pretrained`"
+        )
+
+
+def parity(dense: Callable[[], LanguageModel], source: WeightSource, mesh: Mesh) -> Parity:
+    """Compare the logits of one made row; called on all ranks, which get the same.
+
+    dense: makes the model of `source` in float32, from `frozen_model`. One rank of the last stage has all its logits,
+    and loads the reference. Where the model is too large for that, or rows are cut in shards, that rank alone compares
+    as many layers as fit. Raises UserError, alike on all ranks, where `transformers` cannot compute it.
+    """
+    if source.checkpoint is not None:
+        return Parity(None, "the dense model is a run of this project")
+    measuring = mesh.world_size - mesh.world_size // mesh.pp.size
+    named = f"{source.key}={source.folder}"
+
+    def is_partly_read() -> bool:
+        checkpoint = DenseCheckpoint(source.folder)
+        return checkpoint.config["model_type"] == OWN or bool(too_large(checkpoint, _free(mesh.device)))
+
+    is_part = mesh.cp.size > 1 or any(mesh.gather_objects(Ranks.of(mesh).alike(is_partly_read)))
+    ours = None if is_part else _logits_of_all_ranks(dense(), mesh)
+
+    def measured() -> Parity | None:
+        if mesh.rank != measuring:
+            return None
+        if ours is None:
+            return of_folder(DenseCheckpoint(source.folder), named, mesh.device)
+        return compared(ours, named, source.folder)
+
+    found = mesh.gather_objects(Ranks.of(mesh).alike(measured))[measuring]
+    assert found is not None
+    return found
+
+
+def of_folder(checkpoint: DenseCheckpoint, named: str, device: torch.device) -> Parity:
+    """Compare in this process alone; of a model that memory does not hold, the first layers that it does.
+
+    Sliding windows are cut to SHORT_WINDOW in both. Raises UserError where `transformers` cannot compute it.
+    """
+    if checkpoint.config["model_type"] == OWN:
+        return Parity(None, "transformers knows the dense model through Megakernel alone")
+    layers, free = checkpoint.model.num_layers, _free(device)
+    if too_large(checkpoint, free):
+        smallest = size(_part(checkpoint, 1)[0])
+        for_each = (size(checkpoint) - smallest) // max(layers - 1, 1)
+        fitting = int((LARGEST_SHARE * free - smallest) // for_each) + 1 if layers > 1 else 0
+        if fitting < 1:
+            return Parity(None, too_large(checkpoint, free))
+        layers = min(fitting, layers - 1)
+    part, config = _part(checkpoint, layers)
+    try:
+        found = compared(_logits(part, device), named, checkpoint.folder, config)
+    except MemoryError as error:
+        return Parity(None, f"memory ran out ({error})")
+    return (
+        found
+        if layers == checkpoint.model.num_layers
+        else found._replace(reason=f"{layers} of {checkpoint.model.num_layers} layers")
+    )
+
+
+def compared(ours: Tensor, named: str, folder: Path, config: "PreTrainedConfig | None" = None) -> Parity:
+    """Hold logits (1, N, V) of `made_tokens` against those that `transformers` computes of a folder.
+
+    config: instead of its config.json. Raises UserError where it cannot, for another reason than memory.
+    """
+    _, length, words = ours.shape
+    try:
+        theirs = _reference_logits(folder, config, made_tokens(length, words, ours.device), named)
+    except MemoryError as error:  # more than its weights, or memory that others took meanwhile
+        return Parity(None, f"transformers ran out of memory ({error})")
+    return Parity(float((ours - theirs).abs().max() / theirs.abs().max()))
+
+
+def made_tokens(length: int, words: int, device: torch.device) -> Tensor:
+    """(1, length) of ids all over a vocabulary."""
+    return torch.arange(length, device=device).mul(7919).remainder(words)[None]
+
+
+def too_large(checkpoint: DenseCheckpoint, free: int) -> str:
+    """Why not all layers are compared where `free` bytes are; empty where they are."""
+    if (needed := size(checkpoint)) <= LARGEST_SHARE * free:
+        return ""
+    return (
+        f"transformers would need {needed / 2**30:.1f} GiB on one process, and no more than {LARGEST_SHARE:.0%} of its "
+        f"{free / 2**30:.1f} GiB of free memory are taken for that"
+    )
+
+
+def size(checkpoint: DenseCheckpoint) -> int:
+    """Bytes of its weights in float32."""
+    return 4 * sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names)
+
+
+def _free(device: torch.device) -> int:
+    """Of the host and of the device: models are loaded to one and moved to the other."""
+    return min(map(free_memory, (torch.device("cpu"), device)))
+
+
+def _part(checkpoint: DenseCheckpoint, layers: int) -> tuple[DenseCheckpoint, "PreTrainedConfig"]:
+    """The first layers, with short windows."""
+    config = their_config(checkpoint.folder)
+    config.num_hidden_layers = layers
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = kinds[:layers]
+    if window := getattr(config, "sliding_window", None):
+        config.sliding_window = min(window, SHORT_WINDOW)
+    return DenseCheckpoint(checkpoint.folder, config=config.to_dict()), config
+
+
+@torch.no_grad()
+def _logits(checkpoint: DenseCheckpoint, device: torch.device) -> Tensor:
+    """(1, N, V) of `made_tokens`."""
+    assert checkpoint.model.vocab_size is not None
+    plain = checkpoint.model.model_copy(update={"vocab_multiple": 1})
+    with torch.device("meta"):
+        model = LanguageModel(ModelSettings(plain, checkpoint.model.vocab_size, OneProcess())).eval()
+    weights = {name: checkpoint.read(name)["fp32"].float() for name in checkpoint.names}
+    model.load_state_dict(
+        weights, assign=True, strict=False
+    )  # Megatron-core's layers have entries of no weights
+    model.to(device)
+    tokens = made_tokens(_length(plain), checkpoint.model.vocab_size, device)
+    return model.logits(model.hidden(tokens, torch.arange(tokens.shape[1], device=device)[None]))
+
+
+@torch.no_grad()
+def _logits_of_all_ranks(model: LanguageModel, mesh: Mesh) -> Tensor:
+    """The same on the ranks of the last stage, which gather them; empty on all others."""
+    settings = model.settings
+    tokens = made_tokens(_length(settings.model), settings.vocab_size, mesh.device)
+    entering = before_head(model, (tokens, torch.arange(tokens.shape[1], device=mesh.device)[None]), mesh)
+    return torch.empty(0) if entering is None else model.logits(entering[0])
+
+
+def _length(model: Model) -> int:
+    return min(PARITY_TOKENS, model.max_positions or PARITY_TOKENS)
+
+
+@torch.no_grad()
+def _reference_logits(folder: Path, config: "PreTrainedConfig | None", tokens: Tensor, named: str) -> Tensor:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of weights that lie on this machine
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # a part leaves weights alone
+    try:
+        given = {} if config is None else {"config": config}
+        reference = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, **given
+        )
+        reference.config.return_dict = True
+        logits: Tensor = reference.to(tokens.device).eval()(tokens).logits
+    # It reads configurations of any kind, with code of their own and libraries that need not be there.
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if is_out_of_memory(error):
+            raise MemoryError(text) from None
+        raise UserError(
+            f"{named}: transformers cannot compute its logits ({type(error).__name__}: {text}); "
+            "mend the folder until AutoModelForCausalLM.from_pretrained loads it"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+    return logits

@@ -1,0 +1,112 @@
+"""config.json of an exported model: our model section, and what others ask of a configuration.
+
+Not in `pretrained/`, whose import loads the models of `transformers`: an export needs none of them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from megakernel.config import Model, UserError, validate_section
+from megakernel.model import LanguageModel, ModelSettings, cast
+from megakernel.parallel import OneProcess
+
+from .dense.families import OWN
+
+CODE_FILE = "modeling_megakernel.py"
+"""What `trust_remote_code=True` runs: it takes the classes from the installed package."""
+
+_CODE = '''"""The model of this folder is made of layers of the package that exported it, which has to be installed."""
+
+import importlib.util
+import os
+
+INSTALL = (
+    "this model needs the package that exported it: `pip install PATH` of its source checkout or `pip install git+URL` "
+    "of its repository; the `megakernel` of the public index is another project"
+)
+
+_found = importlib.util.find_spec("megakernel")  # the other package is not run to find out that it is another
+_places = _found.submodule_search_locations or [] if _found else []
+if not any(os.path.isdir(os.path.join(place, "checkpoint", "pretrained")) for place in _places):
+    raise ImportError(INSTALL)
+try:  # of imports elsewhere `transformers` says what to install, by their name
+    from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
+except ImportError as error:
+    raise ImportError(f"{INSTALL} ({error})") from error
+
+__all__ = ["MegakernelConfig", "MegakernelForCausalLM"]
+'''
+
+
+class MegakernelConfig(PreTrainedConfig):
+    """A causal language model of this project. Everything has a default, because `transformers` builds empty ones."""
+
+    model_type = OWN
+
+    model: dict[str, Any] | None = None
+    """The model section of a run's config.yaml, whole, with the rotary frequencies that the weights know."""
+
+    vocab_size: int = 0
+    """Words, and rows of the embedding: files pad no vocabulary."""
+
+    max_position_embeddings: int = 0
+    """Tokens of the longest row of training. Longer rows may be read, unless positions are learned."""
+
+    isolate_documents: bool = True
+    """Whether a text ends behind eos_token_id, and positions begin again."""
+
+    eos_token_id: int | None = None
+    """Ends documents."""
+
+    def __post_init__(self, **kwargs: Any):
+        if self.model is not None:
+            section = self.section
+            self.hidden_size = section.hidden_size
+            self.num_hidden_layers = section.num_layers
+            self.num_attention_heads = section.num_heads
+            self.tie_word_embeddings = section.tie_embeddings
+        self.auto_map = {
+            "AutoConfig": f"{CODE_FILE.removesuffix('.py')}.MegakernelConfig",
+            "AutoModelForCausalLM": f"{CODE_FILE.removesuffix('.py')}.MegakernelForCausalLM",
+        }
+        derived = (
+            "auto_map",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "tie_word_embeddings",
+        )
+        super().__post_init__(**{key: value for key, value in kwargs.items() if key not in derived})
+
+    @property
+    def section(self) -> Model:
+        """`model`, validated. Raises UserError where it is missing or not of this version."""
+        if self.model is None:
+            raise UserError("config.json has no `model`; export the run again with `megakernel export`")
+        return validate_section(Model, self.model, "config.json: model")
+
+    def language_model(self, *, shapes_only: bool = False) -> LanguageModel:
+        """The layers, in torch's default dtype as a run casts them; drawn in float32, or without memory."""
+        section = self.section.model_copy(update={"vocab_multiple": 1})
+        dtype = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float32)
+            settings = ModelSettings(section, self.vocab_size, OneProcess(), shapes_only=shapes_only)
+            model = LanguageModel(settings)
+        finally:
+            torch.set_default_dtype(dtype)
+        return cast(model, dtype)
+
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Write config.json and, beside it, the code that `trust_remote_code=True` runs."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CODE_FILE).write_text(_CODE, encoding="utf-8")
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: else `transformers` would write a copy of this file beside every saved model."""

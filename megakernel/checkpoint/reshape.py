@@ -1,0 +1,95 @@
+"""Checkpoints in DeepSpeed's universal format, made from those of any layout and ZeRO stage.
+
+DeepSpeed brings a converter and loaders of its own. They know nothing of ZeRO 0, drop Adam's step where ZeRO 3 wrote
+it, leave buffers to the first tensor rank, and want as many pipeline stages as before; so Megakernel converts and
+loads by itself, in the same format. Where both can, a test holds the files against each other.
+"""
+
+import logging
+import shutil
+from pathlib import Path
+
+from megakernel.config import UserError
+from megakernel.parallel.ranks import RankFailed, Ranks
+
+from .files import CheckpointTensors
+from .folder import PARTIAL, SaveFailed
+from .manifest import MANIFEST, Checkpoint, FileRecord, flushed, read_manifest, verify, write_manifest
+from .trained_run import find_checkpoint
+from .universal import UniversalFolder
+
+_log = logging.getLogger(__name__)
+
+UNIVERSAL = "universal"
+"""The folder of the universal form inside a checkpoint; it lives and goes with the checkpoint."""
+
+
+def reshape_run(run: Path, step: int | None = None) -> Path:
+    """Convert a run's newest good checkpoint, or that of a step; the folder of its universal form.
+
+    A run does this by itself when it is continued on another layout. Doing it before spares the devices the wait.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged.
+        SaveFailed: the disk did not take the converted tensors.
+    """
+    return reshape(find_checkpoint(run, step), Ranks())
+
+
+def reshape(checkpoint: Checkpoint, ranks: Ranks) -> Path:
+    """Convert a checkpoint, every rank a share of its tensors; the folder of its universal form.
+
+    What was converted before is used again, if it is still what was written.
+    """
+    final = checkpoint.folder / UNIVERSAL
+    if ranks.first(final.is_dir):
+        try:
+            files = ranks.first(lambda: _files(final))
+            verify(final, files, ranks)
+            return final
+        except UserError as error:
+            if ranks.rank == 0:
+                _log.warning("%s cannot be used (%s); converting %s again", final, error, checkpoint.folder)
+    partial = final.with_name(final.name + PARTIAL)
+    try:
+        ranks.first(lambda: _empty(partial))
+        shares = ranks.all(lambda: _convert(checkpoint, partial, ranks.rank, ranks.size))
+        ranks.first(lambda: _publish(partial, final, shares))
+    except OSError as error:
+        reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
+        ranks.first(lambda: shutil.rmtree(partial, ignore_errors=True))
+        raise SaveFailed(
+            f"{checkpoint.folder} could not be converted for another layout: {reason}. The checkpoint is untouched; "
+            "free space or make the folder writable, then start the same command again"
+        ) from None
+    return final
+
+
+def _files(folder: Path) -> dict[str, FileRecord]:
+    if (folder / MANIFEST).exists():
+        return read_manifest(folder)[1]
+    # A version of before checksums has made it.
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.pt")}
+    return {name: FileRecord(path.stat().st_size, None) for name, path in files.items()}
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+
+
+def _convert(checkpoint: Checkpoint, folder: Path, rank: int, size: int) -> dict[str, FileRecord]:
+    """Write this rank's share of the tensors; the files' records."""
+    tensors, universal = CheckpointTensors(checkpoint), UniversalFolder(folder)
+    written: list[Path] = []
+    if rank == 0:
+        written.append(universal.write_counters(tensors.counters))
+    for name in sorted(tensors.names)[rank::size]:
+        written += universal.write(name, tensors.read(name), tensors.partition(name))
+    return flushed(folder, written)
+
+
+def _publish(partial: Path, final: Path, shares: list[dict[str, FileRecord]]) -> None:
+    write_manifest(partial, None, {name: record for share in shares for name, record in share.items()})
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)

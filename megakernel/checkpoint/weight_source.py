@@ -1,0 +1,118 @@
+"""What `init.from` and `objective.teacher` name: weights, and the model that they are weights of."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from data_pipeline.corpus import Corpora
+from megakernel.config import Config, Model, UserError
+from megakernel.parallel.ranks import Ranks
+
+from .conversion import Converted
+from .dense import DenseCheckpoint, is_dense_checkpoint
+from .dense.tokenizer import check_tokenizer
+from .files import CheckpointTensors
+from .folding import without_updates
+from .manifest import Checkpoint
+from .trained_run import find_checkpoint, recorded_config, stage_folders
+from .universal import WholeTensors
+from .unrounded import Unrounded
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """A run's checkpoint or a dense model of `transformers`, found and whole; bytes are not read yet."""
+
+    key: str
+    """The configuration key that names it."""
+
+    folder: Path
+    """What the key holds."""
+
+    checkpoint: Checkpoint | None
+    """Ours; None for a dense model."""
+
+    @classmethod
+    def find(cls, key: str, folder: Path, ranks: Ranks | None = None) -> "WeightSource":
+        """What lies in a folder: a run's newest good checkpoint, a checkpoint, or a dense model.
+
+        ranks: those that look for it together, a share of its files each; None: this process alone.
+        Raises UserError, alike on all of them, where it is none of these.
+        """
+        ranks = ranks or Ranks()
+        if ranks.first(lambda: is_dense_checkpoint(folder) and bool(DenseCheckpoint(folder))):
+            return cls(key, folder, None)
+        if ranks.first(lambda: (folder / "checkpoints").is_dir() or bool(stage_folders(folder))):
+            return cls(key, folder, find_checkpoint(folder, ranks=ranks))
+        try:
+            return cls(key, folder, Checkpoint.verified(folder, ranks))
+        except UserError as error:
+            raise UserError(
+                f"{key}={folder} is no run, no good checkpoint ({error}) and no dense model; give a folder such as "
+                "runs/NAME, runs/NAME/checkpoints/step_N, or one with config.json and model.safetensors"
+            ) from None
+
+    def tensors(self, model: Model) -> WholeTensors:
+        """Its weights under our names, for a model of the same sizes.
+
+        Low-rank updates are folded, mechanisms' weights made from those of another attention, and the vocabulary of a
+        dense model padded as the model's. Of what is as the run left it, AdamW's moments can be read, too.
+
+        Raises UserError where E and F of a layer cannot become the model's.
+        """
+        if self.checkpoint is None:
+            return DenseCheckpoint(self.folder, model.vocab_multiple)
+        return Converted(weights(self.checkpoint, self._config), self.model(), model)
+
+    def model(self) -> Model:
+        """The model section that its weights were trained with, rotary frequencies of their last phase included.
+
+        Raises UserError for a checkpoint that was taken out of its run's folder.
+        """
+        if self.checkpoint is None:
+            return DenseCheckpoint(self.folder).model
+        config = self._config
+        section = config.training.phase_behind(self.checkpoint.step).model(config.model)
+        return section.model_copy(update={"max_positions": section.max_positions or config.training.seq_len})
+
+    def check_tokenizer(self, corpora: Corpora) -> str | None:
+        """Refuse data of another tokenizer than it has learned with; a remark where it has none to compare with.
+
+        Raises UserError for another one.
+        """
+        return check_tokenizer(
+            self.key,
+            self.folder,
+            corpora.tokenizer_hash,
+            corpora.train[0].folder,
+            add_bos=corpora.bos is not None,
+        )
+
+    def other_words(self, words: int) -> list[str]:
+        """A line if its configuration names another number of words, whatever padding adds to both."""
+        own = self.model().vocab_size
+        if own in (None, words):  # None: as many as its tokenizer has, which is compared with the data's
+            return []
+        return [f"its vocabulary has {own} words and the model's {words}"]
+
+    @cached_property
+    def _config(self) -> Config:
+        assert self.checkpoint is not None
+        file = self.checkpoint.folder.parents[1] / "config.yaml"
+        if not file.is_file():
+            raise UserError(
+                f"{self.key}={self.folder} is a checkpoint without its run: {file} is missing; give the run's folder"
+            )
+        return recorded_config(file.parent)
+
+
+def weights(checkpoint: Checkpoint, config: Config) -> WholeTensors:
+    """A run's weights as another begins with them: low-rank updates folded, frozen weights as the run was given them.
+
+    config: of the run.
+    """
+    own, source = CheckpointTensors(checkpoint), config.init.source
+    if source is None:
+        return without_updates(own, config)
+    given = Unrounded(own, lambda: WeightSource.find("init.from", source).tensors(config.model))
+    return without_updates(given, config)

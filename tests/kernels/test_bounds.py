@@ -1,0 +1,42 @@
+"""What is counted in machine code: loops, how deep instructions stand in them, and what each takes of a processor."""
+
+from benchmarks.kernel_bounds import Code, Instruction
+
+LISTING = """
+ .L_x_0:
+        /*0010*/                   MOV R1, R2 ;
+ .L_x_1:
+        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
+        /*0030*/                   LDS.128 R4, [R2] ;
+        /*0040*/              @!P0 BRA `(.L_x_1) ;
+        /*0050*/                   IMAD R3, R3, R3, R3 ;
+        /*0060*/               @P1 BRA `(.L_x_0) ;
+        /*0070*/                   MUFU.EX2 R1, R2 ;
+        /*0080*/                   EXIT ;
+        /*0090*/                   NOP ;
+"""
+
+
+def test_loops_are_found_with_what_is_in_them():
+    code = Code(LISTING)
+    assert [sorted(body) for body in code.loops] == [[0, 1, 2, 3, 4, 5], [1, 2, 3]]
+    # What nothing leads to is not counted.
+    assert code.depths() == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1, 6: 0, 7: 0}
+
+
+def test_loops_that_wait_for_a_barrier_are_none():
+    asks = LISTING.replace("LDS.128 R4, [R2]", "SYNCS.PHASECHK.TRANS64 P0, [R2], R4")
+    assert [sorted(body) for body in Code(asks).loops] == []
+
+
+def test_instructions_take_their_share_of_a_processor():
+    wide = Instruction("@!UPT HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24")
+    assert wide.flops == ("HGMMA", 2 * 64 * 128 * 16 / 4)
+    assert wide.shared == (128 + 64) * 32 / 4
+    assert Instruction("HGMMA.64x128x16.F32.BF16 R24, R4, gdesc[UR4], R24").kind == "HGMMA"
+    assert Instruction("HMMA.1688.F32.TF32 R4, R8, R10, R4").flops == ("TF32", 2 * 16 * 8 * 8)
+    assert Instruction("LDSM.16.M88.4 R4, [R2]").shared == 512
+    assert Instruction("LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]").shared == 512
+    assert Instruction("@P0 MUFU.EX2 R1, R2").clocks["special"] == 2
+    assert Instruction("IMAD.MOV.U32 R1, RZ, RZ, R2").clocks["integer"] == 0
+    assert Instruction("IMAD R1, R2, R2, R2").clocks["integer"] == 0.5

@@ -1,0 +1,47 @@
+"""Which weights decay, and how fast each learns."""
+
+import pytest
+
+from megakernel.config import Model, Optimizer
+from megakernel.model import LanguageModel, ModelSettings
+from megakernel.parallel.one_process import OneProcess
+from megakernel.training.optimizer import SHARE, freeze, parameter_groups
+
+MECHANISM = ".core."
+
+
+@pytest.fixture
+def model():
+    section = Model(num_layers=1, hidden_size=32, num_heads=4, bias=True, qkv_bias=True, attention="flurka")
+    return LanguageModel(ModelSettings(section, vocab_size=64, mesh=OneProcess()))
+
+
+def groups(model, **settings):
+    """Of each group: weight decay, share of the learning rate, and the names of its weights."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        (group["weight_decay"], group[SHARE], {names[id(parameter)] for parameter in group["params"]})
+        for group in parameter_groups(model, Optimizer(weight_decay=0.1, **settings))
+    ]
+
+
+def test_matrices_decay_but_norms_biases_and_mechanisms_do_not(model):
+    (decay, share, decayed), (none, other_share, free) = groups(model)
+    assert (decay, share, none, other_share) == (0.1, 1.0, 0.0, 1.0)
+    assert decayed >= {"1.self_attention.qkv.weight", "1.mlp.linear_fc1.weight", "1.mlp.linear_fc2.weight"}
+    assert free >= {"1.self_attention.qkv.bias", "1.mlp.linear_fc1.bias"}
+    assert any("norm" in name for name in free)
+    assert not any("norm" in name or "bias" in name or MECHANISM in name for name in decayed)
+    assert decayed | free == {name for name, _ in model.named_parameters()}
+
+
+def test_mechanisms_learn_at_a_rate_of_their_own(model):
+    _, _, (decay, share, owned) = groups(model, lr=1e-3, mechanism_lr=1e-2)
+    assert (decay, share) == (0.0, pytest.approx(10.0))
+    assert owned == {name for name, _ in model.named_parameters() if MECHANISM in name} != set()
+
+
+def test_what_is_frozen_is_in_no_group(model):
+    freeze(model, "mechanism")
+    [(_, _, trained)] = groups(model)
+    assert trained == {name for name, _ in model.named_parameters() if MECHANISM in name}
