@@ -13,11 +13,10 @@ from megakernel.ops.documents import (
     Positions,
     began_before,
     open_documents,
-    pad_positions,
     position_rows,
 )
 from megakernel.ops.groups import Tensors, scan_groups
-from megakernel.ops.scan import Links, link
+from megakernel.ops.scan import alive_chunks, chunk_links
 from megakernel.ops.state import Exchange, KernelState
 
 CHUNK = 64
@@ -99,7 +98,7 @@ def chunked(
 
 def _group(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, state: Tensor):
     heads, length, kv_heads = q.shape[1], q.shape[2], k.shape[1]
-    links = _links(positions, length, q.device)
+    links = chunk_links(positions, length, q.device, CHUNK)
     chunks, size = links.writes.shape[1:]
     queries = chunk_queries(_scaled(q, state.dtype), kv_heads, size, chunks)
     keys, values, logs = (chunk_keys(x.to(state.dtype), size, chunks) for x in (k, v, log_decay))
@@ -112,10 +111,8 @@ def _group(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positi
     left = (logs[..., -1:] - logs).masked_fill(~links.writes[:, None], -torch.inf).exp()
     added = (keys * left[..., None]).transpose(-1, -2) @ values
     behind = torch.cat([torch.zeros_like(logs[:, :, :1, -1]), logs[..., -1].cumsum(-1)], -1)
-    breaks = (~links.carries).cumsum(1)
-    breaks = torch.cat([torch.zeros_like(breaks[:, :1]), breaks], 1)
-    alive = (breaks[:, :, None] == breaks[:, None, :]).tril()[:, None]
-    decays = (behind[..., :, None] - behind[..., None, :]).masked_fill(~alive, -torch.inf).exp()
+    decays = behind[..., :, None] - behind[..., None, :]
+    decays = decays.masked_fill(~alive_chunks(links), -torch.inf).exp()
     stack = torch.cat([state[:, :, None], added], 2).flatten(-2)
     states = (decays @ stack).unflatten(-1, added.shape[-2:])
     kept = logs.exp().masked_fill(~links.reads[:, None, :, 0], 0.0)
@@ -123,13 +120,6 @@ def _group(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positi
     out = scores.flatten(3, 4) @ values + seen.flatten(3, 4)
     # A copy: what leaves a group is kept for backward, and a view would keep the states of all chunks with it.
     return join_queries(out, heads, length), states[:, :, -1].clone()
-
-
-def _links(positions: Positions, length: int, device: torch.device) -> Links:
-    size = min(CHUNK, length)
-    rows = pad_positions(position_rows(positions, length, device), -length % size).unflatten(1, (-1, size))
-    places = torch.arange(size, device=device)
-    return link((places - rows)[:, :, None], places.expand(rows.shape), delay=0)
 
 
 def reference(
