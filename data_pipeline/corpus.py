@@ -1,5 +1,6 @@
 """Prepared folders, checked before anything is built on them."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,6 +104,10 @@ class Corpora:
             corpus.weight / total * corpus.record(split).bytes / corpus.record(split).tokens
             for corpus in corpora
         )
+
+    def bits_per_byte(self, loss: float, split: str) -> float:
+        """Loss in nats per token -> bits per UTF-8 byte of the split's text, which other tokenizers' compare with."""
+        return loss / math.log(2) / self.bytes_per_token(split)
 
 
 def _open(key: str, config: CorpusConfig, split: str, verify: bool) -> PreparedCorpus:

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from megakernel.checkpoint.dense import DenseCheckpoint
-    from megakernel.checkpoint.dense.fragment import fragment
+    from megakernel.checkpoint.dense.checkpoint import fragment
     from megakernel.checkpoint.parity import of_folder
     from megakernel.model.parameters import parameter_count
     from megakernel.training.whole_file import write_whole

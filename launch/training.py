@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from data_pipeline.tokenizers import Tokenizer
     from megakernel.model import LanguageModel
     from megakernel.model.layer_inputs import LayerInputs
-    from megakernel.training.observed import Providers
+    from megakernel.training.observing.observed import Providers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +109,7 @@ def uptrain(config: Config, process: ProcessEnvironment) -> int:
 
 def providers() -> "Providers":
     """What trains by the objective section, plots attention and continues prompts; for processes of a mesh."""
-    from megakernel.training.observed import Providers
+    from megakernel.training.observing.observed import Providers
     from megakernel.uptraining.objectives import model_maker
 
     return Providers(model_maker, _attention_figures, _sampler)

@@ -1,10 +1,9 @@
 """Tasks whose examples are made here, at any length, and which show what a model finds in its context."""
 
 from .counting import CommonWords, FrequentWords
-from .example import Example
 from .haystack import Needle, Passkey, Variables
 from .recall import Copy, Induction, Mqar
-from .task import EVALUATION, TRAINING, Task
+from .task import EVALUATION, TRAINING, Example, Task
 
 KINDS: tuple[type[Task], ...] = (
     Passkey,

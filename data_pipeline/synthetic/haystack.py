@@ -7,9 +7,8 @@ import numpy as np
 from pydantic import Field
 
 from . import symbols
-from .example import Example, Writing
 from .filler import Filler
-from .task import Task
+from .task import Example, Task, Writing
 
 
 class Haystack(Task):

@@ -9,10 +9,9 @@ from pydantic import Field
 from megakernel.config.errors import Problem
 
 from . import symbols
-from .example import Example, Writing
 from .filler import Filler
 from .haystack import depth_of
-from .task import Task
+from .task import Example, Task, Writing
 
 
 class Mqar(Task):

@@ -13,10 +13,9 @@ from data_pipeline.tokenizers import Tokenizer
 from megakernel.config.errors import UserError
 
 from . import TASKS
-from .example import Example
 from .filler import Filler, Passages, sentences
 from .haystack import Haystack
-from .task import TRAINING, Task
+from .task import TRAINING, Example, Task
 
 
 class TaskSource(Source):

@@ -8,7 +8,7 @@ from typing import Any
 
 from megakernel.config import UserError
 from megakernel.config.cluster import Cluster, load_cluster, read_cluster
-from megakernel.config.merging import merged
+from megakernel.config.section import merged
 
 from .script import REPOSITORY
 

@@ -3,12 +3,13 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from data_pipeline import tokenizers
@@ -18,12 +19,11 @@ from megakernel.config.errors import written_to
 from megakernel.model import cast
 from megakernel.model.settings import DTYPES
 
-from .dense.checkpoint import CONFIG, our_parts, vocabulary_names
+from .dense.checkpoint import CONFIG, INDEX, ONE_FILE, our_parts, vocabulary_names
 from .dense.configs import plain_config
 from .dense.families import FAMILIES, OWN
 from .dense.tokenizer import save_tokenizer
 from .generation_config import FILE, generation_config
-from .shards import write_tensors
 from .trained_run import TrainedRun, tokenizer_folder
 from .universal import WEIGHT
 from .weight_source import weights
@@ -142,3 +142,38 @@ def _with_position_rows(model: Model, seq_len: int) -> Model:
 
 def _write(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+SHARD_BYTES = 5 * 10**9
+"""Of one file, at most, unless a tensor is larger."""
+
+
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write files of at most SHARD_BYTES, holding one at a time in memory."""
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    size = total = 0
+
+    def close() -> None:
+        save_file(shard, folder / f"part-{len(shards)}", {"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        count = tensor.numel() * tensor.element_size()
+        if shard and size + count > SHARD_BYTES:
+            close()
+            size = 0
+        shard[name] = tensor.contiguous()
+        size, total = size + count, total + count
+    close()
+    if len(shards) == 1:
+        (folder / "part-0").rename(folder / ONE_FILE)
+        return
+    weights: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / file)
+        weights |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

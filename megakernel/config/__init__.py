@@ -7,17 +7,15 @@ from .data import Corpus, Data, Masking
 from .errors import MISSING, ConfigError, InUse, NotFinite, Problem, RunFailed, UserError
 from .feature_map import FeatureMap
 from .load import from_yaml, load, to_yaml
-from .lora import Lora
 from .model import Classifier, Model
 from .objective import Objective
 from .parallel import Parallel
 from .resume import NOT_FINITE, UNPROVEN, Difference, check_recorded_run, check_same_run, differences
 from .rope import RopeScaling
-from .training import Checkpoint, LengthPhase, Logging, Optimizer, Phase, Profile, Schedule, Training
-from .tree import Config, Run
+from .training import Checkpoint, LengthPhase, Logging, Lora, Optimizer, Phase, Profile, Schedule, Training
+from .tree import Config, Run, data_parallel_size
 from .uptrain import KeptLayers, LengthStage, TransferStage, Uptrain
 from .validation import validate_section
-from .world import data_parallel_size
 
 __all__ = [
     "MISSING",

@@ -12,8 +12,8 @@ from .algebra import Algebra, Near
 from .compression import Compression
 from .errors import ConfigError, Problem, nearest_first
 from .mechanisms import Mechanism, mechanism_of
-from .merging import merged
 from .mixture import Mixture
+from .section import merged
 
 
 class Attention(Algebra):

@@ -15,7 +15,7 @@ from .errors import MISSING, Problem, nearest_multiples
 from .model import Model
 from .objective import Objective
 from .parallel import Parallel
-from .training import Optimizer, Training
+from .training import Logging, Optimizer, Training
 from .uptrain_checks import (
     longer_rows,
     near_windows_have_gates,
@@ -23,7 +23,27 @@ from .uptrain_checks import (
     stages_lead_to_the_model,
     stages_share_a_schedule,
 )
-from .watching import processes_hold_what_is_watched
+
+
+def processes_hold_what_is_watched(logging: Logging, model: Model, parallel: Parallel) -> Iterator[Problem]:
+    """Samples take a process that holds the whole model, plots one that holds all its layers."""
+    if logging.analysis_every is not None and parallel.pipeline > 1:
+        reason = f"needs all layers in one process, and parallel.pipeline={parallel.pipeline} parts them"
+        remedy = "remove it; `megakernel analyze RUN` takes checkpoints of every layout"
+        yield Problem("logging.analysis_every", logging.analysis_every, reason, remedy)
+    if logging.sample_prompt is None:
+        return
+    if not model.is_causal:
+        reason = f"has nothing to continue it: model.kind is {model.kind}"
+        yield Problem("logging.sample_prompt", logging.sample_prompt, reason, "remove it")
+    sizes = {"tensor": parallel.tensor, "context": parallel.context, "pipeline": parallel.pipeline}
+    shared = [f"parallel.{key}={size}" for key, size in sizes.items() if size > 1]
+    shared += ["parallel.zero_stage=3"] * (parallel.zero_stage == 3)
+    if shared:
+        reason = f"needs a process that holds the whole model, and {shared[0]} shares it"
+        remedy = "remove it; `megakernel generate RUN` takes checkpoints of every layout"
+        yield Problem("logging.sample_prompt", logging.sample_prompt, reason, remedy)
+
 
 Rule = Callable[..., Iterator[Problem]]
 

@@ -9,7 +9,7 @@ from typing import Any
 from . import yaml_text
 from .attention import DEFAULT_PRESET, expand_preset
 from .errors import MISSING, ConfigError, Problem
-from .merging import merged
+from .section import merged
 
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 

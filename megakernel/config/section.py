@@ -1,6 +1,6 @@
-"""The base of every configuration section."""
+"""The base of every configuration section, and laying one tree of keys over another."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
@@ -81,3 +81,12 @@ def _types(annotation: Any) -> Iterator[Any]:
         yield annotation if isinstance(annotation, type) else type(annotation)
     for part in parts:
         yield from _types(part)
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it: mappings merge key by key, every other value replaces."""
+    out = dict(base)
+    for key, item in changes.items():
+        under = out.get(key)
+        out[key] = merged(under, item) if isinstance(item, Mapping) and isinstance(under, Mapping) else item
+    return out

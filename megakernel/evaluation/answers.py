@@ -121,7 +121,7 @@ def _measure(
 
 def _scored(subject: Subject, examples: Sequence[Example]) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
     """Of each example: where its answers begin among their tokens, those tokens' losses, and which are right."""
-    from .predictions import predict
+    from .perplexity import predict
 
     rows = [encode_answered(subject.tokenizer, example.text, example.answers) for example in examples]
     tokens, scored = _padded(rows, subject.tokenizer.eod)

@@ -12,10 +12,9 @@ from data_pipeline.packed_text import NextTokens
 from data_pipeline.samples import BlendedSamples
 from megakernel.model import LanguageModel
 
-from .perplexity import STARTS
-from .predictions import predict
+from .perplexity import STARTS, predict
+from .result import Table, number
 from .subject import Progress
-from .table import Table, number
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,6 @@ class LanguageModelling:
             return self._measure_far(subject, config, progress)
         from data_pipeline.loader import ValidationBatches
         from data_pipeline.order import Share
-        from megakernel.training.bits import bits_per_byte
 
         from .classification import predict_examples
         from .perplexity import measure
@@ -138,7 +137,7 @@ class LanguageModelling:
             seq_len=training.seq_len,
             tokens=tokens,
             loss=loss,
-            bits_per_byte=bits_per_byte(loss, corpora, split) if is_text else None,
+            bits_per_byte=corpora.bits_per_byte(loss, split) if is_text else None,
             accuracy=accuracy,
             by_position=by_position,
             draws=self.options.draws,

@@ -12,11 +12,10 @@ import re
 import shutil
 from pathlib import Path
 
-from megakernel.training.event_files import add_png
+from megakernel.training.observing.event_files import add_png
 from megakernel.training.whole_file import write_whole
 
-from .answer_counts import AnswerCounts
-from .heat_map import heat_map
+from .answer_counts import AnswerCounts, heat_map
 from .subject import Result
 
 _STEP = re.compile(r"step_(\d+)")

@@ -1,10 +1,34 @@
-"""What an evaluation measured."""
+"""What an evaluation measured, as the table that the terminal and TensorBoard show."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from .table import Table
+
+class Table(NamedTuple):
+    """Rows of text, and what is to be said above and below them."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+    total: tuple[str, ...] | None = None
+    """A last row over all others."""
+
+    below: tuple[str, ...] = ()
+    """Lines."""
+
+    def markdown(self) -> str:
+        """The same for TensorBoard's text page."""
+        rows = [*self.rows, *([self.total] if self.total else [])]
+        lines = [" | ".join(row) for row in [self.columns, ("---",) * len(self.columns), *rows]]
+        return "\n\n".join([self.title, "\n".join(f"| {line} |" for line in lines), *self.below])
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number, or nothing."""
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 @dataclass(frozen=True)

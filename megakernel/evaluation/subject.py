@@ -14,7 +14,7 @@ from megakernel.checkpoint.trained_run import TrainedRun, tokenizer_folder
 from megakernel.config import Config, UserError
 from megakernel.parallel.device import choose_device
 
-from .table import Table
+from .result import Table
 
 if TYPE_CHECKING:
     from megakernel.model import LanguageModel

@@ -13,8 +13,7 @@ from megakernel.checkpoint.trained_run import TrainedRun, tokenizer_folder
 from megakernel.config import Config, UserError
 from megakernel.parallel.device import choose_device
 
-from .sampling import Sampling
-from .text_stream import TextStream
+from .decoding import Decoder, Sampling, TextStream
 
 if TYPE_CHECKING:
     from megakernel.model import LanguageModel
@@ -128,8 +127,6 @@ def continued(
 
     It ends where the model ends the document, or after max_new_tokens tokens.
     """
-    from .decoder import Decoder
-
     text = TextStream(tokenizer, prompt)
     decoder = Decoder(model, tokenizer.eod, isolate_documents)
     draws = torch.Generator().manual_seed(seed)

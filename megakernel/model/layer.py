@@ -1,9 +1,11 @@
 """The transformer layer: norms, one of our attention mechanisms between its projections, and the MLP."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.attention import AttentionLayer
@@ -13,7 +15,6 @@ from megakernel.parallel import replicated
 from .layer_inputs import LayerInputs
 from .mlp import MLP
 from .norm import Norm
-from .recompute import recomputed
 from .self_attention import SelfAttention
 from .settings import ModelSettings, drawn_from
 
@@ -92,3 +93,18 @@ def converted_cores(model: nn.Module) -> dict[int, AttentionLayer]:
     """`attention_cores` without those that are still full softmax."""
     cores = attention_cores(model)
     return {index: core for index, core in cores.items() if not isinstance(core, SoftmaxAttention)}
+
+
+def recomputed(
+    function: Callable[..., Tensor], hidden: Tensor, positions: Tensor, *, offload: bool
+) -> Tensor:
+    """`function(hidden, positions)`, of which the arguments alone are kept until backward.
+
+    offload: they wait in pinned host memory. Not DeepSpeed's way of doing that: 0.19.8 empties the tensors it was
+    handed, of which its own pipeline engine still holds some.
+    """
+    if not offload:
+        return checkpoint(function, hidden, positions, use_reentrant=False)
+    with save_on_cpu(pin_memory=hidden.is_cuda):
+        # Only this form saves its arguments as autograd's tensors, which is what the hook moves.
+        return checkpoint(function, hidden, positions, use_reentrant=True)

@@ -4,16 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megakernel.parallel.axis import OneProcess
     from megakernel.parallel.device import prepare_device
     from megakernel.parallel.mesh import Mesh
-    from megakernel.parallel.one_process import OneProcess
     from megakernel.parallel.tensor import mark_head_parameters, replicated, total
 
 __all__ = ["Mesh", "OneProcess", "mark_head_parameters", "prepare_device", "replicated", "total"]
 
 _HOMES = {
     "Mesh": "mesh",
-    "OneProcess": "one_process",
+    "OneProcess": "axis",
     "mark_head_parameters": "tensor",
     "prepare_device": "device",
     "replicated": "tensor",

@@ -1,9 +1,12 @@
-"""One axis of the mesh, as one process sees it."""
+"""One axis of the mesh, as one process sees it, and the mesh of a process that holds a model alone."""
 
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, ProcessGroup
+
+from megakernel.attention.sequence import WHOLE, ContextParallelShard
+from megakernel.config.parallel import SoftmaxExchange
 
 
 @dataclass(frozen=True)
@@ -28,3 +31,19 @@ class Axis:
     def size(self) -> int:
         """Processes in the group."""
         return len(self.ranks)
+
+
+class OneProcess:
+    """The mesh of a model that stands in somebody else's program: it starts no process group and asks for none.
+
+    So that program may have groups of its own, or start some later.
+    """
+
+    # Of the class: a copy of a model does not copy the group, which cannot be copied.
+    tp = Axis(ProcessGroup(HashStore(), 0, 1), 0, (0,))
+    sequence_parallel = False
+    softmax_exchange: SoftmaxExchange = "auto"
+
+    def new_cp_shard(self) -> ContextParallelShard:
+        """The whole sequence."""
+        return WHOLE

@@ -5,7 +5,7 @@ from typing import Any
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from megakernel.config import Config, ConfigError, Problem, Training
-from megakernel.config.merging import merged
+from megakernel.config.section import merged
 from megakernel.parallel import Mesh
 
 

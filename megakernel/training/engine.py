@@ -32,13 +32,12 @@ from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
-from .context_traffic import ContextTraffic
+from .batches import means, model_inputs
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
 from .deferred_errors import DeferredErrors
-from .memory import MemoryPeaks
-from .model_inputs import means, model_inputs
 from .optimizer import SHARE, build_optimizer, freeze
 from .schedule import LinearDecay, drop_near_windows
+from .step_costs import ContextTraffic, MemoryPeaks
 
 
 @dataclass(frozen=True)

@@ -21,23 +21,20 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
 from . import events
-from .bits import bits_per_byte
-from .console import Console
+from .batches import reading
 from .deepspeed_config import check_own_keys
-from .device_peak import peak_tflops
 from .engine import Engine, StepResult
 from .environment import package_versions
-from .local_work import LocalWork
-from .metrics_writer import Entry, MetricsWriter
-from .observed import Observed, Providers
-from .profiler import Profiler, kept_when_memory_runs_out
-from .reading import reading
+from .observing.console import Console
+from .observing.local_work import LocalWork
+from .observing.metrics_writer import Entry, MetricsWriter
+from .observing.observed import Observed, Providers
+from .observing.profiler import Profiler, kept_when_memory_runs_out
+from .observing.throughput import Throughput, peak_tflops
 from .resume import resume, start_from_weights, start_with_moments
 from .run_folder import RunFolder, free_learning_rates, stop_file
 from .schedule import learning_rate
-from .stop import Stop
-from .stop_requests import StopRequests
-from .throughput import Throughput
+from .stop_requests import Stop, StopRequests
 from .watchdog import Watchdog
 
 
@@ -253,7 +250,7 @@ class Trainer:
         is_cross_entropy = tag == "eval" or self.config.objective.kind == "labels"
         if not is_cross_entropy or not self.config.model.is_causal or self.config.data.scored != "all":
             return {}
-        return {f"{tag}/bits_per_byte": bits_per_byte(loss, self.corpora, split)}
+        return {f"{tag}/bits_per_byte": self.corpora.bits_per_byte(loss, split)}
 
     def _save(self, step: int) -> None:
         self.mesh.progress.reach("saving")

@@ -1,10 +1,29 @@
-"""Means per head of each layer, added up over micro-batches and over processes."""
+"""Numbers of heads: their means over micro-batches and processes, and the tags of a transfer's scalars."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class HeadTag(NamedTuple):
+    """What is measured of which head."""
+
+    name: str
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"transfer/{self.name}/layer_{self.layer}/head_{self.head}"
+
+    @classmethod
+    def parse(cls, tag: str) -> "HeadTag":
+        """The reverse of `str`."""
+        match = re.fullmatch(r"transfer/(.+)/layer_(\d+)/head_(\d+)", tag)
+        assert match, tag
+        return cls(match[1], int(match[2]), int(match[3]))
 
 
 class Place(NamedTuple):

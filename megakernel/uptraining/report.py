@@ -1,16 +1,18 @@
-"""uptrain_report.md and uptrain_report.json: what each stage gained, and what the parts are worth."""
+"""The report of an up-training, as files and for TensorBoard: what each stage gained, and what the parts are worth."""
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megakernel.training.observing.event_files import drop_later_steps
 from megakernel.training.whole_file import write_whole
 
 from .costs import Decoding, Spent, cost_pages
-from .head_tag import HeadTag
+from .head_sums import HeadTag
 from .identity import Identity
 
 REPORT = "uptrain_report"
@@ -211,3 +213,24 @@ def _identity(found: Identity | None) -> str:
         f"Loss of the first {found.tokens} tokens of each row: of the dense model {found.dense:.4f}, "
         f"of the student with windows over all of them {found.student:.4f}."
     )
+
+
+def write_events(report: Report, folder: Path) -> None:
+    """Write the page as text, and each row's numbers as `report/loss/ROW` and so on, at the tokens it was trained on.
+
+    What an earlier report wrote there goes.
+    """
+    # Imported here because it takes seconds that the other ranks need not wait.
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder.mkdir(exist_ok=True)
+    drop_later_steps(folder, -1)
+    with SummaryWriter(str(folder)) as events:
+        events.add_text("report", report.markdown())
+        for row in report.rows:
+            numbers = {"loss": row.loss, "perplexity": row.perplexity, "beyond": row.beyond}
+            if (share := report.recovered(row, report.dense)) is not None:
+                numbers["recovered"] = share
+            name = re.sub(r"[^\w.]+", "_", row.name)
+            for kind, value in numbers.items():
+                events.add_scalar(f"report/{kind}/{name}", value, row.tokens)

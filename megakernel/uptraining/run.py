@@ -13,7 +13,7 @@ from megakernel.config import Config, Uptrain, UserError, check_same_run, to_yam
 from megakernel.config.errors import written_to
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
-from megakernel.training.observed import Providers
+from megakernel.training.observing.observed import Providers
 from megakernel.training.resume import find_moments
 from megakernel.training.run_folder import RunFolder
 from megakernel.training.run_lock import RunLock
@@ -21,7 +21,7 @@ from megakernel.training.trainer import Trainer
 from megakernel.training.whole_file import write_whole
 
 from .preflight import Preflight, preflight
-from .report_events import write_events
+from .report import write_events
 from .stages import Stage, stages
 from .summary import head_scalars, summarize, wanted_model, worst_layers
 from .validation import Validation, measured_on

@@ -16,7 +16,7 @@ from megakernel.config import (
     Training,
     Uptrain,
 )
-from megakernel.config.merging import merged
+from megakernel.config.section import merged
 from megakernel.config.validation import validate
 
 

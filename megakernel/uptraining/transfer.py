@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megakernel.attention import AttentionLayer
+from megakernel.attention import WHOLE, AttentionLayer, ContextParallelShard
 from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.config import UserError
 from megakernel.model.layer import attention_cores
+from megakernel.ops.dispatch import accum_dtype
 
 from .attention_inputs import AttentionInputs
 from .head_statistics import head_statistics
 from .head_sums import HeadSums, Place
-from .losses import cross_entropy, normalized_errors
 from .query_rows import QueryRows, sample_queries
 
 
@@ -204,3 +204,29 @@ def _unlike(teacher: AttentionLayer, student: AttentionLayer) -> str | None:
         if ours != theirs:
             return f"has {name}={ours} where the teacher has {theirs}; give both models the same sizes and layout"
     return None
+
+
+FLOOR = 1e-8
+"""Of weights in a cross entropy, so that one that vanishes has a finite gradient."""
+
+
+def normalized_errors(output: Tensor, target: Tensor, cp_shard: ContextParallelShard = WHOLE) -> Tensor:
+    """|y' - y|^2 / |y|^2 of each row and head, (B, H), of outputs y' and targets y (B, H, n, D), 0 at padding.
+
+    Of a shard of the rows it is the shard's part: those of all shards add up. Float32 or better.
+    """
+    dtype = accum_dtype(target.dtype)
+    output, target = output.to(dtype), target.to(dtype)
+    energy = cp_shard.total(target.square().sum((2, 3)))
+    return (output - target).square().sum((2, 3)) / energy.clamp(min=torch.finfo(dtype).tiny)
+
+
+def cross_entropy(teacher: Tensor, student: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """-sum_j p_ij log w_ij of weights p and w (B, H, R, N), mean over the queries (B, R) that are `real`.
+
+    Returns it, (B, H), and its derivatives by w, (B, H, R, N). Below FLOOR the logarithm goes on as a line.
+    """
+    count = real.sum(-1).clamp(min=1)[:, None]
+    kept = student.clamp(min=FLOOR)
+    log = kept.log() + (student - kept) / FLOOR
+    return -(teacher * log).sum((2, 3)) / count, -teacher / kept / count[..., None, None]

@@ -14,7 +14,7 @@ from megakernel.model.layer_inputs import LayerInputs, as_bits, from_bits
 from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
 
-from .head_tag import HeadTag
+from .head_sums import HeadTag
 from .teacher import Teacher
 from .transfer import AttentionTransfer
 

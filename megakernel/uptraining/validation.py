@@ -15,8 +15,7 @@ from megakernel.model.head import token_losses
 from megakernel.model.layer_inputs import IGNORED, LayerInputs
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.parallel import Mesh
-from megakernel.training.model_inputs import means, model_inputs
-from megakernel.training.reading import reading
+from megakernel.training.batches import means, model_inputs, reading
 
 
 def measured_on(config: Config) -> dict[str, Any]:

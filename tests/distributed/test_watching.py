@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from megakernel.training.local_work import LocalWork, slowest
+from megakernel.training.observing.local_work import LocalWork, slowest
 from tests.distributed.ranks import cpu_mesh, run_ranks
 from tests.distributed.training_run import train, write_config
 

@@ -9,8 +9,8 @@ import torch
 from launch.cli import main
 from megakernel import attention
 from megakernel.attention import AttentionInputs
-from megakernel.model.recompute import recomputed
-from megakernel.training.profiler import kept_when_memory_runs_out
+from megakernel.model.layer import recomputed
+from megakernel.training.observing.profiler import kept_when_memory_runs_out
 
 pytestmark = pytest.mark.gpu
 

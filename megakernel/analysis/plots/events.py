@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from megakernel.training.event_files import PATTERN, add_png
+from megakernel.training.observing.event_files import PATTERN, add_png
 
 
 def show(tensorboard: Path, plots: Mapping[str, Path], step: int, name: str) -> None:

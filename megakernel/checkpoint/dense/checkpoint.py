@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.config import Model, UserError, validate_section
+from megakernel.config import Model, UserError, validate_section, yaml_text
 from megakernel.parallel import OneProcess
 
 from .families import FAMILIES, OWN, OWN_PREFIX, Family, model_section
@@ -333,3 +333,14 @@ def _unfinished(folder: Path) -> bool:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def fragment(checkpoint: DenseCheckpoint) -> str:
+    """YAML with the `model` and `init` sections; model.attention is softmax, which gives the dense model's outputs."""
+    folder = checkpoint.folder.resolve()
+    lines = [
+        f"# {checkpoint.config['model_type']} from {folder}, made by `megakernel import`.",
+        f"# Its data: megakernel prepare --source SOURCE --tokenizer {folder} --out DIR",
+        yaml_text.write({"model": checkpoint.section, "init": {"from": str(folder)}}),
+    ]
+    return "\n".join(lines)

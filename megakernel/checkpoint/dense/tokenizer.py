@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from data_pipeline import tokenizers
-from data_pipeline.byte_level import byte_level
-from data_pipeline.tokenizers import BPE_EOD, ByteTokenizer, Tokenizer
+from data_pipeline.tokenizers import BPE_EOD, ByteTokenizer, Tokenizer, byte_level
 from megakernel.checkpoint.trained_run import tokenizer_folder
 from megakernel.config import UserError
 

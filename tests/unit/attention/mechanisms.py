@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megakernel.attention import ALL_HEADS, AttentionInputs, AttentionLayer, HeadShard, build
 from megakernel.config.attention import PRESETS, Attention, expand_preset
-from megakernel.config.merging import merged
+from megakernel.config.section import merged
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "simple_gla": {"mechanism": "simple_gla", "simple_gla": {"gate_logit_normalizer": 2.0}},

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megakernel.config import NOT_FINITE, UNPROVEN, ConfigError, check_same_run, differences, to_yaml
-from megakernel.config.merging import merged
+from megakernel.config.section import merged
 
 from .trees import config
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megakernel.config import Config, ConfigError, Problem
-from megakernel.config.merging import merged
+from megakernel.config.section import merged
 from megakernel.config.validation import validate
 from megakernel.config.yaml_text import write
 

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 
 from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.config import Config
-from megakernel.evaluation.answer_counts import AnswerCounts, Cell
-from megakernel.evaluation.heat_map import heat_map
-from megakernel.evaluation.predictions import predict
+from megakernel.evaluation.answer_counts import AnswerCounts, Cell, heat_map
+from megakernel.evaluation.perplexity import predict
 from megakernel.evaluation.specs import parse
 
 PADDED = 320

@@ -7,7 +7,7 @@ from torch.utils import _pytree as pytree
 
 from megakernel import attention
 from megakernel.config import PRESETS, Attention, Model, Parallel, expand_preset
-from megakernel.generation.decoder import Decoder
+from megakernel.generation.decoding import Decoder
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment

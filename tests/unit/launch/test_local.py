@@ -27,7 +27,7 @@ def test_nobody_outside_this_machine_reaches_the_ranks(tmp_path):
 
 
 WATCHED = """
-from megakernel.training.console import Console
+from megakernel.training.observing.console import Console
 console = Console(4, total_tokens=4)
 console.note("begin")
 console.progress(1)

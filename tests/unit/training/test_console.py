@@ -1,6 +1,6 @@
 import io
 
-from megakernel.training.console import Console
+from megakernel.training.observing.console import Console
 
 SCALARS = {
     "train/loss": 2.34124,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from megakernel.training.histograms import SHARES, SIGNED, Histogram
+from megakernel.training.observing.histograms import SHARES, SIGNED, Histogram
 
 
 def histogram(values, edges=SIGNED):

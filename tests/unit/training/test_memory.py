@@ -1,15 +1,15 @@
 import pytest
 import torch
 
-from megakernel.training import memory
-from megakernel.training.memory import MemoryPeaks
+from megakernel.training import step_costs
+from megakernel.training.step_costs import MemoryPeaks
 
 MIB = 2**20
 
 
 @pytest.fixture
 def peaks() -> MemoryPeaks:
-    if not memory._can_reset():
+    if not step_costs._can_reset():
         pytest.skip("this system cannot reset the peak of a process")
     return MemoryPeaks(torch.device("cpu"))
 
@@ -46,7 +46,7 @@ def test_a_phase_keeps_the_most_of_its_window(peaks):
 
 
 def test_without_a_peak_to_reset_the_whole_life_counts(monkeypatch):
-    monkeypatch.setattr(memory, "_can_reset", lambda: False)
+    monkeypatch.setattr(step_costs, "_can_reset", lambda: False)
     peaks = MemoryPeaks(torch.device("cpu"))
     with peaks.phase("forward"):
         pass

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from megakernel.config import Config
-from megakernel.training.histograms import SIGNED, Histogram
-from megakernel.training.metrics_writer import Entry, MetricsWriter
+from megakernel.training.observing.histograms import SIGNED, Histogram
+from megakernel.training.observing.metrics_writer import Entry, MetricsWriter
 from tests.disk import files_of_at_most
 
 
@@ -96,7 +96,7 @@ def test_a_kill_loses_nothing_that_was_written(folder):
     script = f"""
         import os, signal
         from pathlib import Path
-        from megakernel.training.metrics_writer import MetricsWriter
+        from megakernel.training.observing.metrics_writer import MetricsWriter
         writer = MetricsWriter(Path({str(folder.metrics)!r}), Path({str(folder.tensorboard)!r}), 0)
         for step in (1, 2, 3):
             writer.write(step, {{"train/loss": float(step)}})

@@ -6,8 +6,7 @@ import textwrap
 
 import pytest
 
-from megakernel.training.stop import Stop
-from megakernel.training.stop_requests import SAME_KEYPRESS_SECONDS, StopRequests
+from megakernel.training.stop_requests import SAME_KEYPRESS_SECONDS, Stop, StopRequests
 
 
 def send(number: int) -> None:
@@ -86,7 +85,7 @@ def test_one_keypress_that_arrives_twice_is_one_request():
 def test_a_second_ctrl_c_ends_the_process_at_once_even_while_saving():
     script = """
         import os, signal
-        from megakernel.training.stop import Stop
+        from megakernel.training.stop_requests import Stop
         from megakernel.training.stop_requests import StopRequests
         now = [0.0]
         with StopRequests(clock=lambda: now[0]) as requests:

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from megakernel.training.device_peak import peak_tflops
-from megakernel.training.throughput import Throughput
+from megakernel.training.observing.throughput import Throughput, peak_tflops
 
 
 class Clock:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer
 from launch.cli import main
-from megakernel.checkpoint import shards
+from megakernel.checkpoint import export as exporting
 from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.dense.configs import plain_config
 from megakernel.checkpoint.dense.tokenizer import save_tokenizer
@@ -147,9 +147,9 @@ def test_a_text_begins_with_the_token_that_the_tokenizer_has_for_it():
 
 
 def test_shards_have_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "SHARD_BYTES", 100)
+    monkeypatch.setattr(exporting, "SHARD_BYTES", 100)
     tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}
-    shards.write_tensors(tmp_path, iter(tensors.items()))
+    exporting.write_tensors(tmp_path, iter(tensors.items()))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 200
     assert sorted(set(index["weight_map"].values())) == [

@@ -5,8 +5,8 @@ import torch
 
 from megakernel import attention
 from megakernel.uptraining.attention_inputs import AttentionInputs
-from megakernel.uptraining.losses import FLOOR, cross_entropy
 from megakernel.uptraining.query_rows import QueryRows, sample_queries
+from megakernel.uptraining.transfer import FLOOR, cross_entropy
 
 BATCH, TOKENS, DIM, BLOCK = 2, 13, 4, 4
 QUERIES = torch.tensor([0, 3, 5, 8, 9, 12])

@@ -14,8 +14,7 @@ from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import OneProcess
 from megakernel.uptraining.costs import Decoding, Spent
 from megakernel.uptraining.identity import Identity
-from megakernel.uptraining.report import Measured, Report, recovered
-from megakernel.uptraining.report_events import write_events
+from megakernel.uptraining.report import Measured, Report, recovered, write_events
 from megakernel.uptraining.summary import recipe
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from data_pipeline.order import ConsumptionOrder, Share
 from megakernel.config import ConfigError, RopeScaling
-from megakernel.config.merging import merged
+from megakernel.config.section import merged
 from megakernel.config.validation import validate
 from megakernel.uptraining.stages import check_stages, stages
 from tests.unit.config.trees import config, problems

@@ -1,11 +1,13 @@
-"""From a global batch to what layers are called with, and means over the batches of all ranks."""
+"""What of the data a process of a mesh reads, what layers are called with, and means over the batches of all ranks."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from data_pipeline.batch import Batch
+from data_pipeline.order import Share
 from megakernel.model import IGNORED
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel import Mesh
@@ -31,3 +33,12 @@ def means(measure: Callable[..., Tensor], inputs: Sequence[LayerInputs], mesh: M
     )
     assert isinstance(total, Tensor)
     return mesh.sum(total, mesh.gradient)
+
+
+def reading(mesh: Mesh) -> dict[str, Any]:
+    """What `TrainingBatches` and `ValidationBatches` are told of this process: its share, and who builds the index."""
+    return {
+        "share": Share(mesh.dp.rank, mesh.dp.size, mesh.cp.rank, mesh.cp.size),
+        "builds_index": mesh.rank == 0,
+        "barrier": mesh.barrier,
+    }

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from megakernel.attention.near_far import NearFarAttention
 from megakernel.parallel import Mesh
+from megakernel.training.engine import Engine
+from megakernel.training.optimizer import counts_here
 
-from .engine import Engine
 from .histograms import SHARES, SIGNED, Histogram
-from .optimizer import counts_here
 
 Found = dict[str, Histogram]
 

@@ -12,11 +12,11 @@ from megakernel.config import Config
 from megakernel.model import LanguageModel, ModelSettings, Parted
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel.ranks import Ranks
+from megakernel.training.batches import model_inputs
+from megakernel.training.engine import Engine
 
-from .engine import Engine
 from .metrics_writer import Entry
 from .model_histograms import ModelHistograms
-from .model_inputs import model_inputs
 from .profiler import Profiler
 
 if TYPE_CHECKING:
