@@ -143,7 +143,7 @@ class Passed:
 
     entered: tuple[Tensor, Tensor]
 
-    def __init__(self, place: Place, traffic: Traffic, background: "Background"):
+    def __init__(self, place: Place, traffic: Traffic, background: "Runner"):
         self.place = place
         self.traffic = traffic
         self.background = background
@@ -221,6 +221,14 @@ class _Running(Protocol):
     def done(self) -> bool: ...
 
     def result(self) -> Any: ...
+
+
+class Runner(Protocol):
+    """Where chains run."""
+
+    def run(self, chain: Callable[[], Any]) -> _Running:
+        """Begin."""
+        ...
 
 
 class Background:
