@@ -10,6 +10,7 @@ from .feature_map import FeatureMap
 from .landmark import Nystromformer, Skyformer
 from .mixture import Mixture
 from .section import Section
+from .simple_gla import SimpleGla
 
 
 class Near(Section):
@@ -37,7 +38,7 @@ class Near(Section):
 class Algebra(Section):
     """One point of the algebra, or a mechanism beside it."""
 
-    mechanism: Literal["algebra", "skyformer", "nystromformer", "eva"] = "algebra"
+    mechanism: Literal["algebra", "skyformer", "nystromformer", "eva", "simple_gla"] = "algebra"
     """`algebra`: what the other keys compose. The others approximate one matrix as a whole and take their section."""
 
     skyformer: Skyformer | None = None
@@ -48,6 +49,9 @@ class Algebra(Section):
 
     eva: Eva | None = None
     """Settings of mechanism `eva`; None takes its defaults."""
+
+    simple_gla: SimpleGla | None = None
+    """Settings of mechanism `simple_gla`; None takes its defaults."""
 
     similarity: Literal["softmax", "gaussian", "kernel"] = "softmax"
     """How alike q and a (possibly compressed) k are: exp(q.k/sqrt(d)), exp(-|q-k|^2/2sqrt(d)) or phi(q).phi(k)."""

@@ -1,10 +1,10 @@
 """Which weights decay, and how fast each learns."""
 
 import pytest
-from megakernel.parallel.one_process import OneProcess
 
 from megakernel.config import Model, Optimizer
 from megakernel.model import LanguageModel, ModelSettings
+from megakernel.parallel.axis import OneProcess
 from megakernel.training.optimizer import SHARE, freeze, parameter_groups
 
 MECHANISM = ".core."
