@@ -177,9 +177,9 @@ class Job:
 
     def measured(self, part: "Part", recompute: Recompute | None = None) -> "Measured":
         """What a part takes for one micro-batch of this layout; recompute: None takes the layout's."""
-        from .measured import Shape
+        measure, layout = self._measure, self.layout
+        from .measured import Shape  # not before the libraries were told of their device
 
-        layout = self.layout
         is_layer = isinstance(part, int)
         ring = isinstance(part, int) and layout.context > 1 and self.passes_keys_round(self.attentions[part])
         # Embedding and head take every token by itself; a classifier's head its rows.
@@ -194,7 +194,7 @@ class Job:
             softmax_exchange="ring" if ring else "auto",
             on_gpu=self.stack.on_gpu,
         )
-        return self._measure.of(part, shape)
+        return measure.of(part, shape)
 
     @cached_property
     def _measure(self) -> "Measure":

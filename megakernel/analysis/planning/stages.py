@@ -14,6 +14,9 @@ def stage_layers(model: Model, stages: int) -> list[range]:
 
 @cache
 def _cut(before: int, layers: int, stages: int) -> list[range]:
+    from megakernel.parallel import prepare_device
+
+    prepare_device("cpu", 0)  # DeepSpeed, not told of its device, prints to stdout what it takes
     from deepspeed.runtime.utils import partition_balanced
 
     weights = [0] * before + [1] * layers + [0, 0]
