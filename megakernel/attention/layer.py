@@ -75,7 +75,7 @@ class AttentionLayer(nn.Module, ABC):
     """Whether k and v come as projections of what `compress` made of the layer's input, one for each landmark."""
 
     near_window: tuple[int, int] | None = None
-    """(b, blocks) of a layer that attends a token's own block of b tokens exactly, and the blocks - 1 before it."""
+    """(b, blocks) of a layer that attends a token's current block of b tokens exactly, and the blocks - 1 before it."""
 
     def __init__(self, form: Attention, settings: LayerSettings):
         """form: the mechanism. ValueError: heads that do not divide."""

@@ -14,13 +14,13 @@ from .simple_gla import SimpleGla
 
 
 class Near(Section):
-    """What a token attends exactly: its own block, optionally the block before, of its own document."""
+    """What a token attends exactly: its current block, optionally the block before, of its own document."""
 
     kind: Literal["softmax", "kernel"] = "softmax"
     """Similarity inside the window: exp(q.k/sqrt(d)), or the layer's own phi(q).phi(k) (pure FLuRKA)."""
 
     blocks: Literal[1, 2] = 1
-    """1: own block. 2: own block and the previous one."""
+    """1: current block. 2: current block and the previous one."""
 
     block_size: int | None = Field(default=None, gt=0)
     """Window block; None takes compression.block_size. Only a layer without compression sets it."""

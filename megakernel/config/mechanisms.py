@@ -355,7 +355,7 @@ def mechanism_of(form: Algebra) -> Mechanism:
 
 
 def mean_local_keys(seq_len: int, block_size: int, blocks: int) -> float:
-    """Keys that a token attends exactly, on average: its own block up to itself, and `blocks` - 1 before it.
+    """Keys that a token attends exactly, on average: its current block up to itself, and `blocks` - 1 before it.
 
     With block_size = seq_len this is (N + 1) / 2, full causal attention.
     """

@@ -33,7 +33,7 @@ def position_rows(positions: Positions, length: int, device: torch.device) -> Te
 
 
 def window_reach(positions: Tensor, block_size: int, blocks: int) -> Tensor:
-    """Tokens before itself that a token's window holds: of its own block of its document and the `blocks` - 1 before.
+    """Tokens before itself in a token's window: of the current block of its document and the `blocks` - 1 before.
 
     The block rule: blocks restart at every document, and a position lies in block position // block_size.
     """

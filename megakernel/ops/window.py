@@ -1,6 +1,6 @@
 """Windows: the exact part of local and FLuRKA attention.
 
-Blocks of b tokens restart at every document. A token sees the tokens of its own block, or of its own and the
+Blocks of b tokens restart at every document. A token sees the tokens of its current block, or of its own and the
 previous one, up to itself. The sequence is cut into chunks of L tokens at fixed places, wherever documents
 begin; each chunk has one window of keys, its own tokens and the `halo` before them, and a mask says who sees
 whom. Nothing is gathered.

@@ -17,7 +17,7 @@ STATISTICS = {
 """Name -> what it is, a mean over the queries for which it is defined."""
 
 Window = tuple[int, int]
-"""(b, blocks): a token attends its own block of b tokens exactly, and the blocks - 1 before."""
+"""(b, blocks): a token attends its current block of b tokens exactly, and the blocks - 1 before."""
 
 
 def head_statistics(
