@@ -151,6 +151,7 @@ def test_a_request_that_reaches_every_process_saves_and_leaves_none_behind(corpu
     assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.second
 def test_readers_of_data_end_with_a_rank_that_is_killed(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     run = Launched(config, *OPTIONS, "training.steps=100000", "data.num_workers=1").reaches(2)
