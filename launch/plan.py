@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     elif args.json:
         print(json.dumps(_as_json(config, vocabulary, counts, gpu, args.top), indent=2))
     elif len(counts) == 1:
-        plan = planning.plan(config, vocabulary, counts[0], gpu)
+        with console(stderr=True).status("running the model's layers without numbers, for every layout"):
+            plan = planning.plan(config, vocabulary, counts[0], gpu)
         plan_tables.show_plan(plan, config, gpu, note, args.top)
     else:
         plan_tables.show_scaling(config, vocabulary, counts, at, gpu, note)

@@ -178,7 +178,7 @@ def _is_alive(beat: dict[str, Any]) -> bool:
 
 
 def _ended(run: Path) -> str:
-    """Why it failed, where that was the last thing that befell it."""
+    """Why it failed, where that was its last event."""
     last = next(reversed(events.read(run)), None)
     return str(last.get("why", "")) if last is not None and last["event"] == "failed" else ""
 

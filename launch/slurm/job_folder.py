@@ -1,4 +1,4 @@
-"""The folder of a run as submitted jobs use it: which jobs there were, from what, and what befell them."""
+"""The folder of a run as submitted jobs use it: which jobs there were, from what, and their events."""
 
 import json
 import re
@@ -128,7 +128,7 @@ class JobFolder:
         return [self.path, *self.stages()][-1]
 
     def events(self, job: str | None = None) -> list[dict[str, Any]]:
-        """What befell the run and its stages, or one job of it."""
+        """Events of the run and its stages, or of one job."""
         found = [event for path in (self.path, *self.stages()) for event in events.read(path)]
         return sorted(
             (event for event in found if job is None or event.get("job") == job),

@@ -99,7 +99,7 @@ class _Group:
         return self.seconds > limit
 
     def of(self, node: str) -> str:
-        """What befell it there: others only know that they have waited."""
+        """What happened to it there: others only know that they have waited."""
         if not self.errors:
             return f"takes {self.seconds:.3g} s"
         return f"fails ({self.errors.get(node) or next(iter(self.errors.values()))})"

@@ -36,7 +36,7 @@ class Source(NamedTuple):
 
 SOURCES = {
     "softmax": Source("Vaswani et al. 2017", None, "softmax(q·k/√d)"),
-    "local": Source("ablation of FLuRKA", None, "softmax inside the own block"),
+    "local": Source("ablation of FLuRKA", None, "softmax inside the current block"),
     "linear": Source("Katharopoulos et al. 2020", None, "φ = elu + 1"),
     "performer": Source("Choromanski et al. 2021", None, "φ = exp(ωx − |x|²/2), ω orthogonal"),
     "hedgehog": Source("Zhang et al. 2024", None, "φ = [softmax(Wx), softmax(−Wx)]"),
@@ -47,13 +47,15 @@ SOURCES = {
     "fastfood_prf": Source(KERNELS, "9, 12", "PRF of S H G Π H B x"),
     "generative_rks": Source(KERNELS, "7, 8", "RKS of generated frequencies"),
     "generative_prf": Source(KERNELS, "9, 11", "PRF of generated frequencies"),
-    "flurka": Source(FLURKA, "2, made causal", "landmarks under φ, own block by softmax, gated"),
-    "flurka_kernel": Source(FLURKA, "2, made causal", "landmarks and own block under φ"),
+    "flurka": Source(FLURKA, "2, made causal", "landmarks under φ, current block by softmax, gated"),
+    "flurka_kernel": Source(FLURKA, "2, made causal", "landmarks and current block under φ"),
     "flurka_performer": Source(FLURKA, "2", "φ of Performer over E X, F X"),
     "flurka_rnn": Source(FLURKA, "2", "φ = elu + 1 over E X, F X"),
     "flurka_eva": Source(FLURKA, "2", "EVA over E X, F X"),
     "linformer": Source("Wang et al. 2020", None, "softmax over E K, F V"),
-    "linformer_causal": Source("parent of causal FLuRKA", None, "softmax over landmarks and the own block"),
+    "linformer_causal": Source(
+        "parent of causal FLuRKA", None, "softmax over landmarks and the current block"
+    ),
     "gaussian": Source(MIXTURES, "7, one key", "exp(−|q−k|²/2√d), normalized"),
     "kernelized": Source(SKYFORMER, "3", "exp(−|q−k|²/2√d), not normalized"),
     "mgk": Source(MIXTURES, "7, keys A", "mixture of Gaussian keys, projected"),

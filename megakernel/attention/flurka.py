@@ -1,4 +1,4 @@
-"""Causal FLuRKA: landmarks of earlier blocks under a kernel, the own block exactly (docs/formulas.md, 4)."""
+"""Causal FLuRKA: landmarks of earlier blocks under a kernel, the current block exactly (docs/formulas.md, 4)."""
 
 import math
 from typing import Any

@@ -30,6 +30,9 @@ class AttentionInputs:
     cp_shard: ContextParallelShard = WHOLE
     """Which shard of the sequence these tokens are."""
 
+    further: Tensor | None = None
+    """(B, H_kv, N, n) a further projection of the layer's input, for a mechanism that asks for n numbers per head."""
+
     state: Any = None
     """What the tokens continue from, of the mechanism's own kind; None: nothing."""
 

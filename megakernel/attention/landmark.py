@@ -1,4 +1,4 @@
-"""The low-rank parent of causal FLuRKA: softmax over a token's own block and the landmarks of earlier ones."""
+"""The low-rank parent of causal FLuRKA: softmax over a token's current block and the landmarks of earlier ones."""
 
 from typing import Any, NamedTuple
 

@@ -75,7 +75,7 @@ class AttentionLayer(nn.Module, ABC):
     """Whether k and v come as projections of what `compress` made of the layer's input, one for each landmark."""
 
     near_window: tuple[int, int] | None = None
-    """(b, blocks) of a layer that attends a token's own block of b tokens exactly, and the blocks - 1 before it."""
+    """(b, blocks) of a layer that attends a token's current block of b tokens exactly, and the blocks - 1 before it."""
 
     def __init__(self, form: Attention, settings: LayerSettings):
         """form: the mechanism. ValueError: heads that do not divide."""
@@ -148,11 +148,12 @@ class AttentionLayer(nn.Module, ABC):
         q = _reorder(q, order)
         if not self.compresses_input:
             k, v = _reorder(k, order), _reorder(v, order)
+        further = None if inputs.further is None else _reorder(inputs.further, order)
         front = mask.gather(1, order)
         places: Positions = 0
         if isinstance(positions, Tensor):
             places = positions.gather(1, order).masked_fill(~front, 0)
-        out, _ = self.attend(q, k, v, replace(inputs, positions=places, padding_mask=front))
+        out, _ = self.attend(q, k, v, replace(inputs, positions=places, padding_mask=front, further=further))
         return _reorder(out, order.argsort(dim=1)) * mask[:, None, :, None].to(out.dtype)
 
     def extend(
@@ -164,6 +165,7 @@ class AttentionLayer(nn.Module, ABC):
         *,
         positions: Tensor | None = None,
         rotary: Rotary | None = None,
+        further: Tensor | None = None,
     ) -> tuple[Tensor, SequenceState]:
         """Continue sequences by N >= 1 tokens: a prompt at once, then token by token.
 
@@ -181,7 +183,7 @@ class AttentionLayer(nn.Module, ABC):
             if isinstance(start, Tensor):
                 start = start[:, None] + torch.arange(q.shape[2], device=q.device)
         inner = None if state is None else state.inner
-        out, inner = self.attend(q, k, v, AttentionInputs(start, rotary=rotary, state=inner))
+        out, inner = self.attend(q, k, v, AttentionInputs(start, rotary=rotary, further=further, state=inner))
         following = start + q.shape[2] if isinstance(start, int) else start[:, -1] + 1
         return out, SequenceState(inner, following)
 

@@ -14,7 +14,7 @@ from megakernel.ops.mixture import pack_keys
 
 
 class LocalAttention(AttentionLayer):
-    """Causal softmax over a token's own block, optionally with the block before."""
+    """Causal softmax over a token's current block, optionally with the block before."""
 
     def __init__(self, form: Attention, settings: LayerSettings):
         super().__init__(form, settings)

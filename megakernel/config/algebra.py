@@ -10,16 +10,17 @@ from .feature_map import FeatureMap
 from .landmark import Nystromformer, Skyformer
 from .mixture import Mixture
 from .section import Section
+from .simple_gla import SimpleGla
 
 
 class Near(Section):
-    """What a token attends exactly: its own block, optionally the block before, of its own document."""
+    """What a token attends exactly: its current block, optionally the block before, of its own document."""
 
     kind: Literal["softmax", "kernel"] = "softmax"
     """Similarity inside the window: exp(q.k/sqrt(d)), or the layer's own phi(q).phi(k) (pure FLuRKA)."""
 
     blocks: Literal[1, 2] = 1
-    """1: own block. 2: own block and the previous one."""
+    """1: current block. 2: current block and the previous one."""
 
     block_size: int | None = Field(default=None, gt=0)
     """Window block; None takes compression.block_size. Only a layer without compression sets it."""
@@ -37,7 +38,7 @@ class Near(Section):
 class Algebra(Section):
     """One point of the algebra, or a mechanism beside it."""
 
-    mechanism: Literal["algebra", "skyformer", "nystromformer", "eva"] = "algebra"
+    mechanism: Literal["algebra", "skyformer", "nystromformer", "eva", "simple_gla"] = "algebra"
     """`algebra`: what the other keys compose. The others approximate one matrix as a whole and take their section."""
 
     skyformer: Skyformer | None = None
@@ -48,6 +49,9 @@ class Algebra(Section):
 
     eva: Eva | None = None
     """Settings of mechanism `eva`; None takes its defaults."""
+
+    simple_gla: SimpleGla | None = None
+    """Settings of mechanism `simple_gla`; None takes its defaults."""
 
     similarity: Literal["softmax", "gaussian", "kernel"] = "softmax"
     """How alike q and a (possibly compressed) k are: exp(q.k/sqrt(d)), exp(-|q-k|^2/2sqrt(d)) or phi(q).phi(k)."""

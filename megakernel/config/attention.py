@@ -122,7 +122,7 @@ class Attention(Algebra):
             yield from self._mixture_problems(self.mixture)
         if self.mechanism != "algebra":
             yield from self._mechanism_problems()
-        for name in ("skyformer", "nystromformer", "eva"):
+        for name in ("skyformer", "nystromformer", "eva", "simple_gla"):
             if getattr(self, name) is not None and self.mechanism != name:
                 reason = f"has no effect on mechanism: {self.mechanism}"
                 yield Problem(name, getattr(self, name), reason, f"remove it or take mechanism: {name}")

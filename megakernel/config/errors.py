@@ -22,7 +22,7 @@ class InUse(UserError):
 
 
 class RunFailed(RuntimeError):
-    """Something that befell a sound run: the command line prints its text alone and ends with status 1."""
+    """A failure of a sound run: the command line prints its text alone and ends with status 1."""
 
 
 class NotFinite(RunFailed):

@@ -66,6 +66,12 @@ class Mechanism:
     Where no token adds any, the sequence continues from a state of constant size.
     """
 
+    further: int = 0
+    """Numbers of each token and key head that the layer wants of a further projection of the hidden state."""
+
+    learned: int = 0
+    """Numbers of each key head that the layer learns itself, beside those of the parts that it is made of."""
+
     block_size: int | None = None
     """Tokens of a block, which shards of a row hold whole."""
 
@@ -171,6 +177,23 @@ def _eva_parts(shape: Shape, chunk: int, chunks: float, near: float, share: floa
         "near": shape.heads * near * 4 * size,
         "far": shape.heads * chunks * 4 * size,
     }
+
+
+def _simple_gla(form: Algebra) -> Mechanism:
+    """A state that decays, as kernel attention's with phi the identity; chunks of 64 tokens are not counted."""
+    return Mechanism(
+        layer="simple_gla.SimpleGlaAttention",
+        exchanges=("state",),
+        flops=lambda shape: {
+            "state": shape.kv_heads * 2 * shape.size**2,
+            "readout": shape.heads * 2 * shape.size**2,
+        },
+        state_sizes=lambda shape: (shape.kv_heads * shape.size**2, 0),
+        further=1,
+        learned=1,
+        looks_back_only="a state that decays looks back only",
+        changes_constants="simple_gla divides by no sum of weights",
+    )
 
 
 def _low_rank(form: Algebra) -> Mechanism:
@@ -315,6 +338,7 @@ def _every_pair(form: Algebra) -> Mechanism:
 MECHANISMS: tuple[tuple[Callable[[Algebra], bool], Callable[[Algebra], Mechanism]], ...] = (
     (lambda form: form.mechanism == "skyformer", _skyformer),
     (lambda form: form.mechanism == "nystromformer", _nystromformer),
+    (lambda form: form.mechanism == "simple_gla", _simple_gla),
     (lambda form: form.mechanism == "eva" and form.compression is None, _eva),
     (lambda form: form.compression is not None and form.near is None, _low_rank),
     (lambda form: form.compression is not None, _near_far),
@@ -331,7 +355,7 @@ def mechanism_of(form: Algebra) -> Mechanism:
 
 
 def mean_local_keys(seq_len: int, block_size: int, blocks: int) -> float:
-    """Keys that a token attends exactly, on average: its own block up to itself, and `blocks` - 1 before it.
+    """Keys that a token attends exactly, on average: its current block up to itself, and `blocks` - 1 before it.
 
     With block_size = seq_len this is (N + 1) / 2, full causal attention.
     """

@@ -74,6 +74,7 @@ def layer_parameters(model: Model, attention: Attention, seq_len: int) -> Parame
     inner = model.ffn_size * (2 if model.activation == "swiglu" else 1)
     cut = width * (projected + model.num_heads * size + inner + model.ffn_size)
     cut += projected if model.qkv_bias else 0
+    cut += model.kv_heads * (attention.spec.further * width + attention.spec.learned)
     copied = 2 * norm(model).copied + (2 * size if model.qk_norm else 0)
     if model.bias:  # behind products that are summed over the ranks there is one bias for all
         cut, copied = cut + inner, copied + 2 * width

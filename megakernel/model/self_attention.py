@@ -61,6 +61,10 @@ class SelfAttention(nn.Module):
         self.rotary = _rotary(model)
         heads = model.num_heads + (self.keys_per_head + 1) * model.kv_heads
         self.qkv = column_linear(settings, model.hidden_size, heads * model.head_size, bias=model.qkv_bias)
+        self.further = None
+        further = model.layer_attention(index).spec.further * model.kv_heads
+        if further:
+            self.further = column_linear(settings, model.hidden_size, further, bias=False)
         self.query_norm = HeadNorm(settings) if model.qk_norm else None
         self.key_norm = HeadNorm(settings) if model.qk_norm else None
         self.core = attention.build(
@@ -94,6 +98,7 @@ class SelfAttention(nn.Module):
             padding_mask=positions >= 0 if self.pads else None,
             rotary=self.rotary,
             cp_shard=self.cp_shard,
+            further=self._further(hidden),
         )
         q, k, v = self._project(hidden, inputs)
         if self.recompute and self.training:
@@ -107,8 +112,17 @@ class SelfAttention(nn.Module):
     ) -> tuple[tuple[Tensor, Tensor | None], Any]:
         """`forward` for tokens that follow those in `state`; also the state that includes them."""
         q, k, v = self._project(hidden, AttentionInputs(cp_shard=self.cp_shard))
-        heads, state = self.core.extend(q, k, v, state, positions=positions, rotary=self.rotary)
+        heads, state = self.core.extend(
+            q, k, v, state, positions=positions, rotary=self.rotary, further=self._further(hidden)
+        )
         return self._merge(heads), state
+
+    def _further(self, hidden: Tensor) -> Tensor | None:
+        """(B, H_kv, N, n), what the mechanism asks for beside queries, keys and values."""
+        if self.further is None:
+            return None
+        fused, _ = apply(self.further, hidden)
+        return fused.unflatten(-1, (self.kv_heads, -1)).permute(1, 2, 0, 3)
 
     def _project(self, hidden: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
         parts = (self.queries_per_key, self.keys_per_head, 1)

@@ -1,8 +1,8 @@
 """Where documents lie inside rows.
 
 Everything an op needs to know about packing follows from the position of each token within its own document:
-a document starts where the position is 0, began before the row where it exceeds the place in the row, and the
-blocks of FLuRKA are position // block_size.
+a document starts where the position is 0, began before the row where it exceeds the place in the row, and
+`window_reach` and `ends_block` say where its blocks lie.
 """
 
 import torch
@@ -30,6 +30,19 @@ def position_rows(positions: Positions, length: int, device: torch.device) -> Te
     if isinstance(positions, int):
         return torch.arange(positions, positions + length, device=device)[None]
     return positions
+
+
+def window_reach(positions: Tensor, block_size: int, blocks: int) -> Tensor:
+    """Tokens before itself in a token's window: of the current block of its document and the `blocks` - 1 before.
+
+    The block rule: blocks restart at every document, and a position lies in block position // block_size.
+    """
+    return torch.minimum(positions, positions % block_size + (blocks - 1) * block_size)
+
+
+def ends_block(positions: Tensor, block_size: int, blocks: int) -> Tensor:
+    """Whether the token ends its block, and the first block of its window of `blocks` is complete."""
+    return (positions % block_size == block_size - 1) & (positions >= block_size * blocks - 1)
 
 
 def pad_positions(positions: Tensor, count: int) -> Tensor:

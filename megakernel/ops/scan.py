@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megakernel.ops.documents import Positions, pad_positions, position_rows
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.state import EMPTY, KernelState
 from megakernel.ops.sums import Sums, add
@@ -48,6 +49,21 @@ def link(first: Tensor, keys: Tensor, *, delay: int) -> Links:
     visible = (at <= places - delay) & (at >= first[..., None])
     last = first[:, :, -1, -1]
     return Links(visible, first < 0, keys >= last[..., None], last < 0)
+
+
+def chunk_links(positions: Positions, length: int, device: torch.device, size: int, delay: int = 0) -> Links:
+    """Links of `length` tokens at `positions`, cut into chunks of `size` or fewer, whose keys are themselves."""
+    size = min(size, length)
+    rows = pad_positions(position_rows(positions, length, device), -length % size).unflatten(1, (-1, size))
+    places = torch.arange(size, device=device)
+    return link((places - rows)[:, :, None], places.expand(rows.shape), delay=delay)
+
+
+def alive_chunks(links: Links) -> Tensor:
+    """(B, 1, C + 1, C + 1) bool: behind c chunks, what entered the group (0) or chunk s - 1 added is still there."""
+    breaks = (~links.carries).cumsum(1)
+    breaks = torch.cat([torch.zeros_like(breaks[:, :1]), breaks], 1)
+    return (breaks[:, :, None] == breaks[:, None, :]).tril()[:, None]
 
 
 def pairs(queries: Features, keys: Features, values: Tensor, visible: Tensor) -> Sums:
@@ -124,9 +140,7 @@ def _states(
     The state behind chunk c is a sum over what entered the group and what each chunk up to c added, as far as
     no document started since: one triangular matrix of decays times the stack of additions.
     """
-    breaks = (~links.carries).cumsum(1)
-    breaks = torch.cat([torch.zeros_like(breaks[:, :1]), breaks], 1)
-    alive = (breaks[:, :, None] == breaks[:, None, :]).tril()[:, None]
+    alive = alive_chunks(links)
     if last:
         alive = alive[:, :, -1:]
     written = values.masked_fill(~links.writes[:, None, ..., None], 0.0)

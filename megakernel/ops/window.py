@@ -1,6 +1,6 @@
 """Windows: the exact part of local and FLuRKA attention.
 
-Blocks of b tokens restart at every document. A token sees the tokens of its own block, or of its own and the
+Blocks of b tokens restart at every document. A token sees the tokens of its current block, or of its own and the
 previous one, up to itself. The sequence is cut into chunks of L tokens at fixed places, wherever documents
 begin; each chunk has one window of keys, its own tokens and the `halo` before them, and a mask says who sees
 whom. Nothing is gathered.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megakernel.ops.chunks import chunk_queries, join_queries
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, pad_positions, position_rows
+from megakernel.ops.documents import Positions, ends_block, pad_positions, position_rows, window_reach
 from megakernel.ops.mixture import Rotary, each_key, joined, shifted
 from megakernel.ops.state import EMPTY
 from megakernel.ops.sums import Sums, with_ones
@@ -79,15 +79,12 @@ class Layout(NamedTuple):
 
     def block_ends(self) -> Tensor:
         """(B, C, L) bool: the token ends its block, and the first block of its window is complete."""
-        b = self.block_size
         real = torch.arange(self.places[0].numel(), device=self.places.device) < self.length
-        ends = (self.places % b == b - 1) & (self.places >= b * self.blocks - 1)
-        return ends & real.view_as(self.places[0])
+        return ends_block(self.places, self.block_size, self.blocks) & real.view_as(self.places[0])
 
     def visible(self) -> Tensor:
         """(B, C, L, halo + L) bool: the token sees this key of its window."""
-        inside = self.places % self.block_size + (self.blocks - 1) * self.block_size
-        reach = torch.minimum(self.places, inside)
+        reach = window_reach(self.places, self.block_size, self.blocks)
         own = torch.arange(self.halo, self.halo + self.size, device=reach.device)
         at = torch.arange(self.halo + self.size, device=reach.device)
         return (at <= own[:, None]) & (at >= (own - reach)[..., None])

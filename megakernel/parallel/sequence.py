@@ -21,6 +21,7 @@ from megakernel.parallel.state_exchange import (
     Passed,
     PendingPrefix,
     Place,
+    Runner,
 )
 from megakernel.parallel.tensor import total
 from megakernel.parallel.traffic import Traffic
@@ -33,12 +34,19 @@ class GroupShard:
     """
 
     def __init__(
-        self, axis: Axis, state_exchange: Literal["auto"] | Way = "auto", progress: Progress | None = None
+        self,
+        axis: Axis,
+        state_exchange: Literal["auto"] | Way = "auto",
+        progress: Progress | None = None,
+        background: Runner | None = None,
     ):
-        """state_exchange: `parallel.state_exchange` of the configuration; progress: of this process."""
+        """state_exchange: `parallel.state_exchange` of the configuration; progress: of this process.
+
+        background: where chains of states run; None: beside local work.
+        """
         self._axis = axis
         self._way = state_exchange
-        self._background: Background | None = None
+        self._background = background
         self.rank = axis.rank
         self.size = axis.size
         self._group = axis.group

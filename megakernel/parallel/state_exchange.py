@@ -4,9 +4,9 @@ Two ways to send the same numbers. `Gathered`: every shard's state goes to all o
 `Passed`: each shard adds its own state to what enters it and hands the sum to its neighbour, so that one state per
 shard travels, in parts that follow each other like the stages of a pipeline. `exchange_way` says which is shorter.
 
-A shard takes what enters to f E + S: f is 1 or 0 where it carries or a document starts in it, and any factor per head
-of a state that decays. First (f, S), then (g, T), is (g f, g S + T): associative, so shards may be joined in any
-grouping. The gradient of f is the product of E and the gradient of S, whichever way the states took.
+A shard makes f E + S of what enters: f is 1 or 0, where it carries or a document starts in it, or a factor per head of
+a state that decays. First (f, S), then (g, T), is (g f, g S + T): associative, so shards may be joined in any grouping.
+The gradient of f is the product of E and the gradient of S, whichever way the states took.
 """
 
 from collections.abc import Callable
@@ -143,7 +143,7 @@ class Passed:
 
     entered: tuple[Tensor, Tensor]
 
-    def __init__(self, place: Place, traffic: Traffic, background: "Background"):
+    def __init__(self, place: Place, traffic: Traffic, background: "Runner"):
         self.place = place
         self.traffic = traffic
         self.background = background
@@ -221,6 +221,14 @@ class _Running(Protocol):
     def done(self) -> bool: ...
 
     def result(self) -> Any: ...
+
+
+class Runner(Protocol):
+    """Where chains run."""
+
+    def run(self, chain: Callable[[], Any]) -> _Running:
+        """Begin."""
+        ...
 
 
 class Background:

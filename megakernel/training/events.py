@@ -1,4 +1,4 @@
-"""events.jsonl: what befell a run, one line each, written by whoever saw it: commands, batch scripts, processes."""
+"""events.jsonl: events of a run, one line each, written by whoever saw them: commands, batch scripts, processes."""
 
 import json
 import os

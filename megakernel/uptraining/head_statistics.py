@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from megakernel.ops.documents import window_reach
+
 from .query_rows import QueryRows
 
 STATISTICS = {
@@ -15,7 +17,7 @@ STATISTICS = {
 """Name -> what it is, a mean over the queries for which it is defined."""
 
 Window = tuple[int, int]
-"""(b, blocks): a token attends its own block of b tokens exactly, and the blocks - 1 before."""
+"""(b, blocks): a token attends its current block of b tokens exactly, and the blocks - 1 before."""
 
 
 def head_statistics(
@@ -66,7 +68,7 @@ def far_keys(rows: QueryRows, window: Window) -> Tensor:
     """(B, R, N) bool: the key stands before the near window of the query."""
     size, blocks = window
     asked = rows.key_places[:, rows.queries, None]
-    return rows.key_places[:, None] < (asked // size - blocks + 1) * size
+    return rows.key_places[:, None] < asked - window_reach(asked, size, blocks)
 
 
 def _rank_correlation(a: Tensor, b: Tensor, seen: Tensor) -> Tensor:

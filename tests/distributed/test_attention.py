@@ -30,6 +30,7 @@ FORMS = {name: name for name in PRESETS if is_cut_by_time_and_heads(name)} | {
     "linformer_causal": {"preset": "linformer_causal", **BLOCKS},
     "eva": {"preset": "eva", "eva": {"window_size": BLOCK, "chunk_size": 4, "overlap": True}},
     "local": {"preset": "local", "near": {"block_size": BLOCK}},
+    "simple_gla": {"mechanism": "simple_gla"},
     TWO_BLOCKS: {
         "preset": "flurka",
         "compression": {"block_size": BLOCK, "rank": 2, "per_head": True},

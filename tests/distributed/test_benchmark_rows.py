@@ -80,6 +80,7 @@ def overrides(path: Path, root: Path, corpora: dict[str, Path]) -> list[str]:
 
 def train_rows(rows: list[tuple[str, Path, list[str]]]) -> dict[str, list[str]]:
     """Inside one rank: the runs one after the other; the notes of each, or its error."""
+    from launch.training import providers
     from megakernel.training.trainer import Trainer
 
     notes: dict[str, list[str]] = {}
@@ -92,7 +93,7 @@ def train_rows(rows: list[tuple[str, Path, list[str]]]) -> dict[str, list[str]]:
         for name, path, keys in rows:
             notes[name] = []
             try:
-                Noted(load(path, [*keys, f"run.name={name}"]), mesh).run()
+                Noted(load(path, [*keys, f"run.name={name}"]), mesh, providers()).run()
             except Exception as error:  # the other rows are to be seen all the same
                 notes[name] = [f"error: {type(error).__name__}: {error}"]
     return notes

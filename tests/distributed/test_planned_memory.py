@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megakernel.analysis.planning import CPU, Job, Layout, activations
+from megakernel.analysis.planning import CPU, Job, Layout
 from megakernel.analysis.planning.memory import memory
 from tests.distributed.ranks import cpu_mesh, run_ranks
 
@@ -38,7 +38,7 @@ def case(attention: Any, parallel: dict[str, Any] | None = None, **training: Any
 
 
 def kept(cases: list[dict[str, Any]]) -> list[list[int]]:
-    from megakernel.analysis.planning.calibration import kept_bytes
+    from benchmarks.real_runs import kept_bytes
 
     with cpu_mesh(**cases[0]["parallel"]) as mesh:
         return [kept_bytes(trees.config(**changes), VOCAB, mesh) for changes in cases]
@@ -55,7 +55,7 @@ def check_kept(cases: list[dict[str, Any]], world: int, tolerance: float) -> Non
     results = run_ranks(kept, world, cases)[-1]
     for changes, layers in zip(cases, results):
         one = job(changes, world)
-        planned = activations.layer(one, one.attentions[1]).total
+        planned = one.measured(1).kept
         # The embedding comes first; then the second transformer layer, whose input the first has made.
         assert planned == pytest.approx(layers[2], rel=tolerance), changes
 
@@ -93,7 +93,7 @@ def test_what_other_mechanisms_keep_is_estimated_within_a_quarter():
 
 
 def held(changes: dict[str, Any]) -> int:
-    from megakernel.analysis.planning.calibration import held_bytes
+    from benchmarks.real_runs import held_bytes
 
     with cpu_mesh(**changes["parallel"]) as mesh:
         return held_bytes(trees.config(**changes), VOCAB, mesh).peak

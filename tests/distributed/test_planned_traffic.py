@@ -27,7 +27,7 @@ OPERATIONS = {
 
 
 def measured(changes: dict[str, Any]) -> dict[tuple[str, str], int]:
-    from megakernel.analysis.planning.calibration import sent_bytes
+    from benchmarks.real_runs import sent_bytes
 
     with cpu_mesh(**changes.get("parallel", {})) as mesh:
         return sent_bytes(trees.config(**changes), VOCAB, mesh)

@@ -17,6 +17,7 @@ from launch.cli import main
 from launch.exit_status import ExitStatus
 from tests.distributed.training_run import assert_identical, metrics, scalars, train, write_config
 from tests.slurm.submitting import until
+from tests.tiers import tiered
 
 STEPS = 24
 OPTIONS = (
@@ -103,6 +104,7 @@ def test_killed_three_times_and_continued_the_numbers_are_the_same_bit_for_bit(
     assert_identical(metrics(tmp_path / "run"), uninterrupted)
 
 
+@pytest.mark.second
 def test_every_request_to_stop_saves_and_the_same_command_continues(uninterrupted, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     checkpoints, stop_file = tmp_path / "run/checkpoints", tmp_path / "run/STOP"
@@ -132,7 +134,7 @@ def descendants(pid: int) -> list[int]:
     return [*found, *(below for child in found for below in descendants(child))]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", tiered([signal.SIGTERM, signal.SIGHUP], [signal.SIGTERM]))
 def test_a_request_that_reaches_every_process_saves_and_leaves_none_behind(corpus, tmp_path, number):
     # So Slurm sends it: to all processes of a step, the readers of data among them, of which there is one by default.
     config = write_config(tmp_path, corpus)
@@ -149,6 +151,7 @@ def test_a_request_that_reaches_every_process_saves_and_leaves_none_behind(corpu
     assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.second
 def test_readers_of_data_end_with_a_rank_that_is_killed(corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     run = Launched(config, *OPTIONS, "training.steps=100000", "data.num_workers=1").reaches(2)

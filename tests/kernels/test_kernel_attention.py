@@ -153,7 +153,7 @@ def test_a_key_of_no_share_is_not_there(feature_map, draw, device):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("feature_map", ["elu", "favor"])
-@pytest.mark.parametrize("length", tiered([1, 17, 64, 1000, 4096], [1, 17, 64, 1000]))
+@pytest.mark.parametrize("length", tiered([1, 17, 64, 1000, 4096], [1, 17, 64]))
 @every_dtype
 def test_any_length_agrees(feature_map, length, dtype, draw, device):
     leaves = tokens(draw, device, dtype, feature_map=feature_map, length=length, heads=1, width=16, values=16)

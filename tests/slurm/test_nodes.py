@@ -97,6 +97,7 @@ exec {sys.executable} "$@"
     assert losses("early") == {}
 
 
+@pytest.mark.second
 @pytest.mark.timeout(600)
 def test_ports_that_others_listen_on_hold_no_job_up(place):
     (job,) = submit("run.yaml --name crowded -N 2 --sbatch hold training.steps=2")
@@ -153,7 +154,7 @@ def test_a_run_whose_node_is_lost_goes_on(place):
 
 
 @pytest.mark.second
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_last_save(place, monkeypatch):
     # torchrun's variables, where somebody submits from within it, are not the job's.
     for name, value in {
@@ -166,7 +167,7 @@ def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_
     (job,) = submit("run.yaml --name crashed -N 2")
     until_step("crashed", 15)
     crash("n2")
-    until(lambda: story("crashed", job)[-1] == "requeued")
+    until(lambda: story("crashed", job)[-1] == "requeued", seconds=400)
     ended = last("crashed", "ended")
     assert ended["status"] == ExitStatus.FAILED or ended["status"] > 128
     assert ended["step"] >= 10
@@ -179,7 +180,7 @@ def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_
 
 @pytest.mark.timeout(600)
 def test_a_job_saves_before_its_time_limit_and_stays_ended_where_it_may_not_be_requeued(place):
-    (job,) = submit("run.yaml --name limit training.steps=100000 -t 1 --signal-delay 35 --no-requeue")
+    (job,) = submit("run.yaml --name limit training.steps=100000 -t 2 --signal-delay 60 --no-requeue")
     ended = until_state("limit", "FAILED", "TIMEOUT")
     assert ended["why"] == "saved and stopped to make room; it is not to be requeued"
     assert ended["saved"] == ended["step"] == last("limit", "signalled")["step"]

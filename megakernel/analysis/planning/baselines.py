@@ -16,7 +16,7 @@ from .rates import ASSUMED, Rates
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """A way to share a row among devices."""
 
     name: str
@@ -32,11 +32,11 @@ class Rival:
 
 
 BASELINES = (
-    Rival("as configured: states and windows", ""),
+    Baseline("as configured: states and windows", ""),
     # Shards of keys pass every device, so any number of shards is allowed, as it is to states.
-    Rival("softmax, ring attention", "softmax", "ring", rules="linear"),
-    Rival("softmax, Ulysses", "softmax"),
-    Rival("softmax, heads over tensor ranks", "softmax", by_heads=True),
+    Baseline("softmax, ring attention", "softmax", "ring", rules="linear"),
+    Baseline("softmax, Ulysses", "softmax"),
+    Baseline("softmax, heads over tensor ranks", "softmax", by_heads=True),
 )
 
 

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megakernel.config import Attention, Config, Model
-from megakernel.parallel.exchange_way import parts, way
 
-from .stages import stage_layers, stage_parameters
+from .stages import holds_second_embedding, stage_layers
+
+if TYPE_CHECKING:
+    from .measured import Measure, Measured, Part
 
 Recompute = Literal["none", "selective", "full"]
 Exchange = Literal["own", "ring"]
@@ -19,7 +21,7 @@ class Stack:
     """What runs beneath the model, as far as it decides what is kept in memory."""
 
     on_gpu: bool = True
-    """torch computes norms in one fused operation there, and kernels keep their outputs."""
+    """Our kernels and Liger-Kernel's run there, elsewhere chunked implementations."""
 
 
 GPU, CPU = Stack(on_gpu=True), Stack(on_gpu=False)
@@ -96,12 +98,6 @@ class Job:
         divides = self.heads % self.layout.context == 0
         return attention.is_full_softmax and (wanted == "ring" or (wanted == "auto" and not divides))
 
-    def state_parts(self, state_bytes: float) -> int | None:
-        """Parts in which a kernel state of so many bytes is passed on over the context ranks; None: it is gathered."""
-        wanted, ranks = self.config.parallel.state_exchange, self.layout.context
-        chosen = way(ranks, round(state_bytes)) if wanted == "auto" else wanted
-        return parts(ranks, round(state_bytes)) if chosen == "ring" else None
-
     @property
     def rows(self) -> int:
         """Rows of one micro-batch."""
@@ -148,11 +144,6 @@ class Job:
         """Key heads of one device."""
         return self.model.kv_heads // self.layout.tensor
 
-    @property
-    def isolates(self) -> bool:
-        """Whether attention follows documents inside a row."""
-        return self.config.data.isolate_documents and self.model.classifier is None
-
     @cached_property
     def attentions(self) -> list[Attention]:
         """The attention of each layer."""
@@ -163,26 +154,82 @@ class Job:
         """Transformer layers of each pipeline stage, as DeepSpeed cuts them."""
         return stage_layers(self.model, self.layout.pipeline)
 
-    def layers(self, stage: int) -> list[tuple[Attention, int]]:
-        """The different attentions of a stage's layers, and how many layers have each."""
+    def layers(self, stage: int) -> list[tuple[int, int]]:
+        """The first of each kind of layers of a stage, and how many layers are like it."""
         counts: dict[int, int] = {}
         for index in self.stages[stage]:
-            place = id(self.attentions[index])
+            place = self._first_alike[id(self.attentions[index])]
             counts[place] = counts.get(place, 0) + 1
-        forms = {id(attention): attention for attention in self.attentions}
-        return [(forms[place], count) for place, count in counts.items()]
+        return list(counts.items())
+
+    @cached_property
+    def _first_alike(self) -> dict[int, int]:
+        places: dict[int, int] = {}
+        for index, attention in enumerate(self.attentions):
+            places.setdefault(id(attention), index)
+        return places
+
+    def parts(self, stage: int) -> list[tuple["Part", int]]:
+        """What a stage holds, and how often: embedding, kinds of layers, head."""
+        first: list[tuple[Part, int]] = [("first", 1)] if stage == 0 else []
+        last: list[tuple[Part, int]] = [("last", 1)] if stage == self.layout.pipeline - 1 else []
+        return [*first, *self.layers(stage), *last]
+
+    def measured(self, part: "Part", recompute: Recompute | None = None) -> "Measured":
+        """What a part takes for one micro-batch of this layout; recompute: None takes the layout's."""
+        measure, layout = self._measure, self.layout
+        from .measured import Shape  # not before the libraries were told of their device
+
+        is_layer = isinstance(part, int)
+        ring = isinstance(part, int) and layout.context > 1 and self.passes_keys_round(self.attentions[part])
+        # Embedding and head take every token by itself; a classifier's head its rows.
+        alike = not is_layer and self.model.classifier is None
+        shape = Shape(
+            rows=1 if alike else self.rows,
+            tokens=self.tokens if alike else self.cp_shard,
+            tensor=layout.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            context=layout.context if is_layer else 1,
+            recompute=(recompute or layout.recompute) if is_layer else "none",
+            softmax_exchange="ring" if ring else "auto",
+            on_gpu=self.stack.on_gpu,
+        )
+        return measure.of(part, shape)
+
+    @cached_property
+    def _measure(self) -> "Measure":
+        from megakernel.parallel import prepare_device
+
+        prepare_device("cpu", 0)  # before the libraries are imported that need to be told
+        from .measured import measure_of
+
+        return measure_of(self.config, self.vocab_size)
 
     @cached_property
     def different_stages(self) -> list[int]:
         """The stages without those that are like an earlier one, which holds more micro-batches and is as slow."""
         found: dict[tuple, int] = {}
         for stage in range(self.layout.pipeline):
-            layers = tuple((id(attention), count) for attention, count in self.layers(stage))
-            found.setdefault((stage == 0, stage == self.layout.pipeline - 1, layers), stage)
+            found.setdefault(tuple(self.parts(stage)), stage)
         return list(found.values())
 
     @cached_property
     def parameters(self) -> list[int]:
         """Trained numbers that one device of each stage holds."""
-        layout = self.layout
-        return stage_parameters(self.model, self.vocab_size, self.seq_len, layout.tensor, layout.pipeline)
+        measure, layout = self._measure, self.layout
+        tied = layout.pipeline == 1 and holds_second_embedding(self.model)
+        held = []
+        for stage in range(layout.pipeline):
+            counts = (
+                measure.parameters(part, layout.tensor, layout.sequence_parallel) * count
+                for part, count in self.parts(stage)
+            )
+            held.append(sum(counts))
+        return [held[0] - self.embedding] if tied else held
+
+    @property
+    def embedding(self) -> int:
+        """Numbers of the embedding that one tensor rank holds."""
+        model = self.model
+        rows = model.embedding_rows(self.vocab_size + model.special_ids)
+        return rows // self.layout.tensor * model.hidden_size

@@ -2,11 +2,6 @@
 
 from dataclasses import dataclass
 
-from megakernel.config import Attention
-from megakernel.model import parameters
-
-from . import activations
-from .activations import SavedActivations
 from .gpus import Gpu
 from .layout import Job
 
@@ -99,84 +94,43 @@ def buckets(job: Job, count: int) -> tuple[float, float]:
 
 
 def _stage(job: Job, stage: int) -> Memory:
-    layers = job.layers(stage)
+    layers = [(job.measured(part), count) for part, count in job.layers(stage)]
     # One forward, one backward: an early stage has sent on as many micro-batches as there are stages behind it.
     under_way = min(job.micro_batches, job.layout.pipeline - stage)
-    kept = SavedActivations(0.0)
-    for attention, count in layers:
-        one = activations.layer(job, attention)
-        kept = kept.plus(SavedActivations(one.tokens * count, one.states * count))
-    last = stage == job.layout.pipeline - 1
-    in_buckets, at_update = buckets(job, job.parameters[stage])
-    fixed = stays(job, stage)
     hidden = job.sharded_tokens * job.model.hidden_size * job.element
+    training = job.config.training
+    # The input of a layer that waits in host memory.
+    offloaded = training.checkpoint_offload and job.stack.on_gpu and job.layout.recompute == "full"
+    moved = hidden if offloaded else 0.0
+    entered = job.measured("first").kept if stage == 0 else hidden
+    kept = entered + sum((one.kept - one.states - moved) * count for one, count in layers)
     batch = 3 * INT64 * job.tokens * job.micro_batches
     forward = {
-        "activations": under_way * (kept.tokens + hidden) + batch,
-        "attention states": under_way * kept.states,
+        "activations": under_way * kept + batch,
+        "attention states": under_way * sum(one.states * count for one, count in layers),
     }
-    exchange = max((exchange_buffer(job, one) for one, _ in layers), default=0.0)
-    in_layer = max((_workspace(job, one) for one, _ in layers), default=0.0)
+    in_buckets, at_update = buckets(job, job.parameters[stage])
+    fixed = stays(job, stage)
     whole = fixed["gradients"] + comes(job, stage)
     before = whole if job.micro_batches > 1 else fixed["gradients"]
+    in_layer = max((one.excess for one, _ in layers), default=0.0)
+    of_one = max((one.kept for one, _ in layers), default=0.0) + entered
     moments: list[dict[str, float]] = [
         # The last layer's backward, the first layer's, and the update.
-        forward | {"gradients": before, "exchange": in_buckets + exchange, "workspace": in_layer},
-        {"activations": batch, "gradients": whole, "exchange": in_buckets + exchange, "workspace": in_layer},
+        forward | {"gradients": before, "exchange": in_buckets, "workspace": in_layer},
+        {
+            "activations": batch + of_one,
+            "gradients": whole,
+            "exchange": in_buckets,
+            "workspace": in_layer,
+        },
         {"gradients": whole, "exchange": in_buckets + at_update, "workspace": fixed["optimizer"] / 3},
     ]
-    if last:
-        loss = {"loss": activations.norm(job) + _loss(job), "exchange": in_buckets}
+    if stage == job.layout.pipeline - 1:
+        head = job.measured("last")
+        loss = {"loss": head.kept + head.excess, "exchange": in_buckets}
         moments.append(forward | {"gradients": before} | loss)
     parts = dict.fromkeys(PARTS, 0.0) | fixed | max(moments, key=lambda moment: sum(moment.values()))
     if job.stack.on_gpu:
         parts["reserve"] = RESERVE + FRAGMENTS * sum(parts.values())
     return Memory(parts, stage)
-
-
-def _loss(job: Job) -> float:
-    """Logits of one chunk, as the product gives them and in float32, and what hidden states and head have as gradients.
-
-    The head's is a sum in float32 where there are several chunks.
-    """
-    if job.model.classifier is not None:
-        return 0.0
-    chunk = min(job.config.training.loss_chunk_size, job.tokens)
-    rows = parameters.embedding_rows(job.model, job.vocab_size) / job.layout.tensor
-    logits = chunk * rows * (job.element + FLOAT32)
-    head = rows * job.model.hidden_size * (job.element if chunk == job.tokens else job.element + FLOAT32)
-    hidden = job.tokens * job.model.hidden_size * job.element
-    return logits + head + hidden * (2 if job.layout.sequence_parallel else 1)
-
-
-def exchange_buffer(job: Job, attention: Attention) -> float:
-    """What a layer's exchange over the context ranks holds at once."""
-    ranks = job.layout.context
-    if ranks == 1:
-        return 0.0
-    width = job.model.head_size * job.element
-    if attention.trades_heads(job.model.is_causal):
-        if job.passes_keys_round(attention):
-            # The pair that is read and the one that arrives, and as much for their gradients.
-            return 4 * 2 * job.tokens * job.kv_heads * width
-        return 2 * job.tokens * max(job.heads, job.kv_heads) * width
-    state = activations.state(job, attention)
-    # Of all shards, or what enters this one and what leaves it.
-    at_once = ranks if job.state_parts(state) is None else 2
-    return at_once * state + 2 * activations.tail(job, attention)
-
-
-def _workspace(job: Job, attention: Attention) -> float:
-    """What backward of one layer needs for a moment: the layer where it runs again, and the gradients inside it."""
-    kept, whole = activations.layer(job, attention), activations.whole_layer(job, attention)
-    again = whole.total - kept.total if job.layout.recompute != "none" else 0.0
-    hidden = job.sharded_tokens * job.model.hidden_size * job.element
-    in_mlp = job.tokens * 2 * job.model.ffn_size / job.layout.tensor * job.element + hidden
-    # When backward comes to the attention, what the MLP kept is gone.
-    vectors = 2 * job.heads + (attention.keys_per_head + 1) * job.kv_heads
-    gradients = job.tokens * vectors * job.model.head_size * job.element + hidden
-    group = job.rows * min(activations.GROUP, job.cp_shard) * activations.scanned(job, attention)
-    in_core = gradients + group - activations.mlp(job) - activations.norm(job)
-    if job.layout.recompute == "selective":  # backward comes to the attention behind the MLP
-        return max(in_mlp, again + in_core)
-    return again + max(in_mlp, in_core)

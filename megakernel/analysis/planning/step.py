@@ -86,8 +86,8 @@ def _exposed(job: Job, stage: int, done: work.Work, gpu: Gpu, rates: Rates) -> t
     hidden = 0.0
     for backward, seconds in waiting.items():
         room = (done.backward if backward else done.forward).get("attention", 0.0)
-        if not backward and job.layout.recompute != "none":  # forward runs twice, and so does its exchange
-            room *= 2
+        if backward and job.layout.recompute != "none":  # forward runs again there, and so does its exchange
+            room += done.forward.get("attention", 0.0)
         hidden += min(seconds, room)
         exposed["cp traffic"] += max(0.0, seconds - room)
     return dict(exposed), hidden

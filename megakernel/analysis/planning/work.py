@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from megakernel.config import Attention
 from megakernel.model.flops import attention_flops
 
-from . import activations
 from .gpus import Gpu
 from .layout import Job
 from .rates import Rates
@@ -41,12 +40,13 @@ class Work:
         return sum(self.forward.values()) + sum(self.backward.values())
 
 
-def layer(job: Job, attention: Attention, gpu: Gpu, rates: Rates) -> Work:
+def layer(job: Job, index: int, gpu: Gpu, rates: Rates) -> Work:
     """One transformer layer."""
+    attention = job.attentions[index]
     matrices = job.tokens * _matrix_flops(job, attention) / (gpu.peak_of(job.element) * rates.matrix)
     core = _core(job, attention, gpu, rates)
-    whole = activations.whole_layer(job, attention).tokens
-    moved = PASSES * whole / (gpu.bandwidth * rates.memory)
+    whole = job.measured(index, "none")
+    moved = PASSES * (whole.kept - whole.states) / (gpu.bandwidth * rates.memory)
     softmax = attention.weighs_every_pair or attention.feature_map is None
     backward = {
         "matrices": MATRIX_BACKWARD * matrices,
@@ -73,7 +73,7 @@ def head(job: Job, gpu: Gpu, rates: Rates) -> Work:
 
 def stage(job: Job, number: int, gpu: Gpu, rates: Rates) -> Work:
     """All layers of a pipeline stage."""
-    parts = [(layer(job, attention, gpu, rates), count) for attention, count in job.layers(number)]
+    parts = [(layer(job, index, gpu, rates), count) for index, count in job.layers(number)]
     if number == job.layout.pipeline - 1:
         parts.append((head(job, gpu, rates), 1))
     forward: dict[str, float] = defaultdict(float)
@@ -100,19 +100,8 @@ def _matrix_flops(job: Job, attention: Attention) -> float:
 
 
 def _core(job: Job, attention: Attention, gpu: Gpu, rates: Rates) -> float:
-    """Forward of the attention itself."""
-    parts = attention_flops(job.model, attention, job.seq_len)
-    flops = sum(parts.values())
-    size = job.model.head_size
+    """Forward of the attention itself: its products."""
+    flops = sum(attention_flops(job.model, attention, job.seq_len).values())
     is_softmax = attention.weighs_every_pair or attention.feature_map is None
-    if attention.feature_map is not None and attention.near is None:
-        flops += job.model.num_heads * activations.CHUNK * 2 * (attention.feature_map.width(size) + size + 1)
     share = rates.softmax if is_softmax else rates.kernel
-    products = job.tokens * flops / job.layout.tensor / (gpu.peak_of(job.element) * share)
-    vectors = 2 * job.heads + (attention.keys_per_head + 1) * job.kv_heads
-    bandwidth = gpu.bandwidth * rates.memory
-    if (
-        not job.stack.on_gpu
-    ):  # the chunked ops write what kernels keep in registers, and do not overlap the two
-        return products + job.tokens * activations.scanned(job, attention) / bandwidth
-    return max(products, job.tokens * vectors * size * job.element / bandwidth)
+    return job.tokens * flops / job.layout.tensor / (gpu.peak_of(job.element) * share)

@@ -1,4 +1,4 @@
-"""Causal FLuRKA: landmarks of earlier blocks under a kernel, the own block exactly (docs/formulas.md, 4)."""
+"""Causal FLuRKA: landmarks of earlier blocks under a kernel, the current block exactly (docs/formulas.md, 4)."""
 
 from types import ModuleType
 
@@ -77,7 +77,7 @@ def flurka_attention(
         pool_values: F, of the same shape.
         projection: of the feature map; see `kernel_attention`.
         near: similarity of the exact part, exp(q.k / sqrt(d)) or phi(q).phi(k).
-        blocks: 1 own block, 2 own and previous block.
+        blocks: 1 current block, 2 current and previous block.
         priors: pi (H_kv, M) >= 0 of mixture keys: a token or landmark weighs the sum over its M keys, sum_r pi_r
             phi(q).phi(E K_r) far and sum_r pi_r exp(q.k_r / sqrt(d)) or sum_r pi_r phi(q).phi(k_r) near.
         shift: b (H_kv, M, d), beside priors: k_r = k + b_r at tokens, and E K + b_r at landmarks.

@@ -22,7 +22,7 @@ class Form(NamedTuple):
     """b"""
 
     blocks: int
-    """1: a token attends its own block exactly; 2: also the previous one."""
+    """1: a token attends its current block exactly; 2: also the previous one."""
 
     near: NearKind
     rotary: Rotary | None

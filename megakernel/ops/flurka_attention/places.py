@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import Positions
+from megakernel.ops.documents import Positions, ends_block, window_reach
 
 
 class Places(NamedTuple):
@@ -71,11 +71,8 @@ def _tokens(positions: Tensor) -> Tensor:
 def _tables(positions: Tensor, block_size: int, blocks: int, before: int) -> tuple[Tensor, Tensor]:
     """Windows and ends."""
     places, length = _tokens(positions), positions.shape[1]
-    inside = positions % block_size
-    reach = torch.minimum(positions, inside + (blocks - 1) * block_size)
-    windows = (places - reach).clamp(min=-before)
-    whole = (inside == block_size - 1) & (positions >= block_size * blocks - 1)
-    whole = whole & (places - block_size * blocks + 1 >= -before)
+    windows = (places - window_reach(positions, block_size, blocks)).clamp(min=-before)
+    whole = ends_block(positions, block_size, blocks) & (places - block_size * blocks + 1 >= -before)
     ends = torch.where(whole, places, -1)
     ends = torch.nn.functional.pad(ends, (0, -length % block_size), value=-1)
     return windows.to(torch.int32).contiguous(), ends.unflatten(1, (-1, block_size)).amax(2).to(torch.int32)

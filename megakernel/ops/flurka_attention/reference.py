@@ -55,16 +55,17 @@ def attend(
     out = []
     for row in range(batch):
         for i in range(length):
-            near, seen = tokens[row].near(i), tokens[row].far(i, entering[row])
-            out.append(
-                _join(near, seen, None if gate is None else gate[row, :, i], tokens[row].sees_far(i), weights)
-            )
+            (near, peak), seen = tokens[row].near(i), tokens[row].far(i, entering[row])
+            share = None if gate is None else gate[row, :, i]
+            out.append(_join(near, peak, seen, share, tokens[row].sees_far(i), weights))
     stacked = torch.stack(out).view(batch, length, heads, -1).transpose(1, 2)
     return stacked.to(v.dtype), KernelState(leaving, leaving.new_zeros(leaving.shape[:2])), tail.after(k, v)
 
 
-def _join(near: Tensor, far: Tensor, gate: Tensor | None, sees_far: bool, weights: Weights) -> Tensor:
-    """(H, D) from the sums (H, D + 1) of the near and the far part."""
+def _join(
+    near: Tensor, peak: Tensor, far: Tensor, gate: Tensor | None, sees_far: bool, weights: Weights
+) -> Tensor:
+    """(H, D) from the sums (H, D + 1) of the near part, times exp(peak), and of the far part."""
     if not sees_far:
         return _mean(near)
     if gate is not None:
@@ -72,7 +73,8 @@ def _join(near: Tensor, far: Tensor, gate: Tensor | None, sees_far: bool, weight
         return share * _mean(near) + (1 - share) * _mean(far)
     if weights.far_weight is not None:
         far = far * torch.exp(weights.far_weight)[:, None]
-    return _mean(near + far)
+    common = peak.clamp(min=0)
+    return _mean(near * torch.exp(peak - common) + far * torch.exp(-common))
 
 
 def _mean(sums: Tensor) -> Tensor:
@@ -100,29 +102,36 @@ class _Row:
     def sees_far(self, i: int) -> bool:
         return self.at[i] >= self.form.block_size * self.form.blocks
 
-    def near(self, i: int) -> Tensor:
-        """Sums (H, D + 1) over the tokens of the window of token i."""
+    def near(self, i: int) -> tuple[Tensor, Tensor]:
+        """Sums (H, D + 1) over the tokens of the window of token i, and the log (H, 1) of their scale.
+
+        Under softmax that is the largest score, whose exp could overflow; under phi 0.
+        """
         block = self.at[i] // self.form.block_size
         oldest = max(0, block - self.form.blocks + 1) * self.form.block_size
         here = self.before + i
         window = range(here - (self.at[i] - oldest), here + 1)
         positions = torch.arange(oldest, self.at[i] + 1)[None]
         values = self._with_ones(self.values[:, window.start : window.stop])
-        total = values.new_zeros(len(self.q), values.shape[-1])
-        for share, shift, of_row in zip(self.shares, self.shifts, self.keys):
+        similar = []
+        for shift, of_row in zip(self.shifts, self.keys):
             q, keys = self.q[None, :, i : i + 1], of_row[None, :, window.start : window.stop] + shift
             if rotary := self.form.near_rotary:
                 q, keys = rotary(q, positions[:, -1:]), rotary(keys, positions)
-            weights = self._near_weights(q, keys)[0] * share.repeat_interleave(self.group, 0)
-            total = total + (weights @ values.repeat_interleave(self.group, 0))[:, 0]
-        return total
+            similar.append(self._near_similarity(q, keys)[0, :, 0])
+        # (M, H, W), by the M keys of each position.
+        weights, peak = torch.stack(similar), values.new_zeros(len(self.q), 1)
+        if self.form.near != "kernel":
+            peak = weights.detach().amax((0, 2))[:, None]
+            weights = torch.exp(weights - peak)
+        weights = (weights * self.shares.repeat_interleave(self.group, 1)[..., 0]).sum(0)
+        return (weights[:, None] @ values.repeat_interleave(self.group, 0))[:, 0], peak
 
-    def _near_weights(self, q: Tensor, keys: Tensor) -> Tensor:
-        """Similarity (1, H, 1, W) of one query and the keys of its window."""
+    def _near_similarity(self, q: Tensor, keys: Tensor) -> Tensor:
+        """Weights (1, H, 1, W) of one query and the keys of its window, under softmax their logarithms."""
         if self.form.near == "kernel":
             return self._phi_q(q) @ self._phi_k(keys).repeat_interleave(self.group, 1).transpose(-1, -2)
-        scores = q @ keys.repeat_interleave(self.group, 1).transpose(-1, -2)
-        return torch.exp(scores * q.shape[-1] ** -0.5)
+        return q @ keys.repeat_interleave(self.group, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
 
     def far(self, i: int, entering: Tensor) -> Tensor:
         """Sums (H, D + 1) over the landmarks that token i sees, those of `entering` (H_kv, F, D + 1) included."""

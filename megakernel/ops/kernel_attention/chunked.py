@@ -13,15 +13,13 @@ from megakernel.ops.documents import (
     Positions,
     began_before,
     open_documents,
-    pad_positions,
-    position_rows,
     reversed_positions,
 )
 from megakernel.ops.feature_maps import FeatureMap, Features
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.phi import Phi, start_state
 from megakernel.ops.projections import Projection
-from megakernel.ops.scan import Links, link, read_states, scan_chunks, write_chunks
+from megakernel.ops.scan import Links, chunk_links, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge
 from megakernel.ops.sums import Finish, Found, Sums, add, finish_of, in_range
 
@@ -177,7 +175,7 @@ def _sums(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, d
 
 def _write(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     k, v, mass = inputs
-    links = _links(positions, k.shape[2], k.device)
+    links = chunk_links(positions, k.shape[2], k.device, CHUNK)
     return (), write_chunks(*_keys(k, v, mass, links, phi, state.sums.dtype), state, links)
 
 
@@ -198,7 +196,7 @@ def _read(
 
 def _scan(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
     q, k, v, mass = inputs
-    links = _links(positions, q.shape[2], q.device, delay)
+    links = chunk_links(positions, q.shape[2], q.device, CHUNK, delay)
     chunks, size = links.writes.shape[1:]
     queries = phi.of_queries(chunk_queries(q.to(state.sums.dtype), k.shape[1], size, chunks))
     return scan_chunks(queries, *_keys(k, v, mass, links, phi, state.sums.dtype), state, links)
@@ -212,10 +210,3 @@ def _keys(
     if mass is not None:
         values = values * mass[..., None]
     return phi.of_keys(chunk_keys(k.to(dtype), size, chunks)), chunk_keys(values, size, chunks)
-
-
-def _links(positions: Positions, length: int, device: torch.device, delay: int = 0) -> Links:
-    size = min(CHUNK, length)
-    rows = pad_positions(position_rows(positions, length, device), -length % size).unflatten(1, (-1, size))
-    places = torch.arange(size, device=device)
-    return link((places - rows)[:, :, None], places.expand(rows.shape), delay=delay)

@@ -97,6 +97,11 @@ def noting() -> Iterator[list[Launch]]:
         _noted = None
 
 
+def is_noting() -> bool:
+    """Whether launches are noted down."""
+    return _noted is not None
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **options: Any
 ) -> None:

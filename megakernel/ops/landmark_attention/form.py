@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import Positions, position_rows, window_reach
 from megakernel.ops.window import Layout, Rotary, cut
 
 MISSING = -(2**62)
@@ -94,14 +94,14 @@ class Sight(NamedTuple):
 
 
 def sight(positions: Positions, length: int, device: torch.device, *, size: int, skipped: int) -> Sight:
-    """Queries see blocks that end before their own block of `size` tokens and the `skipped` - 1 before it."""
+    """Queries see blocks that end before their current block of `size` tokens and the `skipped` - 1 before it."""
     rows = position_rows(positions, length, device)
     places = torch.arange(length, device=device)
-    return Sight(places - rows, places - rows % size - (skipped - 1) * size)
+    return Sight(places - rows, places - window_reach(rows, size, skipped))
 
 
 class Near(NamedTuple):
-    """The exact window: a token's own block of b tokens, or with blocks=2 also the one before."""
+    """The exact window: a token's current block of b tokens, or with blocks=2 also the one before."""
 
     block_size: int
     blocks: int

@@ -49,5 +49,5 @@ def _weights(
 
 
 def _softmax(q: Tensor, k: Tensor) -> Tensor:
-    weights = torch.exp(q @ k.T * q.shape[-1] ** -0.5)
-    return weights / weights.sum(-1, keepdim=True)
+    # exp of a score over exp of the largest: of large queries exp alone overflows.
+    return torch.softmax(q @ k.T * q.shape[-1] ** -0.5, -1)

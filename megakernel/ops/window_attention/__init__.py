@@ -27,14 +27,14 @@ def window_attention(
     initial_state: Tail | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tail]:
-    """Causal softmax over a token's own block of its document, optionally with the block before.
+    """Causal softmax over a token's current block of its document, optionally with the block before.
 
     Args:
         q: (B, H, N, d).
         k: (B, H_kv, N, d), H a multiple of H_kv; (B, H_kv, M, N, d) with priors and no shift.
         v: (B, H_kv, N, D).
         block_size: tokens per block, b; blocks restart at every document.
-        blocks: 1 own block, 2 own and previous block.
+        blocks: 1 current block, 2 current and previous block.
         priors: pi (H_kv, M) >= 0 of mixture keys: a token weighs sum_r pi_r exp(q.k_r / sqrt(d)).
         shift: b (H_kv, M, d), beside priors: the keys of a token are k + b_r.
         rotary: rotates q and k by their positions; q and k are handed in unrotated.

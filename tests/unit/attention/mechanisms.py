@@ -15,6 +15,7 @@ from megakernel.config.attention import PRESETS, Attention, expand_preset
 from megakernel.config.section import merged
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "simple_gla": {"mechanism": "simple_gla", "simple_gla": {"gate_logit_normalizer": 2.0}},
     "local_two_blocks": {"preset": "local", "near": {"blocks": 2}},
     "smgk_three_keys": {"preset": "smgk", "mixture": {"keys": 3, "sigma2": [1.0, 3.0, 0.5]}},
     "smgk_hard": {"preset": "smgk", "mixture": {"estep": "hard"}},
@@ -162,7 +163,7 @@ def sized(tree: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     elif form.near is not None:
         between["near"] = sizes["near"]
     if form.mechanism != "algebra":
-        between[form.mechanism] = sizes[form.mechanism]
+        between[form.mechanism] = sizes.get(form.mechanism, {})
     if form.feature_map is not None and form.feature_map.may_divide_by_zero:
         # No rounding is small beside a denominator near 0.
         between["feature_map"] = {"smoothing": 1.0}

@@ -147,3 +147,19 @@ def test_gradients_are_finite_and_near_float64(name, causal, point):
         if not error <= most:
             wrong[key] = f"{error:.1e} of {size:.1e}; expected at most {most:.1e}"
     assert not wrong
+
+
+@pytest.mark.parametrize(("name", "causal"), CASES)
+def test_the_quadratic_reference_is_finite_and_right_at_large_scales(name, causal, monkeypatch):
+    point = Point(16, 50.0, 40, torch.float64)
+    module = layer(name, causal, point)
+    qkv, grad = inputs(name, point)
+    found = run(module, qkv, grad, point.dtype)
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
+    exact = run(module, qkv, grad, point.dtype)
+    delta, terms = conditioning(module, qkv, grad)
+    delta *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    for key, wanted in exact.items():
+        assert wanted.isfinite().all(), key
+        error, size = (found[key] - wanted).norm().item(), wanted.norm().item()
+        assert error <= 1e-9 * size + delta * terms[key.split()[0]], key

@@ -12,7 +12,7 @@ from megakernel.training import events
 
 
 def run_with(folder, *happened):
-    """A run of a job of this machine that no longer runs, and what befell it."""
+    """A run of a job of this machine that no longer runs, and its events."""
     run = JobFolder(folder / "run")
     run.path.mkdir()
     run.add([Job("999999999", "local", "now", "2026-11-22T00:00:00+00:00")])
@@ -33,7 +33,7 @@ def run_with(folder, *happened):
         ([("started", {}), ("cancelled", {}), ("ended", {"status": 143})], "CANCELLED"),
     ],
 )
-def test_the_last_that_befell_a_job_is_its_state(happened, state, tmp_path):
+def test_the_last_event_of_a_job_is_its_state(happened, state, tmp_path):
     (found,) = states_of(run_with(tmp_path, *happened)).values()
     assert found.state == state
     assert not found.is_live

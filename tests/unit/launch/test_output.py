@@ -13,7 +13,7 @@ from launch.exit_status import ExitStatus
 from ..config import trees
 
 CONFIG = "configs/demo.yaml"
-PLAN = ["configs/pretrain-350m.yaml", "--gpus", "8", "--gpu", "h100"]
+PLAN = [CONFIG, "--gpus", "1", "--gpu", "h100"]
 PRINTING = {
     "config": ["config", CONFIG],
     "explain": ["config", CONFIG, "--explain", "training"],

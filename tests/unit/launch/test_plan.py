@@ -57,6 +57,7 @@ def test_the_keys_of_a_layout_are_overrides_that_a_run_takes(file, capsys):
     assert main(["config", file, *overrides]) == 0
 
 
+@pytest.mark.second
 def test_a_range_shows_how_the_run_scales(file, capsys):
     assert main(["plan", file, "--gpus", "8..16", "--gpu", "b200"]) == 0
     shown = capsys.readouterr().out
@@ -65,6 +66,7 @@ def test_a_range_shows_how_the_run_scales(file, capsys):
     assert "50,257 ids assumed" in shown
 
 
+@pytest.mark.second
 def test_a_page_has_its_command_and_the_baselines(file, capsys, tmp_path):
     out = tmp_path / "pages" / "plan.md"
     assert main(["plan", file, "--gpus", "8", "--gpu", "h100", "--page", str(out)]) == 0

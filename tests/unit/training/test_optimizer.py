@@ -4,7 +4,7 @@ import pytest
 
 from megakernel.config import Model, Optimizer
 from megakernel.model import LanguageModel, ModelSettings
-from megakernel.parallel.one_process import OneProcess
+from megakernel.parallel.axis import OneProcess
 from megakernel.training.optimizer import SHARE, freeze, parameter_groups
 
 MECHANISM = ".core."

@@ -1,26 +1,26 @@
 """What the planner promises without running a model."""
 
-from itertools import pairwise
+import time
 from pathlib import Path
 
 import pytest
-from deepspeed.runtime.utils import partition_balanced
 
-from megakernel.analysis.planning import ACCURACY, ASSUMED, GPU, GPUS, Job, Layout, plan
+from megakernel.analysis.planning import ACCURACY, ASSUMED, GPU, GPUS, Job, Layout, measured, plan
 from megakernel.analysis.planning.baselines import BASELINES, compare
 from megakernel.analysis.planning.layouts import Refusal, candidates
+from megakernel.analysis.planning.measured import Measure, Shape
 from megakernel.analysis.planning.memory import memory
 from megakernel.analysis.planning.network import ranks_in_node, seconds
 from megakernel.analysis.planning.plan import Plan
 from megakernel.analysis.planning.scaling import efficiency, grow, scaling
-from megakernel.analysis.planning.stages import stage_layers
 from megakernel.analysis.planning.step import step
-from megakernel.analysis.planning.traffic import Transfer, over_context
-from megakernel.config import Config, ConfigError, Model, Parallel
+from megakernel.analysis.planning.traffic import Transfer, of_part
+from megakernel.config import Config, ConfigError, Parallel, load
 from megakernel.model.parameters import parameter_count
 
 from ...config import trees
 
+CONFIGS = Path(__file__).parents[4] / "configs"
 H100 = GPUS["h100"]
 ALONE = Layout(1, False, 1, 1, 1, 1, 1, "none")
 
@@ -31,21 +31,71 @@ def config(**sections) -> Config:
     return trees.config(model=sizes, training=training, **sections)
 
 
+def shape(rows: int, tokens: int, *, context: int = 1, exchange: str = "auto", on_gpu: bool = True) -> Shape:
+    return Shape(rows, tokens, 1, False, context, "none", exchange, on_gpu)
+
+
+SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2}
+
+
+def check_line(attention: str, part: str | int, large: Shape, off: float = 0.01, **training) -> None:
+    """A shape that is found from smaller ones takes what it takes when it is run."""
+    measure = Measure(config(model={**SMALL, "attention": attention}, training=training), 1000)
+    found, run = measure.of(part, large), measure._run(part, large)
+    assert found is not run, "this shape is run as it is"
+    assert found.kept == pytest.approx(run.kept, rel=1e-3)
+    assert found.states == pytest.approx(run.states, abs=1e-3 * run.kept)
+    assert found.excess == pytest.approx(run.excess, rel=off)
+    for message, amount in run.sent.items():
+        assert tuple(found.sent[message]) == pytest.approx(tuple(amount), rel=1e-9), message
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("attention", ["flurka", "hedgehog", "softmax"])
+def test_bytes_are_on_a_line_over_rows(attention, on_gpu):
+    check_line(attention, 0, shape(32, 2048, on_gpu=on_gpu), seq_len=2048)
+
+
+@pytest.mark.parametrize("attention", ["flurka", "hedgehog"])
+def test_bytes_are_on_a_line_over_the_tokens_of_a_scan(attention, monkeypatch):
+    monkeypatch.setattr(measured, "MANY_OPERATIONS", 0)
+    check_line(attention, 0, shape(1, 16_384, on_gpu=False), seq_len=16_384)
+
+
+def test_masks_of_packed_softmax_are_on_a_parabola(monkeypatch):
+    monkeypatch.setattr(measured, "MANY_OPERATIONS", 0)
+    check_line("softmax", 0, shape(1, 16_384), seq_len=16_384)
+
+
+def test_bytes_of_a_chunked_loss_are_on_a_line(monkeypatch):
+    monkeypatch.setattr(measured, "MANY_OPERATIONS", 0)
+    check_line("flurka", "last", shape(1, 65_536), seq_len=65_536)
+
+
+def test_bytes_are_on_a_line_over_the_ranks_of_a_ring():
+    check_line("softmax", 0, shape(1, 1024, context=16, exchange="ring"), off=0.5, seq_len=16_384)
+
+
+def test_a_layer_of_a_million_tokens_is_measured_in_seconds():
+    large = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "attention": "flurka"}
+    measure = Measure(config(model=large, training={"seq_len": 2**20, "dtype": "bfloat16"}), 50_257)
+    start = time.process_time()
+    found = measure.of(0, shape(1, 2**20))
+    assert time.process_time() - start < 10
+    assert found.kept > 2**20 * 4096 * 2
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_every_shipped_configuration_is_planned(name):
+    run = load(CONFIGS / f"{name}.yaml")
+    found = plan(run, 50_257, 2, GPUS["b200"])
+    assert found.fitting or found.too_large
+
+
 @pytest.fixture(scope="module")
 def of_sixteen() -> Plan:
     return plan(config(), 50_257, 16, H100)
-
-
-@pytest.mark.parametrize("position", ["rope", "learned"])
-def test_stages_are_cut_as_deepspeed_cuts_them(position):
-    before = 2 if position == "learned" else 1
-    for layers in range(1, 20):
-        model = Model(num_layers=layers, hidden_size=64, num_heads=4, position=position)
-        weights = [0] * before + [1] * layers + [0, 0]
-        for stages in range(1, layers + 1):
-            bounds = [min(max(int(at) - before, 0), layers) for at in partition_balanced(weights, stages)]
-            expected = [range(first, end) for first, end in pairwise(bounds)]
-            assert stage_layers(model, stages) == expected, (layers, stages)
 
 
 @pytest.mark.parametrize("attention", ["flurka", "softmax", "hedgehog"])
@@ -116,10 +166,10 @@ def test_state_traffic_does_not_contain_the_length_and_ring_traffic_does():
     def sent(attention: str, seq_len: int, exchange: str) -> float:
         run = config(model={"attention": attention}, training={"seq_len": seq_len})
         job = Job(run, 50_257, Layout(1, False, 8, 1, 1, 1, 1, "none"), GPU, exchange)
-        return sum(one.sent for one in over_context(job, job.attentions[0]))
+        return sum(one.sent for one in of_part(job, 0) if one.group == "cp")
 
     assert sent("flurka", 65_536, "own") == sent("flurka", 1_048_576, "own")
-    assert sent("softmax", 1_048_576, "ring") == 16 * sent("softmax", 65_536, "ring")
+    assert sent("softmax", 32_768, "ring") == pytest.approx(4 * sent("softmax", 8192, "ring"))
 
 
 def test_a_group_that_leaves_its_node_is_as_fast_as_its_adapters():
@@ -145,6 +195,7 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
     assert piped.parts["bubble"] == pytest.approx(busy * 3 / 16, rel=0.02)
 
 
+@pytest.mark.second
 def test_runs_grow_with_their_devices():
     run = config()
     assert grow(run, "strong", 64, 16).training == run.training
@@ -157,12 +208,13 @@ def test_runs_grow_with_their_devices():
     assert 0.5 < shares[1] <= 1.01
 
 
+@pytest.mark.second
 def test_baselines_pay_for_every_pair_of_tokens():
-    run = config(training={"seq_len": 1_048_576, "global_batch_size": 1})
-    own, ring, ulysses, heads = compare(run, 50_257, 16, H100)
+    run = config(training={"seq_len": 524_288, "global_batch_size": 1})
+    own, ring, ulysses, heads = compare(run, 50_257, 4, H100)
     assert len(BASELINES) == 4
     assert own.best.step.seconds * 4 < ring.best.step.seconds
-    assert all(one.layout.context <= 16 for one in ulysses.fitting)
+    assert all(one.layout.context <= 4 for one in ulysses.fitting)
     assert {one.layout.context for one in (*heads.fitting, *heads.too_large)} == {1}
 
 

@@ -61,7 +61,7 @@ def spans(weights, window=None, causal=True, positions=None):
 
 
 def test_the_span_of_a_window_is_half_its_length():
-    """Token i looks at its own block of 4 alike, so 0, 1/2, 1, 3/2 back on average; nothing beyond."""
+    """Token i looks at its current block of 4 alike, so 0, 1/2, 1, 3/2 back on average; nothing beyond."""
     weights = torch.block_diag(*[torch.ones(4, 4)] * 3).tril()
     found = spans(weights / weights.sum(-1, keepdim=True), window=(4, 1))
     assert found["span"] == pytest.approx(0.75)

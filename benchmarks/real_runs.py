@@ -1,20 +1,20 @@
-"""What a real run keeps, holds and takes on this machine: what predictions are measured against."""
+"""What a real run keeps, holds and sends on this machine: what plans are held against."""
 
 import gc
 import time
+from collections import Counter
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from data_pipeline.batch import Batch
+from megakernel.analysis.planning.ledger import Ledger
 from megakernel.config import Config
 from megakernel.model import LanguageModel
 from megakernel.model.settings import model_settings
 from megakernel.parallel import Mesh
 from megakernel.training.engine import Engine
-
-from .counters import LiveBytes, WireCounter
 
 
 def random_batch(config: Config, vocab_size: int, mesh: Mesh) -> Batch:
@@ -36,7 +36,7 @@ def kept_bytes(config: Config, vocab_size: int, mesh: Mesh) -> list[int]:
             parameter.data = parameter.data.bfloat16()
     batch = random_batch(config, vocab_size, mesh)
     stream: Any = (batch.tokens, batch.positions, batch.labels, torch.ones(1, dtype=torch.int64))
-    with LiveBytes() as live:
+    with Ledger() as live:
         for tensor in (*model.parameters(), *model.buffers(), *stream):
             live.add(tensor)
         at = [live.now]
@@ -46,7 +46,7 @@ def kept_bytes(config: Config, vocab_size: int, mesh: Mesh) -> list[int]:
     return [after - before for before, after in pairwise(at)]
 
 
-def _settled(live: LiveBytes) -> int:
+def _settled(live: Ledger) -> int:
     """What lives once gloo's threads have let go of what they exchanged, a moment after the process has got it."""
     seen, now = -1, live.now
     while seen != now:
@@ -66,13 +66,13 @@ def sent_bytes(config: Config, vocab_size: int, mesh: Mesh) -> dict[tuple[str, s
     engine = Engine(config, model_settings(config, mesh, vocab_size))
     batches = [random_batch(config, vocab_size, mesh)] * engine.micro_batches
     engine.train_step(batches, 1e-3)
-    with WireCounter() as wire:
+    with Ledger() as ledger:
         engine.train_step(batches, 1e-3)
-    return {
-        (names.get(group, group), operation): count
-        for (group, operation), count in wire.bytes.items()
-        if group not in alone and count
-    }
+    found: Counter[tuple[str, str]] = Counter()
+    for message, count in ledger.bytes.items():
+        if message.group not in alone and count:
+            found[names.get(message.group, message.group), message.operation] += count
+    return dict(found)
 
 
 class Held(NamedTuple):
@@ -87,7 +87,7 @@ class Held(NamedTuple):
 
 def held_bytes(config: Config, vocab_size: int, mesh: Mesh) -> Held:
     """What this process holds, from the second step on."""
-    with LiveBytes() as live:
+    with Ledger() as live:
         engine = Engine(config, model_settings(config, mesh, vocab_size))
         batches = [random_batch(config, vocab_size, mesh)] * engine.micro_batches
         engine.train_step(batches, 1e-3)
@@ -96,16 +96,3 @@ def held_bytes(config: Config, vocab_size: int, mesh: Mesh) -> Held:
         live.peak = live.now
         engine.train_step(batches, 1e-3)
     return Held(between, live.peak)
-
-
-def step_seconds(config: Config, vocab_size: int, mesh: Mesh, steps: int = 3) -> float:
-    """Processor time of a step on a CPU, the least of several after a first one."""
-    engine = Engine(config, model_settings(config, mesh, vocab_size))
-    batches = [random_batch(config, vocab_size, mesh)] * engine.micro_batches
-    engine.train_step(batches, 1e-3)
-    times = []
-    for _ in range(steps):
-        start = time.process_time()
-        engine.train_step(batches, 1e-3)
-        times.append(time.process_time() - start)
-    return min(times)

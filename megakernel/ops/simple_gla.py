@@ -1,0 +1,158 @@
+"""Linear attention whose state decays: S_i = a_i S_(i-1) + k_i v_i^T and o_i = q_i^T S_i / sqrt(d).
+
+See docs/formulas.md, 9.
+"""
+
+import torch
+from torch import Tensor
+
+from megakernel.ops.arguments import check_heads, expand_tokens
+from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries
+from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.documents import (
+    Positions,
+    began_before,
+    open_documents,
+    position_rows,
+)
+from megakernel.ops.groups import Tensors, scan_groups
+from megakernel.ops.scan import alive_chunks, chunk_links
+from megakernel.ops.state import Exchange, KernelState
+
+CHUNK = 64
+"""Tokens whose pairs are weighed one by one."""
+
+GROUP = 2048
+"""Tokens whose weights and chunk states exist at once, a multiple of CHUNK."""
+
+
+def simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    positions: Positions = 0,
+    initial_state: Tensor | None = None,
+    exchange: Exchange | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention with weights q_i.k_j / sqrt(d) times the decays between j and i, linear in the tokens.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, H_kv, N, d), H a multiple of H_kv.
+        v: (B, H_kv, N, D).
+        log_decay: log a <= 0, broadcastable to (B, H_kv, N): what a token multiplies the state by before it enters.
+        positions: (B, N) positions within documents, or the position of the first token of rows that hold one
+            document each. A document begins with an empty state.
+        initial_state: (B, H_kv, d, D), what rows continue from.
+        exchange: gets what these tokens add to the state and the factor that they leave of it, and gives what enters,
+            for a sequence cut over processes; in place of `initial_state`.
+        backend: reference or chunked.
+
+    Returns:
+        (B, H, N, D) in the dtype of v, and the state behind the last token; with `exchange` what these tokens add.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, naming the argument.
+    """
+    check_heads(q, k, v)
+    log_decay = expand_tokens("log_decay", log_decay, k).to(accum_dtype(k.dtype))
+    attend = choose({"chunked": chunked, "reference": reference}, backend)
+    state = initial_state
+    if state is None:
+        state = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=log_decay.dtype)
+    out, leaving = attend(q, k, v, log_decay, positions, state)
+    if exchange is not None:
+        entire = log_decay.cumsum(2)
+        carries = open_documents(positions, q.shape[2], len(q), q.device)[:, None]
+        factor = torch.where(carries, entire[:, :, -1].exp(), 0.0)
+        entering = exchange(KernelState(leaving, leaving.new_zeros(leaving.shape[:2])), factor).wait()
+        entered = entering.sums * entering.log_scale.exp()[..., None, None]
+        # What a token sees of it has decayed over all tokens of the shard up to this one.
+        kept = entire.exp().masked_fill(~began_before(positions, q.shape[2], q.device)[:, None], 0.0)
+        group = q.shape[1] // k.shape[1]
+        entered, kept = (x.repeat_interleave(group, 1) for x in (entered, kept))
+        out = out + (_scaled(q, entered.dtype) @ entered) * kept[..., None]
+    return out.to(v.dtype), leaving
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Chunks inside groups of tokens, states between them."""
+    varying = None if isinstance(positions, int) else positions[:, None]
+
+    def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
+        q, k, v, log_decay, at = sequences
+        places = positions + start if at is None else at[:, 0]
+        out, leaving = _group(q, k, v, log_decay, places, carry[0])
+        return (out,), (leaving,)
+
+    (out,), (leaving,) = scan_groups(
+        on_group, (state,), (q, k, v, log_decay[..., None], varying), (), group=GROUP
+    )
+    return out, leaving
+
+
+def _group(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, state: Tensor):
+    heads, length, kv_heads = q.shape[1], q.shape[2], k.shape[1]
+    links = chunk_links(positions, length, q.device, CHUNK)
+    chunks, size = links.writes.shape[1:]
+    queries = chunk_queries(_scaled(q, state.dtype), kv_heads, size, chunks)
+    keys, values, logs = (chunk_keys(x.to(state.dtype), size, chunks) for x in (k, v, log_decay))
+    logs = logs[..., 0].cumsum(-1)
+    # Pairs inside a chunk.
+    between = logs[..., :, None] - logs[..., None, :]
+    weights = between.masked_fill(~links.visible[:, None, :, 0], -torch.inf).exp()
+    scores = (queries @ keys.transpose(-1, -2)).unflatten(3, (-1, size)) * weights[:, :, :, None]
+    # What every chunk adds, and the states that enter it: a triangular matrix of decays times the additions.
+    left = (logs[..., -1:] - logs).masked_fill(~links.writes[:, None], -torch.inf).exp()
+    added = (keys * left[..., None]).transpose(-1, -2) @ values
+    behind = torch.cat([torch.zeros_like(logs[:, :, :1, -1]), logs[..., -1].cumsum(-1)], -1)
+    decays = behind[..., :, None] - behind[..., None, :]
+    decays = decays.masked_fill(~alive_chunks(links), -torch.inf).exp()
+    stack = torch.cat([state[:, :, None], added], 2).flatten(-2)
+    states = (decays @ stack).unflatten(-1, added.shape[-2:])
+    kept = logs.exp().masked_fill(~links.reads[:, None, :, 0], 0.0)
+    seen = (queries @ states[:, :, :-1]).unflatten(3, (-1, size)) * kept[:, :, :, None, :, None]
+    out = scores.flatten(3, 4) @ values + seen.flatten(3, 4)
+    # A copy: what leaves a group is kept for backward, and a view would keep the states of all chunks with it.
+    return join_queries(out, heads, length), states[:, :, -1].clone()
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """From the formula: one N x N matrix of products of decays, and the state one token after the other."""
+    batch, _, length, _ = q.shape
+    group = q.shape[1] // k.shape[1]
+    rows = position_rows(positions, length, q.device).expand(batch, -1)
+    keys, values = k.to(state.dtype), v.to(state.dtype)
+    places = torch.arange(length, device=q.device)
+    first = places - rows
+    seen = (places[:, None] >= places) & (places >= first[..., None])
+    row = torch.zeros(*log_decay.shape, dtype=state.dtype, device=q.device)
+    products = []
+    for place in range(length):
+        # The product of the decays behind each earlier token, and 1 for the token itself.
+        row = torch.where(places == place, 1.0, row * log_decay[:, :, place, None].exp())
+        products.append(row)
+    weights = (_scaled(q, state.dtype) @ keys.repeat_interleave(group, 1).transpose(-1, -2)) * seen[:, None]
+    out = (weights * torch.stack(products, 2).repeat_interleave(group, 1)) @ values.repeat_interleave(
+        group, 1
+    )
+    entered, seen_of_it = state, []
+    for place in range(length):
+        fresh = (rows[:, place] == 0)[:, None, None, None]
+        factor = log_decay[:, :, place, None, None].exp()
+        entered, state = (torch.where(fresh, 0.0, x * factor) for x in (entered, state))
+        seen_of_it.append(entered.repeat_interleave(group, 1))
+        state = state + keys[:, :, place, :, None] * values[:, :, place, None]
+    from_before = torch.stack(seen_of_it, 2)
+    return out + (_scaled(q, state.dtype)[..., None, :] @ from_before)[..., 0, :], state
+
+
+def _scaled(q: Tensor, dtype: torch.dtype) -> Tensor:
+    return q.to(dtype) * q.shape[-1] ** -0.5
