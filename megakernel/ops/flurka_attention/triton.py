@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megakernel.ops.documents import Positions, open_documents
 from megakernel.ops.feature_maps import named
-from megakernel.ops.flurka_attention import launched  # noqa: F401 - registers the op
+from megakernel.ops.flurka_attention import operators
 from megakernel.ops.flurka_attention.form import Form, Weights
-from megakernel.ops.flurka_attention.launches import ANGLES, Shape
 from megakernel.ops.flurka_attention.places import places_of, sees_far
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
 from megakernel.ops.kernels.features import SUPPORTED, phi_of
@@ -33,6 +32,9 @@ WIDEST_FLOAT32 = 16
 
 HIGHEST_RANK = 64
 """r likewise."""
+
+ANGLES = 256
+"""Places beside a window for which there are angles: a tile of queries and one of keys."""
 
 SIGNED = ("identity", "rks")
 """Maps whose sums may be negative."""
@@ -107,7 +109,7 @@ def attend(
     matrix = dense(weights.projection, q.shape[-1])
     phi = phi_of(form.feature_map, q.shape[-1], None if matrix is None else matrix.shape[-2])
     name = named(form.feature_map)
-    shape = Shape(
+    shape = operators.Form(
         name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest
     )
     mass = torch.full((k.shape[1],), b / weights.pool_keys.shape[-2], dtype=torch.float32, device=q.device)
@@ -129,7 +131,7 @@ def attend(
 
     def run(queries: Tensor, logits: Tensor | None, first: KernelState | None):
         tile = (None, None, None) if first is None else tiles_of(first, phi, v.shape[-1])
-        out, *_, sums, norms, logs = torch.ops.megakernel.flurka_attention(
+        out, *_, sums, norms, logs = operators.forward(
             queries, k, v, matrix, *pools, mass, logits, far_weight, *tables, *tile, *shape
         )
         return out, state_of(sums, norms, logs, phi, v.shape[-1])

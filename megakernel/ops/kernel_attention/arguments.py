@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megakernel.ops.kernels.features import load_rows, once, phi, rounded
+from megakernel.ops.kernels.features import load_rows, once, padded, phi, rounded
 from megakernel.ops.kernels.launch import rows_together, strides
 
 
@@ -94,8 +94,15 @@ class Row(NamedTuple):
     start: int
     """The place where the one document starts."""
 
+    ends: Any
+    """(B, N / b) int32: where the landmarks of each b tokens stand, negative where there are none; None of keys that
+    are tokens, and of landmarks at the last of their b."""
+
     heads: int
     """Of keys."""
+
+    length: int
+    """Tokens, among which queries and keys have their places."""
 
     queries: int
     keys: int
@@ -122,6 +129,59 @@ class Cut(NamedTuple):
     """Of a position in a mixture; 0 says that it has one and no prior."""
 
     causal: bool
+    block_size: int = 1
+    """b: tokens that landmarks are of."""
+
+    rank: int = 0
+    """Landmarks of b tokens; 0: keys are tokens, which see themselves."""
+
+    @property
+    def padded_rank(self) -> int:
+        """r as the power of two that a tile has."""
+        return padded(self.rank)
+
+    @property
+    def span(self) -> int:
+        """Keys between two states."""
+        return self.segment // self.block_size * self.rank if self.rank else self.segment
+
+
+@triton.jit
+def places_of_keys(keys, row, batch, CUT: tl.constexpr):
+    """The tokens that keys of these numbers (C,) stand at."""
+    if CUT.rank == 0:
+        places = keys
+    elif row.ends is None:
+        places = keys // CUT.rank * CUT.block_size + (CUT.block_size - 1)
+    else:
+        blocks = row.keys // CUT.rank
+        own = tl.minimum(keys // CUT.rank, blocks - 1)
+        places = tl.load(row.ends + batch.to(tl.int64) * blocks + own)
+    return places
+
+
+@triton.jit
+def first_key(token, CUT: tl.constexpr):
+    """The number of the first key that belongs to the token at this place or later, a multiple of b."""
+    return token if CUT.rank == 0 else token // CUT.block_size * CUT.rank
+
+
+@triton.jit
+def token_of(key, CUT: tl.constexpr):
+    """The first token that the key of this number may stand at."""
+    return key if CUT.rank == 0 else key // CUT.rank * CUT.block_size
+
+
+@triton.jit
+def keys_before(token, row, CUT: tl.constexpr):
+    """The number of keys behind which there is none that a token before `token` sees."""
+    if CUT.rank == 0:
+        keys = token
+    elif row.ends is None:
+        keys = tl.maximum(token - 1, 0) // CUT.block_size * CUT.rank
+    else:
+        keys = tl.minimum(tl.cdiv(token, CUT.block_size) * CUT.rank, row.keys)
+    return keys
 
 
 @triton.jit

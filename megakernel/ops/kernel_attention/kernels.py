@@ -25,10 +25,13 @@ import triton.language as tl
 
 from megakernel.ops.kernel_attention.arguments import (
     features_at,
+    first_key,
     half_of_state,
     head_at,
+    keys_before,
     load_numbers,
     matrix_of,
+    places_of_keys,
     store_half_of_state,
 )
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, once, phi, rounded, store_rows
@@ -37,20 +40,20 @@ from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_add
 
 
 @triton.jit
-def weights_of(mass, head, at, length, C: tl.constexpr):
-    """How often each of C keys of a head counts, (C,) float32; 0 behind the last one."""
+def weights_of(mass, head, at, length, end, C: tl.constexpr):
+    """How often each of C keys of a head of `length` counts, (C,) float32; 0 from key `end` on."""
     if mass is None:
-        weights = tl.where(at + tl.arange(0, C) < length, 1.0, 0.0)
+        weights = tl.where(at + tl.arange(0, C) < end, 1.0, 0.0)
     else:
-        weights = load_numbers(mass + head.to(tl.int64) * length, at, length, C)
+        weights = load_numbers(mass + head.to(tl.int64) * length, at, end, C)
     return weights
 
 
 @triton.jit
-def store_features(a, b, logs, tokens, head, length, at, PHI: tl.constexpr):
-    """Features of tokens of a head, where `features_at` finds them."""
+def store_features(a, b, logs, tokens, head, length, at, count, PHI: tl.constexpr):
+    """Features of the first `count` of some tokens of a head, where `features_at` finds them."""
     place = head.to(tl.int64) * length + at
-    count, rows = length - at, tl.arange(0, a.shape[0])
+    rows = tl.arange(0, a.shape[0])
     features = tokens.features + place * PHI.padded_features
     store_rows(features, PHI.padded_features, count, a, PHI.padded_rows, PHI.padded_rows)
     if PHI.two:
@@ -66,22 +69,23 @@ def write_keys(keys, matrix, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
     MP: tl.constexpr = PHI.padded_rows
     VP: tl.constexpr = CUT.padded_values
     C: tl.constexpr = CUT.chunk
-    segments = tl.cdiv(row.keys, CUT.segment)
+    segments = tl.cdiv(row.keys, CUT.span)
     head, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
     batch, kv = head // row.heads, head % row.heads
     k, v = head_at(keys.tokens.rows, batch, kv), head_at(keys.columns, batch, kv)
-    dtype: tl.constexpr = k.dtype.element_ty
+    dtype: tl.constexpr = v.dtype.element_ty
     projection = matrix_of(matrix, kv, PHI)
     priors = None if keys.priors is None else keys.priors + kv * CUT.keys
-    begin = segment * CUT.segment
-    end = tl.minimum(begin + CUT.segment, row.keys)
-    last = first_token(row.starts, batch, end - 1, row.keys, row.start, row.starts is not None)
+    begin = segment * CUT.span
+    end = tl.minimum(begin + CUT.span, row.keys)
+    final = tl.minimum((segment + 1) * CUT.segment, row.length) - 1
+    last = first_token(row.starts, batch, final, row.length, row.start, row.starts is not None)
 
     tile = tl.zeros((MP, VP), tl.float32)
     norm = tl.zeros((MP,), tl.float32)
     log = EMPTY if PHI.unbounded else 0.0
     for at in range(begin, end, C):
-        rows, left, far = at + tl.arange(0, C), row.keys - at, tl.cast(at, tl.int64)
+        rows, left, far = at + tl.arange(0, C), end - at, tl.cast(at, tl.int64)
         columns = load_rows(v + far * keys.columns.row, keys.columns.row, left, C, CUT.values, VP)
         x = k + far * keys.tokens.rows.row
         a, b, scales = phi_of_keys(
@@ -89,8 +93,9 @@ def write_keys(keys, matrix, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
         )
         a, b = once(rounded(a, dtype)), once(rounded(b, dtype)) if PHI.two else a
         if keys.tokens.features is not None:
-            store_features(a, b, scales, keys.tokens, head, row.keys, at, PHI)
-        weights = tl.where(rows >= last, weights_of(keys.mass, head, at, row.keys, C), 0.0)
+            store_features(a, b, scales, keys.tokens, head, row.keys, at, left, PHI)
+        weights = weights_of(keys.mass, head, at, row.keys, end, C)
+        weights = tl.where(places_of_keys(rows, row, batch, CUT) >= last, weights, 0.0)
         scales = tl.where(weights != 0, scales, EMPTY) if PHI.unbounded else scales
         shrink, factors, log = scales_of_addition(log, scales, True, PHI.unbounded)
         weights *= factors
@@ -105,11 +110,12 @@ def write_keys(keys, matrix, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
         tile = tl.zeros((MP, VP), tl.float32)
         norm = tl.zeros((MP,), tl.float32)
         for at in range(begin, end, C):
-            rows, left, far = at + tl.arange(0, C), row.keys - at, tl.cast(at, tl.int64)
+            rows, left, far = at + tl.arange(0, C), end - at, tl.cast(at, tl.int64)
             columns = load_rows(v + far * keys.columns.row, keys.columns.row, left, C, CUT.values, VP)
             place = (head.to(tl.int64) * row.keys + at) * PHI.padded_features + MP
             b = load_rows(keys.tokens.features + place, PHI.padded_features, left, C, MP, MP)
-            weights = tl.where(rows >= last, weights_of(keys.mass, head, at, row.keys, C), 0.0)
+            weights = weights_of(keys.mass, head, at, row.keys, end, C)
+            weights = tl.where(places_of_keys(rows, row, batch, CUT) >= last, weights, 0.0)
             tile, norm = add_tokens(
                 tile, norm, 1.0, b, columns.to(tl.float32) * weights[:, None], weights, dtype
             )
@@ -117,56 +123,139 @@ def write_keys(keys, matrix, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
 
 
 @triton.jit
-def tile_of_program(length, CUT: tl.constexpr):
-    """Head, place of the tile, begin and end of its segment, and the number of the latter."""
-    tiles = tl.cdiv(length, CUT.chunk)
-    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    at = tile * CUT.chunk
-    segment = at // CUT.segment
-    begin = segment * CUT.segment
-    return head, at, begin, tl.minimum(begin + CUT.segment, length), segment
+def tiles_of(length, SPAN: tl.constexpr, C: tl.constexpr):
+    """Tiles of C in a row that is cut into segments of SPAN."""
+    whole = length // SPAN
+    return whole * ((SPAN + C - 1) // C) + tl.cdiv(length - whole * SPAN, C)
 
 
 @triton.jit
-def visible_keys(rows, first, keys, row):
-    """Which keys (BK,) each query (C,) sees."""
-    visible = keys[None, :] <= rows[:, None]
+def tile_of_program(length, SPAN: tl.constexpr, C: tl.constexpr):
+    """Head, place of the tile of C, begin and end of its segment of SPAN, and the number of the latter.
+
+    Tiles do not reach over the end of a segment: the last one of each may be short.
+    """
+    EACH: tl.constexpr = (SPAN + C - 1) // C
+    tiles = tiles_of(length, SPAN, C)
+    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    segment = tile // EACH
+    begin = segment * SPAN
+    return head, begin + tile % EACH * C, begin, tl.minimum(begin + SPAN, length), segment
+
+
+@triton.jit
+def visible_keys(rows, first, places, row, CUT: tl.constexpr):
+    """Which keys (BK,) at these places each query (C,) sees."""
+    visible = places[None, :] <= rows[:, None] if CUT.rank == 0 else places[None, :] < rows[:, None]
     if row.starts is not None:
-        visible &= keys[None, :] >= first[:, None]
+        visible &= places[None, :] >= first[:, None]
     return visible
 
 
 @triton.jit
-def largest_logs(keys, head, row, rows, first, begin, end, log, CUT: tl.constexpr, PHI: tl.constexpr):
-    """r of queries (C,): the largest log scale of the keys that they see from `begin` on, or of the state."""
-    r = tl.where(first < begin, log, EMPTY)
-    if PHI.unbounded:
-        for at in range(begin, end, CUT.block):
-            places = at + tl.arange(0, CUT.block)
-            scales = load_numbers(keys.tokens.logs + head.to(tl.int64) * row.keys, at, row.keys, CUT.block)
-            exists = weights_of(keys.mass, head, at, row.keys, CUT.block) != 0
-            scales = tl.where(exists, scales, EMPTY)
-            seen = tl.where(visible_keys(rows, first, places, row), scales[None, :], EMPTY)
-            r = tl.maximum(r, tl.max(seen, 1))
+def largest_logs(keys, head, batch, row, rows, first, begin, end, log, CUT: tl.constexpr):
+    """r of queries (C,): the largest log scale of the keys `begin` .. `end` - 1 that they see, or `log` of a state."""
+    r = log
+    for at in range(begin, end, CUT.block):
+        here = at + tl.arange(0, CUT.block)
+        scales = load_numbers(keys.tokens.logs + head.to(tl.int64) * row.keys, at, row.keys, CUT.block)
+        exists = weights_of(keys.mass, head, at, row.keys, row.keys, CUT.block) != 0
+        scales = tl.where(exists, scales, EMPTY)
+        visible = visible_keys(rows, first, places_of_keys(here, row, batch, CUT), row, CUT)
+        r = tl.maximum(r, tl.max(tl.where(visible, scales[None, :], EMPTY), 1))
     return r
 
 
 @triton.jit
-def pairs_of(products, rows, first, keys, weights, scales, r, row, WEIGHTED: tl.constexpr, PHI: tl.constexpr):
+def pairs_of(
+    products,
+    rows,
+    first,
+    places,
+    weights,
+    scales,
+    r,
+    row,
+    WEIGHTED: tl.constexpr,
+    CUT: tl.constexpr,
+    PHI: tl.constexpr,
+):
     """Products of queries (C,) and keys (BK,) with the weights of the latter; 0 where a query does not see."""
     if PHI.unbounded:
         # A key of no weight may be larger than all that is seen.
         products *= tl.exp(tl.minimum(scales[None, :] - r[:, None], 0.0))
     if WEIGHTED:
         products *= weights[None, :]
-    return tl.where(visible_keys(rows, first, keys, row), products, 0.0)
+    return tl.where(visible_keys(rows, first, places, row, CUT), products, 0.0)
 
 
 @triton.jit
 def state_factors(first, begin, log, r, CUT: tl.constexpr, PHI: tl.constexpr):
     """What queries multiply the state by that enters their segment, (C,)."""
     reads = (first < begin) | (not CUT.causal)
-    return tl.where(reads, tl.exp(log - r) if PHI.unbounded else 1.0, 0.0)
+    if PHI.unbounded:
+        reads = reads & (r > EMPTY)
+        return tl.where(reads, tl.exp(tl.minimum(log - r, 0.0)), 0.0)
+    return tl.where(reads, 1.0, 0.0)
+
+
+@triton.jit
+def sums_of_keys(
+    x,
+    y,
+    keys,
+    state,
+    row,
+    head,
+    entry,
+    rows,
+    first,
+    begin,
+    stop,
+    CUT: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """Sums (C, VP) and normalizers (C,) of queries of features x, y, and r that both are measured from.
+
+    Over the keys in the state `entry`, and where CUT.causal those that tokens `begin` .. `stop` - 1 of the segment add.
+    """
+    C: tl.constexpr = CUT.chunk
+    BK: tl.constexpr = CUT.block
+    VP: tl.constexpr = CUT.padded_values
+    batch, kv = head // row.heads, head % row.heads
+    v = head_at(keys.columns, batch, kv)
+    dtype: tl.constexpr = v.dtype.element_ty
+    tile, norm = half_of_state(state, entry, 0, PHI, VP)
+    total = dot(x, tile, dtype)
+    den = tl.sum(x.to(tl.float32) * norm[None, :], 1)
+    if PHI.two:
+        tile, norm = half_of_state(state, entry, 1, PHI, VP)
+        total += dot(y, tile, dtype)
+        den += tl.sum(y.to(tl.float32) * norm[None, :], 1)
+    log = tl.load(state.logs + entry)
+    r = tl.zeros((C,), tl.float32) + log
+    near, far = first_key(begin, CUT), keys_before(stop, row, CUT)
+    if CUT.causal and PHI.unbounded:
+        r = tl.where(first < begin, r, EMPTY)
+        r = largest_logs(keys, head, batch, row, rows, first, near, far, r, CUT)
+    factor = state_factors(first, begin, log, r, CUT, PHI)
+    total *= factor[:, None]
+    den *= factor
+    if CUT.causal:
+        for here in range(near, far, BK):
+            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
+            at = tl.cast(here, tl.int64) * keys.columns.row
+            columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
+            weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
+            weighed = dot(x, tl.trans(a), dtype)
+            if PHI.two:
+                weighed += dot(y, tl.trans(b), dtype)
+            places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
+            WEIGHTED: tl.constexpr = keys.mass is not None
+            weighed = pairs_of(weighed, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
+            den += tl.sum(weighed, 1)
+            total += dot(weighed, columns, dtype)
+    return total, den, r
 
 
 @triton.jit
@@ -189,56 +278,27 @@ def read(
     queries of a head; CUT.causal says that `state` has an entry for each segment, otherwise it has one of all keys.
     """
     C: tl.constexpr = CUT.chunk
-    BK: tl.constexpr = CUT.block
     VP: tl.constexpr = CUT.padded_values
-    head, at, begin, end, segment = tile_of_program(row.queries, CUT)
+    head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
     batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
     kv = query_head // CUT.group
     key_head = batch * row.heads + kv
-    entry = key_head * tl.cdiv(row.keys, CUT.segment) + segment if CUT.causal else key_head
+    entry = key_head * tl.cdiv(row.keys, CUT.span) + segment if CUT.causal else key_head
     q = head_at(queries, batch, query_head) + tl.cast(at, tl.int64) * queries.row
-    v = head_at(keys.columns, batch, kv)
     dtype: tl.constexpr = q.dtype.element_ty
-    rows, left = at + tl.arange(0, C), row.queries - at
-    WEIGHTED: tl.constexpr = keys.mass is not None
-    first = first_token(row.starts, batch, rows, row.queries, row.start, row.starts is not None)
+    rows, left = at + tl.arange(0, C), end - at
+    first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
 
     x, y, own = phi(q, queries.row, left, matrix_of(matrix, kv, PHI), matrix.low, C, PHI)
     x, y = once(rounded(x, dtype)), once(rounded(y, dtype)) if PHI.two else x
-    tile, norm = half_of_state(state, entry, 0, PHI, VP)
-    total = dot(x, tile, dtype)
-    den = tl.sum(x.to(tl.float32) * norm[None, :], 1)
-    if PHI.two:
-        tile, norm = half_of_state(state, entry, 1, PHI, VP)
-        total += dot(y, tile, dtype)
-        den += tl.sum(y.to(tl.float32) * norm[None, :], 1)
-    log = tl.load(state.logs + entry)
-    r = tl.zeros((C,), tl.float32) + log
     stop = tl.minimum(at + C, end)
-    if CUT.causal:
-        r = largest_logs(keys, key_head, row, rows, first, begin, stop, log, CUT, PHI)
-    factor = state_factors(first, begin, log, r, CUT, PHI)
-    total *= factor[:, None]
-    den *= factor
-    if CUT.causal:
-        for place in range(begin, stop, BK):
-            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, place, BK, PHI)
-            far = tl.cast(place, tl.int64) * keys.columns.row
-            columns = load_rows(v + far, keys.columns.row, row.keys - place, BK, CUT.values, VP)
-            weights = weights_of(keys.mass, key_head, place, row.keys, BK)
-            weighed = dot(x, tl.trans(a), dtype)
-            if PHI.two:
-                weighed += dot(y, tl.trans(b), dtype)
-            here = place + tl.arange(0, BK)
-            weighed = pairs_of(weighed, rows, first, here, weights, scales, r, row, WEIGHTED, PHI)
-            den += tl.sum(weighed, 1)
-            total += dot(weighed, columns, dtype)
+    total, den, r = sums_of_keys(x, y, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI)
     if NORMALIZE:
         factor = tl.where(den == 0, 0.0, 1.0 / tl.where(den == 0, 1.0, den))
     else:
         factor = tl.exp(own + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
     place = head.to(tl.int64) * row.queries + at
     store_rows(out + place * CUT.values, CUT.values, left, total * factor[:, None], CUT.values, VP)
-    tl.store(inverse + place + tl.arange(0, C), factor, mask=rows < row.queries)
+    tl.store(inverse + place + tl.arange(0, C), factor, mask=rows < end)
     if PHI.unbounded and query_head % CUT.group == 0:
-        tl.store(scale + key_head.to(tl.int64) * row.queries + rows, r, mask=rows < row.queries)
+        tl.store(scale + key_head.to(tl.int64) * row.queries + rows, r, mask=rows < end)

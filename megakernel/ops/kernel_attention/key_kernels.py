@@ -9,8 +9,10 @@ from megakernel.ops.kernel_attention.arguments import (
     head_at,
     load_numbers,
     matrix_of,
+    places_of_keys,
+    token_of,
 )
-from megakernel.ops.kernel_attention.kernels import tile_of_program, weights_of
+from megakernel.ops.kernel_attention.kernels import tile_of_program, tiles_of, weights_of
 from megakernel.ops.kernel_attention.query_kernels import pull_of_state
 from megakernel.ops.kernels.features import dot, load_rows, store_gradient, store_rows
 from megakernel.ops.kernels.mixtures import MOST_KEYS, store_gradients_of_keys
@@ -18,22 +20,30 @@ from megakernel.ops.kernels.states import first_token
 
 
 @triton.jit
-def behind_factors(rows, last, weights, scales, log, CUT: tl.constexpr, PHI: tl.constexpr):
+def behind_factors(places, last, weights, scales, log, CUT: tl.constexpr, PHI: tl.constexpr):
     """Factors (C,) of the state of queries behind a segment: they see the keys that enter the state that leaves it."""
-    enters = (rows >= last) | (not CUT.causal)
+    enters = (places >= last) | (not CUT.causal)
     if PHI.unbounded:
         return tl.where(enters & (weights != 0), tl.exp(scales + log), 0.0)
     return tl.where(enters, 1.0, 0.0)
 
 
 @triton.jit
-def queries_of_keys(products, rows, first, keys, scales, r, row, PHI: tl.constexpr):
-    """Products of keys (C,) and queries (BQ,); 0 where a query does not see the key. See `kernels.pairs_of`."""
+def queries_of_keys(
+    products, rows, first, places, stop, scales, r, row, CUT: tl.constexpr, PHI: tl.constexpr
+):
+    """Products of keys (C,) and queries (BQ,); 0 where a query does not see the key. See `kernels.pairs_of`.
+
+    Queries from `stop` on see it in their state.
+    """
     if PHI.unbounded:
         products *= tl.exp(tl.minimum(scales[:, None] - r[None, :], 0.0))
-    visible = keys[:, None] <= rows[None, :]
+    if CUT.rank == 0:
+        visible = places[:, None] <= rows[None, :]
+    else:
+        visible = (places[:, None] < rows[None, :]) & (rows < stop)[None, :]
     if row.starts is not None:
-        visible &= keys[:, None] >= first[None, :]
+        visible &= places[:, None] >= first[None, :]
     return tl.where(visible, products, 0.0)
 
 
@@ -62,18 +72,20 @@ def pull_keys(
     BQ: tl.constexpr = CUT.block
     VP: tl.constexpr = CUT.padded_values
     G: tl.constexpr = CUT.group
-    head, at, _begin, end, segment = tile_of_program(row.keys, CUT)
+    head, at, _begin, end, segment = tile_of_program(row.keys, CUT.span, C)
     batch, kv = head // row.heads, head % row.heads
-    entry = head * tl.cdiv(row.keys, CUT.segment) + segment if CUT.causal else head
+    entry = head * tl.cdiv(row.keys, CUT.span) + segment if CUT.causal else head
     place = head.to(tl.int64) * row.keys + at
-    rows, left = at + tl.arange(0, C), row.keys - at
-    last = first_token(row.starts, batch, end - 1, row.keys, row.start, row.starts is not None)
-    weights = weights_of(keys.mass, head, at, row.keys, C)
+    rows, left = at + tl.arange(0, C), end - at
+    places = places_of_keys(rows, row, batch, CUT)
+    stop = tl.minimum((segment + 1) * CUT.segment, row.length)
+    last = first_token(row.starts, batch, stop - 1, row.length, row.start, row.starts is not None)
+    weights = weights_of(keys.mass, head, at, row.keys, end, C)
     a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, at, C, PHI)
     v = head_at(keys.columns, batch, kv) + tl.cast(at, tl.int64) * keys.columns.row
     columns = load_rows(v, keys.columns.row, left, C, CUT.values, VP)
     dtype: tl.constexpr = v.dtype.element_ty
-    behind = behind_factors(rows, last, weights, scales, tl.load(state.logs + entry), CUT, PHI)
+    behind = behind_factors(places, last, weights, scales, tl.load(state.logs + entry), CUT, PHI)
     tile, norm = half_of_state(state, entry, 0, PHI, VP)
     du_norm = tl.zeros((C,), tl.float32)
     if dv is not None:
@@ -99,9 +111,9 @@ def pull_keys(
         for g in range(G):
             query_head = kv * G + g
             numbers = (head * G + g).to(tl.int64) * row.queries
-            for here in range(at, tl.minimum(end, row.queries), BQ):
+            for here in range(token_of(at, CUT), tl.minimum(stop, row.queries), BQ):
                 seats = here + tl.arange(0, BQ)
-                first = first_token(row.starts, batch, seats, row.queries, row.start, row.starts is not None)
+                first = first_token(row.starts, batch, seats, row.length, row.start, row.starts is not None)
                 r = tl.zeros((BQ,), tl.float32)
                 if PHI.unbounded:
                     r = load_numbers(queries.scale + head.to(tl.int64) * row.queries, here, row.queries, BQ)
@@ -118,13 +130,13 @@ def pull_keys(
                     similar = dot(a, tl.trans(qa), dtype)
                     if PHI.two:
                         similar += dot(b, tl.trans(qb), dtype)
-                    similar = queries_of_keys(similar, seats, first, rows, scales, r, row, PHI)
+                    similar = queries_of_keys(similar, seats, first, places, stop, scales, r, row, CUT, PHI)
                     if dmass is not None:
                         du_norm += tl.sum(similar * drift[None, :], 1)
                     du += dot(similar * inverse[None, :], pull, dtype)
                 if dk is not None:
                     along = dot(columns, tl.trans(pull), dtype) * inverse[None, :] + drift[None, :]
-                    along = queries_of_keys(along, seats, first, rows, scales, r, row, PHI)
+                    along = queries_of_keys(along, seats, first, places, stop, scales, r, row, CUT, PHI)
                     grad_a += dot(along, qa, dtype)
                     if PHI.two:
                         grad_b += dot(along, qb, dtype)
@@ -132,7 +144,7 @@ def pull_keys(
         store_rows(dv + place * CUT.values, CUT.values, left, du * weights[:, None], CUT.values, VP)
         if dmass is not None:
             total = tl.sum(du * columns.to(tl.float32), 1) + du_norm
-            tl.store(dmass + place + tl.arange(0, C), total, mask=rows < row.keys)
+            tl.store(dmass + place + tl.arange(0, C), total, mask=rows < end)
     if dk is not None:
         grad_a *= weights[:, None]
         grad_b *= weights[:, None]
@@ -158,7 +170,7 @@ def pull_keys(
                 PHI,
             )
         else:
-            heads = tl.num_programs(0) // tl.cdiv(row.keys, C)
+            heads = tl.num_programs(0) // tiles_of(row.keys, CUT.span, C)
             shares = store_gradients_of_keys(
                 k,
                 tokens.row,

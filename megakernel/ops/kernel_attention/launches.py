@@ -91,6 +91,12 @@ class Call(NamedTuple):
 
     causal: bool
     dtype: torch.dtype
+    block_size: int = 1
+    rank: int = 0
+    """Of landmarks, see `Cut`."""
+
+    tiles: dict[str, Tile] | None = None
+    """Kernel -> what its programs hold, where the tables do not say it."""
 
     @staticmethod
     def of(
@@ -107,7 +113,7 @@ class Call(NamedTuple):
         """The call with these arguments."""
         rows = None if matrix is None else matrix.shape[-2]
         phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows)
-        row = Row(None, start, k.shape[1], q.shape[2], k.shape[2])
+        row = Row(None, start, None, k.shape[1], k.shape[2], q.shape[2], k.shape[2])
         group, keys = q.shape[1] // k.shape[1], 0 if priors is None else priors.shape[-1]
         return Call(phi, row, segment_of(phi, q, v, causal), group, v.shape[-1], keys, causal, q.dtype)
 
@@ -128,21 +134,35 @@ class Call(NamedTuple):
         """What programs of the kernel of this name hold."""
         bound = max(64, self.phi.padded_features)
         size = self.dtype.itemsize
-        tile = EXCEPTIONS.get((kernel, size, bound), TILES[size, bound])
-        return tile._replace(chunk=min(tile.chunk, self.segment), block=min(tile.block, self.segment))
+        tile = (self.tiles or {}).get(kernel) or EXCEPTIONS.get((kernel, size, bound), TILES[size, bound])
+        most = padded(self.segment)
+        return tile._replace(chunk=min(tile.chunk, most), block=min(tile.block, most))
 
-    def programs(self, kernel: str, batch: int, length: int) -> int:
-        """Of a kernel for `length` tokens of each head: one for each tile, or segment that it sums."""
-        tokens = self.segment if kernel in OVER_SEGMENTS else self.tile(kernel).chunk
-        heads = batch * self.row.heads * (self.group if kernel in OVER_QUERIES else 1)
-        return heads * triton.cdiv(length, tokens)
-
-    def start(self, kernel: Any, batch: int, length: int, *arguments: Any, **options: Any) -> None:
-        """Start a kernel for `length` tokens of each head."""
-        name = kernel.__name__
-        tile, programs = self.tile(name), self.programs(name, batch, length)
+    @property
+    def cut(self) -> Cut:
+        """How rows are cut, but for the tiles of a kernel."""
         sizes = (self.group, self.values, padded(self.values), self.keys, self.causal)
-        options |= {"CUT": Cut(self.segment, tile.chunk, tile.block, *sizes), "PHI": self.phi}
+        return Cut(self.segment, 0, 0, *sizes, self.block_size, self.rank)
+
+    def programs(self, kernel: str, batch: int) -> int:
+        """Of a kernel: one for each tile of queries or keys, or segment that it sums."""
+        of_keys = kernel in OVER_KEYS
+        length = self.row.keys if of_keys else self.row.queries
+        span = self.cut.span if of_keys else self.segment
+        heads = batch * self.row.heads * (self.group if kernel in OVER_QUERIES else 1)
+        if kernel in OVER_SEGMENTS:
+            return heads * triton.cdiv(length, span)
+        whole, rest = divmod(length, span)
+        chunk = self.tile(kernel).chunk
+        return heads * (whole * triton.cdiv(span, chunk) + triton.cdiv(rest, chunk))
+
+    def start(
+        self, kernel: Any, batch: int, *arguments: Any, programs: int | None = None, **options: Any
+    ) -> None:
+        """Start a kernel, with the `programs` that it has if not given."""
+        tile = self.tile(kernel.__name__)
+        programs = self.programs(kernel.__name__, batch) if programs is None else programs
+        options |= {"CUT": self.cut._replace(chunk=tile.chunk, block=tile.block), "PHI": self.phi}
         if programs:
             launch(kernel, (programs,), *arguments, warps=tile.warps, stages=tile.stages, **options)
 
@@ -193,8 +213,11 @@ class Call(NamedTuple):
 OVER_SEGMENTS = ("write_keys", "write_queries")
 """Kernels whose programs are of a segment of a key head; the others' are of a tile."""
 
-OVER_QUERIES = ("read", "pull_queries")
+OVER_QUERIES = ("read", "pull_queries", "join", "join_backward")
 """Kernels whose programs are of a query's head."""
+
+OVER_KEYS = ("write_keys", "pull_keys")
+"""Kernels whose programs are of keys; the others' are of queries."""
 
 
 def given_or_zeros(

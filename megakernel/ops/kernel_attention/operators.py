@@ -68,14 +68,14 @@ def attend(
     given = _Inputs.of(call, k, v, matrix, mass, priors, starts, stored)
     batch, length = len(k), k.shape[2]
     room = call.sums_of_segments(k, length)
-    call.start(kernels.write_keys, batch, length, given.keys, given.matrix, room, given.row)
+    call.start(kernels.write_keys, batch, given.keys, given.matrix, room, given.row)
     first = None if first_sums is None else State(first_sums, first_norms, first_logs)
     entering, last = call.pass_on(room, first, starts, length, reverse=False)
     state = entering if causal else last
     rest = (out, inverse, scale if call.phi.unbounded else None)
     call.start(
         kernels.read,
-        *(batch, q.shape[2], Rows.of(q), given.keys, given.matrix, state, given.row, *rest),
+        *(batch, Rows.of(q), given.keys, given.matrix, state, given.row, *rest),
         NORMALIZE=normalize,
     )
     kept = entering if causal else call.sums_of_segments(k, 0)
@@ -161,12 +161,12 @@ def _backward(
     state = State(sums, norms, logs) if causal else State(last_sums, last_norms, last_logs)
     call.start(
         query_kernels.pull_queries,
-        *(batch, q.shape[2], queries, given.keys, given.matrix, state, given.row, out, dq, dy_q),
+        *(batch, queries, given.keys, given.matrix, state, given.row, out, dq, dy_q),
         NORMALIZE=normalize,
     )
     room = call.sums_of_segments(k, span)
     if q.shape[2]:
-        call.start(query_kernels.write_queries, batch, span, queries, room, given.row)
+        call.start(query_kernels.write_queries, batch, queries, room, given.row)
     else:
         # A row without queries of its own hands the last state's gradient to its keys, segment by segment.
         for part, nothing in zip(room, (0.0, 0.0, EMPTY)):
@@ -181,13 +181,13 @@ def _backward(
     pulled, first = call.pass_on(room, outer, starts, span, reverse=True)
     dk, dv, dy_k = k.new_empty(k.shape), v.new_empty(v.shape), projected(k, max(call.keys, 1))
     dmass = None if mass is None else inverse.new_empty(k.shape[:3])
-    programs = call.programs("pull_keys", batch, length)
+    programs = call.programs("pull_keys", batch)
     dpriors = inverse.new_empty(programs, call.keys) if call.keys else None
     behind = pulled if causal else first
     for wanted in call.halves((dk, dv, dy_k, dmass, dpriors)):
         call.start(
             key_kernels.pull_keys,
-            *(batch, length, queries, given.keys, given.matrix, behind, given.row, *wanted),
+            *(batch, queries, given.keys, given.matrix, behind, given.row, *wanted),
         )
     shares = q.new_empty(0) if dpriors is None else dpriors.view(batch, heads, -1, call.keys).sum((0, 2))
     dmatrix = q.new_empty(0)

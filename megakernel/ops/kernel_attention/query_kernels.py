@@ -5,10 +5,13 @@ import triton.language as tl
 
 from megakernel.ops.kernel_attention.arguments import (
     features_at,
+    first_key,
     half_of_state,
     head_at,
+    keys_before,
     load_numbers,
     matrix_of,
+    places_of_keys,
     store_half_of_state,
 )
 from megakernel.ops.kernel_attention.kernels import (
@@ -26,6 +29,96 @@ from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_add
 def pull_of_state(tile, norm, columns, weights, dtype: tl.constexpr):
     """Columns (C, VP) times half a state (MP, VP), weights (C,) times its normalizer: gradients of features (C, MP)."""
     return dot(columns, tl.trans(tile), dtype) + weights[:, None] * norm[None, :]
+
+
+@triton.jit
+def gradients_of_features(
+    pull,
+    drift,
+    r,
+    keys,
+    state,
+    row,
+    head,
+    entry,
+    rows,
+    first,
+    begin,
+    stop,
+    CUT: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """sum_j m_j (pull_i.v_j + drift_i) phi(k_j) for queries (C,), by halves (C, MP); arguments as in `sums_of_keys`."""
+    BK: tl.constexpr = CUT.block
+    VP: tl.constexpr = CUT.padded_values
+    batch, kv = head // row.heads, head % row.heads
+    v = head_at(keys.columns, batch, kv)
+    dtype: tl.constexpr = v.dtype.element_ty
+    WEIGHTED: tl.constexpr = keys.mass is not None
+    of_state = state_factors(first, begin, tl.load(state.logs + entry), r, CUT, PHI)[:, None]
+    tile, norm = half_of_state(state, entry, 0, PHI, VP)
+    grad_a = pull_of_state(tile, norm, pull, drift, dtype) * of_state
+    grad_b = grad_a
+    if PHI.two:
+        tile, norm = half_of_state(state, entry, 1, PHI, VP)
+        grad_b = pull_of_state(tile, norm, pull, drift, dtype) * of_state
+    if CUT.causal:
+        for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
+            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
+            at = tl.cast(here, tl.int64) * keys.columns.row
+            columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
+            weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
+            along = dot(pull, tl.trans(columns), dtype) + drift[:, None]
+            places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
+            along = pairs_of(along, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
+            grad_a += dot(along, a, dtype)
+            if PHI.two:
+                grad_b += dot(along, b, dtype)
+    return grad_a, grad_b
+
+
+@triton.jit
+def without_normalizer(
+    grad_a,
+    grad_b,
+    excess,
+    r,
+    keys,
+    state,
+    row,
+    head,
+    entry,
+    rows,
+    first,
+    begin,
+    stop,
+    dtype: tl.constexpr,
+    CUT: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """`gradients_of_features`, less excess_i sum_j m_j phi(k_j)."""
+    BK: tl.constexpr = CUT.block
+    VP: tl.constexpr = CUT.padded_values
+    batch, kv = head // row.heads, head % row.heads
+    WEIGHTED: tl.constexpr = keys.mass is not None
+    of_state = state_factors(first, begin, tl.load(state.logs + entry), r, CUT, PHI)
+    of_state = (excess * of_state)[:, None]
+    _tile, norm = half_of_state(state, entry, 0, PHI, VP)
+    grad_a -= of_state * norm[None, :]
+    if PHI.two:
+        _tile2, norm = half_of_state(state, entry, 1, PHI, VP)
+        grad_b -= of_state * norm[None, :]
+    if CUT.causal:
+        for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
+            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
+            weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
+            along = tl.zeros((excess.shape[0], BK), tl.float32) + excess[:, None]
+            places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
+            along = pairs_of(along, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
+            grad_a -= dot(along, a, dtype)
+            if PHI.two:
+                grad_b -= dot(along, b, dtype)
+    return grad_a, grad_b
 
 
 @triton.jit
@@ -47,27 +140,24 @@ def pull_queries(
     Program: as `kernels.read`.
     """
     C: tl.constexpr = CUT.chunk
-    BK: tl.constexpr = CUT.block
     VP: tl.constexpr = CUT.padded_values
-    head, at, begin, end, segment = tile_of_program(row.queries, CUT)
+    head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
     batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
     kv = query_head // CUT.group
     key_head = batch * row.heads + kv
-    entry = key_head * tl.cdiv(row.keys, CUT.segment) + segment if CUT.causal else key_head
+    entry = key_head * tl.cdiv(row.keys, CUT.span) + segment if CUT.causal else key_head
     tokens = queries.tokens.rows
     q = head_at(tokens, batch, query_head) + tl.cast(at, tl.int64) * tokens.row
-    v = head_at(keys.columns, batch, kv)
     dtype: tl.constexpr = q.dtype.element_ty
-    rows, left = at + tl.arange(0, C), row.queries - at
-    WEIGHTED: tl.constexpr = keys.mass is not None
-    first = first_token(row.starts, batch, rows, row.queries, row.start, row.starts is not None)
+    rows, left, stop = at + tl.arange(0, C), end - at, tl.minimum(at + C, end)
+    first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
     place = head.to(tl.int64) * row.queries + at
     projection = matrix_of(matrix, kv, PHI)
 
     if queries.tokens.features is not None:
         qa, qb, own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
         qa, qb = rounded(qa, dtype), rounded(qb, dtype)
-        store_features(qa, qb, own, queries.tokens, head, row.queries, at, PHI)
+        store_features(qa, qb, own, queries.tokens, head, row.queries, at, left, PHI)
         # They are read again below: between, the gradients take the registers.
         tl.debug_barrier()
     given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
@@ -78,30 +168,12 @@ def pull_queries(
     if NORMALIZE:
         outputs = load_rows(out + place * CUT.values, CUT.values, left, C, CUT.values, VP)
         drift -= tl.sum(pull.to(tl.float32) * outputs.to(tl.float32), 1)
-    log = tl.load(state.logs + entry)
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
         r = load_numbers(queries.scale + key_head.to(tl.int64) * row.queries, at, row.queries, C)
-    of_state = state_factors(first, begin, log, r, CUT, PHI)
-    tile, norm = half_of_state(state, entry, 0, PHI, VP)
-    grad_a = pull_of_state(tile, norm, pull, drift, dtype) * of_state[:, None]
-    grad_b = grad_a
-    if PHI.two:
-        tile, norm = half_of_state(state, entry, 1, PHI, VP)
-        grad_b = pull_of_state(tile, norm, pull, drift, dtype) * of_state[:, None]
-    stop = tl.minimum(at + C, end)
-    if CUT.causal:
-        for here in range(begin, stop, BK):
-            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
-            far = tl.cast(here, tl.int64) * keys.columns.row
-            columns = load_rows(v + far, keys.columns.row, row.keys - here, BK, CUT.values, VP)
-            weights = weights_of(keys.mass, key_head, here, row.keys, BK)
-            along = dot(pull, tl.trans(columns), dtype) + drift[:, None]
-            places = here + tl.arange(0, BK)
-            along = pairs_of(along, rows, first, places, weights, scales, r, row, WEIGHTED, PHI)
-            grad_a += dot(along, a, dtype)
-            if PHI.two:
-                grad_b += dot(along, b, dtype)
+    grad_a, grad_b = gradients_of_features(
+        pull, drift, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
+    )
     qa, qb, _own = features_at(
         queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, at, C, PHI
     )
@@ -113,23 +185,25 @@ def pull_queries(
         if PHI.two:
             excess += tl.sum(qb.to(tl.float32) * grad_b, 1)
         excess *= inverse
-        tl.store(queries.drift + place + tl.arange(0, C), (drift - excess) * inverse, mask=rows < row.queries)
-        of_excess = (excess * of_state)[:, None]
-        _tile, norm = half_of_state(state, entry, 0, PHI, VP)
-        grad_a -= of_excess * norm[None, :]
-        if PHI.two:
-            _tile2, norm = half_of_state(state, entry, 1, PHI, VP)
-            grad_b -= of_excess * norm[None, :]
-        if CUT.causal:
-            for here in range(begin, stop, BK):
-                a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
-                weights = weights_of(keys.mass, key_head, here, row.keys, BK)
-                along = tl.zeros((C, BK), tl.float32) + excess[:, None]
-                places = here + tl.arange(0, BK)
-                along = pairs_of(along, rows, first, places, weights, scales, r, row, WEIGHTED, PHI)
-                grad_a -= dot(along, a, dtype)
-                if PHI.two:
-                    grad_b -= dot(along, b, dtype)
+        tl.store(queries.drift + place + tl.arange(0, C), (drift - excess) * inverse, mask=rows < end)
+        grad_a, grad_b = without_normalizer(
+            grad_a,
+            grad_b,
+            excess,
+            r,
+            keys,
+            state,
+            row,
+            key_head,
+            entry,
+            rows,
+            first,
+            begin,
+            stop,
+            dtype,
+            CUT,
+            PHI,
+        )
         # The same again: kept, they would take the registers of the loop.
         tl.debug_barrier()
         qa, qb, _own = features_at(
@@ -176,14 +250,12 @@ def write_queries(queries, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
     norm2 = norm
     log = EMPTY if PHI.unbounded else 0.0
     for at in range(begin, end, C):
-        rows, left = at + tl.arange(0, C), row.queries - at
-        first = first_token(row.starts, batch, rows, row.queries, row.start, row.starts is not None)
-        reads = ((first < begin) | (not CUT.causal)) & (rows < row.queries)
+        rows, left = at + tl.arange(0, C), end - at
+        first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
+        reads = ((first < begin) | (not CUT.causal)) & (rows < end)
         scales = tl.zeros((C,), tl.float32)
         if PHI.unbounded:
-            r = tl.load(
-                queries.scale + head.to(tl.int64) * row.queries + rows, mask=rows < row.queries, other=EMPTY
-            )
+            r = tl.load(queries.scale + head.to(tl.int64) * row.queries + rows, mask=rows < end, other=EMPTY)
             reads = reads & (r > EMPTY)
             scales = tl.where(reads, -r, EMPTY)
         shrink, factors, log = scales_of_addition(log, scales, True, PHI.unbounded)
