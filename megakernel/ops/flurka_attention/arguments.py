@@ -56,7 +56,9 @@ class Window(NamedTuple):
     """The tokens that windows are of, which begin with those of a tail."""
 
     keys: Rows
-    values: Rows
+    columns: Rows
+    """Of values."""
+
     windows: Any
     """(B, N) int32: the first token of each token's window; None where blocks are those of the row."""
 
@@ -73,8 +75,8 @@ class Window(NamedTuple):
 class Pools(NamedTuple):
     """E and F (r, b) float32, and how often a landmark counts."""
 
-    keys: Any
-    values: Any
+    of_keys: Any
+    of_values: Any
     head: int
     """Numbers from a head's pool to the next one's, 0 where heads share one."""
 

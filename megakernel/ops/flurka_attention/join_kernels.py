@@ -34,6 +34,8 @@ from megakernel.ops.kernel_attention.query_kernels import gradients_of_features,
 from megakernel.ops.kernels.features import (
     EMPTY,
     dot,
+    exp,
+    exp2,
     load_rows,
     once,
     phi,
@@ -53,11 +55,11 @@ def weigh_window(logs, pairs, top, visible, NEAR: tl.constexpr, PHI: tl.constexp
     if NEAR.softmax:
         logs = tl.where(visible, logs, float("-inf"))
         larger = tl.maximum(top, tl.max(logs, 1))
-        return tl.exp2(logs - larger[:, None]), tl.exp2(top - larger), larger
+        return exp2(logs - larger[:, None]), tl.exp2(top - larger), larger
     if PHI.unbounded:
         logs = tl.where(visible, logs, EMPTY)
         larger = tl.maximum(top, tl.max(logs, 1))
-        return tl.where(visible, pairs * tl.exp(logs - larger[:, None]), 0.0), tl.exp(top - larger), larger
+        return tl.where(visible, pairs * exp(logs - larger[:, None]), 0.0), tl.exp(top - larger), larger
     return tl.where(visible, pairs, 0.0), tl.zeros_like(top) + 1.0, top
 
 
@@ -113,7 +115,7 @@ def join(
     key_head = batch * row.heads + kv
     entry = key_head * tl.cdiv(row.keys, CUT.span) + segment
     q = head_at(queries, batch, query_head) + tl.cast(at, tl.int64) * queries.row
-    k, v = head_at(window.keys, batch, kv), head_at(window.values, batch, kv)
+    k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
     dtype: tl.constexpr = q.dtype.element_ty
     rows, left, stop = at + tl.arange(0, C), end - at, tl.minimum(at + C, end)
     projection = matrix_of(matrix, kv, PHI)
@@ -131,7 +133,7 @@ def join(
         ka, kb, key_logs = window_tile(
             k + far * window.keys.row, window.keys.row, count, turn, projection, matrix.low, BK, NEAR, PHI
         )
-        values = load_rows(v + far * window.values.row, window.values.row, count, BK, CUT.values, VP)
+        values = load_rows(v + far * window.columns.row, window.columns.row, count, BK, CUT.values, VP)
         similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
         logs = similar * NEAR.sharp if NEAR.softmax else key_logs[None, :]
         seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= rows[:, None])
@@ -202,7 +204,7 @@ def join_backward(
     entry = key_head * tl.cdiv(row.keys, CUT.span) + segment
     tokens = queries.tokens.rows
     q = head_at(tokens, batch, query_head) + tl.cast(at, tl.int64) * tokens.row
-    k, v = head_at(window.keys, batch, kv), head_at(window.values, batch, kv)
+    k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
     dtype: tl.constexpr = q.dtype.element_ty
     rows, left, stop = at + tl.arange(0, C), end - at, tl.minimum(at + C, end)
     inside = rows < end
@@ -309,7 +311,7 @@ def join_backward(
         ka, kb, logs = window_tile(
             k + far * window.keys.row, window.keys.row, count, turn, projection, matrix.low, BK, NEAR, PHI
         )
-        values = load_rows(v + far * window.values.row, window.values.row, count, BK, CUT.values, VP)
+        values = load_rows(v + far * window.columns.row, window.columns.row, count, BK, CUT.values, VP)
         seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= rows[:, None]) & inside[:, None]
         similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
         weights, slopes = window_weights(similar, logs[None, :], level[:, None], seen, NEAR, PHI)

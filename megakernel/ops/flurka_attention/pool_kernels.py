@@ -68,14 +68,14 @@ def pool(
     batch, kv = head // row.heads, head % row.heads
     at, count = tokens_of_block(window, row, batch, block, NEAR)
     k = head_at(window.keys, batch, kv) + at * window.keys.row
-    v = head_at(window.values, batch, kv) + at * window.values.row
+    v = head_at(window.columns, batch, kv) + at * window.columns.row
     dtype: tl.constexpr = k.dtype.element_ty
     seat = (head.to(tl.int64) * blocks + block) * R
     tokens = load_rows(k, window.keys.row, count, BP, PHI.width, PHI.padded_width)
-    of_keys = load_pool(pools.keys + kv.to(tl.int64) * pools.head, R, RP, B, BP)
+    of_keys = load_pool(pools.of_keys + kv.to(tl.int64) * pools.head, R, RP, B, BP)
     store_landmarks(landmarks + seat * PHI.width, pooled(tokens, of_keys, dtype), R, PHI.width)
-    tokens = load_rows(v, window.values.row, count, BP, CUT.values, CUT.padded_values)
-    of_values = load_pool(pools.values + kv.to(tl.int64) * pools.head, R, RP, B, BP)
+    tokens = load_rows(v, window.columns.row, count, BP, CUT.values, CUT.padded_values)
+    of_values = load_pool(pools.of_values + kv.to(tl.int64) * pools.head, R, RP, B, BP)
     store_landmarks(values + seat * CUT.values, pooled(tokens, of_values, dtype), R, CUT.values)
     r = tl.arange(0, RP)
     counts = tl.where(count > 0, tl.load(pools.mass + kv), 0.0)
@@ -107,7 +107,7 @@ def pool_backward(
     parts = tl.cdiv(blocks, EACH)
     head, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     batch, kv = head // row.heads, head % row.heads
-    k, v = head_at(window.keys, batch, kv), head_at(window.values, batch, kv)
+    k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
     dtype: tl.constexpr = k.dtype.element_ty
     total_k = tl.zeros((RP, BP), tl.float32)
     total_v = total_k
@@ -118,7 +118,7 @@ def pool_backward(
         grad = load_rows(dlandmarks + seat * PHI.width, PHI.width, R, RP, PHI.width, PHI.padded_width)
         total_k += dot(grad, tl.trans(tokens), dtype)
         tokens = load_rows(
-            v + at * window.values.row, window.values.row, count, BP, CUT.values, CUT.padded_values
+            v + at * window.columns.row, window.columns.row, count, BP, CUT.values, CUT.padded_values
         )
         grad = load_rows(dvalues + seat * CUT.values, CUT.values, R, RP, CUT.values, CUT.padded_values)
         total_v += dot(grad, tl.trans(tokens), dtype)

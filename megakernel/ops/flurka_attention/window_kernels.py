@@ -18,6 +18,8 @@ from megakernel.ops.kernel_attention.arguments import head_at, load_numbers, mat
 from megakernel.ops.kernels.features import (
     EMPTY,
     dot,
+    exp,
+    exp2,
     load_rows,
     once,
     phi,
@@ -73,10 +75,10 @@ def window_weights(similar, logs, level, visible, NEAR: tl.constexpr, PHI: tl.co
     logs: log scales of keys, and level: peaks of queries, or r under phi; both spread over the tile.
     """
     if NEAR.softmax:
-        weights = tl.where(visible, tl.exp2(similar * NEAR.sharp - level), 0.0)
+        weights = tl.where(visible, exp2(similar * NEAR.sharp - level), 0.0)
         return weights, weights * (NEAR.sharp * 0.6931471805599453)
     if PHI.unbounded:
-        factors = tl.where(visible & (level > EMPTY), tl.exp(tl.minimum(logs - level, 0.0)), 0.0)
+        factors = tl.where(visible & (level > EMPTY), exp(tl.minimum(logs - level, 0.0)), 0.0)
     else:
         factors = tl.where(visible, 1.0, 0.0)
     return similar * factors, factors
@@ -163,14 +165,14 @@ def window_backward(
     rows, left = at + tl.arange(0, C), row.length - at
     seat = tl.cast(at + window.before, tl.int64)
     k = head_at(window.keys, batch, kv) + seat * window.keys.row
-    v = head_at(window.values, batch, kv) + seat * window.values.row
+    v = head_at(window.columns, batch, kv) + seat * window.columns.row
     dtype: tl.constexpr = k.dtype.element_ty
     projection = matrix_of(matrix, kv, PHI)
 
     ka, kb, logs = window_tile(
         k, window.keys.row, left, angles(window, 0, NEAR), projection, matrix.low, C, NEAR, PHI
     )
-    values = load_rows(v, window.values.row, left, C, CUT.values, VP)
+    values = load_rows(v, window.columns.row, left, C, CUT.values, VP)
     of_a = tl.zeros((C, WIDTH), tl.float32)
     of_b = tl.zeros((C, WIDTH), tl.float32)
     of_values = tl.zeros((C, VP), tl.float32)
@@ -208,8 +210,9 @@ def window_backward(
 
     RP: tl.constexpr = CUT.padded_rank
     HALF: tl.constexpr = NEAR.half
-    pooled_a = tl.zeros((C, NEAR.padded_half), tl.float32)
-    pooled_b = tl.zeros((C, NEAR.padded_half), tl.float32)
+    HP: tl.constexpr = NEAR.padded_half
+    pooled_a = tl.zeros((C, HP), tl.float32)
+    pooled_b = tl.zeros((C, HP), tl.float32)
     landmark = tl.arange(0, RP)
     blocks = tl.cdiv(row.length, B)
     nearest = at + NEAR.reach - B
@@ -220,11 +223,11 @@ def window_backward(
         seats = kv.to(tl.int64) * pools.head + landmark[None, :] * B + inner[:, None]
         place = (head.to(tl.int64) * blocks + block) * R
         part = dlandmarks + place * NEAR.width
-        of_keys = tl.load(pools.keys + seats, mask=pooled, other=0.0)
-        pooled_a += dot(of_keys, load_rows(part, NEAR.width, R, RP, HALF, NEAR.padded_half), dtype)
-        rest = load_rows(part + HALF, NEAR.width, R, RP, NEAR.width - HALF, NEAR.padded_half)
+        of_keys = tl.load(pools.of_keys + seats, mask=pooled, other=0.0)
+        pooled_a += dot(of_keys, load_rows(part, NEAR.width, R, RP, HALF, HP), dtype)
+        rest = load_rows(part + HALF, NEAR.width, R, RP, NEAR.width - HALF, HP)
         pooled_b += dot(of_keys, rest, dtype)
-        of_pool = tl.load(pools.values + seats, mask=pooled, other=0.0)
+        of_pool = tl.load(pools.of_values + seats, mask=pooled, other=0.0)
         of_values += dot(
             of_pool, load_rows(dpooled + place * CUT.values, CUT.values, R, RP, CUT.values, VP), dtype
         )

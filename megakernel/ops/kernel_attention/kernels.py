@@ -34,7 +34,7 @@ from megakernel.ops.kernel_attention.arguments import (
     places_of_keys,
     store_half_of_state,
 )
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, once, phi, rounded, store_rows
+from megakernel.ops.kernels.features import EMPTY, dot, exp, load_rows, once, phi, rounded, store_rows
 from megakernel.ops.kernels.mixtures import phi_of_keys
 from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_addition
 
@@ -183,7 +183,7 @@ def pairs_of(
     """Products of queries (C,) and keys (BK,) with the weights of the latter; 0 where a query does not see."""
     if PHI.unbounded:
         # A key of no weight may be larger than all that is seen.
-        products *= tl.exp(tl.minimum(scales[None, :] - r[:, None], 0.0))
+        products *= exp(tl.minimum(scales[None, :] - r[:, None], 0.0))
     if WEIGHTED:
         products *= weights[None, :]
     return tl.where(visible_keys(rows, first, places, row, CUT), products, 0.0)
