@@ -156,7 +156,6 @@ CASES: dict[str, Case] = {
     "kernel_attention prf d=128": _linear("prf", 128),
     "kernel_attention prf d=64 float32": _linear("prf", 64, torch.float32),
     "kernel_attention favor d=64 float32": _linear("favor", 64, torch.float32),
-    "kernel_attention favor d=128 float16": _linear("favor", 128, torch.float16),
     "kernel_attention favor d=128, documents": _linear("favor", 128, packed=True),
     "kernel_attention hedgehog d=128, masses": _linear("hedgehog", 128, weighted=True),
     "kernel_attention hedgehog d=64 float32": _linear("hedgehog", 64, torch.float32),

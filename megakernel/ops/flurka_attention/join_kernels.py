@@ -29,7 +29,12 @@ from megakernel.ops.flurka_attention.window_kernels import (
     window_weights,
 )
 from megakernel.ops.kernel_attention.arguments import features_at, head_at, load_numbers, matrix_of
-from megakernel.ops.kernel_attention.kernels import store_features, sums_of_keys, tile_of_program
+from megakernel.ops.kernel_attention.kernels import (
+    largest_logs,
+    store_features,
+    sums_of_keys,
+    tile_of_program,
+)
 from megakernel.ops.kernel_attention.query_kernels import gradients_of_features, without_normalizer
 from megakernel.ops.kernels.features import (
     EMPTY,
@@ -146,8 +151,11 @@ def join(
     first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
     x, y, own = phi(q, queries.row, left, projection, matrix.low, C, PHI)
     x, y = once(rounded(x, dtype)), once(rounded(y, dtype)) if PHI.two else x
+    largest = tl.zeros((C,), tl.float32)
+    if PHI.unbounded:
+        largest = largest_logs(keys, key_head, row, rows, first, begin, stop, CUT)
     far, far_den, r = sums_of_keys(
-        x, y, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
+        x, y, keys, state, row, key_head, entry, rows, first, begin, stop, largest, CUT, PHI
     )
     place = head.to(tl.int64) * row.queries + at
     seats = place + tl.arange(0, C)

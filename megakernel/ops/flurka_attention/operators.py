@@ -212,7 +212,7 @@ def forward(
         landmarks.mass,
     )
     room = State(*rooms[10:13])
-    call.far.start(kernels.write_keys, batch, landmarks, call.wide_matrix, room, call.row)
+    call.far.start(kernels.write_keys, batch, landmarks, call.wide_matrix, room, call.row, None)
     first = None if first_sums is None else State(first_sums, first_norms, first_logs)
     entering, last = call.far.pass_on(room, first, starts, call.row.length, reverse=False)
     call.start(

@@ -36,7 +36,7 @@ from megakernel.ops.kernel_attention.arguments import (
 )
 from megakernel.ops.kernels.features import EMPTY, dot, exp, load_rows, once, phi, rounded, store_rows
 from megakernel.ops.kernels.mixtures import phi_of_keys
-from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_addition
+from megakernel.ops.kernels.states import add_tokens, first_token
 
 
 @triton.jit
@@ -64,62 +64,89 @@ def store_features(a, b, logs, tokens, head, length, at, count, PHI: tl.constexp
 
 
 @triton.jit
-def write_keys(keys, matrix, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
-    """What each segment's keys add to the state that leaves it, and features. Program: a segment of a key head."""
+def sums_of_segment(
+    keys, row, batch, kv, begin, end, last, log, half: tl.constexpr, CUT: tl.constexpr, PHI: tl.constexpr
+):
+    """Half of what the keys of a segment add to a state of log scale `log`: a tile (MP, VP), and a normalizer (MP,)."""
     MP: tl.constexpr = PHI.padded_rows
+    VP: tl.constexpr = CUT.padded_values
+    C: tl.constexpr = CUT.chunk
+    head = batch * row.heads + kv
+    v = head_at(keys.columns, batch, kv)
+    tile = tl.zeros((MP, VP), tl.float32)
+    norm = tl.zeros((MP,), tl.float32)
+    for at in range(begin, end, C):
+        far = tl.cast(at, tl.int64) * keys.columns.row
+        columns = load_rows(v + far, keys.columns.row, end - at, C, CUT.values, VP)
+        a, b, logs = features_at(keys.tokens, batch, kv, row.heads, row.keys, at, C, PHI)
+        weights = weights_of(keys.mass, head, at, row.keys, end, C)
+        weights = tl.where(places_of_keys(at + tl.arange(0, C), row, batch, CUT) >= last, weights, 0.0)
+        if PHI.unbounded:
+            # A key of no weight may be larger than all that are added.
+            weights *= exp(tl.minimum(logs - log, 0.0))
+        added = columns.to(tl.float32) * weights[:, None]
+        features = b if half else a
+        tile, norm = add_tokens(tile, norm, 1.0, features, added, weights, v.dtype.element_ty)
+    return tile, norm
+
+
+@triton.jit
+def largest_of_document(one, starts, other, starts_too):
+    """The larger of two tokens' numbers, or the second where its token starts a document, and whether one does."""
+    return tl.where(starts_too, other, tl.maximum(one, other)), starts | starts_too
+
+
+@triton.jit
+def write_keys(keys, matrix, state, row, scale, CUT: tl.constexpr, PHI: tl.constexpr):
+    """What each segment's keys add to the state that leaves it, and features. Program: a segment of a key head.
+
+    Of unbounded maps, also what queries see of the log scales of their segment: the largest, `scale` (B, H_kv, N).
+    """
     VP: tl.constexpr = CUT.padded_values
     C: tl.constexpr = CUT.chunk
     segments = tl.cdiv(row.keys, CUT.span)
     head, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
     batch, kv = head // row.heads, head % row.heads
-    k, v = head_at(keys.tokens.rows, batch, kv), head_at(keys.columns, batch, kv)
-    dtype: tl.constexpr = v.dtype.element_ty
-    projection = matrix_of(matrix, kv, PHI)
-    priors = None if keys.priors is None else keys.priors + kv * CUT.keys
     begin = segment * CUT.span
     end = tl.minimum(begin + CUT.span, row.keys)
     final = tl.minimum((segment + 1) * CUT.segment, row.length) - 1
     last = first_token(row.starts, batch, final, row.length, row.start, row.starts is not None)
-
-    tile = tl.zeros((MP, VP), tl.float32)
-    norm = tl.zeros((MP,), tl.float32)
     log = EMPTY if PHI.unbounded else 0.0
-    for at in range(begin, end, C):
-        rows, left, far = at + tl.arange(0, C), end - at, tl.cast(at, tl.int64)
-        columns = load_rows(v + far * keys.columns.row, keys.columns.row, left, C, CUT.values, VP)
-        x = k + far * keys.tokens.rows.row
-        a, b, scales = phi_of_keys(
-            x, keys.tokens.rows.row, left, projection, matrix.low, priors, CUT.keys, C, PHI
-        )
-        a, b = once(rounded(a, dtype)), once(rounded(b, dtype)) if PHI.two else a
-        if keys.tokens.features is not None:
-            store_features(a, b, scales, keys.tokens, head, row.keys, at, left, PHI)
-        weights = weights_of(keys.mass, head, at, row.keys, end, C)
-        weights = tl.where(places_of_keys(rows, row, batch, CUT) >= last, weights, 0.0)
-        scales = tl.where(weights != 0, scales, EMPTY) if PHI.unbounded else scales
-        shrink, factors, log = scales_of_addition(log, scales, True, PHI.unbounded)
-        weights *= factors
-        added = columns.to(tl.float32) * weights[:, None]
-        tile, norm = add_tokens(tile, norm, shrink, a, added, weights, dtype)
-    entry = tl.program_id(0)
-    store_half_of_state(tile, norm, state, entry, 0, PHI, VP)
-    tl.store(state.logs + entry, log)
-    if PHI.two:
-        # The other half afterwards: sums of both beside features would not fit into registers.
-        tl.debug_barrier()
-        tile = tl.zeros((MP, VP), tl.float32)
-        norm = tl.zeros((MP,), tl.float32)
+    if keys.tokens.features is not None:
+        # All features before all sums: both at once would not fit into registers.
+        k = head_at(keys.tokens.rows, batch, kv)
+        dtype: tl.constexpr = keys.columns.pointer.dtype.element_ty
+        projection = matrix_of(matrix, kv, PHI)
+        priors = None if keys.priors is None else keys.priors + kv * CUT.keys
+        largest = EMPTY
         for at in range(begin, end, C):
-            rows, left, far = at + tl.arange(0, C), end - at, tl.cast(at, tl.int64)
-            columns = load_rows(v + far * keys.columns.row, keys.columns.row, left, C, CUT.values, VP)
-            place = (head.to(tl.int64) * row.keys + at) * PHI.padded_features + MP
-            b = load_rows(keys.tokens.features + place, PHI.padded_features, left, C, MP, MP)
-            weights = weights_of(keys.mass, head, at, row.keys, end, C)
-            weights = tl.where(places_of_keys(rows, row, batch, CUT) >= last, weights, 0.0)
-            tile, norm = add_tokens(
-                tile, norm, 1.0, b, columns.to(tl.float32) * weights[:, None], weights, dtype
+            rows = at + tl.arange(0, C)
+            x = k + tl.cast(at, tl.int64) * keys.tokens.rows.row
+            a, b, logs = phi_of_keys(
+                x, keys.tokens.rows.row, end - at, projection, matrix.low, priors, CUT.keys, C, PHI
             )
+            a, b = once(rounded(a, dtype)), once(rounded(b, dtype)) if PHI.two else a
+            store_features(a, b, logs, keys.tokens, head, row.keys, at, end - at, PHI)
+            if PHI.unbounded:
+                logs = tl.where(weights_of(keys.mass, head, at, row.keys, end, C) != 0, logs, EMPTY)
+                places = places_of_keys(rows, row, batch, CUT)
+                log = tl.maximum(log, tl.max(tl.where(places >= last, logs, EMPTY), 0))
+                if scale is not None:
+                    first = first_token(
+                        row.starts, batch, rows, row.length, row.start, row.starts is not None
+                    )
+                    seen, _starts = tl.associative_scan((logs, first == rows), 0, largest_of_document)
+                    r = tl.maximum(tl.where(first < at, largest, EMPTY), seen)
+                    tl.store(scale + head.to(tl.int64) * row.keys + rows, r, mask=rows < end)
+                    largest = tl.max(tl.where(rows == tl.minimum(at + C, end) - 1, r, EMPTY), 0)
+        tl.debug_barrier()
+    entry = tl.program_id(0)
+    tile, norm = sums_of_segment(keys, row, batch, kv, begin, end, last, log, 0, CUT, PHI)
+    store_half_of_state(tile, norm, state, entry, 0, PHI, VP)
+    if PHI.two:
+        tile, norm = sums_of_segment(keys, row, batch, kv, begin, end, last, log, 1, CUT, PHI)
         store_half_of_state(tile, norm, state, entry, 1, PHI, VP)
+    tl.store(state.logs + entry, log)
 
 
 @triton.jit
@@ -153,10 +180,11 @@ def visible_keys(rows, first, places, row, CUT: tl.constexpr):
 
 
 @triton.jit
-def largest_logs(keys, head, batch, row, rows, first, begin, end, log, CUT: tl.constexpr):
-    """r of queries (C,): the largest log scale of the keys `begin` .. `end` - 1 that they see, or `log` of a state."""
-    r = log
-    for at in range(begin, end, CUT.block):
+def largest_logs(keys, head, row, rows, first, begin, stop, CUT: tl.constexpr):
+    """The largest log scale of the keys of the segment from `begin` on that queries (C,) before `stop` see."""
+    batch = head // row.heads
+    r = tl.full((CUT.chunk,), EMPTY, tl.float32)
+    for at in range(first_key(begin, CUT), keys_before(stop, row, CUT), CUT.block):
         here = at + tl.arange(0, CUT.block)
         scales = load_numbers(keys.tokens.logs + head.to(tl.int64) * row.keys, at, row.keys, CUT.block)
         exists = weights_of(keys.mass, head, at, row.keys, row.keys, CUT.block) != 0
@@ -212,10 +240,13 @@ def sums_of_keys(
     first,
     begin,
     stop,
+    largest,
     CUT: tl.constexpr,
     PHI: tl.constexpr,
 ):
     """Sums (C, VP) and normalizers (C,) of queries of features x, y, and r that both are measured from.
+
+    Of unbounded maps, `largest` (C,) are the largest log scales of the keys of the segment that queries see.
 
     Over the keys in the state `entry`, and where CUT.causal those that tokens `begin` .. `stop` - 1 of the segment add.
     """
@@ -234,15 +265,13 @@ def sums_of_keys(
         den += tl.sum(y.to(tl.float32) * norm[None, :], 1)
     log = tl.load(state.logs + entry)
     r = tl.zeros((C,), tl.float32) + log
-    near, far = first_key(begin, CUT), keys_before(stop, row, CUT)
     if CUT.causal and PHI.unbounded:
-        r = tl.where(first < begin, r, EMPTY)
-        r = largest_logs(keys, head, batch, row, rows, first, near, far, r, CUT)
+        r = tl.maximum(tl.where(first < begin, r, EMPTY), largest)
     factor = state_factors(first, begin, log, r, CUT, PHI)
     total *= factor[:, None]
     den *= factor
     if CUT.causal:
-        for here in range(near, far, BK):
+        for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
             a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
             at = tl.cast(here, tl.int64) * keys.columns.row
             columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
@@ -274,7 +303,8 @@ def read(
 ):
     """Outputs (B, H, N, V), and for backward 1 / den of every query and r of unbounded maps, (B, H, N) float32.
 
-    Without NORMALIZE the former is what sums are multiplied by, exp(r_i + log of the query's scale). Program: CUT.chunk
+    A row whose weights add up to less than PHI.least is 0, and so is 1 / den, with which backward leaves it out.
+    Without NORMALIZE 1 / den is what sums are multiplied by, exp(r_i + log of the query's scale). Program: CUT.chunk
     queries of a head; CUT.causal says that `state` has an entry for each segment, otherwise it has one of all keys.
     """
     C: tl.constexpr = CUT.chunk
@@ -292,13 +322,21 @@ def read(
     x, y, own = phi(q, queries.row, left, matrix_of(matrix, kv, PHI), matrix.low, C, PHI)
     x, y = once(rounded(x, dtype)), once(rounded(y, dtype)) if PHI.two else x
     stop = tl.minimum(at + C, end)
-    total, den, r = sums_of_keys(x, y, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI)
+    scales_at = key_head.to(tl.int64) * row.queries
+    largest = tl.zeros((C,), tl.float32)
+    if PHI.unbounded and CUT.causal:
+        # Another query of the key may have stored r here already, of which this is the maximum once more.
+        largest = load_numbers(scale + scales_at, at, end, C)
+    total, den, r = sums_of_keys(
+        x, y, keys, state, row, key_head, entry, rows, first, begin, stop, largest, CUT, PHI
+    )
     if NORMALIZE:
-        factor = tl.where(den == 0, 0.0, 1.0 / tl.where(den == 0, 1.0, den))
+        empty = tl.abs(den) < PHI.least
+        factor = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, den))
     else:
         factor = tl.exp(own + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
     place = head.to(tl.int64) * row.queries + at
     store_rows(out + place * CUT.values, CUT.values, left, total * factor[:, None], CUT.values, VP)
     tl.store(inverse + place + tl.arange(0, C), factor, mask=rows < end)
     if PHI.unbounded and query_head % CUT.group == 0:
-        tl.store(scale + key_head.to(tl.int64) * row.queries + rows, r, mask=rows < end)
+        tl.store(scale + scales_at + rows, r, mask=rows < end)

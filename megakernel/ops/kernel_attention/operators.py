@@ -68,7 +68,8 @@ def attend(
     given = _Inputs.of(call, k, v, matrix, mass, priors, starts, stored)
     batch, length = len(k), k.shape[2]
     room = call.sums_of_segments(k, length)
-    call.start(kernels.write_keys, batch, given.keys, given.matrix, room, given.row)
+    largest = scale if causal and scale.numel() else None
+    call.start(kernels.write_keys, batch, given.keys, given.matrix, room, given.row, largest)
     first = None if first_sums is None else State(first_sums, first_norms, first_logs)
     entering, last = call.pass_on(room, first, starts, length, reverse=False)
     state = entering if causal else last

@@ -112,7 +112,8 @@ def _specialized(launch: Launch) -> tuple[dict[str, Any], dict[Path, Any], dict[
 
     def kind_of(value: Any, path: Path) -> Any:
         if isinstance(value, tuple):
-            return type(value)(*(kind_of(part, (*path, index)) for index, part in enumerate(value)))
+            kinds = tuple(kind_of(part, (*path, index)) for index, part in enumerate(value))
+            return type(value)(*kinds) if hasattr(value, "_fields") else kinds
         # As at run time: 1 is a constant of its own, and multiples of 16 are known to be.
         if value is None or (isinstance(value, int) and value == 1):
             constants[path] = value

@@ -83,6 +83,12 @@ class Phi(NamedTuple):
         return self.name in UNBOUNDED
 
     @property
+    def least(self) -> float:
+        """Weights of a query that add up to less are nothing, see `megakernel.ops.sums`."""
+        tiny = torch.finfo(torch.float32).tiny
+        return tiny**0.5 if self.unbounded else tiny
+
+    @property
     def projected(self) -> bool:
         """Whether the map takes a matrix."""
         return self.name not in ELEMENTWISE
@@ -345,10 +351,9 @@ def store_gradient(
         store_rows(dx, row, count, grad, PHI.width, PHI.padded_width)
     else:
         if PHI.name == "hedgehog":
-            rising = grad_a * a
-            falling = grad_b * b
-            grad = rising - a * (tl.sum(rising, 1) / PHI.coefficient)[:, None]
-            grad -= falling - b * (tl.sum(falling, 1) / PHI.coefficient)[:, None]
+            # One half after the other, and no product kept beside its factors: of 256 features they fill the registers.
+            grad = a * (grad_a - (tl.sum(grad_a * a, 1) / PHI.coefficient)[:, None])
+            grad -= b * (grad_b - (tl.sum(grad_b * b, 1) / PHI.coefficient)[:, None])
         elif PHI.name == "rks":
             grad = (grad_b * a - grad_a * b) * PHI.scale
         else:

@@ -55,11 +55,11 @@ CASES = [
 ]
 
 
-def layer(name: str, causal: bool, point: Point) -> AttentionLayer:
+def layer(name: str, causal: bool, point: Point, **feature_map: object) -> AttentionLayer:
     """A layer of `name`; cosines, whose sums cancel, with the smoothing that keeps them away from 0."""
-    tree = {"preset": name}
     if (phi := FORMS[name].feature_map) is not None and phi.may_divide_by_zero:
-        tree["feature_map"] = {"smoothing": 1.0}
+        feature_map["smoothing"] = 1.0
+    tree = {"preset": name, **({"feature_map": feature_map} if feature_map else {})}
     module = build(
         tree,
         num_heads=HEADS,
