@@ -69,19 +69,23 @@ def weigh_window(logs, pairs, top, visible, NEAR: tl.constexpr, PHI: tl.constexp
 
 
 @triton.jit
-def joined_parts(near, den, top, far, far_den, far_log, gate, far_weight, NEAR: tl.constexpr):
+def joined_parts(
+    near, den, top, far, far_den, far_log, gate, far_weight, LEAST: tl.constexpr, NEAR: tl.constexpr
+):
     """Outputs, and `factor`, `peak` and `share` of each query: for phi's window, whose top is no power of 2, peak is r.
 
-    The sums over landmarks are measured from exp(far_log); the far weight comes on top.
+    The sums over landmarks are measured from exp(far_log); the far weight comes on top. Weights that add up to less
+    than LEAST are nothing, and their factor is 0, with which backward leaves them out.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     if NEAR.gated:
         share = tl.sigmoid(-gate)
-        factor = tl.where(far_den == 0, 0.0, share / tl.where(far_den == 0, 1.0, far_den))
+        empty = tl.abs(far_den) < LEAST
+        factor = tl.where(empty, 0.0, share / tl.where(empty, 1.0, far_den))
         out = near * ((1 - share) / den)[:, None] + far * factor[:, None]
         return out, factor, top + tl.log2(den), share
     if NEAR.softmax:
-        far_log = tl.where(far_den == 0, EMPTY, (far_log + far_weight) * LOG2E)
+        far_log = tl.where(far_den < LEAST, EMPTY, (far_log + far_weight) * LOG2E)
         larger = tl.maximum(top, far_log)
         of_near, of_far = tl.exp2(top - larger), tl.exp2(far_log - larger)
         peak = larger + tl.log2(den * of_near + far_den * of_far)
@@ -90,7 +94,8 @@ def joined_parts(near, den, top, far, far_den, far_log, gate, far_weight, NEAR: 
     larger = tl.maximum(top, far_log)
     of_near, of_far = tl.exp(top - larger), tl.exp(far_log + far_weight - larger)
     total = den * of_near + far_den * of_far
-    inverse = tl.where(total == 0, 0.0, 1 / tl.where(total == 0, 1.0, total))
+    empty = tl.abs(total) < LEAST
+    inverse = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, total))
     out = (near * of_near[:, None] + far * of_far[:, None]) * inverse[:, None]
     return out, inverse * tl.exp(far_weight), larger, far_den * of_far * inverse
 
@@ -164,7 +169,9 @@ def join(
     extra = 0.0 if NEAR.gated else tl.load(shares.far_weight + query_head)
     # Beside a softmax, phi(q) counts with its own scale; elsewhere it cancels.
     far_log = r + own if (NEAR.softmax and PHI.unbounded) else r
-    total, factor, peak, share = joined_parts(near, den, top, far, far_den, far_log, logit, extra, NEAR)
+    total, factor, peak, share = joined_parts(
+        near, den, top, far, far_den, far_log, logit, extra, PHI.least, NEAR
+    )
     store_rows(out + place * CUT.values, CUT.values, left, total, CUT.values, VP)
     tl.store(joined.factor + seats, factor, mask=inside)
     if NEAR.softmax:
