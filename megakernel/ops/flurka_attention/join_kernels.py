@@ -28,14 +28,26 @@ from megakernel.ops.flurka_attention.window_kernels import (
     window_tile,
     window_weights,
 )
-from megakernel.ops.kernel_attention.arguments import features_at, head_at, load_numbers, matrix_of
+from megakernel.ops.kernel_attention.arguments import (
+    features_at,
+    first_key,
+    half_of_state,
+    head_at,
+    keys_before,
+    load_numbers,
+    matrix_of,
+    places_of_keys,
+)
 from megakernel.ops.kernel_attention.kernels import (
     largest_logs,
+    pairs_of,
+    state_factors,
     store_features,
     sums_of_keys,
     tile_of_program,
+    weights_of,
 )
-from megakernel.ops.kernel_attention.query_kernels import gradients_of_features, without_normalizer
+from megakernel.ops.kernel_attention.query_kernels import pull_of_state
 from megakernel.ops.kernels.features import (
     EMPTY,
     dot,
@@ -45,8 +57,9 @@ from megakernel.ops.kernels.features import (
     once,
     phi,
     rounded,
-    store_gradient,
+    slope_of_half,
     store_rows,
+    store_slope,
 )
 from megakernel.ops.kernels.states import first_token
 
@@ -185,6 +198,88 @@ def join(
 
 
 @triton.jit
+def gradient_of_half(
+    half: tl.constexpr,
+    dout,
+    drift,
+    r,
+    keys,
+    state,
+    row,
+    head,
+    entry,
+    rows,
+    first,
+    begin,
+    stop,
+    CUT: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """sum_s m_s (do_i.v_s + drift_i) phi(k_s) for queries (C,), a half (C, MP); arguments as in `sums_of_keys`."""
+    BK: tl.constexpr = CUT.block
+    VP: tl.constexpr = CUT.padded_values
+    batch, kv = head // row.heads, head % row.heads
+    v = head_at(keys.columns, batch, kv)
+    dtype: tl.constexpr = v.dtype.element_ty
+    of_state = state_factors(first, begin, tl.load(state.logs + entry), r, CUT, PHI)[:, None]
+    tile, norm = half_of_state(state, entry, half, PHI, VP)
+    grad = pull_of_state(tile, norm, dout, drift, dtype) * of_state
+    for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
+        a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
+        at = tl.cast(here, tl.int64) * keys.columns.row
+        columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
+        weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
+        along = dot(dout, tl.trans(columns), dtype) + drift[:, None]
+        places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
+        along = pairs_of(along, rows, first, places, weights, scales, r, row, True, CUT, PHI)
+        features = b if half else a
+        grad += dot(along, features, dtype)
+    return grad
+
+
+@triton.jit
+def window_slopes(
+    qa,
+    qb,
+    dout,
+    n,
+    level,
+    shift,
+    window,
+    matrix,
+    row,
+    batch,
+    kv,
+    at,
+    rows,
+    starts,
+    end,
+    here,
+    CUT: tl.constexpr,
+    NEAR: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """Of queries (C,) and the keys of a window from `here` on (BK,): n_i w_ij do_i.v_j, ds_ij, and the keys' halves."""
+    BK: tl.constexpr = CUT.block
+    dtype: tl.constexpr = dout.dtype
+    places, far = here + tl.arange(0, BK), tl.cast(here + window.before, tl.int64)
+    k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
+    turn, count = angles(window, here - at + NEAR.reach, NEAR), row.length - here
+    projection = matrix_of(matrix, kv, PHI)
+    ka, kb, logs = window_tile(
+        k + far * window.keys.row, window.keys.row, count, turn, projection, matrix.low, BK, NEAR, PHI
+    )
+    values = load_rows(
+        v + far * window.columns.row, window.columns.row, count, BK, CUT.values, CUT.padded_values
+    )
+    seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= rows[:, None]) & (rows < end)[:, None]
+    similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
+    weights, slopes = window_weights(similar, logs[None, :], level[:, None], seen, NEAR, PHI)
+    towards = dot(dout, tl.trans(values), dtype) * n[:, None]
+    return weights * towards, slopes * (towards - shift[:, None]), ka, kb
+
+
+@triton.jit
 def join_backward(
     queries,
     window,
@@ -211,7 +306,9 @@ def join_backward(
     C: tl.constexpr = CUT.chunk
     BK: tl.constexpr = CUT.block
     VP: tl.constexpr = CUT.padded_values
-    WIDTH: tl.constexpr = NEAR.padded_half if NEAR.softmax else PHI.padded_rows
+    HP: tl.constexpr = NEAR.padded_half
+    MP: tl.constexpr = PHI.padded_rows
+    LEARNED: tl.constexpr = dy is not None
     head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
     batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
     kv = query_head // CUT.group
@@ -219,18 +316,16 @@ def join_backward(
     entry = key_head * tl.cdiv(row.keys, CUT.span) + segment
     tokens = queries.tokens.rows
     q = head_at(tokens, batch, query_head) + tl.cast(at, tl.int64) * tokens.row
-    k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
     dtype: tl.constexpr = q.dtype.element_ty
     rows, left, stop = at + tl.arange(0, C), end - at, tl.minimum(at + C, end)
     inside = rows < end
     first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
-    place = head.to(tl.int64) * row.queries + at
+    starts = window_start(window, row, batch, rows, NEAR)
     numbers = head.to(tl.int64) * row.queries
-    seats = place + tl.arange(0, C)
+    seats = numbers + rows
     projection = matrix_of(matrix, kv, PHI)
-    of_token = dq + place * PHI.width
-    of_projected = None if dy is None else dy + place * PHI.rows
-    LEARNED: tl.constexpr = dy is not None
+    of_token = dq + (numbers + at) * PHI.width
+    of_projected = dy + (numbers + at) * PHI.rows if LEARNED else None
 
     if queries.tokens.features is not None:
         fa, fb, own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
@@ -240,135 +335,144 @@ def join_backward(
         tl.debug_barrier()
     given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
     dout = load_rows(given, queries.grad.row, left, C, CUT.values, VP)
-    outputs = load_rows(out + place * CUT.values, CUT.values, left, C, CUT.values, VP)
-    mean = tl.sum(dout.to(tl.float32) * outputs.to(tl.float32), 1)
     factor = load_numbers(queries.inverse + numbers, at, end, C)
+    n = near_factor(shares, queries.inverse, head, query_head, at, row.queries, C, NEAR)
+    level = level_of(joined, head, key_head, at, row.queries, C, NEAR, PHI)
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
         r = load_numbers(queries.scale + key_head.to(tl.int64) * row.queries, at, end, C)
-    drift = tl.zeros((C,), tl.float32)
-    if not NEAR.gated:
-        drift -= mean
-    grad_a, grad_b = gradients_of_features(
-        dout, drift, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
-    )
-    fa, fb, _own = features_at(
-        queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, at, C, PHI
-    )
-    along = tl.sum(fa.to(tl.float32) * grad_a, 1)
-    if PHI.two:
-        along += tl.sum(fb.to(tl.float32) * grad_b, 1)
-    of_far = factor * along
-    n = near_factor(shares, queries.inverse, head, query_head, at, row.queries, C, NEAR)
-    if NEAR.gated:
-        logit = load_numbers(shares.gate + numbers, at, end, C)
-        share = tl.sigmoid(-logit)
-        excess = tl.where(share == 0, 0.0, of_far / tl.where(share == 0, 1.0, share))
-        grad_a, grad_b = without_normalizer(
-            grad_a,
-            grad_b,
-            excess,
-            r,
-            keys,
-            state,
-            row,
-            key_head,
-            entry,
-            rows,
-            first,
-            begin,
-            stop,
-            dtype,
-            CUT,
-            PHI,
-        )
-        shift = mean - of_far
-    else:
-        share = load_numbers(joined.share + numbers, at, end, C)
-        excess = mean
-        of_far += mean * share
-        shift = mean if NEAR.softmax else mean * n
-    grad_a *= factor[:, None]
-    grad_b *= factor[:, None]
-    tl.store(delta + seats, shift, mask=inside)
+    turn = angles(window, NEAR.reach, NEAR)
+    of_near = tl.zeros((C,), tl.float32)
+    of_far = tl.zeros((C,), tl.float32)
+
+    # The mean of do_i.v_j under the weights of the output: of a gated one, what its window and landmarks have in it.
     if NEAR.softmax:
+        outputs = load_rows(out + (numbers + at) * CUT.values, CUT.values, left, C, CUT.values, VP)
+        mean = tl.sum(dout.to(tl.float32) * outputs.to(tl.float32), 1)
+    if NEAR.gated or not NEAR.softmax:
+        # Not from the rounded output: a quotient does not depend on the length of phi(q), so that its gradient stands
+        # across phi(q), and would not quite, which shows where few keys make up a sum.
         fa, fb, _own = features_at(
             queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, at, C, PHI
         )
-        store_gradient(
-            q,
-            tokens.row,
-            left,
-            projection,
-            fa.to(tl.float32),
-            fb.to(tl.float32),
-            grad_a,
-            grad_b,
-            of_token,
-            of_projected,
-            C,
-            LEARNED,
-            PHI,
+        sums, _den, _r = sums_of_keys(
+            fa, fb, keys, state, row, key_head, entry, rows, first, begin, stop, r, CUT, PHI
         )
-        grad_a = tl.zeros((C, WIDTH), tl.float32)
-        grad_b = tl.zeros((C, WIDTH), tl.float32)
+        of_far = factor * tl.sum(sums * dout.to(tl.float32), 1)
+    if NEAR.gated:
+        share = tl.sigmoid(-load_numbers(shares.gate + numbers, at, end, C))
+        excess = tl.where(share == 0, 0.0, of_far / tl.where(share == 0, 1.0, share))
+        shift = mean - of_far
+    else:
+        share = load_numbers(joined.share + numbers, at, end, C)
+        if not NEAR.softmax:
+            qa, qb, _logs = window_tile(q, tokens.row, left, turn, projection, matrix.low, C, NEAR, PHI)
+            for here in range(tl.min(starts, 0), stop, BK):
+                parts, _slopes, _ka, _kb = window_slopes(
+                    qa,
+                    qb,
+                    dout,
+                    n,
+                    level,
+                    of_near,
+                    window,
+                    matrix,
+                    row,
+                    batch,
+                    kv,
+                    at,
+                    rows,
+                    starts,
+                    end,
+                    here,
+                    CUT,
+                    NEAR,
+                    PHI,
+                )
+                of_near += tl.sum(parts, 1)
+            mean = of_near + of_far
+        excess = mean
+        shift = mean if NEAR.softmax else mean * n
+    tl.store(delta + seats, shift, mask=inside)
+
+    slope = tl.zeros((C, MP), tl.float32)
+    for half in tl.static_range(2 if PHI.two else 1):
+        grad = gradient_of_half(
+            half, dout, -excess, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
+        )
+        grad *= factor[:, None]
+        if not NEAR.softmax:
+            qa, qb, _logs = window_tile(q, tokens.row, left, turn, projection, matrix.low, C, NEAR, PHI)
+            for here in range(tl.min(starts, 0), stop, BK):
+                _parts, slopes, ka, kb = window_slopes(
+                    qa,
+                    qb,
+                    dout,
+                    n,
+                    level,
+                    shift,
+                    window,
+                    matrix,
+                    row,
+                    batch,
+                    kv,
+                    at,
+                    rows,
+                    starts,
+                    end,
+                    here,
+                    CUT,
+                    NEAR,
+                    PHI,
+                )
+                grad += dot(slopes, kb if half else ka, dtype)
+        fa, fb, _own = features_at(
+            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, at, C, PHI
+        )
+        fa, fb = fa.to(tl.float32), fb.to(tl.float32)
+        if NEAR.softmax and not NEAR.gated:
+            of_far += tl.sum(grad * (fb if half else fa), 1)
+        slope += slope_of_half(half, grad, fb if half else fa, fa if half else fb, PHI)
+    store_slope(q, tokens.row, left, projection, slope, of_token, of_projected, C, LEARNED, PHI)
+
+    if NEAR.softmax:
         # The window's part is added to what stands there now.
         tl.debug_barrier()
-
-    starts = window_start(window, row, batch, rows, NEAR)
-    turn = angles(window, NEAR.reach, NEAR)
-    qa, qb, _logs = window_tile(q, tokens.row, left, turn, projection, matrix.low, C, NEAR, PHI)
-    level = level_of(joined, head, key_head, at, row.queries, C, NEAR, PHI)
-    of_near = tl.zeros((C,), tl.float32)
-    for here in range(tl.min(starts, 0), stop, BK):
-        places, far = here + tl.arange(0, BK), tl.cast(here + window.before, tl.int64)
-        turn, count = angles(window, here - at + NEAR.reach, NEAR), row.length - here
-        ka, kb, logs = window_tile(
-            k + far * window.keys.row, window.keys.row, count, turn, projection, matrix.low, BK, NEAR, PHI
-        )
-        values = load_rows(v + far * window.columns.row, window.columns.row, count, BK, CUT.values, VP)
-        seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= rows[:, None]) & inside[:, None]
-        similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
-        weights, slopes = window_weights(similar, logs[None, :], level[:, None], seen, NEAR, PHI)
-        towards = dot(dout, tl.trans(values), dtype) * n[:, None]
-        of_near += tl.sum(weights * towards, 1)
-        slopes *= towards - shift[:, None]
-        grad_a += dot(slopes, ka, dtype)
-        if NEAR.softmax or PHI.two:
+        qa, qb, _logs = window_tile(q, tokens.row, left, turn, projection, matrix.low, C, NEAR, PHI)
+        grad_a = tl.zeros((C, HP), tl.float32)
+        grad_b = tl.zeros((C, HP), tl.float32)
+        for here in range(tl.min(starts, 0), stop, BK):
+            parts, slopes, ka, kb = window_slopes(
+                qa,
+                qb,
+                dout,
+                n,
+                level,
+                shift,
+                window,
+                matrix,
+                row,
+                batch,
+                kv,
+                at,
+                rows,
+                starts,
+                end,
+                here,
+                CUT,
+                NEAR,
+                PHI,
+            )
+            of_near += tl.sum(parts, 1)
+            grad_a += dot(slopes, ka, dtype)
             grad_b += dot(slopes, kb, dtype)
-    if NEAR.softmax:
-        store_halves(
-            of_token, grad_a, grad_b, angles(window, NEAR.reach, NEAR), left, NEAR.rotary, True, NEAR
-        )
-    else:
-        # A quotient does not depend on the length of phi(q): its gradient stands across phi(q).
-        fa, fb, _own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
-        size = tl.sum(fa * fa, 1)
-        along = tl.sum(grad_a * fa, 1)
-        if PHI.two:
-            size += tl.sum(fb * fb, 1)
-            along += tl.sum(grad_b * fb, 1)
-        along /= tl.where(size == 0, 1.0, size)
-        grad_a -= fa * along[:, None]
-        grad_b -= fb * along[:, None]
-        store_gradient(
-            q,
-            tokens.row,
-            left,
-            projection,
-            fa,
-            fb,
-            grad_a,
-            grad_b,
-            of_token,
-            of_projected,
-            C,
-            LEARNED,
-            PHI,
-        )
+        store_halves(of_token, grad_a, grad_b, turn, left, NEAR.rotary, True, NEAR)
     if NEAR.gated:
         moved = share * of_near - (1 - share) * of_far
     else:
+        if NEAR.softmax:
+            # `of_far` had the mean taken off, and the exact mean is what both parts have in it.
+            of_far += mean * share
         excess = of_near + of_far
         moved = of_far - share * excess
     tl.store(queries.drift + seats, -factor * excess, mask=inside)

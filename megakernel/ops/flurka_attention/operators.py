@@ -59,12 +59,13 @@ def tiles_of(phi: Phi, near: Near, size: int, values: int) -> dict[str, Tile]:
         return dict.fromkeys(names, small)
     wide = max(phi.padded_width, padded(values), phi.padded_features // 2) > 64
     warps = 8 if wide else 4
+    join = Tile(128, 32, 8) if wide else Tile(64, 64, 4)
     return {
         "pool": Tile(16, 16, 4),
         "pool_backward": Tile(16, 16, 4),
-        "join": Tile(64, 64, warps),
-        "join_backward": Tile(64, 64, warps),
-        "window_backward": Tile(64, 64, warps),
+        "join": join,
+        "join_backward": join,
+        "window_backward": Tile(64, 32, 4),
         "write_keys": Tile(64, 64, warps),
         "pull_keys": Tile(64, 64, warps),
     }

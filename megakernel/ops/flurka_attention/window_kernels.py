@@ -180,7 +180,7 @@ def window_backward(
     first = tl.maximum(at, 0)
     # Places may be negative: those of a tail, of whole blocks.
     reach = at + C - 1 + NEAR.reach
-    last = tl.minimum(reach // B * B if window.windows is None else reach, row.length)
+    last = tl.minimum(reach // B * B if window.windows is None else reach, row.queries)
     steps = tl.maximum(tl.cdiv(last - first, BQ), 0)
     for step in range(G * steps):
         g = step // steps

@@ -315,6 +315,74 @@ def phi(
 
 
 @triton.jit
+def slope_of_half(half: tl.constexpr, grad, own, other, PHI: tl.constexpr):
+    """What the gradient (C, MP) in a half of the features adds to that in what `store_slope` takes.
+
+    own, other: that half and the second one. One half after the other: of 256 features both would fill the registers.
+    """
+    if PHI.name == "hedgehog":
+        slope = own * (grad - (tl.sum(grad * own, 1) / PHI.coefficient)[:, None])
+        if half:
+            slope = -slope
+    elif PHI.name == "rks":
+        slope = grad * other * (PHI.scale if half else -PHI.scale)
+    elif PHI.projected:
+        slope = grad * own * PHI.scale
+    else:
+        slope = grad
+    return slope
+
+
+@triton.jit
+def store_slope(
+    x,
+    stride,
+    count,
+    matrix,
+    slope,
+    dx,
+    dy,
+    C: tl.constexpr,
+    LEARNED: tl.constexpr,
+    PHI: tl.constexpr,
+    ROW: tl.constexpr = None,
+    MORE: tl.constexpr = False,
+):
+    """Store the gradient in the C tokens at `x`, rows of ROW (None: D) at `dx`.
+
+    Given those in the projected tokens, which the projection's gradient needs beside the tokens: if it is LEARNED, they
+    are stored as rows of M at `dy`. Of maps without a projection, given those in the features. With MORE gradients are
+    added to what stands there, from before a barrier.
+    """
+    row: tl.constexpr = PHI.width if ROW is None else ROW
+    if not PHI.projected:
+        grad = slope * PHI.coefficient
+        if PHI.name != "identity":
+            wide = load_rows(x, stride, count, C, PHI.width, PHI.padded_width).to(tl.float32)
+            # From the token rather than from its features: those then need no registers.
+            grad = tl.where(wide > 0, grad, grad * exp(tl.minimum(wide, 0.0)) if PHI.name == "elu" else 0.0)
+        if MORE:
+            grad += load_rows(dx, row, count, C, PHI.width, PHI.padded_width).to(tl.float32)
+        store_rows(dx, row, count, grad, PHI.width, PHI.padded_width)
+    else:
+        if LEARNED:
+            store_rows(dy, PHI.rows, count, slope, PHI.rows, PHI.padded_rows)
+        total = tl.sum(slope, 1) * (PHI.scale * (1.0 if PHI.name == "favor" else 2.0))
+        m = tl.arange(0, PHI.padded_rows)
+        for first in range(0, PHI.padded_width, PHI.columns):
+            d = first + tl.arange(0, PHI.columns)
+            inside = (m < PHI.rows)[:, None] & (d < PHI.width)[None, :]
+            places = matrix + (m[:, None] * PHI.width + d[None, :])
+            part = dot(slope, tl.load(places, mask=inside, other=0.0), x.dtype.element_ty)
+            if PHI.unbounded:
+                wide = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns).to(tl.float32)
+                part -= wide * total[:, None]
+            if MORE:
+                part += load_rows(dx + first, row, count, C, PHI.width - first, PHI.columns).to(tl.float32)
+            store_rows(dx + first, row, count, part, PHI.width - first, PHI.columns)
+
+
+@triton.jit
 def store_gradient(
     x,
     stride,
@@ -331,48 +399,9 @@ def store_gradient(
     PHI: tl.constexpr,
     ROW: tl.constexpr = None,
     MORE: tl.constexpr = False,
-    MORE_PROJECTED: tl.constexpr = False,
 ):
-    """Store the gradient in the C tokens at `x`, rows of ROW (None: D) at `dx`, given those in the halves of `phi`.
-
-    If the projection is LEARNED, also that in the projected tokens, rows of M at `dy`: with the tokens, it is all that
-    the projection's gradient needs. With MORE and MORE_PROJECTED they are added to what stands there, from an earlier
-    launch or from before a barrier.
-    """
-    row: tl.constexpr = PHI.width if ROW is None else ROW
-    if PHI.name == "identity" or PHI.name == "relu" or PHI.name == "elu":
-        grad = grad_a * PHI.coefficient
-        if PHI.name != "identity":
-            wide = load_rows(x, stride, count, C, PHI.width, PHI.padded_width).to(tl.float32)
-            # From the token rather than from its features: those then need no registers.
-            grad = tl.where(wide > 0, grad, grad * exp(tl.minimum(wide, 0.0)) if PHI.name == "elu" else 0.0)
-        if MORE:
-            grad += load_rows(dx, row, count, C, PHI.width, PHI.padded_width).to(tl.float32)
-        store_rows(dx, row, count, grad, PHI.width, PHI.padded_width)
-    else:
-        if PHI.name == "hedgehog":
-            # One half after the other, and no product kept beside its factors: of 256 features they fill the registers.
-            grad = a * (grad_a - (tl.sum(grad_a * a, 1) / PHI.coefficient)[:, None])
-            grad -= b * (grad_b - (tl.sum(grad_b * b, 1) / PHI.coefficient)[:, None])
-        elif PHI.name == "rks":
-            grad = (grad_b * a - grad_a * b) * PHI.scale
-        else:
-            grad = grad_a * a * PHI.scale
-        total = tl.sum(grad, 1) * (PHI.scale * (1.0 if PHI.name == "favor" else 2.0))
-        if LEARNED:
-            whole = grad
-            if MORE_PROJECTED:
-                whole += load_rows(dy, PHI.rows, count, C, PHI.rows, PHI.padded_rows).to(tl.float32)
-            store_rows(dy, PHI.rows, count, whole, PHI.rows, PHI.padded_rows)
-        m = tl.arange(0, PHI.padded_rows)
-        for first in range(0, PHI.padded_width, PHI.columns):
-            d = first + tl.arange(0, PHI.columns)
-            inside = (m < PHI.rows)[:, None] & (d < PHI.width)[None, :]
-            places = matrix + (m[:, None] * PHI.width + d[None, :])
-            part = dot(grad, tl.load(places, mask=inside, other=0.0), x.dtype.element_ty)
-            if PHI.name == "favor" or PHI.name == "prf":
-                wide = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns).to(tl.float32)
-                part -= wide * total[:, None]
-            if MORE:
-                part += load_rows(dx + first, row, count, C, PHI.width - first, PHI.columns).to(tl.float32)
-            store_rows(dx + first, row, count, part, PHI.width - first, PHI.columns)
+    """`store_slope`, given the gradients in both halves (C, MP) of the features."""
+    slope = slope_of_half(0, grad_a, a, b, PHI)
+    if PHI.two:
+        slope += slope_of_half(1, grad_b, b, a, PHI)
+    store_slope(x, stride, count, matrix, slope, dx, dy, C, LEARNED, PHI, ROW, MORE)
