@@ -42,18 +42,18 @@ def row_of(task: Task) -> Row:
     case, index, capability, source = task
     from megakernel.ops.kernels.compiling import compile_launch
 
-    launch = launches_of(case)[index]
+    launch = launches_of(case, capability)[index]
     found = compile_launch(launch, capability)
     numbers = (launch.warps, found.registers, found.spilled, found.shared)
     return (case, launch.kernel.__name__, f"sm_{capability}", *map(str, numbers), source)
 
 
 @lru_cache(maxsize=1)  # a process compiles the launches of a case one after another
-def launches_of(case: str) -> list:
-    """What a case would start."""
+def launches_of(case: str, capability: int) -> list:
+    """What a case would start on a GPU."""
     from megakernel.ops.kernels.launch import noting
 
-    with noting() as launches:
+    with noting(capability) as launches:
         cases()[case]()
     return launches
 
@@ -64,8 +64,8 @@ def tasks(names: list[str]) -> Iterator[Task]:
 
     seen = set()
     for case in names:
-        for index, launch in enumerate(launches_of(case)):
-            for capability in CAPABILITIES:
+        for capability in CAPABILITIES:
+            for index, launch in enumerate(launches_of(case, capability)):
                 source = fingerprint(launch, capability)
                 if source not in seen:
                     seen.add(source)

@@ -17,7 +17,7 @@ from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.kernel_attention import chunked, decode, operators
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
 from megakernel.ops.kernels.features import SUPPORTED, UNBOUNDED, phi_of
-from megakernel.ops.kernels.launch import is_noting
+from megakernel.ops.kernels.launch import capability_of, is_noting
 from megakernel.ops.kernels.mixtures import MOST_KEYS
 from megakernel.ops.projections import Projection, dense, rows_of
 from megakernel.ops.state import EMPTY, Exchange, KernelState
@@ -28,6 +28,9 @@ WIDEST = 128
 
 WIDEST_FLOAT32 = 64
 """d and M in float32, whose products take three registers for a number: wider ones would go to local memory."""
+
+OLDEST = 80
+"""Compute capability of the oldest GPUs: on those before, tiles go to local memory by kilobytes."""
 
 
 def unsupported(
@@ -56,6 +59,8 @@ def unsupported(
     step = _step(feature_map, projection, causal, normalize, mass, priors, positions, initial_state, exchange)
     if step is not None and decode.unsupported(q, k, v, **step) is None:
         return None
+    if (capability := capability_of(q.device)) < OLDEST:
+        return f"the GPU has compute capability {capability / 10}; expected at least {OLDEST / 10}"
     width = q.shape[-1]
     keys = 1 if priors is None else priors.shape[-1]
     if keys > MOST_KEYS.value:

@@ -334,9 +334,10 @@ def store_gradient(
         store_rows(dx, row, count, grad, PHI.width, PHI.padded_width)
     else:
         if PHI.name == "hedgehog":
-            # One half after the other, and no product kept beside its factors: of 256 features they fill the registers.
-            grad = a * (grad_a - (tl.sum(grad_a * a, 1) / PHI.coefficient)[:, None])
-            grad -= b * (grad_b - (tl.sum(grad_b * b, 1) / PHI.coefficient)[:, None])
+            rising = grad_a * a
+            falling = grad_b * b
+            grad = rising - a * (tl.sum(rising, 1) / PHI.coefficient)[:, None]
+            grad -= falling - b * (tl.sum(falling, 1) / PHI.coefficient)[:, None]
         elif PHI.name == "rks":
             grad = (grad_b * a - grad_a * b) * PHI.scale
         else:
