@@ -45,10 +45,10 @@ TILES: dict[tuple[int, int], Tile] = {
 """(bytes of a number, padded features up to this) -> what programs hold, where four warps multiply tiles of 64 rows."""
 
 EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
-    ("pull_queries", 2, 128): Tile(128, 32, 8),
-    ("pull_keys", 2, 128): Tile(128, 32, 8),
+    ("bwd_dq", 2, 128): Tile(128, 32, 8),
+    ("bwd_dkv", 2, 128): Tile(128, 32, 8),
     ("write_queries", 2, 256): Tile(64, 64, 8),
-    ("pull_keys", 2, 256): Tile(128, 32, 8),
+    ("bwd_dkv", 2, 256): Tile(128, 32, 8),
 }
 """(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
 
@@ -163,8 +163,8 @@ class Call(NamedTuple):
             launch(kernel, (programs,), *arguments, warps=tile.warps, stages=tile.stages, **options)
 
     def halves(self, rooms: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
-        """The rooms of `pull_keys` by launch: of wide features gradients of keys and of values do not fit into one."""
-        if self.phi.padded_features <= 128:
+        """The rooms of `bwd_dkv` by launch: gradients of keys and of values do not fit into one of wide features."""
+        if self.phi.padded_features <= (128 if self.dtype.itemsize == 2 else 32):
             return [rooms]
         dk, dv, dy, dmass, dpriors = rooms
         return [(dk, None, dy, None, dpriors), (None, dv, None, dmass, None)]
@@ -209,7 +209,7 @@ class Call(NamedTuple):
 OVER_SEGMENTS = ("write_keys", "write_queries")
 """Kernels whose programs are of a segment of a key head; the others' are of a tile."""
 
-OVER_QUERIES = ("read", "pull_queries")
+OVER_QUERIES = ("read", "bwd_dq")
 """Kernels whose programs are of a query's head."""
 
 

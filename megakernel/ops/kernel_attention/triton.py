@@ -1,9 +1,9 @@
-"""Kernel attention by Triton kernels: two launches and a small one forward, four and a small one backward.
+"""Kernel attention by Triton kernels: two launches and a small one forward, three or four and a small one backward.
 
 Forward sums each segment's keys, passes the sums on to the states that enter the segments (small), and reads. Backward
-does the same with queries and their pulls from the right, and gives the gradients of queries and of keys. Between the
-two nothing is kept but the inputs, the output, two numbers per token and one state per segment; nothing of the width of
-the features ever reaches memory.
+gives the gradients of queries, sums theirs of each segment, passes the sums on from the right, and gives the gradients
+of keys and values. Kept between the two are the inputs, the output, two numbers per token, one state per segment, and
+the features of keys where these come from a projection.
 """
 
 from typing import Any
