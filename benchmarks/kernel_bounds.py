@@ -221,7 +221,7 @@ def _states(launch: Any) -> tuple[float, ...]:
 
 LOOPS: dict[str, Callable[[Any], tuple[float, ...]]] = {
     **dict.fromkeys(("write_keys", "write_queries"), _segments),
-    **dict.fromkeys(("read", "pull_queries", "pull_keys"), _tiles),
+    **dict.fromkeys(("read", "bwd_dq", "bwd_dkv"), _tiles),
     "pass_states": _states,
 }
 """Kernel -> how often loops run per entry into them, by the number of loops around them."""

@@ -26,7 +26,7 @@ REUSED = {
     ("kernel_attention.kernels.write_keys", "keys_tokens_features"): "a barrier stands between",
     ("kernel_attention.kernels.read", "scale"): "the old and the new number give the same maximum",
     ("kernel_attention.kernels.write_keys", "keys_tokens_logs"): "a barrier stands between",
-    ("kernel_attention.query_kernels.pull_queries", "queries_tokens_features"): "a barrier stands between",
+    ("kernel_attention.query_kernels.bwd_dq", "queries_tokens_features"): "a barrier stands between",
     ("kernels.states.pass_states", "added_0"): "a thread turns its own numbers",
     ("kernels.states.pass_states", "added_sums"): "a thread turns its own numbers",
 }

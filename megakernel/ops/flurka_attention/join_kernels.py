@@ -30,24 +30,17 @@ from megakernel.ops.flurka_attention.window_kernels import (
 )
 from megakernel.ops.kernel_attention.arguments import (
     features_at,
-    first_key,
-    half_of_state,
     head_at,
-    keys_before,
     load_numbers,
     matrix_of,
-    places_of_keys,
 )
 from megakernel.ops.kernel_attention.kernels import (
     largest_logs,
-    pairs_of,
-    state_factors,
     store_features,
     sums_of_keys,
     tile_of_program,
-    weights_of,
 )
-from megakernel.ops.kernel_attention.query_kernels import pull_of_state
+from megakernel.ops.kernel_attention.query_kernels import gradient_of_half
 from megakernel.ops.kernels.features import (
     EMPTY,
     dot,
@@ -198,50 +191,10 @@ def join(
 
 
 @triton.jit
-def gradient_of_half(
-    half: tl.constexpr,
-    dout,
-    drift,
-    r,
-    keys,
-    state,
-    row,
-    head,
-    entry,
-    rows,
-    first,
-    begin,
-    stop,
-    CUT: tl.constexpr,
-    PHI: tl.constexpr,
-):
-    """sum_s m_s (do_i.v_s + drift_i) phi(k_s) for queries (C,), a half (C, MP); arguments as in `sums_of_keys`."""
-    BK: tl.constexpr = CUT.block
-    VP: tl.constexpr = CUT.padded_values
-    batch, kv = head // row.heads, head % row.heads
-    v = head_at(keys.columns, batch, kv)
-    dtype: tl.constexpr = v.dtype.element_ty
-    of_state = state_factors(first, begin, tl.load(state.logs + entry), r, CUT, PHI)[:, None]
-    tile, norm = half_of_state(state, entry, half, PHI, VP)
-    grad = pull_of_state(tile, norm, dout, drift, dtype) * of_state
-    for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
-        a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
-        at = tl.cast(here, tl.int64) * keys.columns.row
-        columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
-        weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
-        along = dot(dout, tl.trans(columns), dtype) + drift[:, None]
-        places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
-        along = pairs_of(along, rows, first, places, weights, scales, r, row, True, CUT, PHI)
-        features = b if half else a
-        grad += dot(along, features, dtype)
-    return grad
-
-
-@triton.jit
 def window_slopes(
     qa,
     qb,
-    dout,
+    do,
     n,
     level,
     shift,
@@ -261,7 +214,7 @@ def window_slopes(
 ):
     """Of queries (C,) and the keys of a window from `here` on (BK,): n_i w_ij do_i.v_j, ds_ij, and the keys' halves."""
     BK: tl.constexpr = CUT.block
-    dtype: tl.constexpr = dout.dtype
+    dtype: tl.constexpr = do.dtype
     places, far = here + tl.arange(0, BK), tl.cast(here + window.before, tl.int64)
     k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
     turn, count = angles(window, here - at + NEAR.reach, NEAR), row.length - here
@@ -275,7 +228,7 @@ def window_slopes(
     seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= rows[:, None]) & (rows < end)[:, None]
     similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
     weights, slopes = window_weights(similar, logs[None, :], level[:, None], seen, NEAR, PHI)
-    towards = dot(dout, tl.trans(values), dtype) * n[:, None]
+    towards = dot(do, tl.trans(values), dtype) * n[:, None]
     return weights * towards, slopes * (towards - shift[:, None]), ka, kb
 
 
@@ -292,7 +245,7 @@ def join_backward(
     out,
     dq,
     dy,
-    delta,
+    means,
     change,
     CUT: tl.constexpr,
     NEAR: tl.constexpr,
@@ -300,8 +253,8 @@ def join_backward(
 ):
     """Gradients of queries (B, H, N, D), of projected ones (..., M) if asked for, z, and features; programs as `join`.
 
-    Also delta (B, H, N) of `window_kernels`, and `change` (B, H, N): the gradient of the gate's logits, or each query's
-    part of the gradient of gamma.
+    Also the means (B, H, N) of `window_kernels`, and `change` (B, H, N): the gradient of the gate's logits, or each
+    query's part of the gradient of gamma.
     """
     C: tl.constexpr = CUT.chunk
     BK: tl.constexpr = CUT.block
@@ -334,7 +287,7 @@ def join_backward(
         # They are read again below: between, the gradients take the registers.
         tl.debug_barrier()
     given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
-    dout = load_rows(given, queries.grad.row, left, C, CUT.values, VP)
+    do = load_rows(given, queries.grad.row, left, C, CUT.values, VP)
     factor = load_numbers(queries.inverse + numbers, at, end, C)
     n = near_factor(shares, queries.inverse, head, query_head, at, row.queries, C, NEAR)
     level = level_of(joined, head, key_head, at, row.queries, C, NEAR, PHI)
@@ -348,7 +301,7 @@ def join_backward(
     # The mean of do_i.v_j under the weights of the output: of a gated one, what its window and landmarks have in it.
     if NEAR.softmax:
         outputs = load_rows(out + (numbers + at) * CUT.values, CUT.values, left, C, CUT.values, VP)
-        mean = tl.sum(dout.to(tl.float32) * outputs.to(tl.float32), 1)
+        mean = tl.sum(do.to(tl.float32) * outputs.to(tl.float32), 1)
     if NEAR.gated or not NEAR.softmax:
         # Not from the rounded output: a quotient does not depend on the length of phi(q), so that its gradient stands
         # across phi(q), and would not quite, which shows where few keys make up a sum.
@@ -358,7 +311,7 @@ def join_backward(
         sums, _den, _r = sums_of_keys(
             fa, fb, keys, state, row, key_head, entry, rows, first, begin, stop, r, CUT, PHI
         )
-        of_far = factor * tl.sum(sums * dout.to(tl.float32), 1)
+        of_far = factor * tl.sum(sums * do.to(tl.float32), 1)
     if NEAR.gated:
         share = tl.sigmoid(-load_numbers(shares.gate + numbers, at, end, C))
         excess = tl.where(share == 0, 0.0, of_far / tl.where(share == 0, 1.0, share))
@@ -371,7 +324,7 @@ def join_backward(
                 parts, _slopes, _ka, _kb = window_slopes(
                     qa,
                     qb,
-                    dout,
+                    do,
                     n,
                     level,
                     of_near,
@@ -393,12 +346,12 @@ def join_backward(
             mean = of_near + of_far
         excess = mean
         shift = mean if NEAR.softmax else mean * n
-    tl.store(delta + seats, shift, mask=inside)
+    tl.store(means + seats, shift, mask=inside)
 
     slope = tl.zeros((C, MP), tl.float32)
     for half in tl.static_range(2 if PHI.two else 1):
         grad = gradient_of_half(
-            half, dout, -excess, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
+            half, do, -excess, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
         )
         grad *= factor[:, None]
         if not NEAR.softmax:
@@ -407,7 +360,7 @@ def join_backward(
                 _parts, slopes, ka, kb = window_slopes(
                     qa,
                     qb,
-                    dout,
+                    do,
                     n,
                     level,
                     shift,
@@ -445,7 +398,7 @@ def join_backward(
             parts, slopes, ka, kb = window_slopes(
                 qa,
                 qb,
-                dout,
+                do,
                 n,
                 level,
                 shift,
@@ -475,5 +428,5 @@ def join_backward(
             of_far += mean * share
         excess = of_near + of_far
         moved = of_far - share * excess
-    tl.store(queries.drift + seats, -factor * excess, mask=inside)
+    tl.store(queries.delta + seats, -factor * excess, mask=inside)
     tl.store(change + seats, moved, mask=inside)

@@ -16,6 +16,7 @@ from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels
 from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Row, Rows, State, Tokens
 from megakernel.ops.kernel_attention.launches import SEGMENT, Call, Tile, given_or_zeros
 from megakernel.ops.kernels.features import Phi, padded, phi_of, split_matrix
+from megakernel.ops.kernels.launch import capability_of
 from megakernel.ops.state import EMPTY
 
 LANDMARKS = 64
@@ -39,7 +40,7 @@ class Form(NamedTuple):
 
 def segment_blocks(phi: Phi, block_size: int, rank: int) -> int:
     """Blocks between two states: at least the tokens that kernel attention takes, and LANDMARKS landmarks."""
-    tokens = SEGMENT * max(1, phi.padded_features // 128)
+    tokens = SEGMENT * max(1, phi.padded_features // 64)
     return max(triton.cdiv(tokens, block_size), triton.cdiv(LANDMARKS, rank))
 
 
@@ -54,7 +55,7 @@ def tiles_of(phi: Phi, near: Near, size: int, values: int) -> dict[str, Tile]:
             "join_backward",
             "window_backward",
             "write_keys",
-            "pull_keys",
+            "bwd_dkv",
         )
         return dict.fromkeys(names, small)
     wide = max(phi.padded_width, padded(values), phi.padded_features // 2) > 64
@@ -67,7 +68,7 @@ def tiles_of(phi: Phi, near: Near, size: int, values: int) -> dict[str, Tile]:
         "join_backward": join,
         "window_backward": Tile(64, 32, 4),
         "write_keys": Tile(64, 64, warps),
-        "pull_keys": Tile(64, 64, warps),
+        "bwd_dkv": Tile(64, 64, warps),
     }
 
 
@@ -125,6 +126,7 @@ class _Call(NamedTuple):
             0,
             True,
             v.dtype,
+            capability_of(q.device),
             block_size,
             rank,
             tiles_of(phi, near, v.element_size(), v.shape[-1]),
@@ -309,7 +311,7 @@ def backward(
         """Room for the gradients of projected tokens."""
         return tokens.new_empty(*tokens.shape[:3], far.phi.rows) if learned and wanted else None
 
-    dq, dy_q, delta, change = q.new_empty(q.shape), projected(q), torch.empty_like(joined.factor), None
+    dq, dy_q, means, change = q.new_empty(q.shape), projected(q), torch.empty_like(joined.factor), None
     queries = Queries(
         Tokens(call.queries, *far.features(q, far.stored)),
         Rows.of(grad),
@@ -321,7 +323,7 @@ def backward(
     call.start(
         join_kernels.join_backward,
         *(batch, queries, call.window, landmarks, call.matrix, entering, row, call.shares, joined, out),
-        *(dq, dy_q, delta, change),
+        *(dq, dy_q, means, change),
     )
     room = far.sums_of_segments(k, row.length)
     if row.queries:
@@ -346,7 +348,7 @@ def backward(
     )
     for of_keys, of_values, of_projected, *rest in far.halves((dmarks, dpooled, dy_marks, None, None)):
         far.start(
-            key_kernels.pull_keys,
+            key_kernels.bwd_dkv,
             *(
                 batch,
                 queries,
@@ -365,7 +367,7 @@ def backward(
     call.start(
         window_kernels.window_backward,
         *(batch, call.queries, call.window, call.pools, call.matrix, row, call.shares, joined, queries.grad),
-        *(delta, dmarks, dpooled, dk, dv, dy_k),
+        *(means, dmarks, dpooled, dk, dv, dy_k),
         programs=tiles * batch * row.heads,
     )
     parts = triton.cdiv(row.keys // far.rank, BLOCKS_AT_ONCE)

@@ -4,9 +4,9 @@ A window compares a token with its keys by exp(q.k / sqrt(d)) or by phi(q).phi(k
 under a softmax the halves of q and k, each wide enough for a rotation, which turns one against the other; under phi the
 halves of its features. With the weights w_ij of a window, and n_i, what they are multiplied by (`near_factor`):
 
-    dv_j = sum_i n_i w_ij do_i    ds_ij = w_ij (n_i do_i.v_j - delta_i)
+    dv_j = sum_i n_i w_ij do_i    ds_ij = w_ij (n_i do_i.v_j - mean_i)
 
-for scores s = q.k / sqrt(d). delta_i is the mean of do_i.v_j under the weights of the output; of a gated window, under
+for scores s = q.k / sqrt(d). mean_i is that of do_i.v_j under the weights of the output; of a gated window, under
 its own, times the gate. Under phi, ds_ij / w_ij is the gradient of phi(q_i).phi(k_j).
 """
 
@@ -136,7 +136,7 @@ def window_backward(
     shares,
     joined,
     grad,
-    delta,
+    means,
     dlandmarks,
     dpooled,
     dk,
@@ -195,15 +195,15 @@ def window_backward(
         qa, qb, _own = window_tile(q, queries.row, count, turn, projection, matrix.low, BQ, NEAR, PHI)
         n = near_factor(shares, joined.factor, own, query_head, place, row.length, BQ, NEAR)
         level = level_of(joined, own, head, place, row.length, BQ, NEAR, PHI)
-        shift = load_numbers(delta + own.to(tl.int64) * row.length, place, row.length, BQ)
+        shift = load_numbers(means + own.to(tl.int64) * row.length, place, row.length, BQ)
         given = head_at(grad, batch, query_head) + far * grad.row
-        dout = load_rows(given, grad.row, row.length - place, BQ, CUT.values, VP)
+        do = load_rows(given, grad.row, row.length - place, BQ, CUT.values, VP)
         seen = (rows[:, None] >= starts[None, :]) & (rows[:, None] <= seats[None, :])
         seen &= (seats < row.length)[None, :]
         similar = products(ka, kb, qa, qb, dtype, NEAR, PHI)
         weights, change = window_weights(similar, logs[:, None], level[None, :], seen, NEAR, PHI)
-        of_values += dot(weights * n[None, :], dout, dtype)
-        slope = (dot(values, tl.trans(dout), dtype) * n[None, :] - shift[None, :]) * change
+        of_values += dot(weights * n[None, :], do, dtype)
+        slope = (dot(values, tl.trans(do), dtype) * n[None, :] - shift[None, :]) * change
         of_a += dot(slope, qa, dtype)
         if PAIR:
             of_b += dot(slope, qb, dtype)

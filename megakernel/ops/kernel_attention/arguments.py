@@ -69,8 +69,8 @@ class Queries(NamedTuple):
     inverse: Any
     """1 / den (B, H, N) float32."""
 
-    drift: Any
-    """(B, H, N) float32, None of outputs that are not normalized."""
+    delta: Any
+    """Gradient of den, -dO.O / den (B, H, N) float32, None of outputs that are not normalized."""
 
     scale: Any
     """r (B, H_kv, N) float32 of unbounded maps."""

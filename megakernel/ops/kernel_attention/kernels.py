@@ -3,14 +3,14 @@
 States are in memory every segment of some hundred tokens, never one per chunk. One launch sums each segment's keys, a
 small one (`states.pass_states`) turns these sums into the states that enter the segments, and the last one reads: a
 program is a tile of queries and holds all of their values. They see the state by one product of tiles, and the keys of
-their own segment by pairs. With u_j = m_j [v_j, 1] and the pull g_i = [do_i, -do_i.o_i] / den_i (normalized; otherwise
-[do_i, 0]):
+their own segment by pairs. With u_j = m_j [v_j, 1] and g_i = [do_i, -do_i.o_i] / den_i, the gradient of the sums of
+query i (normalized; otherwise [do_i, 0]):
 
     dphi(q_i) = sum_j (g_i.u_j) phi(k_j)    dphi(k_j) = sum_i (g_i.u_j) phi(q_i)    du_j = sum_i (phi(q_i).phi(k_j)) g_i
 
 so the gradient of queries (`query_kernels`) needs the state of keys before, and that of keys (`key_kernels`) the same
-sum over queries after: a state of queries, whose values are pulls. The second part of a pull is its drift, with which
-the g_i.u_j of a normalized query add up to 0 under its weights.
+sum over queries after: a state of queries, whose values are the g_i. The second part of g_i is delta_i, the gradient of
+the denominator, with which the g_i.u_j of a normalized query add up to 0 under its weights.
 
 Unbounded maps: phi(k_j) = values exp(c_j). Query i divides by exp(r_i), r_i the largest c_j of the keys it sees, so
 that later keys reach it not even by rounding. Its own scale cancels in the quotient. A state of queries has the log

@@ -13,7 +13,7 @@ from megakernel.ops.kernel_attention.arguments import (
     token_of,
 )
 from megakernel.ops.kernel_attention.kernels import tile_of_program, tiles_of, weights_of
-from megakernel.ops.kernel_attention.query_kernels import pull_of_state
+from megakernel.ops.kernel_attention.query_kernels import gradient_from_state
 from megakernel.ops.kernels.features import dot, load_rows, store_gradient, store_rows
 from megakernel.ops.kernels.mixtures import MOST_KEYS, store_gradients_of_keys
 from megakernel.ops.kernels.states import first_token
@@ -48,7 +48,7 @@ def queries_of_keys(
 
 
 @triton.jit
-def pull_keys(
+def bwd_dkv(
     queries,
     keys,
     matrix,
@@ -93,7 +93,10 @@ def pull_keys(
         du_norm = tl.sum(a.to(tl.float32) * norm[None, :], 1)
         tl.debug_barrier()
     if dk is not None:
-        grad_a = pull_of_state(tile, norm, columns, tl.zeros((C,), tl.float32) + 1.0, dtype) * behind[:, None]
+        grad_a = (
+            gradient_from_state(tile, norm, columns, tl.zeros((C,), tl.float32) + 1.0, dtype)
+            * behind[:, None]
+        )
         grad_b = grad_a
     if PHI.two:
         tile, norm = half_of_state(state, entry, 1, PHI, VP)
@@ -102,7 +105,8 @@ def pull_keys(
             du_norm += tl.sum(b.to(tl.float32) * norm[None, :], 1)
         if dk is not None:
             grad_b = (
-                pull_of_state(tile, norm, columns, tl.zeros((C,), tl.float32) + 1.0, dtype) * behind[:, None]
+                gradient_from_state(tile, norm, columns, tl.zeros((C,), tl.float32) + 1.0, dtype)
+                * behind[:, None]
             )
     if dv is not None:
         du *= behind[:, None]
@@ -121,21 +125,21 @@ def pull_keys(
                     queries.tokens, batch, query_head, row.heads * G, row.queries, here, BQ, PHI
                 )
                 given = head_at(queries.grad, batch, query_head) + tl.cast(here, tl.int64) * queries.grad.row
-                pull = load_rows(given, queries.grad.row, row.queries - here, BQ, CUT.values, VP)
+                do = load_rows(given, queries.grad.row, row.queries - here, BQ, CUT.values, VP)
                 inverse = load_numbers(queries.inverse + numbers, here, row.queries, BQ)
-                drift = tl.zeros((BQ,), tl.float32)
-                if queries.drift is not None:
-                    drift = load_numbers(queries.drift + numbers, here, row.queries, BQ)
+                delta = tl.zeros((BQ,), tl.float32)
+                if queries.delta is not None:
+                    delta = load_numbers(queries.delta + numbers, here, row.queries, BQ)
                 if dv is not None:
                     similar = dot(a, tl.trans(qa), dtype)
                     if PHI.two:
                         similar += dot(b, tl.trans(qb), dtype)
                     similar = queries_of_keys(similar, seats, first, places, stop, scales, r, row, CUT, PHI)
                     if dmass is not None:
-                        du_norm += tl.sum(similar * drift[None, :], 1)
-                    du += dot(similar * inverse[None, :], pull, dtype)
+                        du_norm += tl.sum(similar * delta[None, :], 1)
+                    du += dot(similar * inverse[None, :], do, dtype)
                 if dk is not None:
-                    along = dot(columns, tl.trans(pull), dtype) * inverse[None, :] + drift[None, :]
+                    along = dot(columns, tl.trans(do), dtype) * inverse[None, :] + delta[None, :]
                     along = queries_of_keys(along, seats, first, places, stop, scales, r, row, CUT, PHI)
                     grad_a += dot(along, qa, dtype)
                     if PHI.two:

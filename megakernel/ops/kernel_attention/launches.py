@@ -10,14 +10,14 @@ from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention.arguments import Cut, Row, State
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.features import Phi, padded, phi_of
-from megakernel.ops.kernels.launch import LONGEST_CHUNK, launch, segment_length
+from megakernel.ops.kernels.launch import LONGEST_CHUNK, capability_of, launch, segment_length
 from megakernel.ops.state import KernelState
 
-FEATURES_AT_ONCE = 16
+FEATURES_AT_ONCE = 8
 """Rows of a state that one program passes from segment to segment."""
 
-SEGMENT = 256
-"""Tokens between two states that causal rows have in memory, of up to 128 features; of more, as many more. States are
+SEGMENT = 128
+"""Tokens between two states that causal rows have in memory, of up to 64 features; of more, as many more. States are
 then a quarter of q, k, v and out at most, and the pairs of a segment cost about what its state does."""
 
 
@@ -36,20 +36,32 @@ class Tile(NamedTuple):
 
 
 TILES: dict[tuple[int, int], Tile] = {
-    (2, 64): Tile(64, 64, 4, 2),
+    (2, 64): Tile(128, 32, 8),
     (2, 128): Tile(128, 64, 8, 2),
     (2, 256): Tile(128, 64, 8),
     (4, 64): Tile(32, 32, 4),
     (4, 128): Tile(32, 16, 8),
 }
-"""(bytes of a number, padded features up to this) -> what programs hold."""
+"""(bytes of a number, padded features up to this) -> what programs hold, where four warps multiply tiles of 64 rows."""
 
 EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
-    ("pull_keys", 2, 128): Tile(128, 32, 8),
+    ("bwd_dq", 2, 128): Tile(128, 32, 8),
+    ("bwd_dkv", 2, 128): Tile(128, 32, 8),
     ("write_queries", 2, 256): Tile(64, 64, 8),
-    ("pull_keys", 2, 256): Tile(128, 32, 8),
+    ("bwd_dkv", 2, 256): Tile(128, 32, 8),
 }
 """(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
+
+SMALL_TILES: dict[tuple[int, int], Tile] = {
+    **TILES,
+    (2, 64): Tile(64, 32, 4),
+    (2, 128): Tile(64, 32, 8),
+    (2, 256): Tile(64, 32, 8),
+}
+"""The same for GPUs whose products take their factors from registers, and which have less shared memory."""
+
+WARP_GROUPS = (90, 100, 103)
+"""Compute capabilities of GPUs with products of four warps."""
 
 
 def tiles_of(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +85,7 @@ def segment_of(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
     """Tokens of a segment. Without pairs, segments only share the work out, and states are as few as do that."""
     if not causal:
         return segment_length(phi, q, v, LONGEST_CHUNK)
-    return SEGMENT * max(1, phi.padded_features // 128)
+    return SEGMENT * max(1, phi.padded_features // 64)
 
 
 class Call(NamedTuple):
@@ -91,6 +103,7 @@ class Call(NamedTuple):
 
     causal: bool
     dtype: torch.dtype
+    capability: int
     block_size: int = 1
     rank: int = 0
     """Of landmarks, see `Cut`."""
@@ -115,7 +128,8 @@ class Call(NamedTuple):
         phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows)
         row = Row(None, start, None, k.shape[1], k.shape[2], q.shape[2], k.shape[2])
         group, keys = q.shape[1] // k.shape[1], 0 if priors is None else priors.shape[-1]
-        return Call(phi, row, segment_of(phi, q, v, causal), group, v.shape[-1], keys, causal, q.dtype)
+        sizes = (segment_of(phi, q, v, causal), group, v.shape[-1], keys)
+        return Call(phi, row, *sizes, causal, q.dtype, capability_of(q.device))
 
     @property
     def stored(self) -> bool:
@@ -134,7 +148,9 @@ class Call(NamedTuple):
         """What programs of the kernel of this name hold."""
         bound = max(64, self.phi.padded_features)
         size = self.dtype.itemsize
-        tile = (self.tiles or {}).get(kernel) or EXCEPTIONS.get((kernel, size, bound), TILES[size, bound])
+        tile = (self.tiles or {}).get(kernel) or SMALL_TILES[size, bound]
+        if kernel not in (self.tiles or {}) and self.capability in WARP_GROUPS:
+            tile = EXCEPTIONS.get((kernel, size, bound), TILES[size, bound])
         most = padded(self.segment)
         return tile._replace(chunk=min(tile.chunk, most), block=min(tile.block, most))
 
@@ -167,8 +183,8 @@ class Call(NamedTuple):
             launch(kernel, (programs,), *arguments, warps=tile.warps, stages=tile.stages, **options)
 
     def halves(self, rooms: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
-        """The rooms of `pull_keys` by launch: of wide features gradients of keys and of values do not fit into one."""
-        if self.phi.padded_features <= 128:
+        """The rooms of `bwd_dkv` by launch: gradients of keys and of values do not fit into one of wide features."""
+        if self.phi.padded_features <= (128 if self.dtype.itemsize == 2 else 32):
             return [rooms]
         dk, dv, dy, dmass, dpriors = rooms
         return [(dk, None, dy, None, dpriors), (None, dv, None, dmass, None)]
@@ -213,10 +229,10 @@ class Call(NamedTuple):
 OVER_SEGMENTS = ("write_keys", "write_queries")
 """Kernels whose programs are of a segment of a key head; the others' are of a tile."""
 
-OVER_QUERIES = ("read", "pull_queries", "join", "join_backward")
+OVER_QUERIES = ("read", "bwd_dq", "join", "join_backward")
 """Kernels whose programs are of a query's head."""
 
-OVER_KEYS = ("write_keys", "pull_keys")
+OVER_KEYS = ("write_keys", "bwd_dkv")
 """Kernels whose programs are of keys; the others' are of queries."""
 
 

@@ -161,7 +161,7 @@ def _backward(
     )
     state = State(sums, norms, logs) if causal else State(last_sums, last_norms, last_logs)
     call.start(
-        query_kernels.pull_queries,
+        query_kernels.bwd_dq,
         *(batch, queries, given.keys, given.matrix, state, given.row, out, dq, dy_q),
         NORMALIZE=normalize,
     )
@@ -179,15 +179,15 @@ def _backward(
         grad_norms.masked_fill(empty[..., None], 0.0).contiguous(),
         torch.where(empty, EMPTY, -last_logs),
     )
-    pulled, first = call.pass_on(room, outer, starts, span, reverse=True)
+    behind, first = call.pass_on(room, outer, starts, span, reverse=True)
     dk, dv, dy_k = k.new_empty(k.shape), v.new_empty(v.shape), projected(k, max(call.keys, 1))
     dmass = None if mass is None else inverse.new_empty(k.shape[:3])
-    programs = call.programs("pull_keys", batch)
+    programs = call.programs("bwd_dkv", batch)
     dpriors = inverse.new_empty(programs, call.keys) if call.keys else None
-    behind = pulled if causal else first
+    behind = behind if causal else first
     for wanted in call.halves((dk, dv, dy_k, dmass, dpriors)):
         call.start(
-            key_kernels.pull_keys,
+            key_kernels.bwd_dkv,
             *(batch, queries, given.keys, given.matrix, behind, given.row, *wanted),
         )
     shares = q.new_empty(0) if dpriors is None else dpriors.view(batch, heads, -1, call.keys).sum((0, 2))
@@ -232,7 +232,7 @@ def _keep(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors, first_logs, *output)
 
 
-def _pull_back(ctx, grad, *grads):
+def _gradients(ctx, grad, *grads):
     wanted, kept = ctx.needs_input_grad, ctx.saved_tensors
     outer = given_or_zeros((grad, grads[7], grads[8]), kept[8], *kept[-3:-1])
     dq, dk, dv, dmatrix, dmass, dpriors, dsums, dnorms = torch.ops.megakernel.kernel_attention_backward(
@@ -243,4 +243,4 @@ def _pull_back(ctx, grad, *grads):
     return dq, dk, dv, *packed, None, *first, *(None,) * (1 + len(ctx.form))
 
 
-attend.register_autograd(_pull_back, setup_context=_keep)
+attend.register_autograd(_gradients, setup_context=_keep)

@@ -26,15 +26,16 @@ from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_add
 
 
 @triton.jit
-def pull_of_state(tile, norm, columns, weights, dtype: tl.constexpr):
+def gradient_from_state(tile, norm, columns, weights, dtype: tl.constexpr):
     """Columns (C, VP) times half a state (MP, VP), weights (C,) times its normalizer: gradients of features (C, MP)."""
     return dot(columns, tl.trans(tile), dtype) + weights[:, None] * norm[None, :]
 
 
 @triton.jit
-def gradients_of_features(
-    pull,
-    drift,
+def gradient_of_half(
+    half: tl.constexpr,
+    do,
+    delta,
     r,
     keys,
     state,
@@ -48,7 +49,7 @@ def gradients_of_features(
     CUT: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """sum_j m_j (pull_i.v_j + drift_i) phi(k_j) for queries (C,), by halves (C, MP); arguments as in `sums_of_keys`."""
+    """sum_j m_j (do_i.v_j + delta_i) phi(k_j) for queries (C,), a half (C, MP); arguments as in `sums_of_keys`."""
     BK: tl.constexpr = CUT.block
     VP: tl.constexpr = CUT.padded_values
     batch, kv = head // row.heads, head % row.heads
@@ -56,73 +57,24 @@ def gradients_of_features(
     dtype: tl.constexpr = v.dtype.element_ty
     WEIGHTED: tl.constexpr = keys.mass is not None
     of_state = state_factors(first, begin, tl.load(state.logs + entry), r, CUT, PHI)[:, None]
-    tile, norm = half_of_state(state, entry, 0, PHI, VP)
-    grad_a = pull_of_state(tile, norm, pull, drift, dtype) * of_state
-    grad_b = grad_a
-    if PHI.two:
-        tile, norm = half_of_state(state, entry, 1, PHI, VP)
-        grad_b = pull_of_state(tile, norm, pull, drift, dtype) * of_state
+    tile, norm = half_of_state(state, entry, half, PHI, VP)
+    grad = gradient_from_state(tile, norm, do, delta, dtype) * of_state
     if CUT.causal:
         for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
             a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
             at = tl.cast(here, tl.int64) * keys.columns.row
             columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
             weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
-            along = dot(pull, tl.trans(columns), dtype) + drift[:, None]
+            along = dot(do, tl.trans(columns), dtype) + delta[:, None]
             places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
             along = pairs_of(along, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
-            grad_a += dot(along, a, dtype)
-            if PHI.two:
-                grad_b += dot(along, b, dtype)
-    return grad_a, grad_b
+            features = b if half else a
+            grad += dot(along, features, dtype)
+    return grad
 
 
 @triton.jit
-def without_normalizer(
-    grad_a,
-    grad_b,
-    excess,
-    r,
-    keys,
-    state,
-    row,
-    head,
-    entry,
-    rows,
-    first,
-    begin,
-    stop,
-    dtype: tl.constexpr,
-    CUT: tl.constexpr,
-    PHI: tl.constexpr,
-):
-    """`gradients_of_features`, less excess_i sum_j m_j phi(k_j)."""
-    BK: tl.constexpr = CUT.block
-    VP: tl.constexpr = CUT.padded_values
-    batch, kv = head // row.heads, head % row.heads
-    WEIGHTED: tl.constexpr = keys.mass is not None
-    of_state = state_factors(first, begin, tl.load(state.logs + entry), r, CUT, PHI)
-    of_state = (excess * of_state)[:, None]
-    _tile, norm = half_of_state(state, entry, 0, PHI, VP)
-    grad_a -= of_state * norm[None, :]
-    if PHI.two:
-        _tile2, norm = half_of_state(state, entry, 1, PHI, VP)
-        grad_b -= of_state * norm[None, :]
-    if CUT.causal:
-        for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
-            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
-            weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
-            along = tl.zeros((excess.shape[0], BK), tl.float32) + excess[:, None]
-            places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
-            along = pairs_of(along, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
-            grad_a -= dot(along, a, dtype)
-            if PHI.two:
-                grad_b -= dot(along, b, dtype)
-    return grad_a, grad_b
-
-
-@triton.jit
-def pull_queries(
+def bwd_dq(
     queries,
     keys,
     matrix,
@@ -135,12 +87,14 @@ def pull_queries(
     NORMALIZE: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradients of queries (B, H, N, D), of projected ones (..., M) if asked for, drifts, and features.
+    """Gradients of queries (B, H, N, D), of projected ones (..., M) if asked for, delta, and features.
 
     Program: as `kernels.read`.
     """
     C: tl.constexpr = CUT.chunk
+    BK: tl.constexpr = CUT.block
     VP: tl.constexpr = CUT.padded_values
+    WEIGHTED: tl.constexpr = keys.mass is not None
     head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
     batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
     kv = query_head // CUT.group
@@ -161,49 +115,53 @@ def pull_queries(
         # They are read again below: between, the gradients take the registers.
         tl.debug_barrier()
     given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
-    pull = load_rows(given, queries.grad.row, left, C, CUT.values, VP)
+    do = load_rows(given, queries.grad.row, left, C, CUT.values, VP)
     inverse = load_numbers(queries.inverse + head.to(tl.int64) * row.queries, at, row.queries, C)
-    # Pulls are divided by den at the end alone: 1 / den is small, and rounded pulls would be of few digits in float16.
-    drift = tl.zeros((C,), tl.float32)
+    # dO is divided by den at the end alone: 1 / den is small, and the quotient would have few digits in float16.
+    delta = tl.zeros((C,), tl.float32)
     if NORMALIZE:
         outputs = load_rows(out + place * CUT.values, CUT.values, left, C, CUT.values, VP)
-        drift -= tl.sum(pull.to(tl.float32) * outputs.to(tl.float32), 1)
+        delta -= tl.sum(do.to(tl.float32) * outputs.to(tl.float32), 1)
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
         r = load_numbers(queries.scale + key_head.to(tl.int64) * row.queries, at, row.queries, C)
-    grad_a, grad_b = gradients_of_features(
-        pull, drift, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
+    grad_a = gradient_of_half(
+        0, do, delta, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
     )
+    grad_b = grad_a
+    if PHI.two:
+        grad_b = gradient_of_half(
+            1, do, delta, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
+        )
     qa, qb, _own = features_at(
         queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, at, C, PHI
     )
     if NORMALIZE:
-        # A quotient does not depend on the length of phi(q): its gradient stands across phi(q). With a drift from the
-        # rounded `out` it does not quite, which shows where few keys make up a sum. The drift with which it does is
+        # A quotient does not depend on the length of phi(q): its gradient stands across phi(q). With a delta from the
+        # rounded `out` it does not quite, which shows where few keys make up a sum. The delta with which it does is
         # the one that keys need too.
         excess = tl.sum(qa.to(tl.float32) * grad_a, 1)
         if PHI.two:
             excess += tl.sum(qb.to(tl.float32) * grad_b, 1)
         excess *= inverse
-        tl.store(queries.drift + place + tl.arange(0, C), (drift - excess) * inverse, mask=rows < end)
-        grad_a, grad_b = without_normalizer(
-            grad_a,
-            grad_b,
-            excess,
-            r,
-            keys,
-            state,
-            row,
-            key_head,
-            entry,
-            rows,
-            first,
-            begin,
-            stop,
-            dtype,
-            CUT,
-            PHI,
-        )
+        tl.store(queries.delta + place + tl.arange(0, C), (delta - excess) * inverse, mask=rows < end)
+        of_state = state_factors(first, begin, tl.load(state.logs + entry), r, CUT, PHI)
+        of_excess = (excess * of_state)[:, None]
+        _tile, norm = half_of_state(state, entry, 0, PHI, VP)
+        grad_a -= of_excess * norm[None, :]
+        if PHI.two:
+            _tile2, norm = half_of_state(state, entry, 1, PHI, VP)
+            grad_b -= of_excess * norm[None, :]
+        if CUT.causal:
+            for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
+                a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
+                weights = weights_of(keys.mass, key_head, here, row.keys, row.keys, BK)
+                along = tl.zeros((C, BK), tl.float32) + excess[:, None]
+                places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
+                along = pairs_of(along, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
+                grad_a -= dot(along, a, dtype)
+                if PHI.two:
+                    grad_b -= dot(along, b, dtype)
         # The same again: kept, they would take the registers of the loop.
         tl.debug_barrier()
         qa, qb, _own = features_at(
@@ -269,17 +227,17 @@ def write_queries(queries, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
             query_head = kv * G + g
             place = (head * G + g).to(tl.int64) * row.queries
             given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
-            pull = load_rows(given, queries.grad.row, left, C, CUT.values, VP).to(tl.float32)
-            pull *= (load_numbers(queries.inverse + place, at, row.queries, C) * factors)[:, None]
+            do = load_rows(given, queries.grad.row, left, C, CUT.values, VP).to(tl.float32)
+            do *= (load_numbers(queries.inverse + place, at, row.queries, C) * factors)[:, None]
             of_norm = tl.zeros((C,), tl.float32)
-            if queries.drift is not None:
-                of_norm = load_numbers(queries.drift + place, at, row.queries, C) * factors
+            if queries.delta is not None:
+                of_norm = load_numbers(queries.delta + place, at, row.queries, C) * factors
             a, b, _own = features_at(
                 queries.tokens, batch, query_head, row.heads * G, row.queries, at, C, PHI
             )
-            tile, norm = add_tokens(tile, norm, 1.0, a, pull, of_norm, dtype)
+            tile, norm = add_tokens(tile, norm, 1.0, a, do, of_norm, dtype)
             if PHI.two:
-                tile2, norm2 = add_tokens(tile2, norm2, 1.0, b, pull, of_norm, dtype)
+                tile2, norm2 = add_tokens(tile2, norm2, 1.0, b, do, of_norm, dtype)
     entry = tl.program_id(0)
     store_half_of_state(tile, norm, state, entry, 0, PHI, VP)
     if PHI.two:

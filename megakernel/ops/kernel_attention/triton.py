@@ -1,9 +1,9 @@
-"""Kernel attention by Triton kernels: two launches and a small one forward, four and a small one backward.
+"""Kernel attention by Triton kernels: two launches and a small one forward, three or four and a small one backward.
 
 Forward sums each segment's keys, passes the sums on to the states that enter the segments (small), and reads. Backward
-does the same with queries and their pulls from the right, and gives the gradients of queries and of keys. Between the
-two nothing is kept but the inputs, the output, two numbers per token and one state per segment; nothing of the width of
-the features ever reaches memory.
+gives the gradients of queries, sums theirs of each segment, passes the sums on from the right, and gives the gradients
+of keys and values. Kept between the two are the inputs, the output, two numbers per token, one state per segment, and
+the features of keys where these come from a projection.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.kernel_attention import chunked, decode, operators
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
 from megakernel.ops.kernels.features import SUPPORTED, UNBOUNDED, phi_of
-from megakernel.ops.kernels.launch import is_noting
+from megakernel.ops.kernels.launch import capability_of, is_noting
 from megakernel.ops.kernels.mixtures import MOST_KEYS
 from megakernel.ops.projections import Projection, dense, rows_of
 from megakernel.ops.state import EMPTY, Exchange, KernelState
@@ -28,6 +28,9 @@ WIDEST = 128
 
 WIDEST_FLOAT32 = 64
 """d and M in float32, whose products take three registers for a number: wider ones would go to local memory."""
+
+OLDEST = 80
+"""Compute capability of the oldest GPUs: on those before, tiles go to local memory by kilobytes."""
 
 
 def unsupported(
@@ -56,6 +59,8 @@ def unsupported(
     step = _step(feature_map, projection, causal, normalize, mass, priors, positions, initial_state, exchange)
     if step is not None and decode.unsupported(q, k, v, **step) is None:
         return None
+    if (capability := capability_of(q.device)) < OLDEST:
+        return f"the GPU has compute capability {capability / 10}; expected at least {OLDEST / 10}"
     width = q.shape[-1]
     keys = 1 if priors is None else priors.shape[-1]
     if keys > MOST_KEYS.value:

@@ -23,6 +23,9 @@ from megakernel.ops.kernels.launch import Launch
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one program may take, by compute capability."""
 
+SPILL_LIMIT = 384
+"""Bytes of a thread that may go to local memory: smaller tiles, which spill nothing, take twice as long at best."""
+
 
 Path = tuple[int, ...]
 """Where an argument stands among the parameters, and where in a tuple that it is part of."""

@@ -82,15 +82,19 @@ class Launch(NamedTuple):
     stages: int
 
 
+LATEST = 90
+"""The compute capability that kernels are sized for where no GPU is."""
+
 _noted: list[Launch] | None = None
+_noted_for = LATEST
 
 
 @contextmanager
-def noting() -> Iterator[list[Launch]]:
+def noting(capability: int = LATEST) -> Iterator[list[Launch]]:
     """Note launches down instead of making them: what would run, on a machine that cannot run it."""
-    global _noted
+    global _noted, _noted_for
     launches: list[Launch] = []
-    _noted = launches
+    _noted, _noted_for = launches, capability
     try:
         yield launches
     finally:
@@ -100,6 +104,14 @@ def noting() -> Iterator[list[Launch]]:
 def is_noting() -> bool:
     """Whether launches are noted down."""
     return _noted is not None
+
+
+def capability_of(device: torch.device) -> int:
+    """The compute capability of the GPU that launches with tensors of `device` are for: 90 is 9.0."""
+    if _noted is not None or device.type != "cuda":
+        return _noted_for if _noted is not None else LATEST
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def launch(
