@@ -306,7 +306,7 @@ def join_backward(
         # Not from the rounded output: a quotient does not depend on the length of phi(q), so that its gradient stands
         # across phi(q), and would not quite, which shows where few keys make up a sum.
         fa, fb, _own = features_at(
-            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, at, C, PHI
+            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
         )
         sums, _den, _r = sums_of_keys(
             fa, fb, keys, state, row, key_head, entry, rows, first, begin, stop, r, CUT, PHI
@@ -380,7 +380,7 @@ def join_backward(
                 )
                 grad += dot(slopes, kb if half else ka, dtype)
         fa, fb, _own = features_at(
-            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, at, C, PHI
+            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
         )
         fa, fb = fa.to(tl.float32), fb.to(tl.float32)
         if NEAR.softmax and not NEAR.gated:

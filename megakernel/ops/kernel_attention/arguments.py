@@ -197,10 +197,13 @@ def matrix_of(matrix, kv, PHI: tl.constexpr):
 
 
 @triton.jit
-def features_at(tokens, batch, head, heads, length, at, C: tl.constexpr, PHI: tl.constexpr):
-    """Features of C tokens of a head from `at` on: halves (C, MP) in the dtype of tokens, and logs (C,)."""
+def features_at(tokens, batch, head, heads, length, end, at, C: tl.constexpr, PHI: tl.constexpr):
+    """Features of C tokens of a head from `at` on: halves (C, MP) in the dtype of tokens, and logs (C,).
+
+    Of a head of `length`; those from `end` on are 0, also where nobody has written them.
+    """
     MP: tl.constexpr = PHI.padded_rows
-    count = length - at
+    count = end - at
     place = (batch * heads + head).to(tl.int64) * length + at
     scales = tl.zeros((C,), tl.float32)
     if tokens.features is None:

@@ -78,7 +78,7 @@ def sums_of_segment(
     for at in range(begin, end, C):
         far = tl.cast(at, tl.int64) * keys.columns.row
         columns = load_rows(v + far, keys.columns.row, end - at, C, CUT.values, VP)
-        a, b, logs = features_at(keys.tokens, batch, kv, row.heads, row.keys, at, C, PHI)
+        a, b, logs = features_at(keys.tokens, batch, kv, row.heads, row.keys, end, at, C, PHI)
         weights = weights_of(keys.mass, head, at, row.keys, end, C)
         weights = tl.where(places_of_keys(at + tl.arange(0, C), row, batch, CUT) >= last, weights, 0.0)
         if PHI.unbounded:
@@ -272,7 +272,7 @@ def sums_of_keys(
     den *= factor
     if CUT.causal:
         for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
-            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
+            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, row.keys, here, BK, PHI)
             at = tl.cast(here, tl.int64) * keys.columns.row
             columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
             weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
@@ -282,7 +282,9 @@ def sums_of_keys(
             places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
             WEIGHTED: tl.constexpr = keys.mass is not None
             weighed = pairs_of(weighed, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
-            den += tl.sum(weighed, 1)
+            # Rounded before both sums: a mean of one value is that value.
+            weighed = rounded(weighed, dtype)
+            den += tl.sum(weighed.to(tl.float32), 1)
             total += dot(weighed, columns, dtype)
     return total, den, r
 

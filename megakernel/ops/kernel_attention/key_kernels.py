@@ -81,7 +81,7 @@ def bwd_dkv(
     stop = tl.minimum((segment + 1) * CUT.segment, row.length)
     last = first_token(row.starts, batch, stop - 1, row.length, row.start, row.starts is not None)
     weights = weights_of(keys.mass, head, at, row.keys, end, C)
-    a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, at, C, PHI)
+    a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, end, at, C, PHI)
     v = head_at(keys.columns, batch, kv) + tl.cast(at, tl.int64) * keys.columns.row
     columns = load_rows(v, keys.columns.row, left, C, CUT.values, VP)
     dtype: tl.constexpr = v.dtype.element_ty
@@ -122,7 +122,7 @@ def bwd_dkv(
                 if PHI.unbounded:
                     r = load_numbers(queries.scale + head.to(tl.int64) * row.queries, here, row.queries, BQ)
                 qa, qb, _own = features_at(
-                    queries.tokens, batch, query_head, row.heads * G, row.queries, here, BQ, PHI
+                    queries.tokens, batch, query_head, row.heads * G, row.queries, row.queries, here, BQ, PHI
                 )
                 given = head_at(queries.grad, batch, query_head) + tl.cast(here, tl.int64) * queries.grad.row
                 do = load_rows(given, queries.grad.row, row.queries - here, BQ, CUT.values, VP)

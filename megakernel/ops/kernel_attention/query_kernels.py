@@ -61,7 +61,7 @@ def gradient_of_half(
     grad = gradient_from_state(tile, norm, do, delta, dtype) * of_state
     if CUT.causal:
         for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
-            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
+            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, row.keys, here, BK, PHI)
             at = tl.cast(here, tl.int64) * keys.columns.row
             columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
             weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
@@ -134,7 +134,7 @@ def bwd_dq(
             1, do, delta, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
         )
     qa, qb, _own = features_at(
-        queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, at, C, PHI
+        queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
     )
     if NORMALIZE:
         # A quotient does not depend on the length of phi(q): its gradient stands across phi(q). With a delta from the
@@ -154,7 +154,9 @@ def bwd_dq(
             grad_b -= of_excess * norm[None, :]
         if CUT.causal:
             for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
-                a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, here, BK, PHI)
+                a, b, scales = features_at(
+                    keys.tokens, batch, kv, row.heads, row.keys, row.keys, here, BK, PHI
+                )
                 weights = weights_of(keys.mass, key_head, here, row.keys, row.keys, BK)
                 along = tl.zeros((C, BK), tl.float32) + excess[:, None]
                 places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
@@ -165,7 +167,7 @@ def bwd_dq(
         # The same again: kept, they would take the registers of the loop.
         tl.debug_barrier()
         qa, qb, _own = features_at(
-            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, at, C, PHI
+            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
         )
     grad_a *= inverse[:, None]
     grad_b *= inverse[:, None]
@@ -233,7 +235,7 @@ def write_queries(queries, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
             if queries.delta is not None:
                 of_norm = load_numbers(queries.delta + place, at, row.queries, C) * factors
             a, b, _own = features_at(
-                queries.tokens, batch, query_head, row.heads * G, row.queries, at, C, PHI
+                queries.tokens, batch, query_head, row.heads * G, row.queries, end, at, C, PHI
             )
             tile, norm = add_tokens(tile, norm, 1.0, a, do, of_norm, dtype)
             if PHI.two:
