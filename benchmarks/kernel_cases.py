@@ -86,11 +86,12 @@ def flurka_case(
     group: int = 1,
     blocks: int = 1,
     packed: bool = False,
+    length: int = 65536,
+    heads: int = 1,
 ) -> None:
-    """One row long enough that segments have their full length, in blocks of 64 with 8 landmarks."""
-    length = 65536
-    q = torch.empty(1, group, length, width, dtype=dtype, requires_grad=True)
-    k, v = (torch.empty(1, 1, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    """One row, by default so long that segments have their full length, in blocks of 64 with 8 landmarks."""
+    q = torch.empty(1, heads * group, length, width, dtype=dtype, requires_grad=True)
+    k, v = (torch.empty(1, heads, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
     projected = FEATURE_MAPS[feature_map].projected
     out, _ = flurka_attention(
         q,
@@ -99,10 +100,12 @@ def flurka_case(
         feature_map=feature_map,
         pool_keys=torch.empty(8, 64, requires_grad=True),
         pool_values=torch.empty(8, 64, requires_grad=True),
-        projection=torch.empty(1, width, width, requires_grad=True) if projected else None,
+        projection=torch.empty(heads, width, width, requires_grad=True) if projected else None,
         near=near,
         blocks=blocks,
-        gate=torch.empty(1, group, length, requires_grad=True) if gated and near == "softmax" else None,
+        gate=torch.empty(1, heads * group, length, requires_grad=True)
+        if gated and near == "softmax"
+        else None,
         rotary=Rotary(width),
         positions=torch.zeros(1, length, dtype=torch.int64) if packed else 0,
         backend="triton",
