@@ -19,7 +19,7 @@ from megakernel.ops.kernels.features import Phi, padded, phi_of, split_matrix
 from megakernel.ops.kernels.launch import capability_of
 from megakernel.ops.state import EMPTY
 
-LANDMARKS = 64
+LANDMARKS = 128
 """Landmarks between two states, at least: fewer would not fill the products of tiles."""
 
 BLOCKS_AT_ONCE = 16
@@ -68,7 +68,7 @@ def tiles_of(phi: Phi, near: Near, size: int, values: int) -> dict[str, Tile]:
         "join_backward": join,
         "window_backward": Tile(64, 32, 4),
         "write_keys": Tile(64, 64, warps),
-        "bwd_dkv": Tile(64, 64, warps),
+        "bwd_dkv": Tile(64, 32, warps),
     }
 
 
@@ -325,6 +325,9 @@ def backward(
         *(batch, queries, call.window, landmarks, call.matrix, entering, row, call.shares, joined, out),
         *(dq, dy_q, means, change),
     )
+    if far.stored:
+        # Behind their features nobody reads them.
+        queries = queries._replace(tokens=queries.tokens._replace(rows=None))
     room = far.sums_of_segments(k, row.length)
     if row.queries:
         far.start(query_kernels.write_queries, batch, queries, room, row)
@@ -346,22 +349,10 @@ def backward(
         marks.new_empty(*marks.shape[:3], far.values),
         projected(marks),
     )
-    for of_keys, of_values, of_projected, *rest in far.halves((dmarks, dpooled, dy_marks, None, None)):
-        far.start(
-            key_kernels.bwd_dkv,
-            *(
-                batch,
-                queries,
-                landmarks,
-                call.wide_matrix,
-                behind,
-                row,
-                of_keys,
-                of_values,
-                of_projected,
-                *rest,
-            ),
-        )
+    far.start(
+        key_kernels.bwd_dkv,
+        *(batch, queries, landmarks, call.wide_matrix, behind, row, dmarks, dpooled, dy_marks, None, None),
+    )
     dk, dv, dy_k = k.new_empty(k.shape), v.new_empty(v.shape), projected(k, near == "kernel")
     tiles = triton.cdiv(k.shape[2], far.tile("window_backward").chunk)
     call.start(

@@ -49,27 +49,34 @@ def gradient_of_half(
     CUT: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """sum_j m_j (do_i.v_j + delta_i) phi(k_j) for queries (C,), a half (C, MP); arguments as in `sums_of_keys`."""
+    """sum_j m_j (do_i.v_j + delta_i) phi(k_j) for queries (C,), a half (C, MP); arguments as in `sums_of_keys`.
+
+    Without `do`, sum_j m_j delta_i phi(k_j): what is left of a gradient whose delta was off by that.
+    """
+    C: tl.constexpr = CUT.chunk
     BK: tl.constexpr = CUT.block
     VP: tl.constexpr = CUT.padded_values
     batch, kv = head // row.heads, head % row.heads
     v = head_at(keys.columns, batch, kv)
     dtype: tl.constexpr = v.dtype.element_ty
     WEIGHTED: tl.constexpr = keys.mass is not None
-    of_state = state_factors(first, begin, tl.load(state.logs + entry), r, CUT, PHI)[:, None]
+    of_state = state_factors(first, begin, tl.load(state.logs + entry), r, CUT, PHI)
     tile, norm = half_of_state(state, entry, half, PHI, VP)
-    grad = gradient_from_state(tile, norm, do, delta, dtype) * of_state
+    grad = (of_state * delta)[:, None] * norm[None, :]
+    if do is not None:
+        grad += dot(do, tl.trans(tile), dtype) * of_state[:, None]
     if CUT.causal:
         for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
             a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, row.keys, here, BK, PHI)
-            at = tl.cast(here, tl.int64) * keys.columns.row
-            columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
             weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
-            along = dot(do, tl.trans(columns), dtype) + delta[:, None]
+            along = tl.zeros((C, BK), tl.float32) + delta[:, None]
+            if do is not None:
+                at = tl.cast(here, tl.int64) * keys.columns.row
+                columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
+                along += dot(do, tl.trans(columns), dtype)
             places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
             along = pairs_of(along, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
-            features = b if half else a
-            grad += dot(along, features, dtype)
+            grad += dot(along, b if half else a, dtype)
     return grad
 
 
@@ -92,9 +99,7 @@ def bwd_dq(
     Program: as `kernels.read`.
     """
     C: tl.constexpr = CUT.chunk
-    BK: tl.constexpr = CUT.block
     VP: tl.constexpr = CUT.padded_values
-    WEIGHTED: tl.constexpr = keys.mass is not None
     head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
     batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
     kv = query_head // CUT.group
@@ -145,25 +150,13 @@ def bwd_dq(
             excess += tl.sum(qb.to(tl.float32) * grad_b, 1)
         excess *= inverse
         tl.store(queries.delta + place + tl.arange(0, C), (delta - excess) * inverse, mask=rows < end)
-        of_state = state_factors(first, begin, tl.load(state.logs + entry), r, CUT, PHI)
-        of_excess = (excess * of_state)[:, None]
-        _tile, norm = half_of_state(state, entry, 0, PHI, VP)
-        grad_a -= of_excess * norm[None, :]
+        grad_a += gradient_of_half(
+            0, None, -excess, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
+        )
         if PHI.two:
-            _tile2, norm = half_of_state(state, entry, 1, PHI, VP)
-            grad_b -= of_excess * norm[None, :]
-        if CUT.causal:
-            for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
-                a, b, scales = features_at(
-                    keys.tokens, batch, kv, row.heads, row.keys, row.keys, here, BK, PHI
-                )
-                weights = weights_of(keys.mass, key_head, here, row.keys, row.keys, BK)
-                along = tl.zeros((C, BK), tl.float32) + excess[:, None]
-                places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
-                along = pairs_of(along, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
-                grad_a -= dot(along, a, dtype)
-                if PHI.two:
-                    grad_b -= dot(along, b, dtype)
+            grad_b += gradient_of_half(
+                1, None, -excess, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
+            )
         # The same again: kept, they would take the registers of the loop.
         tl.debug_barrier()
         qa, qb, _own = features_at(

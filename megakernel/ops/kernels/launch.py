@@ -117,16 +117,22 @@ def capability_of(device: torch.device) -> int:
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **options: Any
 ) -> None:
-    """Start `kernel` on the device of its first argument, or of the first tensor of a tuple."""
+    """Start `kernel` on the device of its first tensor."""
     if _noted is not None:
         _noted.append(Launch(kernel, grid, arguments, options, warps, stages))
         return
-    first = arguments[0]
-    while isinstance(first, tuple):
-        first = first[0]
-    device = first.device
+    device = next(_tensors(arguments)).device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **options, num_warps=warps, num_stages=stages)
+
+
+def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The tensors among arguments and tuples of them."""
+    for given in arguments:
+        if isinstance(given, Tensor):
+            yield given
+        elif isinstance(given, tuple):
+            yield from _tensors(given)
 
 
 def runs_on(device: torch.device) -> bool:
