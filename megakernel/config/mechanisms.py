@@ -69,9 +69,6 @@ class Mechanism:
     further: int = 0
     """Numbers of each token and key head that the layer wants of a further projection of the hidden state."""
 
-    learned: int = 0
-    """Numbers of each key head that the layer learns itself, beside those of the parts that it is made of."""
-
     block_size: int | None = None
     """Tokens of a block, which shards of a row hold whole."""
 
@@ -190,7 +187,6 @@ def _simple_gla(form: Algebra) -> Mechanism:
         },
         state_sizes=lambda shape: (shape.kv_heads * shape.size**2, 0),
         further=1,
-        learned=1,
         looks_back_only="a state that decays looks back only",
         changes_constants="simple_gla divides by no sum of weights",
     )
