@@ -7,8 +7,7 @@ import torch
 
 from megakernel import attention
 from megakernel.config import PRESETS, Attention, Model, expand_preset
-from megakernel.config.eva import Eva
-from megakernel.config.landmark import Nystromformer, Skyformer
+from megakernel.config.algebra import Eva, Nystromformer, Skyformer
 from megakernel.model.flops import attention_flops
 
 HEADS, HEAD_DIM, ROW = 4, 32, 512

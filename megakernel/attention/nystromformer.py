@@ -9,8 +9,8 @@ from megakernel.attention.heads import LayerSettings
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.ulysses import Ulysses
+from megakernel.config.algebra import Nystromformer
 from megakernel.config.attention import Attention
-from megakernel.config.landmark import Nystromformer
 from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_attention
 
 

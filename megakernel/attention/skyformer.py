@@ -12,8 +12,8 @@ from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.noise import Noise
 from megakernel.attention.ulysses import Ulysses
+from megakernel.config.algebra import Skyformer
 from megakernel.config.attention import Attention
-from megakernel.config.landmark import Skyformer
 from megakernel.ops.pseudo_inverse import exact_inverse, regularized_inverse
 from megakernel.ops.skyformer_attention import skyformer_attention
 

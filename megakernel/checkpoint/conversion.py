@@ -14,7 +14,7 @@ from torch import Tensor
 from megakernel import attention
 from megakernel.attention.compression import pooling_logits
 from megakernel.config import Attention, Model, UserError
-from megakernel.config.compression import BlockCompression
+from megakernel.config.algebra import BlockCompression
 
 from .landmarks import check_merge, fewer_landmarks
 from .universal import STATE, WEIGHT, WholeTensors

@@ -10,11 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from .algebra import Algebra, Near
-from .compression import Compression, LinformerCompression, PoolCompression
-from .eva import Eva
+from .algebra import (
+    Algebra,
+    Compression,
+    Eva,
+    LinformerCompression,
+    Near,
+    Nystromformer,
+    PoolCompression,
+    Skyformer,
+)
 from .feature_map import FeatureMap
-from .landmark import Nystromformer, Skyformer
 
 Exchange = Literal["state", "halo", "heads", "heads or ring", "landmarks"]
 
