@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from megakernel.attention.precision import FullPrecision
+from megakernel.attention.layer import FullPrecision
 
 
 @runtime_checkable

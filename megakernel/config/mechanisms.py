@@ -135,12 +135,12 @@ def _through_landmarks(
 def _skyformer(form: Algebra) -> Mechanism:
     sky = form.skyformer or Skyformer()
     iterative = sky.inverse == "iterative"
-    return _through_landmarks(form, "skyformer.SkyformerAttention", sky.features, iterative)
+    return _through_landmarks(form, "nystrom.SkyformerAttention", sky.features, iterative)
 
 
 def _nystromformer(form: Algebra) -> Mechanism:
     nystrom = form.nystromformer or Nystromformer()
-    layer, filtered = "nystromformer.NystromformerAttention", nystrom.conv_kernel or 0
+    layer, filtered = "nystrom.NystromformerAttention", nystrom.conv_kernel or 0
     return _through_landmarks(form, layer, nystrom.landmarks, filtered=filtered)
 
 
@@ -283,7 +283,7 @@ def _local(form: Algebra) -> Mechanism:
         return {"near": shape.heads * keys * 2 * (form.keys_at_position + 1) * shape.size}
 
     return Mechanism(
-        layer="local.LocalAttention",
+        layer="softmax.LocalAttention",
         exchanges=("halo",),
         flops=flops,
         state_sizes=lambda shape: (

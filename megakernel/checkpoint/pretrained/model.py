@@ -10,7 +10,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from megakernel.attention.generator import HiddenLayer
+from megakernel.attention.features import HiddenLayer
 from megakernel.attention.mixture import KeyMixture
 from megakernel.checkpoint.pretrained_config import MegakernelConfig
 from megakernel.model.layer import TransformerLayer

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from megakernel.analysis.kernel_error import rks_kernel
 from megakernel.attention import AttentionLayer, build
-from megakernel.attention.generator import Generator
-from megakernel.attention.projection import Projection
+from megakernel.attention.features import Generator, Projection
 from megakernel.ops import kernel_attention
 from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood, project
