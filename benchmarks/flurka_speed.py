@@ -4,8 +4,8 @@
 
 The paper measures models on A100s: 3.3x over Linformer at the end of its d_k sweep, 1.7x over the kernel at the end
 of its d_m sweep, both with N = 20k. Here N is the same and widths are scaled down, inside the region of its claim 1
-(megakernel.analysis.claims), where operations are fewer than those of both parents. A layer is its three projections
-and its mechanism; biases, norms and the output projection are the same for all and left out.
+(megakernel.analysis.plots.claims), where operations are fewer than those of both parents. A layer is its three
+projections and its mechanism; biases, norms and the output projection are the same for all and left out.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.page import add_out, description, give
-from megakernel.analysis.claims import Sizes, in_region_of_claim_1, is_long_enough, speedups
+from megakernel.analysis.plots.claims import Sizes, in_region_of_claim_1, is_long_enough, speedups
 from megakernel.attention import build
 
 TOKENS, HEADS = 20_000, 8

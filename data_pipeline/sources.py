@@ -12,8 +12,7 @@ from typing import Any, TextIO
 
 from data_pipeline import standard_library
 from data_pipeline.document import Columns, Document, Label
-from data_pipeline.hub import unreachable
-from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.tokenizers import Tokenizer, unreachable
 from megakernel.config.errors import UserError
 
 TABLES = {

@@ -9,8 +9,30 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.hub import unreachable
 from megakernel.config.errors import UserError
+
+
+def unreachable(name: str, repo_type: str) -> str | None:
+    """Why nothing of the hub's `name` can be fetched; None for a folder, and where the hub answers, whatever it says.
+
+    Its libraries try for a minute before they say that it does not answer.
+
+    repo_type: model or dataset.
+    """
+    if Path(name).is_dir():
+        return None
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().repo_info(name, repo_type=repo_type, timeout=10)
+    except HfHubHTTPError:
+        return None
+    # Wrong names, an offline mode, name servers, proxies and certificates have types of several libraries.
+    except Exception as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
+
 
 BPE_EOD = "<|endoftext|>"
 BYTE_FILE = "byte_tokenizer.json"

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .classifier import ClassifierHead
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
-from .head import FinalNorm, OutputHead, for_vocabulary, mean_loss, token_losses
+from .head import ClassifierHead, FinalNorm, OutputHead, for_vocabulary, mean_loss, token_losses
 from .layer import TransformerLayer
 from .layer_inputs import LayerInputs
 from .settings import ModelSettings

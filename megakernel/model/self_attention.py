@@ -13,8 +13,7 @@ from megakernel.config import Model
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
-from .linear import apply, column_linear, row_linear
-from .lora import LowRankUpdate
+from .linear import LowRankUpdate, apply, column_linear, row_linear
 from .norm import HeadNorm
 from .settings import ModelSettings
 

@@ -21,9 +21,8 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
 from . import events
-from .batches import reading
 from .deepspeed_config import check_own_keys
-from .engine import Engine, StepResult
+from .engine import Engine, StepResult, reading
 from .environment import package_versions
 from .observing.console import Console
 from .observing.local_work import LocalWork

@@ -15,10 +15,8 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.observing.observed import Providers
 from megakernel.training.resume import find_moments
-from megakernel.training.run_folder import RunFolder
-from megakernel.training.run_lock import RunLock
+from megakernel.training.run_folder import RunFolder, RunLock, write_whole
 from megakernel.training.trainer import Trainer
-from megakernel.training.whole_file import write_whole
 
 from .preflight import Preflight, preflight
 from .report import write_events

@@ -15,10 +15,8 @@ from megakernel.config import UserError
 from megakernel.model.layer import attention_cores
 from megakernel.ops.dispatch import accum_dtype
 
-from .attention_inputs import AttentionInputs
-from .head_statistics import head_statistics
-from .head_sums import HeadSums, Place
-from .query_rows import QueryRows, sample_queries
+from .head_statistics import HeadSums, Place, head_statistics
+from .query_rows import AttentionInputs, QueryRows, sample_queries
 
 
 class AttentionTransfer:

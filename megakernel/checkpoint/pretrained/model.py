@@ -15,8 +15,7 @@ from megakernel.attention.mixture import KeyMixture
 from megakernel.checkpoint.pretrained_config import MegakernelConfig
 from megakernel.model.layer import TransformerLayer
 
-from .cache import StateCache
-from .places import Places, read_on
+from .cache import Places, StateCache, read_on
 
 CHUNK = 2048
 """Tokens that the layers read at once where nothing is trained: memory for a prompt does not grow with its length."""

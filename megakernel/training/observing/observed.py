@@ -12,8 +12,7 @@ from megakernel.config import Config
 from megakernel.model import LanguageModel, ModelSettings, Parted
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel.ranks import Ranks
-from megakernel.training.batches import model_inputs
-from megakernel.training.engine import Engine
+from megakernel.training.engine import Engine, model_inputs
 
 from .metrics_writer import Entry
 from .model_histograms import ModelHistograms

@@ -11,10 +11,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from transformers import AutoTokenizer
 
 from data_pipeline import tokenizers
-from data_pipeline.answers import encode_answered
 from data_pipeline.corpus import Corpora, PreparedCorpus
 from data_pipeline.document import Document
-from data_pipeline.encoding import Encoder
+from data_pipeline.encoding import Encoder, encode_answered
 from data_pipeline.loader import TrainingBatches
 from data_pipeline.manifest import Manifest
 from data_pipeline.masking import Vocabulary, hide

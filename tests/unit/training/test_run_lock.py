@@ -9,7 +9,7 @@ from launch import training
 from launch.cli import main
 from launch.exit_status import ExitStatus
 from megakernel.config import InUse, load, to_yaml
-from megakernel.training.run_lock import RunLock
+from megakernel.training.run_folder import RunLock
 
 from ..config import trees
 

@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-from megakernel.uptraining.attention_inputs import AttentionInputs
-from megakernel.uptraining.head_statistics import STATISTICS, head_statistics
-from megakernel.uptraining.head_sums import HeadSums, Place
-from megakernel.uptraining.query_rows import QueryRows
+from megakernel.uptraining.head_statistics import STATISTICS, HeadSums, Place, head_statistics
+from megakernel.uptraining.query_rows import AttentionInputs, QueryRows
 
 TOKENS, HEADS, BLOCK = 12, 2, 3
 QUERIES = torch.tensor([2, 5, 8, 11])

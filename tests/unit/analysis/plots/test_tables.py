@@ -5,7 +5,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megakernel.analysis.plots import drawing
 from megakernel.analysis.plots.catalogue import ANALYSES, chosen
-from megakernel.analysis.plots.events import show
+from megakernel.analysis.plots.run import show
 from megakernel.analysis.plots.table import from_csv, summaries, to_csv
 from megakernel.config import Config, UserError
 
