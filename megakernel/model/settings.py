@@ -62,9 +62,6 @@ class ModelSettings:
     shapes_only: bool = False
     """Whether matrices take no memory: of a model of one process that is asked for names, shapes and dtypes alone."""
 
-    backend: str | None = None
-    """Attention backend; None lets the ops decide."""
-
     @property
     def embedding_rows(self) -> int:
         """Rows of the embedding and of the head over all tensor ranks, padding included."""

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -112,7 +111,6 @@ class Mesh:
         progress: how far this process is.
         store: what all processes can write to and read.
         mpu: what `deepspeed.initialize` asks for when there is no pipeline.
-        process_groups: what Megatron-core's layers ask for.
     """
 
     def __init__(self, parallel: Parallel, device: torch.device, store: dist.Store):
@@ -136,7 +134,6 @@ class Mesh:
             num_pp=self.pp.size, num_mp=self.tp.size, num_dp=self.gradient.size
         )
         self.mpu = ModelParallelUnit(self.tp, self.pp, self.model, self.gradient)
-        self.process_groups = ProcessGroupCollection.use_mpu_process_groups()
         coordinates = {"model": self.tp.rank, "data": self.gradient.rank, "pipe": self.pp.rank}
         assert self.topology.get_rank(**coordinates) == self.rank, (coordinates, self.rank)
 

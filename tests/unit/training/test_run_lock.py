@@ -16,7 +16,7 @@ from ..config import trees
 HOLD = """
 import sys
 from pathlib import Path
-from megakernel.training.run_lock import RunLock
+from megakernel.training.run_folder import RunLock
 held = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
