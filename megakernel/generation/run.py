@@ -62,14 +62,18 @@ def generate_texts(
 
     device = choose_device("cpu" if run.config.training.device == "cpu" else "auto")
     model = one_process_model(run, tokenizer.vocab_size, device)
-    isolated = run.config.data.isolate_documents
-    how = {
-        "max_new_tokens": max_new_tokens,
-        "sampling": sampling,
-        "seed": seed,
-        "isolate_documents": isolated,
-    }
-    return (continued(model, tokenizer, prompt, **how) for prompt in tokens)
+    return (
+        continued(
+            model,
+            tokenizer,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            isolate_documents=run.config.data.isolate_documents,
+        )
+        for prompt in tokens
+    )
 
 
 def _check_text(prompt: str) -> None:
