@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megakernel.generation import Sampling, generate_texts
-from megakernel.training.observing.run_description import COMPARED, LAYOUT
+from megakernel.training.observing.metrics_writer import COMPARED, LAYOUT
 from tests.distributed.training_run import metrics, train, write_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
