@@ -126,7 +126,7 @@ class _Source:
     def _theirs(self, parts: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(parts):
             split = parts[name].split(self._read(name))
-            yield from zip(parts[name].theirs, (tensor.to(self.dtype) for tensor in split))
+            yield from zip(parts[name].hf_names, (tensor.to(self.dtype) for tensor in split))
 
     def _read(self, name: str) -> Tensor:
         tensor = self.tensors.read(name, [WEIGHT])[WEIGHT]

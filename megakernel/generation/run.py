@@ -144,7 +144,7 @@ class Samples:
 
     def markdown(self, model: "LanguageModel") -> str:
         """Prompt and continuation; the model is in evaluation mode."""
-        shards = continued(
+        continuation = continued(
             model,
             self._tokenizer,
             self._tokens,
@@ -153,6 +153,6 @@ class Samples:
             seed=self._config.run.seed,
             isolate_documents=self._config.data.isolate_documents,
         )
-        text = self._prompt + "".join(shards)
+        text = self._prompt + "".join(continuation)
         # Markdown shows an indented text as it is.
         return "\n".join(f"    {line}" for line in text.splitlines())

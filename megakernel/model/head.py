@@ -147,7 +147,7 @@ def _chunk_losses(weight: Tensor, hidden: Tensor, target: Tensor, words: int, is
 
 
 class ClassifierHead(nn.Module):
-    """One vector for each document, two of them put beside each other, then a matrix or an MLP to the classes.
+    """One vector for each document, two of them concatenated, then a matrix or an MLP to the classes.
 
     Small and replicated: every tensor rank computes all of it.
     """

@@ -41,7 +41,7 @@ class LayerSpec(NamedTuple):
 
 
 def layer_list(settings: ModelSettings) -> list[LayerSpec]:
-    """Embedding, transformer layers, final norm, head; each maps a Stream to a Stream, the head to the loss.
+    """Embedding, transformer layers, final norm, head; each maps activations to activations, the head to the loss.
 
     Outside training the head may measure more than the loss: see `Model.measures`.
     """

@@ -129,7 +129,7 @@ def model_settings(config: Config, mesh: "Mesh | OneProcess", vocab_size: int) -
     needed = vocab_size + config.model.special_ids
     wanted = config.model.vocab_size or needed
     if wanted < needed:
-        pack_keys = (
+        special = (
             f", and {config.model.special_ids} of a {config.model.kind}" if config.model.special_ids else ""
         )
         source = config.init.source
@@ -137,7 +137,7 @@ def model_settings(config: Config, mesh: "Mesh | OneProcess", vocab_size: int) -
         if source is not None:
             remedy = f"prepare the data with the tokenizer of init.from={source}"
         raise UserError(
-            f"model.vocab_size={wanted} is smaller than the corpus's tokenizer ({vocab_size} ids{pack_keys}); {remedy}"
+            f"model.vocab_size={wanted} is smaller than the corpus's tokenizer ({vocab_size} ids{special}); {remedy}"
         )
     model = config.model
     if model.max_positions is None:

@@ -44,7 +44,7 @@ class PendingRotation:
         self._received = received
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The left neighbour's tensors, once they are here and mine have left."""
+        """The left neighbour's tensors, once they are here and this rank's have left."""
         with self._traffic.waiting("keys"):
             for work in self._works:
                 work.wait()
@@ -70,10 +70,10 @@ def start_rotation(
     operations = []
     # Tags tell the messages of one rotation apart, and from those of other exchanges, which have 0. gloo keeps the
     # order of one tag, NCCL that of all between two processes.
-    for tag, (mine, theirs) in enumerate(zip(sent, received), start=1):
-        operations.append(dist.P2POp(dist.isend, mine, group=group, tag=tag, group_peer=(rank + 1) % size))
-        operations.append(dist.P2POp(dist.irecv, theirs, group=group, tag=tag, group_peer=(rank - 1) % size))
-        traffic.sends("keys", mine)
+    for tag, (own, buffer) in enumerate(zip(sent, received), start=1):
+        operations.append(dist.P2POp(dist.isend, own, group=group, tag=tag, group_peer=(rank + 1) % size))
+        operations.append(dist.P2POp(dist.irecv, buffer, group=group, tag=tag, group_peer=(rank - 1) % size))
+        traffic.sends("keys", own)
     return PendingRotation(dist.batch_isend_irecv(operations), sent, received, traffic)
 
 
@@ -150,7 +150,7 @@ class GroupShard:
         return result
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """(..., n, d) of mine -> (..., size * n, d) of all shards in order."""
+        """(..., n, d) of this rank -> (..., size * n, d) of all shards in order."""
         tokens_first = x.movedim(-2, 0).contiguous()
         with self.traffic.waiting("tokens"):
             result = gather_from_sequence_parallel_region(tokens_first, group=self._group)

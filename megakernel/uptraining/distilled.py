@@ -41,9 +41,9 @@ class Teacher:
         if self._shares:
             return
         self._shares = True
-        theirs = dict(student.named_parameters())
+        student_parameters = dict(student.named_parameters())
         for name, own in self.model.named_parameters():
-            other = theirs.get(name)
+            other = student_parameters.get(name)
             if other is None or other.requires_grad or other.dtype != own.dtype:
                 continue
             if other.data_ptr() != own.data_ptr() and torch.equal(own, other):

@@ -135,7 +135,7 @@ class Uptraining:
         else:
             self._note(f"preflight of {source.folder}")
             keep = self.uptrain.layers.keep
-            # Of a number of layers nobody knows yet which they are.
+            # Where `keep` is a number, which layers it stands for is only known after the distillation.
             plan = stages(self.config, keep if isinstance(keep, list) else [], source.model())
             found = preflight(validation, source, wanted_model(self.config, plan))
             self._note(str(found.parity))
