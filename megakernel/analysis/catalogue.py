@@ -76,7 +76,7 @@ class Entry:
     source: Source
 
     tree: dict[str, Any]
-    """The preset written out, with the settings of a mechanism beside the algebra."""
+    """The preset written out, with the settings of a mechanism besides the algebra."""
 
     decodes: bool
     """Whether a decoder can use it."""

@@ -31,7 +31,7 @@ class Projection(FullPrecision):
     def __init__(self, form: FeatureMap, head_dim: int):
         super().__init__()
         self.feature_map = op_map(form)
-        """What the op is told beside the projection."""
+        """What the op is told besides the projection."""
         self.features = form.width(head_dim)
         """F, features of one token."""
 

@@ -1,4 +1,4 @@
-"""An exact window beside landmarks of what lies before it: what joins the two parts (docs/formulas.md, 4)."""
+"""An exact window and landmarks of what lies before it: what joins the two parts (docs/formulas.md, 4)."""
 
 from collections.abc import Callable
 

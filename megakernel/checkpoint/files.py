@@ -23,7 +23,7 @@ _FLAT_ZERO_3 = "fp32_flat_groups", "optimizer_state_dict"
 def record(
     model: nn.Module, partitions: Mapping[str, Partition], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """What `CheckpointTensors` needs to know beside DeepSpeed's own entries: client state for save_checkpoint.
+    """What `CheckpointTensors` needs to know besides DeepSpeed's own entries: client state for save_checkpoint.
 
     Made before deepspeed.initialize, which replaces the optimizer's parameters.
     """

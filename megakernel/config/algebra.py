@@ -1,4 +1,4 @@
-"""What a mechanism is asked: similarity, compression and near window, or a mechanism beside (docs/formulas.md, 1)."""
+"""The algebra of mechanisms: similarity, compression, near window; or a mechanism outside it (docs/formulas.md, 1)."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -210,7 +210,7 @@ class Near(Section):
 
 
 class Algebra(Section):
-    """One point of the algebra, or a mechanism beside it."""
+    """One point of the algebra, or a mechanism outside it."""
 
     mechanism: Literal["algebra", "skyformer", "nystromformer", "eva", "simple_gla"] = "algebra"
     """`algebra`: what the other keys compose. The others approximate one matrix as a whole and take their section."""

@@ -15,7 +15,7 @@ from .section import merged
 
 
 class Attention(Algebra):
-    """One attention mechanism: a point of the algebra, or a mechanism beside it."""
+    """One attention mechanism: a point of the algebra, or a mechanism outside it."""
 
     @property
     def spec(self) -> Mechanism:

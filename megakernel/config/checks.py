@@ -363,7 +363,7 @@ def near_windows_have_gates(uptrain: Uptrain | None, model: Model) -> Iterator[P
 
 
 def longer_rows(sections: Mapping[str, Any], known: Iterable[Problem]) -> Iterator[Problem]:
-    """The problems, beside those `known`, of a configuration whose rows are those of uptrain.length.
+    """The problems, besides those `known`, of a configuration whose rows are those of uptrain.length.
 
     What uptrain.length sets is named by its keys there.
     """

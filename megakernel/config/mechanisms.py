@@ -82,7 +82,7 @@ class Mechanism:
     """Why a token sees later ones of its row, whatever document they belong to."""
 
     mixes_documents: str | None = None
-    """Why tokens that see both ways also see other documents of their row, beside `mixes_future_tokens`."""
+    """Why tokens that see both ways also see other documents of their row, besides `mixes_future_tokens`."""
 
     looks_back_only: str | None = None
     """Why a token cannot see later ones of its document."""

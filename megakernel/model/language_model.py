@@ -177,7 +177,7 @@ class LanguageModel(nn.Module):
         """Told before each training step; for models whose loss depends on it."""
 
     def scalars(self) -> dict[str, float]:
-        """What there is to tell beside the loss, by TensorBoard tag, since the last call; called on all ranks."""
+        """What there is to tell besides the loss, by TensorBoard tag, since the last call; called on all ranks."""
         return {}
 
     @property

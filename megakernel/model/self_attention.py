@@ -117,7 +117,7 @@ class SelfAttention(nn.Module):
         return self._merge(heads), state
 
     def _further(self, hidden: Tensor) -> Tensor | None:
-        """(B, H_kv, N, n), what the mechanism asks for beside queries, keys and values."""
+        """(B, H_kv, N, n), what the mechanism asks for besides queries, keys and values."""
         if self.further is None:
             return None
         fused, _ = apply(self.further, hidden)

@@ -92,7 +92,7 @@ class GroupShard:
     ):
         """state_exchange: `parallel.state_exchange` of the configuration; progress: of this process.
 
-        background: where chains of states run; None: beside local work.
+        background: where chains of states run; None: while this rank computes.
         """
         self._axis = axis
         self._way = state_exchange

@@ -205,7 +205,7 @@ class Engine:
         self.engine.module.begin_step(step)
 
     def model_scalars(self) -> dict[str, float]:
-        """What the model has to say beside its loss, by TensorBoard tag, since the last call; on all ranks."""
+        """What the model has to say besides its loss, by TensorBoard tag, since the last call; on all ranks."""
         scalars: dict[str, float] = self.engine.module.scalars()
         return scalars
 

@@ -47,7 +47,7 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh, providers: Providers, inside: Sequence[Path] = ()):
         """providers: what the run takes from the rooms above.
 
-        inside: folders of what the run is a part of, whose stop files it heeds beside its own."""
+        inside: folders of what the run is a part of, whose stop files it heeds besides its own."""
         check_own_keys(config)
         self.config = config
         self.mesh = mesh

@@ -1,4 +1,4 @@
-"""A model that learns from a frozen teacher's probabilities beside the labels."""
+"""A model that learns from a frozen teacher's probabilities and from the labels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from megakernel.parallel import Mesh
 
 @dataclass(eq=False)
 class Teacher:
-    """A frozen language model beside its student; no module, so neither optimizers nor checkpoints find it."""
+    """The frozen teacher of a student; no module, so neither optimizers nor checkpoints find it."""
 
     model: LanguageModel
     """From `frozen_model`; of a pipeline the layers of this stage."""
@@ -124,7 +124,7 @@ class DistilledModel(_Distilled, LanguageModel):
 
 
 class DistilledPipeline(_Distilled, Pipeline):
-    """The same for a stage. In training the teacher's states go from stage to stage beside the model's, as bits."""
+    """The same for a stage. In training the teacher's states go from stage to stage with the model's, as bits."""
 
     def __init__(
         self, settings: ModelSettings, loss_scale: Callable[[], float], config: Config, teacher: Teacher

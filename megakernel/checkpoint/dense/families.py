@@ -54,13 +54,13 @@ class Family(NamedTuple):
     """One `model_type`."""
 
     keys: tuple[str, ...]
-    """Keys that change logits in `transformers`, beside `COMMON`; `section` sees these alone."""
+    """Keys that change logits in `transformers`, besides `COMMON`; `section` sees these alone."""
 
     without_effect: tuple[str, ...]
-    """The family's other keys, beside `WITHOUT_EFFECT`: they change no logit."""
+    """The family's other keys, besides `WITHOUT_EFFECT`: they change no logit."""
 
     section: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Those keys of config.json, as `transformers` completes it -> what our model section has beside `common`."""
+    """Those keys of config.json, as `transformers` completes it -> what our model section has besides `common`."""
 
     around: Callable[[Model], Parts]
     """`embedding`, `positions`, `norm.weight`, `norm.bias` and `head`, those that there are."""
