@@ -77,15 +77,6 @@ class HeadSums:
         self._sums.clear()
 
 
-STATISTICS = {
-    "entropy": "of the student's weights, in nats",
-    "teacher_entropy": "of the teacher's weights, in nats",
-    "rank_correlation": "Spearman's, of the student's weights and q.k over the keys that a query sees",
-    "far_mass": "share of the student's weights on tokens outside its near window, gate included",
-    "teacher_far_mass": "share of the teacher's weights on the same tokens",
-}
-"""Name -> what it is, a mean over the queries for which it is defined."""
-
 Window = tuple[int, int]
 """(b, blocks): a token attends its current block of b tokens exactly, and the blocks - 1 before."""
 
@@ -95,12 +86,16 @@ def head_statistics(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Name -> sums (H,) over sampled queries, and the number of queries (H,) that they are over.
 
+    entropy, teacher_entropy: of the weights, in nats. rank_correlation: Spearman's, of the student's weights and q.k
+    over the keys that a query sees. far_mass, teacher_far_mass: share of the weights on tokens outside the student's
+    near window, the student's gate included; left out where it has no window.
+
     Args:
         rows: the queries.
         student, teacher: weights (B, H, R, N), 0 where a query does not see the key. Of mechanisms with weights of
             either sign (cosines without smoothing) those below 0 count as 0 in entropies and masses.
         scores: q.k / sqrt(d), (B, H, R, N).
-        window: what the student attends exactly; None where it knows no window, and has no far mass.
+        window: what the student attends exactly; None where it knows no window.
     """
     seen = rows.visible[:, None].expand_as(student)
     real = rows.real[:, None].expand(student.shape[:3])

@@ -79,11 +79,6 @@ def flurka_operations(sizes: Sizes) -> dict[str, float]:
     }
 
 
-def matrix_flops(operations: dict[str, float]) -> float:
-    """What torch counts of an equation: its matrix products, a multiplication and an addition apart."""
-    return 2 * sum(count for part, count in operations.items() if part not in ("softmax", "feature_map"))
-
-
 def in_region_of_claim_1(sizes: Sizes) -> bool:
     """N > d_k (H + 2) > d_m > d_k > d_h: FLuRKA needs fewer operations than both parents."""
     bound = sizes.rank * (sizes.heads + 2)

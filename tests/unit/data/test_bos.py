@@ -101,7 +101,7 @@ def test_training_reads_bos_at_position_0_and_predicts_behind_it(corpora, config
     bos, eod = 0, 1
     batches = TrainingBatches(config, Corpora(config.data), Share())
     seen = 0
-    for batch in (batch for step in range(8) for batch in batches.batches_for(step)):
+    for batch in (batch for step in range(8) for batch in next(batches.from_step(step))):
         for tokens, labels, positions, counts in zip(
             batch.tokens, batch.labels, batch.positions, batch.loss_mask
         ):
