@@ -1,7 +1,7 @@
 """Registers, spills and shared memory of every kernel, compiled for GPUs that need not be there.
 
     python -m benchmarks.kernel_resources             writes benchmarks/results/kernel_resources.md
-    python -m benchmarks.kernel_resources --check     fails where the table differs, or a kernel spills or takes too much
+    python -m benchmarks.kernel_resources --check     fails where that table differs or a kernel takes too much
 
 A case (`kernel_cases`) is a call of an op, forward and backward; its launches are noted down and compiled. A launch
 that compiles to what one before it did is not repeated. The column `source` is a fingerprint of all that decides what a

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megakernel.ops import KernelState, kernel_attention
 from megakernel.ops.kernel_attention import launches
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
+from megakernel.ops.kernels.launch import noting
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
 from tests.tiers import tiered
 
@@ -306,6 +307,21 @@ def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
 def test_what_kernels_cannot_take_is_named(changes, message, draw, device):
     leaves = tokens(draw, device, length=8, **{"dtype": torch.float32, **changes})
     with pytest.raises(ValueError, match=message):
+        run("triton", leaves, feature_map="elu")
+
+
+@pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
+def test_float16_is_not_for_exponentials_of_projected_tokens(feature_map, draw, device):
+    leaves = tokens(draw, device, torch.float16, feature_map=feature_map, length=8)
+    with pytest.raises(
+        ValueError, match="weights below float16's smallest number; expected bfloat16 or float32"
+    ):
+        run("triton", leaves, feature_map=feature_map)
+
+
+def test_gpus_that_are_too_old_are_named(draw, device):
+    leaves = tokens(draw, device, torch.bfloat16, length=8)
+    with noting(75), pytest.raises(ValueError, match=r"compute capability 7\.5; expected at least 8\.0"):
         run("triton", leaves, feature_map="elu")
 
 

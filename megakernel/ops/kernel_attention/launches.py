@@ -45,6 +45,7 @@ TILES: dict[tuple[int, int], Tile] = {
 """(bytes of a number, padded features up to this) -> what programs hold, where four warps multiply tiles of 64 rows."""
 
 EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
+    ("write_keys", 2, 128): Tile(128, 64, 8),
     ("bwd_dq", 2, 128): Tile(128, 32, 8),
     ("bwd_dkv", 2, 128): Tile(128, 32, 8),
     ("write_queries", 2, 256): Tile(64, 64, 8),

@@ -33,7 +33,7 @@ class _Inputs(NamedTuple):
         mass: Tensor | None,
         priors: Tensor | None,
         starts: Tensor | None,
-        features: tuple[Tensor | None, Tensor | None],
+        features: tuple[Tensor | None, ...],
     ) -> "_Inputs":
         """With the room for features of keys, or what is in it."""
         split = split_matrix(matrix, k.shape[1], k.dtype)
@@ -179,17 +179,14 @@ def _backward(
         grad_norms.masked_fill(empty[..., None], 0.0).contiguous(),
         torch.where(empty, EMPTY, -last_logs),
     )
-    behind, first = call.pass_on(room, outer, starts, span, reverse=True)
+    entering, first = call.pass_on(room, outer, starts, span, reverse=True)
     dk, dv, dy_k = k.new_empty(k.shape), v.new_empty(v.shape), projected(k, max(call.keys, 1))
     dmass = None if mass is None else inverse.new_empty(k.shape[:3])
     programs = call.programs("bwd_dkv", batch)
     dpriors = inverse.new_empty(programs, call.keys) if call.keys else None
-    behind = behind if causal else first
+    known = (queries, given.keys, given.matrix, entering if causal else first, given.row)
     for wanted in call.halves((dk, dv, dy_k, dmass, dpriors)):
-        call.start(
-            key_kernels.bwd_dkv,
-            *(batch, queries, given.keys, given.matrix, behind, given.row, *wanted),
-        )
+        call.start(key_kernels.bwd_dkv, batch, *known, *wanted)
     shares = q.new_empty(0) if dpriors is None else dpriors.view(batch, heads, -1, call.keys).sum((0, 2))
     dmatrix = q.new_empty(0)
     if dy_q is not None and dy_k is not None and matrix is not None:

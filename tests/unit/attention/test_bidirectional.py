@@ -5,7 +5,7 @@ import torch
 
 from megakernel.attention import AttentionInputs, HeadShard, Rotary
 from megakernel.attention.noise import redraw
-from megakernel.attention.ulysses import Ulysses
+from megakernel.attention.sequence import Ulysses
 from tests.unit.attention.mechanisms import (
     BIDIRECTIONAL,
     FORMS,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import AttentionInputs, AttentionLayer, HeadShard, Rotary, SequenceState, build
-from megakernel.attention.projection import Projection
+from megakernel.attention.features import Projection
 from tests.unit.attention.mechanisms import (
     BIDIRECTIONAL,
     CAUSAL,

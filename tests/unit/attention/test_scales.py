@@ -15,6 +15,7 @@ from torch import Tensor
 from megakernel.attention import AttentionLayer, build
 from megakernel.config.attention import PRESETS, Attention, expand_preset
 from megakernel.ops.projections import dense
+from tests.unit.attention.mechanisms import may_divide_by_zero
 
 HEADS = 2
 
@@ -57,7 +58,7 @@ CASES = [
 
 def layer(name: str, causal: bool, point: Point, **feature_map: object) -> AttentionLayer:
     """A layer of `name`; cosines, whose sums cancel, with the smoothing that keeps them away from 0."""
-    if (phi := FORMS[name].feature_map) is not None and phi.may_divide_by_zero:
+    if may_divide_by_zero(FORMS[name]):
         feature_map["smoothing"] = 1.0
     tree = {"preset": name, **({"feature_map": feature_map} if feature_map else {})}
     module = build(
