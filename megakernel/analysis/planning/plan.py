@@ -77,6 +77,7 @@ def plan(
     fitting: dict[tuple, Planned] = {}
     too_large: dict[tuple, Planned] = {}
     full: set[tuple] = set()
+    fits: set[tuple] = set()
     necessary: float | None = None
     for candidate in candidates(
         rules or config, devices, most_tensor or gpu.per_node, most_context or devices
@@ -86,8 +87,9 @@ def plan(
             continue
         cut = (candidate.tensor, candidate.context, candidate.pipeline, candidate.zero_stage)
         way = (*cut, candidate.recompute)
-        if way in full:
-            continue  # nor do larger micro-batches fit
+        sizes = (*cut, candidate.micro_batch_size)
+        if way in full or sizes in fits:
+            continue  # nor do larger micro-batches fit; to recompute more is never faster
         job = Job(config, vocab_size, candidate, exchange=exchange)
         held = memory(job)
         if held.beyond(gpu) > 0:
@@ -96,6 +98,7 @@ def plan(
             if nearest is None or held.total < nearest.memory.total:
                 too_large[cut] = Planned(candidate, held, None)
             continue
+        fits.add(sizes)
         necessary = necessary or necessary_flops(job)
         one = Planned(candidate, held, step(job, gpu, rates, necessary))
         best = fitting.get(cut)

@@ -67,9 +67,13 @@ def test_masks_of_packed_softmax_are_on_a_parabola(monkeypatch):
     check_line("softmax", 0, shape(1, 16_384), seq_len=16_384)
 
 
-def test_bytes_of_a_chunked_loss_are_on_a_line(monkeypatch):
-    monkeypatch.setattr(measured, "MANY_OPERATIONS", 0)
-    check_line("flurka", "last", shape(1, 65_536), seq_len=65_536)
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("tokens", [32_768, 262_144])
+def test_bytes_of_a_chunked_loss_are_on_a_line_to_the_byte(tokens, on_gpu):
+    wide = {"hidden_size": 2048, "num_heads": 16, "norm": "layernorm"}
+    measure = Measure(config(model=wide, training={"dtype": "bfloat16"}), 50_257)
+    large = shape(1, tokens, on_gpu=on_gpu)
+    assert measure.of("last", large) == measure._run("last", large)
 
 
 def test_bytes_are_on_a_line_over_the_ranks_of_a_ring():
