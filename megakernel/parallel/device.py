@@ -107,7 +107,7 @@ def quieten_libraries() -> None:
 def _nothing_compiled() -> Iterator[None]:
     # Megatron-core hands functions that nothing here calls to torch's compiler, which takes a second to load.
     compiled = torch.compile
-    torch.compile = lambda function: function  # type: ignore[assignment, return-value]
+    torch.compile = lambda function: function  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -147,15 +147,22 @@ class Numberless(Tensor):
     def __new__(cls, meta: Tensor) -> "Numberless":
         """Stand for the meta tensor."""
         own = Tensor._make_wrapper_subclass(
-            cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device="cpu"
+            cls,
+            meta.shape,
+            meta.stride(),
+            meta.storage_offset(),
+            dtype=meta.dtype,
+            device=torch.device("cpu"),
         )
         own.meta = meta
         return own
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func, types, args=(), kwargs=None
+    ):
         """Run the operation where no ledger is on."""
         return without_numbers(func, args, kwargs or {})
 

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -193,7 +194,7 @@ class Measure:
                     model = LanguageModel(self._settings(shape, tp, cp, ledger), self._places(part)).train()
                     for parameter in model.parameters():
                         narrow = parameter.to(DTYPES[self.config.training.dtype])
-                        parameter.data, parameter.meta = narrow, narrow.meta
+                        parameter.data, parameter.meta = narrow, narrow.meta  # type: ignore[attr-defined]
                     inputs = self._inputs(part, shape, cp)
                 gc.disable()  # what it frees, and when, is no part of a layer
                 try:
@@ -259,23 +260,12 @@ class _AtOnce:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def run(self, chain: Callable[[], Any]) -> "_Ended":
+    def run(self, chain: Callable[[], Any]) -> "Future[Any]":
         """Run the chain; what it sends is one message in parts."""
+        ended: Future[Any] = Future()
         with self._ledger.one_chain():
-            return _Ended(chain())
-
-
-@dataclass(frozen=True)
-class _Ended:
-    value: Any
-
-    def done(self) -> bool:
-        """Yes."""
-        return True
-
-    def result(self) -> Any:
-        """The value."""
-        return self.value
+            ended.set_result(chain())
+        return ended
 
 
 def _counted(

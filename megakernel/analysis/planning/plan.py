@@ -3,11 +3,11 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from megakernel.config import Config
+from megakernel.config import Config, Problem
 
 from .gpus import Gpu
 from .layout import Exchange, Job, Layout
-from .layouts import Refusal, candidates
+from .layouts import candidates
 from .memory import Memory, memory
 from .rates import ASSUMED, Rates
 from .step import Step, necessary_flops, step
@@ -82,8 +82,8 @@ def plan(
     for candidate in candidates(
         rules or config, devices, most_tensor or gpu.per_node, most_context or devices
     ):
-        if isinstance(candidate, Refusal):
-            refused[str(candidate.problem)] += 1
+        if isinstance(candidate, Problem):
+            refused[str(candidate)] += 1
             continue
         cut = (candidate.tensor, candidate.context, candidate.pipeline, candidate.zero_stage)
         way = (*cut, candidate.recompute)
