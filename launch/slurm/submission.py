@@ -6,7 +6,7 @@ import shutil
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,6 +20,7 @@ from launch.slurm_programs import SlurmRefused, call, foreign_variables, require
 from megakernel.config import UserError
 from megakernel.training import events
 from megakernel.training.environment import git, revision
+from megakernel.training.run_lock import LEASE_SECONDS, RunLock
 
 from .attempt import HereJob
 from .job_folder import Job, JobFolder, Settings, write_settings
@@ -82,9 +83,9 @@ def submit(request: Request) -> list[Job]:
     Raises UserError where a member has a live job, SlurmRefused where Slurm does not take the job; nothing is left
     behind then, and jobs of a chain that were taken are cancelled again.
     """
-    for member in request.members:
-        _refuse_live(JobFolder(member.run))
-    with _nothing_left_behind(request):
+    with _alone(request):
+        for member in request.members:
+            _refuse_live(JobFolder(member.run))
         _write(request)
         if request.cluster.executor == "slurm":
             return _submit_to_slurm(request)
@@ -116,8 +117,11 @@ def _write(request: Request) -> None:
                 f"{member.run} was submitted less than a second ago; see megakernel status {member.run}"
             ) from None
         except OSError as error:
-            remedy = "make it writable or choose another run.root"
-            raise UserError(f"{member.run} cannot hold the run ({error}); {remedy}") from None
+            raise _unwritable(member.run, error) from None
+
+
+def _unwritable(run: Path, error: OSError) -> UserError:
+    return UserError(f"{run} cannot hold the run ({error}); make it writable or choose another run.root")
 
 
 def _close(folder: Path) -> None:
@@ -251,17 +255,47 @@ def _refused(stderr: str, request: Request) -> SlurmRefused:
 
 
 @contextmanager
-def _nothing_left_behind(request: Request) -> Iterator[None]:
-    """Where the block fails, remove what it has made, up to the first folder that was there before."""
-    made = [_first_missing(request.folder(member)) for member in request.members]
-    logs = [member.run / "logs" for member in request.members if not (member.run / "logs").exists()]
-    try:
-        yield
-    except BaseException:
-        for path in (*made, *logs):
-            if path is not None:
+def _alone(request: Request) -> Iterator[None]:
+    """Nobody else submits these runs before the block ends; where it fails, what it has made is removed.
+
+    Whoever waited finds the job that was submitted meanwhile. A submitter that is killed leaves no lock.
+    """
+    made: list[Path] = []
+    with ExitStack() as last:
+        try:
+            for member in sorted(request.members, key=lambda member: member.run):  # in everybody's order
+                for parent in reversed([path for path in member.run.parents if not path.exists()]):
+                    last.callback(_remove_if_empty, parent)
+                last.callback(_lock(member.run).release)
+                is_new = os.listdir(member.run) == [_LOCK]
+                parts = request.folder(member), member.run / "logs"
+                made += [member.run] if is_new else filter(None, map(_first_missing, parts))
+            yield
+        except BaseException:
+            for path in made:
                 shutil.rmtree(path, ignore_errors=True)
-        raise
+            raise
+
+
+_LOCK = "submitting"
+
+
+def _lock(run: Path) -> RunLock:
+    while True:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            lock = RunLock(run, LEASE_SECONDS, name=_LOCK, held_to="submits")
+        except FileNotFoundError:
+            continue  # another submission was refused, and has removed the folder again
+        except OSError as error:
+            raise _unwritable(run, error) from None
+        if lock.is_of_its_file:
+            return lock
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _first_missing(folder: Path) -> Path | None:

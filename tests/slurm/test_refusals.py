@@ -1,12 +1,16 @@
 """What cannot be submitted is refused in one line, and leaves nothing behind."""
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from launch.exit_status import ExitStatus
-from tests.slurm.submitting import last, megakernel, status, story, submit, until_state
+from tests.slurm.submitting import last, megakernel, status, story, submit, until, until_state
 
 USAGE, NOT_FOUND, REFUSED = ExitStatus.USAGE, ExitStatus.NOT_FOUND, ExitStatus.REFUSED
 
@@ -150,3 +154,43 @@ def test_a_job_whose_parent_fails_is_cancelled_and_does_not_wait_for_ever(place)
     assert until_state("child", "CANCELLED")["why"] == "cancelled"
     assert story("child") == ["submitted"]
     assert last("parent", "ended")["status"] == USAGE
+
+
+def typed(place, words, path):
+    """The command as a process of its own, with its own `sbatch`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.cli", *words.split()],
+        cwd=place,
+        env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_of_two_submits_of_one_run_at_once_the_second_is_refused(place, tmp_path):
+    # Long enough for the other to look for a live job before there is one.
+    slow = tmp_path / "sbatch"
+    slow.write_text(f'#!/bin/bash\ntouch first\nsleep 12\nexec {shutil.which("sbatch")} "$@"\n')
+    slow.chmod(0o755)
+    both = [typed(place, "submit run.yaml --name twice --sbatch hold", tmp_path)]
+    until(Path("first").exists)
+    both.append(typed(place, "submit run.yaml --name twice --sbatch hold", tmp_path))
+    errors = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, USAGE], errors
+    assert "has a live job (" in "".join(errors)
+    assert story("twice") == ["submitted"]
+    assert megakernel("cancel twice").status == 0
+    assert "submitting" not in {path.name for path in Path("runs/twice").iterdir()}
+
+
+def test_a_submitter_that_was_killed_does_not_lock_the_run(place, tmp_path):
+    stuck = tmp_path / "sbatch"
+    stuck.write_text("#!/bin/bash\ntouch stuck\nsleep 600\n")
+    stuck.chmod(0o755)
+    process = typed(place, "submit run.yaml --name killed --sbatch hold", tmp_path)
+    until(Path("stuck").exists)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    until(lambda: megakernel("submit run.yaml --name killed --sbatch hold").status == 0)
+    assert megakernel("cancel killed").status == 0
