@@ -63,6 +63,8 @@ def _status_of(how: str) -> int:
     return 128 + _SIGNALS.get(how.partition(" (core dumped)")[0], 0)
 
 
+ENDED_ON_REQUEST = "ended on request"
+
 STANDSTILL = 2
 """Restarts in a row without a step saved, after which another would not give a process the memory that it lacks."""
 
@@ -151,7 +153,7 @@ def _end(status: int) -> str:
         ExitStatus.OUT_OF_MEMORY: "ran out of memory, of which --mem gives more",
         ExitStatus.NOT_FINITE: "the loss or its gradients stayed non-finite",
         ExitStatus.IN_USE: "another process writes into the run's folder",
-        ExitStatus.TERMINATED: "ended on request",
+        ExitStatus.TERMINATED: ENDED_ON_REQUEST,
     }
     if status in list(ExitStatus):
         return plain.get(ExitStatus(status), "failed")

@@ -3,11 +3,11 @@
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.exit_status import ExitStatus
-from launch.slurm_programs import ask, call
+from launch.slurm_programs import SlurmRefused, ask, call
 
 from .job_folder import Job, JobFolder
 
@@ -95,7 +95,18 @@ def states_of(run: JobFolder, known: Mapping[str, JobState] | None = None) -> di
     """
     if known is None:
         known = known_to_slurm([run])
-    return {job.id: known.get(job.id) or _by_its_record(run, job) for job in run.jobs()}
+    return {job.id: _state(run, job, known) for job in run.jobs()}
+
+
+def _state(run: JobFolder, job: Job, known: Mapping[str, JobState]) -> JobState:
+    """Slurm's word, but of a job that was ended on request: there it is COMPLETED, for what waits for it."""
+    state = known.get(job.id)
+    if state is not None and state.state != "COMPLETED":
+        return state
+    recorded = _by_its_record(run, job)
+    if state is None:
+        return recorded
+    return replace(state, state="CANCELLED") if recorded.state == "CANCELLED" else state
 
 
 def live_jobs(run: JobFolder) -> dict[str, str]:
@@ -110,12 +121,22 @@ def wait_until_ended(jobs: Mapping[JobFolder, Sequence[Job]], meanwhile: Callabl
     asked = -_ASK_SECONDS
     while True:
         if time.monotonic() - asked >= _ASK_SECONDS:
-            asked, known = time.monotonic(), job_states(of_slurm)
-        states = [known.get(job.id) or _by_its_record(run, job) for run, some in jobs.items() for job in some]
+            asked, known = time.monotonic(), _asked_again(of_slurm, known)
+        states = [_state(run, job, known) for run, some in jobs.items() for job in some]
         meanwhile()
         if not any(state.is_live for state in states):
             return
         time.sleep(_POLL_SECONDS)
+
+
+def _asked_again(jobs: Sequence[str], known: dict[str, JobState]) -> dict[str, JobState]:
+    """The states of jobs; while Slurm does not answer those that were `known` before."""
+    try:
+        return job_states(jobs)
+    except SlurmRefused:
+        if not known:
+            raise
+        return known
 
 
 def _by_its_record(run: JobFolder, job: Job) -> JobState:

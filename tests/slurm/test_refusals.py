@@ -149,7 +149,8 @@ def test_a_run_has_one_live_job_and_ends_before_it_started(place):
 def test_a_job_whose_parent_fails_is_cancelled_and_does_not_wait_for_ever(place):
     (parent,) = submit("--name parent -- evaluate runs/nosuch")
     submit(f"run.yaml --name child --dependency afterok:{parent}")
-    assert until_state("parent", "FAILED")["why"] == "refused its command line or configuration"
+    why = until_state("parent", "FAILED")["why"]
+    assert why.startswith("refused its command line or configuration (runs/nosuch is not the folder of a run")
     assert "runs/nosuch is not the folder of a run" in megakernel("logs parent --stderr").out
     assert until_state("child", "CANCELLED")["why"] == "cancelled"
     assert story("child") == ["submitted"]
@@ -194,3 +195,23 @@ def test_a_submitter_that_was_killed_does_not_lock_the_run(place, tmp_path):
     process.communicate()
     until(lambda: megakernel("submit run.yaml --name killed --sbatch hold").status == 0)
     assert megakernel("cancel killed").status == 0
+
+
+def test_without_slurmctld_the_run_says_what_it_knows(place):
+    (job,) = submit("run.yaml --name alone --sbatch hold")
+    folder = Path(os.environ["SLURM_CONF"]).parent
+    pid = int((folder / "run/slurmctld.pid").read_text())
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    try:
+        said = megakernel("status alone")
+        table = megakernel("status")
+        assert megakernel("cancel alone").status == REFUSED
+    finally:
+        subprocess.run(["slurmctld"], check=True)
+    assert (said.status, table.status) == (0, 0)
+    assert f"job        {job}\n" in said.out
+    assert "squeue cannot reach Slurm (" in said.out
+    assert "squeue cannot reach Slurm (" in table.out
+    until_state("alone", "PENDING")
+    assert megakernel("cancel alone").status == 0

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from launch.exit_status import ExitStatus
+from launch.slurm.states import by_queue
 from tests.distributed.training_run import scalars, train
 from tests.slurm.submitting import (
     kill,
@@ -98,8 +99,9 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
     until_step("killed", 40)
     assert b"HF_TOKEN=hunter2" in Path(f"/proc/{process_of(job, 1)}/environ").read_bytes().split(b"\0")
     assert "saves and ends" in megakernel("cancel killed --save").out
-    ended = until_state("killed", "FAILED", "CANCELLED")
-    assert ended["why"] == "ended on request"
+    ended = until_state("killed", "FAILED", "CANCELLED", "COMPLETED")
+    assert (ended["state"], ended["why"]) == ("CANCELLED", "ended on request")
+    assert by_queue()[job].state == "COMPLETED", "what waits for it with afterok begins"
     assert ended["saved"] == last("killed", "signalled")["step"]
     assert story("killed", job)[-3:] == ["cancelled", "signalled", "ended"]
     assert megakernel("resume killed -N 1 -G 1 --json").status == 0
@@ -116,8 +118,8 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
 def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place, of_two):
     # Between saves: a rank that hangs in one is noticed by the collectives' timeout alone.
     saves, limit = "checkpoint.every=30", "parallel.stall_minutes=0.2"
-    jobs = submit("run.yaml --name chain -N 2 --chain 3 --env SLURM_WAIT=5", saves, limit)
-    assert len(jobs) == 3
+    jobs = submit("run.yaml --name chain -N 2 --chain 4 --env SLURM_WAIT=5", saves, limit)
+    assert len(jobs) == 4
     until_step("chain", 32)
     kill(jobs[0], 1, signal.SIGSTOP)
     until(lambda: "ended" in story("chain", jobs[0]))
@@ -127,7 +129,12 @@ def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place,
     until_step("chain", 50)
     assert megakernel("cancel chain").status == 0  # this link alone
     until(lambda: status("chain")["jobs"][jobs[1]] == "CANCELLED")
+    until(lambda: "started" in story("chain", jobs[2]))
+    until_step("chain", last("chain", "started")["step"] + 3)
+    subprocess.run(["scancel", "--signal=USR2", jobs[2]], check=True)  # as before a time limit
     until(lambda: status("chain")["jobs"][jobs[2]] == "COMPLETED")
+    assert last("chain", "ended")["status"] == ExitStatus.STOPPED
+    until(lambda: status("chain")["jobs"][jobs[3]] == "COMPLETED")
     same("chain", of_two)
 
 
