@@ -155,7 +155,8 @@ def table(found: Iterable[RunStatus], root: Path, columns: Sequence[str], width:
     lines = []
     for row in rows:
         cells = dict(zip(titles, row))
-        parts = textwrap.wrap(cells[last], max(_LEAST_OF_LAST, (width or math.inf) - len(indent)))
+        room = widths[last] + 1 if width is None else width - len(indent)
+        parts = textwrap.wrap(cells[last], max(_LEAST_OF_LAST, room))
         first = "  ".join(
             f"{cells[title]:{'>' if title in _RIGHT else '<'}{widths[title]}}" for title in shown
         )

@@ -50,7 +50,7 @@ _REFUSALS = (
     _Refusal("--time specification", "time", _say("write hours:minutes:seconds")),
     _Refusal("time limit", "time", _listed("a limit within the partitions'", "sinfo", "-h", "-o", "%l")),
     _Refusal("--mem", "mem", _say("write a number and a unit, such as 200G")),
-    _Refusal("dependency", "dependency", _say("write TYPE:JOB, such as afterok:17")),
+    _Refusal("dependency", "dependency", _say("write TYPE:RUN or TYPE:JOB, such as afterok:17")),
     _Refusal("generic resource|gres", "gpus_per_node", _listed("GPUs of a node", "sinfo", "-h", "-o", "%G")),
     _Refusal("job array", "array", _say("give fewer indices; `scontrol show config` has MaxArraySize")),
     _Refusal(

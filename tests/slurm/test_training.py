@@ -20,6 +20,7 @@ from tests.slurm.submitting import (
     megakernel,
     metrics,
     process_of,
+    scontrol,
     status,
     story,
     submit,
@@ -152,8 +153,13 @@ def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
     config = Path("runs/grid-1/submissions", answer["submission"], "config.yaml")
     Path("runs/grid-1/config.yaml").write_text(config.read_text().replace("seed: 7", "seed: 8"))
 
-    first = answer["jobs"][0]
+    first, array = answer["jobs"][0], answer["jobs"][0].partition("_")[0]
+    assert [json.loads(line)["run"] for line in megakernel("status grid --json").out.splitlines()] == answer[
+        "runs"
+    ]
+    assert megakernel("status", array).out.count("grid-") == 2
     until_step("grid-0", 3)
+    assert "grid-0: step " in megakernel("logs grid-* --grep step").out
     subprocess.run(["scancel", "--signal=USR2", first], check=True)
     until(lambda: story("grid-0", first)[-1] == "requeued")
 
@@ -163,6 +169,14 @@ def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
     assert losses("grid-1") == {}
     done = until_state("grid-0", "FAILED", "COMPLETED")
     assert (done["state"], done["restarts"], list(losses("grid-0"))) == ("COMPLETED", 1, list(range(1, 61)))
+
+    Path("runs/grid-1/config.yaml").unlink()
+    assert megakernel("resume grid training.steps=70 --sbatch hold").status == 0
+    assert [status(run)["state"] for run in answer["runs"]] == ["PENDING", "PENDING"]
+    said = megakernel("cancel grid-* --chain")
+    assert said.out.count(" ends: runs/grid-") == 2
+    for run in answer["runs"]:
+        until_state(run, "CANCELLED")
 
 
 @pytest.mark.second
@@ -196,6 +210,36 @@ def test_an_up_training_goes_on_in_the_stage_that_was_interrupted(place):
     said = megakernel("resume up --from-step 4")
     assert (said.status, len(said.err.splitlines())) == (2, 1)
     assert "each stage of runs/up has steps of its own" in said.err
+
+
+@pytest.mark.second
+@pytest.mark.timeout(600)
+def test_a_pipeline_is_submitted_at_once_by_the_names_of_its_runs(place):
+    Path("piped.yaml").write_text(
+        "extends: run.yaml\ndata: {train: piped}\nmodel: {attention: softmax}\ntraining: {steps: 4}\n"
+    )
+    Path("raised.yaml").write_text(
+        "extends: run.yaml\ndata: {train: piped}\ninit: {from: runs/p-dense}\ntraining: {steps: 4}\n"
+        "uptrain: {transfer: {steps: 2}, alpha: 0}\n"
+    )
+    text = "--source part.jsonl --tokenizer byte --out piped --validation-fraction 0.2"
+    lines = [json.dumps({"text": f"document {at} " * 90}) for at in range(40)]
+    Path("part.jsonl").write_text("\n".join(lines))
+    submit("--name p-text --sbatch hold -- prepare", text)
+    submit("piped.yaml --name p-dense --dependency afterok:p-text")
+    submit("raised.yaml --name p-up --dependency afterok:p-dense training.eval_samples=4")
+    submit("--name p-ppl --dependency afterok:p-up -- evaluate runs/p-up/2-main --json")
+    submit("--name p-hf --dependency afterok:p-up,afterany:p-ppl -- export runs/p-up/2-main --to hf")
+    assert {status(run)["why"] for run in ("p-dense", "p-up", "p-ppl", "p-hf")} == {"Dependency"}
+    scontrol("release", status("p-text")["job"])
+    for run in ("p-text", "p-dense", "p-up", "p-ppl", "p-hf"):
+        done = until_state(run, "COMPLETED", "FAILED", "CANCELLED")
+        assert done["state"] == "COMPLETED", done
+    assert Path("hf/config.json").exists()
+    # What has come true needs no job that Slurm still knows; what cannot is refused.
+    assert "--dependency" not in megakernel("submit run.yaml --dependency afterok:p-dense --dry-run").out
+    said = megakernel("submit run.yaml --dependency afternotok:p-dense")
+    assert (said.status, "has ended" in said.err) == (2, True)
 
 
 def test_an_array_prepares_a_corpus_for_each_part_of_the_text(place):
