@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.arguments import Number
-from launch.slurm.options import add_cluster_options, cluster_of
+from launch.slurm.options import add_cluster_options, cluster_of, cores_per_task
 from launch.slurm.script import INDEX
 from launch.slurm_programs import require
 from megakernel.config import (
@@ -202,7 +202,7 @@ def training_request(
         new_name(),
         [command, "$submission/config.yaml"],
         array,
-        _waits_for(dependency),
+        _waits_for(dependency) | cores_per_task(cluster),
         members,
         chain,
     )
@@ -272,6 +272,6 @@ def _other_command(args: argparse.Namespace) -> "Request":
     members = [Member(base.with_name(f"{name}-{number}"), index=number) for number in numbers] or [
         Member(base)
     ]
-    waits = _waits_for(args.dependency)
+    options = _waits_for(args.dependency) | cores_per_task(single)
     template = args.config if args.config in _OWN_TEMPLATE else "command"
-    return Request(template, single, base.absolute(), new_name(), command, args.array, waits, members)
+    return Request(template, single, base.absolute(), new_name(), command, args.array, options, members)

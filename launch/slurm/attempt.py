@@ -182,6 +182,8 @@ class HereJob:
         run, cluster = self.submission.parents[1], settings.resources
         command = [word.replace("$submission", str(self.submission)) for word in settings.command]
         os.environ.update(cluster.environment)
+        path = [str(self.submission / "code"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, path)), PYTHONSAFEPATH="1")
         os.environ[events.JOB_VARIABLE] = JobEnvironment().job_id
         for number in count():
             os.environ[events.RESTART_VARIABLE] = str(number)

@@ -51,11 +51,15 @@ _REFUSALS = (
     _Refusal("time limit", "time", _listed("a limit within the partitions'", "sinfo", "-h", "-o", "%l")),
     _Refusal("--mem", "mem", _say("write a number and a unit, such as 200G")),
     _Refusal("dependency", "dependency", _say("write TYPE:RUN or TYPE:JOB, such as afterok:17")),
-    _Refusal("generic resource|gres", "gpus_per_node", _listed("GPUs of a node", "sinfo", "-h", "-o", "%G")),
+    _Refusal(
+        "generic resource|gres",
+        "gpus_per_node gpu_type",
+        _listed("GPUs of a node", "sinfo", "-h", "-o", "%G"),
+    ),
     _Refusal("job array", "array", _say("give fewer indices; `scontrol show config` has MaxArraySize")),
     _Refusal(
         "[Nn]ode count|number of nodes|node configuration|Memory spec",
-        "nodes gpus_per_node mem nodelist constraint",
+        "nodes gpus_per_node gpu_type mem nodelist constraint",
         _say("ask for less; `sinfo -o '%D %G %m'` shows nodes, GPUs and memory"),
     ),
     _Refusal("unrecognized option|ambiguous", "", _say("see `sbatch --help` for its options")),

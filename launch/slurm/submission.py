@@ -3,7 +3,7 @@
 import io
 import os
 import shutil
-import tarfile
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
@@ -19,7 +19,7 @@ from launch.exit_status import ExitStatus
 from launch.slurm_programs import SlurmRefused, call, foreign_variables, require
 from megakernel.config import UserError
 from megakernel.training import events
-from megakernel.training.environment import git, revision
+from megakernel.training.environment import REVISION, git, revision
 from megakernel.training.run_lock import LEASE_SECONDS, RunLock
 
 from .attempt import HereJob
@@ -110,7 +110,7 @@ def _write(request: Request) -> None:
             if code is None:
                 code = write_snapshot(folder / "code")
             else:
-                shutil.copytree(code, folder / "code", copy_function=os.link)
+                (folder / "code").symlink_to(code.absolute())
             _close(folder)
         except FileExistsError:
             raise UserError(
@@ -130,39 +130,39 @@ def _close(folder: Path) -> None:
         path.chmod(0o700 if path.is_dir() else 0o600)
 
 
-_CODE = ("megakernel/*.py", "launch/*.py", "data_pipeline/*.py", "slurm/*.sbatch")
-"""What is taken along; anything else of a checkout may be data, or somebody's secrets."""
+_CODE = ("megakernel/*", "launch/*", "data_pipeline/*", "benchmarks/*.py", "slurm/*")
+"""What of a checkout's files is taken along; anything else may be data."""
+
+_NEW_CODE = tuple(f"{name}/*.py" for name in ("megakernel", "launch", "data_pipeline", "benchmarks"))
+"""The same of files that git does not know, which may be somebody's secrets."""
 
 
 def write_snapshot(folder: Path, repository: Path = REPOSITORY) -> Path:
-    """Write revision.txt, and where the code differs from it changes.diff and untracked.tar.gz.
+    """Write the code as it is now, for the job to run, and revision.txt; that alone where there is no checkout.
 
-    Gives the folder. To have them again: `git checkout REVISION`, `git apply changes.diff`, `tar xf untracked.tar.gz`.
+    Gives the folder.
     """
     folder.mkdir()
-    (folder / "revision.txt").write_text(revision(repository / "launch" / "cli.py") + "\n")
-    changes = git(repository, "diff", "--binary", "HEAD", "--", *_CODE)
-    if changes:
-        (folder / "changes.diff").write_text(changes + "\n")
-    listed = git(repository, "ls-files", "--others", "--exclude-standard", "-z", "--", *_CODE) or ""
-    sources = [repository / name for name in listed.split("\0") if name]
-    if sources:
-        with tarfile.open(folder / "untracked.tar.gz", "w:gz") as archive:
-            for path in sources:
-                archive.add(path, path.relative_to(repository))
+    (folder / REVISION).write_text(revision(repository / "launch" / "cli.py") + "\n")
+    tracked = git(repository, "ls-files", "-z", "--", *_CODE) or ""
+    new = git(repository, "ls-files", "--others", "--exclude-standard", "-z", "--", *_NEW_CODE) or ""
+    for name in {*tracked.split("\0"), *new.split("\0")}:
+        if (source := repository / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, folder / name)
     return folder
 
 
 def _submit_to_slurm(request: Request) -> list[Job]:
-    first = request.folder(request.members[0])
     ids: list[str] = []
     try:
         for _ in range(request.chain):
             text = (request.after(ids[-1]) if ids else request).text()
-            submitted = ScriptExecutor(first, text).submit_script()
-            ids.append(submitted.job_id)
-            for member in request.members[1:]:
-                shutil.copy(submitted.paths.submission_file, request.folder(member))
+            with tempfile.TemporaryDirectory() as scratch:  # submitit replaces %j in names of folders
+                submitted = ScriptExecutor(Path(scratch), text).submit_script()
+                ids.append(submitted.job_id)
+                for member in request.members:
+                    shutil.copy(submitted.paths.submission_file, request.folder(member))
         for member in request.members:
             _close(request.folder(member))
         return [job for id in ids for job in _written_down(id, request)]

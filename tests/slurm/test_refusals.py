@@ -18,6 +18,8 @@ REFUSALS = {
     "submit run.yaml -p nosuch": (REFUSED, "partition=nosuch: ", "choose one of the partitions: low, high"),
     "submit run.yaml -N 4": (REFUSED, "nodes=4, gpus_per_node=1: ", "ask for less"),
     "submit run.yaml -G 4": (REFUSED, "nodes=1, gpus_per_node=4: ", "ask for less"),
+    "submit run.yaml -G a100:1": (REFUSED, "nodes=1, gpus_per_node=1, gpu_type=a100: ", "ask for less"),
+    "submit run.yaml -G simulated:x": (USAGE, "gpus_per_node=x ", "change it"),
     "submit run.yaml --mem 900G": (REFUSED, "mem=900G: ", "ask for less"),
     "submit run.yaml --mem 2X": (USAGE, "mem=2X ", "such as 200G"),
     "submit run.yaml --nodelist n7": (REFUSED, "nodelist=n7: ", "choose nodes of this cluster, none"),
@@ -112,7 +114,7 @@ def test_dry_run_prints_what_slurm_takes_and_leaves_nothing(place):
     assert "{{" not in said.out
     tested = megakernel("submit run.yaml -N 2 -G 2 -t 30 --test-only")
     assert tested.status == 0
-    assert "using 4 processors on nodes n[1-2] in partition low" in tested.out
+    assert "using 8 processors on nodes n[1-2] in partition low" in tested.out
     assert files(place) == before
 
 
