@@ -223,7 +223,7 @@ def test_a_job_runs_the_code_of_its_submission_in_any_folder_and_with_its_part_o
             "--out",
             "corpus",
             "--validation-fraction",
-            "0.2",
+            "0",
         ],
         cwd=odd,
         env=os.environ | {"PYTHONPATH": str(checkout)},
