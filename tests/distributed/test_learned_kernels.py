@@ -12,6 +12,7 @@ MODEL = [
     "{preset: fastfood_rks, feature_map: {smoothing: 1.0}}, "
     "{preset: flurka, compression: {block_size: 16, rank: 4}, feature_map: {name: gmm_prf, resample_every: 2}}]",
     "schedule.name=constant",
+    "training.micro_batch_size=4",
 ]
 """Every learned kernel in a layer, with three draws of noise in the five steps, whatever their number."""
 

@@ -18,7 +18,7 @@ SCHEDULE = (
 )
 OPTIONS = (
     SCHEDULE,
-    "training.steps=7",
+    "training.steps=5",
     "training.seq_len=256",
     "training.global_batch_size=8",
     "training.micro_batch_size=1",
@@ -55,13 +55,13 @@ def one_process(tmp_path_factory, corpus):
 
 def test_what_was_read_is_counted_in_every_phase(one_process):
     config, lines = one_process
-    assert scalars(lines, "train/seq_len") == [64] * 3 + [256] * 4
+    assert scalars(lines, "train/seq_len") == [64] * 3 + [256] * 2
     first, second = 16 * 64, 8 * 256
-    tokens = [first, 2 * first, 3 * first, *(3 * first + n * second for n in range(1, 5))]
+    tokens = [first, 2 * first, 3 * first, *(3 * first + n * second for n in (1, 2))]
     assert scalars(lines, "train/tokens") == tokens
     run = load(config, OPTIONS).run.folder
     progress = find_checkpoint(run).progress
-    assert (progress.consumed_samples, progress.consumed_tokens) == (3 * 16 + 4 * 8, tokens[-1])
+    assert (progress.consumed_samples, progress.consumed_tokens) == (3 * 16 + 2 * 8, tokens[-1])
 
 
 def test_every_step_is_one_update_however_its_batch_is_cut(one_process, tmp_path):
@@ -83,7 +83,7 @@ def test_rows_may_grow_on_any_layout(layout, one_process, tmp_path):
 @pytest.mark.parametrize(
     "layout", tiered(["parallel.zero_stage=1", "parallel.pipeline=2"], ["parallel.zero_stage=1"])
 )
-@pytest.mark.parametrize("step", tiered([2, 5], [5]))
+@pytest.mark.parametrize("step", tiered([2, 4], [4]))
 def test_killed_in_any_phase_and_continued_the_numbers_are_the_same_bit_for_bit(
     layout, step, corpus, tmp_path
 ):
@@ -114,7 +114,7 @@ def test_a_finished_run_goes_on_with_longer_rows(one_process, corpus, tmp_path):
     assert scalars(lines, "train/loss") == scalars(expected, "train/loss")
 
 
-@pytest.mark.parametrize("steps", tiered([3, 5], [3]))
+@pytest.mark.parametrize("steps", tiered([3, 4], [3]))
 def test_a_checkpoint_is_evaluated_with_the_frequencies_it_was_trained_with(steps, one_process, tmp_path):
     config, _ = one_process
     lines = train(config, 1, *OPTIONS, f"training.steps={steps}", f"run.root={tmp_path}")

@@ -32,14 +32,15 @@ def kinds() -> list[str]:
 def one_process(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("one")
     config = write_config(folder, corpus)
-    return config, train(config, 1, *kinds())
+    return config, train(config, 1, *kinds(), "training.steps=3")
 
 
 @pytest.mark.parametrize("layout", tiered(LAYOUTS, ["tp2 cp2"]))
 def test_layout_gives_the_losses_of_one_process(layout, one_process, tmp_path):
     config, expected = one_process
     world_size, overrides = LAYOUTS[layout]
-    found = train(config, world_size, *kinds(), *overrides.split(), f"run.root={tmp_path}")
+    changes = ["training.steps=3", *overrides.split(), f"run.root={tmp_path}"]
+    found = train(config, world_size, *kinds(), *changes)
     assert_alike(found, expected)
 
 

@@ -12,7 +12,7 @@ from tests.distributed.ranks import RankFailedError, run_ranks
 from tests.distributed.training_run import assert_identical, pretrain_here, train, write_config
 from tests.tiers import tiered
 
-STEPS = 8
+STEPS = 6
 LAYOUTS = {
     "dp2": "",
     "dp2 zero 1": "parallel.zero_stage=1",

@@ -17,7 +17,10 @@ from tests.distributed.training_run import metrics, train, write_config
 from tests.tiers import tiered
 
 SEQ_LEN = 128
-OPTIONS = ("training.steps=4", "training.eval_every=2", "checkpoint.every=2", "logging.tensorboard=false")
+OPTIONS = (
+    *("training.steps=4", "training.micro_batch_size=4", "training.eval_every=2"),
+    *("checkpoint.every=2", "logging.tensorboard=false"),
+)
 
 
 @pytest.fixture(scope="module")
