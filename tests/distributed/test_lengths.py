@@ -9,7 +9,14 @@ from megakernel.config import load
 from megakernel.evaluation.run import evaluate_run
 from tests.distributed.ranks import RankFailedError, run_ranks
 from tests.distributed.test_resume import killed_at
-from tests.distributed.training_run import assert_alike, assert_identical, scalars, train, write_config
+from tests.distributed.training_run import (
+    assert_alike,
+    assert_identical,
+    layout,
+    scalars,
+    train,
+    write_config,
+)
 from tests.tiers import tiered
 
 SCHEDULE = (
@@ -35,15 +42,10 @@ OPTIONS = (
 )
 """The number of micro-batches per step changes too, from 4 to 8, and 3 * 4 is no multiple of 8."""
 
-LAYOUTS = {
-    "cp2": (2, "parallel.context=2"),
-    "pp2": (2, "parallel.pipeline=2"),
-    "tp2 sequence parallel": (2, "parallel.tensor=2 parallel.sequence_parallel=true"),
-    "dp2 zero 1": (2, "parallel.zero_stage=1"),
-    "dp2 zero 2": (2, "parallel.zero_stage=2"),
-    "cp2 zero 3": (2, "parallel.context=2 parallel.zero_stage=3"),
-    "cp2 pp2 zero 1": (4, "parallel.context=2 parallel.pipeline=2 parallel.zero_stage=1"),
-}
+LAYOUTS = [
+    *("cp2", "pp2", "tp2 sequence parallel", "dp2 zero 1", "dp2 zero 2"),
+    *("cp2 zero 3", "cp2 pp2 zero 1"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -72,27 +74,24 @@ def test_every_step_is_one_update_however_its_batch_is_cut(one_process, tmp_path
     assert scalars(found, "train/loss") == pytest.approx(scalars(expected, "train/loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", tiered(LAYOUTS, ["cp2", "pp2", "dp2 zero 2"]))
-def test_rows_may_grow_on_any_layout(layout, one_process, tmp_path):
+@pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["cp2", "pp2", "dp2 zero 2"]))
+def test_rows_may_grow_on_any_layout(ranks, one_process, tmp_path):
     config, expected = one_process
-    world_size, overrides = LAYOUTS[layout]
-    found = train(config, world_size, *OPTIONS, *overrides.split(), f"run.root={tmp_path}")
+    found = train(config, *layout(ranks), *OPTIONS, f"run.root={tmp_path}")
     assert_alike(found, expected)
 
 
-@pytest.mark.parametrize(
-    "layout", tiered(["parallel.zero_stage=1", "parallel.pipeline=2"], ["parallel.zero_stage=1"])
-)
+@pytest.mark.parametrize("ranks", tiered(["dp2 zero 1", "pp2"], ["dp2 zero 1"]))
 @pytest.mark.parametrize("step", tiered([2, 4], [4]))
 def test_killed_in_any_phase_and_continued_the_numbers_are_the_same_bit_for_bit(
-    layout, step, corpus, tmp_path
+    ranks, step, corpus, tmp_path
 ):
     config = write_config(tmp_path, corpus)
-    overrides = (*OPTIONS, layout)
-    whole = train(config, 2, *overrides, "run.name=whole")
+    world_size, *overrides = (*layout(ranks), *OPTIONS)
+    whole = train(config, world_size, *overrides, "run.name=whole")
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(killed_at, 2, config, (*overrides, "run.name=killed"), step)
-    continued = train(config, 2, *overrides, "run.name=killed")
+        run_ranks(killed_at, world_size, config, (*overrides, "run.name=killed"), step)
+    continued = train(config, world_size, *overrides, "run.name=killed")
     assert_identical(continued, whole)
 
 
