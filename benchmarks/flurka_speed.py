@@ -1,11 +1,12 @@
 """FLuRKA's speed claim: one attention layer, forward, against its low-rank and its kernel parent.
 
     python -m benchmarks.flurka_speed --out benchmarks/results/flurka_speed_cpu.md
+    python -m benchmarks.flurka_speed --draw benchmarks/results/flurka_speed_cpu.md --out docs/images/flurka_speed.png
 
 The paper measures models on A100s: 3.3x over Linformer at the end of its d_k sweep, 1.7x over the kernel at the end
 of its d_m sweep, both with N = 20k. Here N is the same and widths are scaled down, inside the region of its claim 1
-(megakernel.analysis.claims), where operations are fewer than those of both parents. A layer is its three projections
-and its mechanism; biases, norms and the output projection are the same for all and left out.
+(megakernel.analysis.plots.claims), where operations are fewer than those of both parents. A layer is its three
+projections and its mechanism; biases, norms and the output projection are the same for all and left out.
 """
 
 import argparse
@@ -13,19 +14,23 @@ import os
 import re
 import time
 from collections.abc import Callable
-from datetime import date
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.page import add_out, description, give
-from megakernel.analysis.claims import Sizes, in_region_of_claim_1, is_long_enough, speedups
+from benchmarks.page import give, opening, table
+from megakernel.analysis.plots.claims import Sizes, in_region_of_claim_1, is_long_enough, speedups
+from megakernel.analysis.plots.drawing import lines
+from megakernel.analysis.plots.table import Row
 from megakernel.attention import build
 
 TOKENS, HEADS = 20_000, 8
 RANK_SWEEP = [Sizes(TOKENS, rank, 512, HEADS) for rank in (128, 256, 384, 480)]
 WIDTH_SWEEP = [Sizes(TOKENS, 256, width, HEADS) for width in (320, 512, 768, 1024)]
+COLUMNS = ["d_k", "d_m", "kernel", "Linformer ms", "kernel ms", "FLuRKA ms"]
+COLUMNS += ["over Linformer", "predicted", "over kernel", "predicted"]
 KERNELS = {"RNN": ("linear", "flurka_rnn"), "Performer": ("performer", "flurka_performer")}
 
 
@@ -76,7 +81,7 @@ def seconds(forwards: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str
 
 def rows(sweep: list[Sizes], repeats: int) -> list[str]:
     """One row of the table for each size and kernel."""
-    lines = []
+    measured = []
     for sizes in sweep:
         assert in_region_of_claim_1(sizes), sizes
         assert is_long_enough(sizes), sizes
@@ -85,19 +90,19 @@ def rows(sweep: list[Sizes], repeats: int) -> list[str]:
         low, kernel = speedups(sizes)
         for name, (parent, flurka) in KERNELS.items():
             own = times[flurka]
-            lines.append(
+            measured.append(
                 f"| {sizes.rank} | {sizes.width} | {name} | {times['linformer'] * 1e3:.0f} "
                 f"| {times[parent] * 1e3:.0f} | {own * 1e3:.0f} "
                 f"| **{times['linformer'] / own:.2f}x** | {low:.2f}x "
                 f"| **{times[parent] / own:.2f}x** | {kernel:.2f}x |"
             )
-            print(lines[-1], flush=True)
-    return lines
+            print(measured[-1], flush=True)
+    return measured
 
 
-def summary(lines: list[str]) -> str:
+def summary(measured: list[str]) -> str:
     """How often FLuRKA was faster than both parents, and by how much at most."""
-    ratios = [[float(cell) for cell in re.findall(r"\*\*([\d.]+)x\*\*", line)] for line in lines]
+    ratios = [[float(cell) for cell in re.findall(r"\*\*([\d.]+)x\*\*", line)] for line in measured]
     faster = sum(min(pair) > 1 for pair in ratios)
     over_low_rank, over_kernel = (max(side) for side in zip(*ratios))
     return (
@@ -108,21 +113,17 @@ def summary(lines: list[str]) -> str:
 
 def report(repeats: int) -> str:
     """The page: both sweeps, and where and when they ran."""
-    columns = ["d_k", "d_m", "kernel", "Linformer ms", "kernel ms", "FLuRKA ms"]
-    columns += ["over Linformer", "predicted", "over kernel", "predicted"]
-    head = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
     before = os.getloadavg()
     ranks, widths = rows(RANK_SWEEP, repeats), rows(WIDTH_SWEEP, repeats)
     after = os.getloadavg()
     return "\n".join(
         [
-            "# FLuRKA's speed on a CPU",
-            "",
-            f"`python -m benchmarks.flurka_speed`, {date.today().isoformat()}, {description()}, float32. "
-            f"Load average before {before[0]:.1f}, after {after[0]:.1f}: "
-            f"other work ran on the machine, so each number is the fastest of {repeats} turns that all layers took one "
-            "after the other.",
-            "",
+            *opening(
+                "FLuRKA's speed on a CPU",
+                "python -m benchmarks.flurka_speed",
+                f", float32. Load average before {before[0]:.1f}, after {after[0]:.1f}: other work ran on the "
+                f"machine, so each number is the fastest of {repeats} turns that all layers took one after the other",
+            ),
             f"One attention layer (three projections and the mechanism), forward, one sequence of N = {TOKENS} tokens, "
             f"H = {HEADS}, phi as wide as a head. *Predicted* is the ratio of operations in the paper's eqs. 6 to "
             "8, which counts a softmax weight like one multiplication.",
@@ -134,25 +135,55 @@ def report(repeats: int) -> str:
             "",
             "## d_k sweep",
             "",
-            head,
-            *ranks,
-            "",
+            *table(COLUMNS, ranks),
             "## d_m sweep",
             "",
-            head,
-            *widths,
-            "",
+            *table(COLUMNS, widths),
         ]
     )
 
 
+def measurements(page: str) -> list[Row]:
+    """sweep (of d_k or d_m), size, layer, ms: one for each number of milliseconds of the page's tables."""
+    found: list[Row] = []
+    sweep = ""
+    for line in page.splitlines():
+        if line.startswith("## "):
+            sweep = line.split()[1]
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not cells[0].isdigit():
+            continue
+        size = int(cells[COLUMNS.index(sweep)])
+        for name in ("Linformer", "kernel", "FLuRKA"):
+            label = name if name == "Linformer" else f"{name} ({cells[2]})"
+            ms = int(cells[COLUMNS.index(f"{name} ms")])
+            found.append({"sweep": sweep, "size": size, "layer": label, "ms": ms})
+    return found
+
+
+def draw(page: Path, out: Path) -> None:
+    """The curves of a page (FLuRKA, figures 3 and 4) as a picture."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    rows_read = measurements(page.read_text(encoding="utf-8"))
+    lines(rows_read, "size", "ms", "layer", "sweep").savefig(out, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_out(parser)
+    parser.add_argument(
+        "--out", type=Path, help="where the page or picture is written; a page is printed otherwise"
+    )
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--draw", type=Path, metavar="PAGE", help="draw what a page says, and measure nothing"
+    )
     arguments = parser.parse_args()
-    page = report(arguments.repeats)
-    give(page, arguments.out)
+    if arguments.draw is None:
+        give(report(arguments.repeats), arguments.out)
+    elif arguments.out is None:
+        parser.error("--draw needs --out, where the picture is written")
+    else:
+        draw(arguments.draw, arguments.out)
 
 
 if __name__ == "__main__":

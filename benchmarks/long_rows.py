@@ -16,11 +16,10 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.page import description
+from benchmarks.page import give, opening
 from megakernel.config import load
 
 CONFIG = Path("configs/million_token_cpu.yaml")
@@ -77,11 +76,11 @@ def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
     per_token = [row.seconds / row.tokens * 1e6 for row in rows]
     bytes_per_token = [(row.peak - base.peak) * processes * 2**30 / row.tokens for row in rows]
     lines = [
-        "# Long rows on a CPU",
-        "",
-        f"`{command}`, {date.today()}, {description()} in each of {processes} processes "
-        f"(`parallel.context: {processes}`).",
-        "",
+        *opening(
+            "Long rows on a CPU",
+            command,
+            f" in each of {processes} processes (`parallel.context: {processes}`)",
+        ),
         f"`{CONFIG}`: {_model(longest.tokens)} Times are medians of the steps behind the first {WARM}. Memory is the "
         f"peak of the process that takes most, times {processes}; before any token both together hold "
         f"{base.peak * processes:.2f} GiB (rows of {base.tokens:,} tokens), and memory per token is what comes on top.",
@@ -130,8 +129,7 @@ def main() -> None:
     losses = rows[-1].losses
     if not losses[-1] < losses[0]:
         raise SystemExit(f"the loss did not fall: {losses}; no page is written")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(page(rows, base, processes, "OMP_NUM_THREADS=1 python -m benchmarks.long_rows"))
+    give(page(rows, base, processes, "OMP_NUM_THREADS=1 python -m benchmarks.long_rows"), options.out)
     print(options.out)
 
 

@@ -13,11 +13,10 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, description, give
+from benchmarks.page import add_out, give, opening, table
 from benchmarks.trained import best_step, trained
 from data_pipeline.manifest import Manifest
 from megakernel.config import PRESETS, UserError, load
@@ -115,16 +114,11 @@ def page(command: str, config: Path, rows: Iterable[str], first: Evaluation) -> 
     columns = ["attention", "runs", *scores_of(first), "steps"]
     return "\n".join(
         [
-            f"# {config.parent.name}: {config.stem}",
-            "",
-            f"`{command}`, {date.today().isoformat()}, {description()}.",
-            "",
+            *opening(f"{config.parent.name}: {config.stem}", command),
             f"Means over seeds, with sample standard deviations, on the {first.samples:,} samples of the {first.split} "
             "split; the checkpoint of each run that was best on the validation split.",
             "",
-            f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
-            *rows,
-            "",
+            *table(columns, rows),
         ]
     )
 

@@ -3,6 +3,8 @@
 import argparse
 import os
 import platform
+from collections.abc import Iterable, Sequence
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -16,6 +18,16 @@ def description() -> str:
         f"{processor}, {torch.get_num_threads()} thread(s) of {os.cpu_count()} cores, "
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
+
+
+def opening(title: str, command: str, more: str = "") -> list[str]:
+    """The first lines of a page: its title, the command, the day, the machine, and what more decides the numbers."""
+    return [f"# {title}", "", f"`{command}`, {date.today().isoformat()}, {description()}{more}.", ""]
+
+
+def table(columns: Sequence[str], rows: Iterable[str]) -> list[str]:
+    """The lines of a table, rows as they are, with an empty one behind."""
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows, ""]
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:

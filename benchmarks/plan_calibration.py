@@ -6,13 +6,12 @@ OMP_NUM_THREADS=1 python -m benchmarks.plan_calibration --out benchmarks/results
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.page import description
+from benchmarks.page import opening
 from benchmarks.real_runs import Held, held_bytes, kept_bytes
 from megakernel.analysis.planning import CPU, Job, Layout
 from megakernel.analysis.planning.memory import memory
@@ -116,11 +115,11 @@ def name_of(job: Job) -> str:
 def page(runs: list[Measured], command: str) -> str:
     kept, held = errors(runs)
     lines = [
-        "# What `megakernel plan` says and what a CPU holds",
-        "",
-        f"`{command}`, {date.today().isoformat()}, {description()}; float32, one process, one thread, one row per "
-        f"step, {VOCAB:,} ids.",
-        "",
+        *opening(
+            "What `megakernel plan` says and what a CPU holds",
+            command,
+            f"; float32, one process, one thread, one row per step, {VOCAB:,} ids",
+        ),
         f"* bytes kept by a layer: off by {min(kept):+.1%} to {max(kept):+.1%};",
         f"* bytes held at most: off by {min(held):+.1%} to {max(held):+.1%}.",
         "",

@@ -16,11 +16,10 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, description, give
+from benchmarks.page import add_out, give, opening, table
 from benchmarks.trained import curve, megakernel, trained
 from megakernel.config import PRESETS, Attention, Config, Training, UserError, expand_preset, load
 from megakernel.evaluation.records import file_name
@@ -171,10 +170,7 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
     ]
     return "\n".join(
         [
-            f"# {plan.of.partition(':')[0]} by mechanism",
-            "",
-            f"`{command}`, {date.today().isoformat()}, {description()}.",
-            "",
+            *opening(f"{plan.of.partition(':')[0]} by mechanism", command),
             f"`{plan.task}` ([what that is](../../docs/evaluation.md#tasks-that-are-made-here)), tokenizer "
             f"`{plan.tokenizer}`. {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
             f"{training.steps} steps of {training.global_batch_size} rows of {training.seq_len} tokens, "
@@ -183,9 +179,7 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
             f"answers alone. Losses by step are of held-out examples, the last ones and the "
             f"share of right answers of {EXAMPLES} others, at other lengths of {OTHER_EXAMPLES}.",
             "",
-            f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
-            *(found.row() for found in outcomes),
-            "",
+            *table(columns, (found.row() for found in outcomes)),
         ]
     )
 

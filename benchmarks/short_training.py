@@ -17,14 +17,14 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, description, give
+from benchmarks.page import add_out, give, opening, table
 from megakernel.config import PRESETS, Attention, Config, ConfigError, check_same_run, expand_preset, load
 
 CONFIG = Path(__file__).with_suffix(".yaml")
+COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.short_training"
 AVERAGED = 10
 """Steps whose mean is the first and the last training loss."""
 
@@ -203,11 +203,7 @@ def page(outcomes: list[Outcome]) -> str:
     ordered = sorted(outcomes, key=lambda found: (found.run.kind, found.after))
     return "\n".join(
         [
-            "# 200 steps of every mechanism",
-            "",
-            "`OMP_NUM_THREADS=1 python -m benchmarks.short_training`, "
-            f"{date.today().isoformat()}, {description()}, bfloat16.",
-            "",
+            *opening("200 steps of every mechanism", COMMAND, ", bfloat16"),
             "2 layers x 64, 4 heads, context 256, 200 steps of 2,048 tokens, one process. Losses are nats per byte "
             "of the Python standard library's source, means over training steps and over all held-out text. A masked "
             "model sees what follows a hidden byte too: the two kinds do not compare. Seconds are the median step's.",
@@ -215,9 +211,7 @@ def page(outcomes: list[Outcome]) -> str:
             f"*{CONTROL}* is the same model on rows of one token: without anything to attend to. What ends clearly "
             "below its held-out loss has learned from other tokens.",
             "",
-            f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
-            *map(row, ordered),
-            "",
+            *table(columns, map(row, ordered)),
         ]
     )
 

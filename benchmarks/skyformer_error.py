@@ -11,11 +11,10 @@ before and after it, on its validation text. `megakernel analyze --what spectral
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import date
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.page import add_out, description, give
+from benchmarks.page import add_out, give, opening
 from megakernel.analysis.plots.run import analyze_run
 from megakernel.analysis.plots.table import Row
 from megakernel.checkpoint.trained_run import TrainedRun
@@ -73,11 +72,11 @@ def page(run: Path, samples: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         [result] = analyze_run(run, ["spectral_error"], samples=samples, out=Path(folder))
     head = [
-        "# Skyformer's figure 1 on a trained run",
-        "",
-        f"`python -m benchmarks.skyformer_error {run} --samples {samples}`, {date.today().isoformat()}, "
-        f"{description()}, float64.",
-        "",
+        *opening(
+            "Skyformer's figure 1 on a trained run",
+            f"python -m benchmarks.skyformer_error {run} --samples {samples}",
+            ", float64",
+        ),
         f"Queries, keys and values of a {model.kind} of {model.num_layers} layers x {model.hidden_size} with "
         f"{model.num_heads} heads of width {model.head_size}, before training (*random*) and after "
         f"{found.checkpoint.step} steps (*trained*); samples of its validation text: {samples}. "

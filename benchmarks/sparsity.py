@@ -14,10 +14,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
-from benchmarks.page import description
+from benchmarks.page import give, opening, table
 from benchmarks.trained import curve, megakernel, trained
 from megakernel.config import PRESETS, Attention, UserError, expand_preset
 
@@ -99,16 +98,11 @@ def page(command: str, found: Sequence[Learned]) -> str:
         )
     return "\n".join(
         [
-            "# The sparsity task",
-            "",
-            f"`{command}`, {date.today().isoformat()}, {description()}.",
-            "",
+            *opening("The sparsity task", command),
             "Rows of pairs, of which a share p counts; nine classes of equal size. Validation accuracy, every "
             "`training.eval_every` steps; one seed.",
             "",
-            f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
-            *rows,
-            "",
+            *table(columns, rows),
         ]
     )
 
@@ -139,8 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     command = f"python -m benchmarks.sparsity {' '.join(sys.argv[1:] if argv is None else argv)}"
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(page(command, found), encoding="utf-8")
+    give(page(command, found), arguments.out)
     write_curves(found, arguments.out.with_suffix(".csv"))
     draw_curves(found, arguments.out.with_suffix(".png"))
     return 0

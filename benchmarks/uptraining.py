@@ -13,11 +13,10 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, description, give
+from benchmarks.page import add_out, give, opening
 from benchmarks.trained import curve, megakernel
 from megakernel.config import Config, load
 from megakernel.uptraining.report import recovered
@@ -72,11 +71,11 @@ def page(dense: Config, theirs: float, reports: dict[str, dict[str, Any]], minut
     tokens = dense.training.consumed(dense.training.steps)[1]
     columns = ["model", "tokens", "loss", "perplexity", "loss beyond the window", "recovered"]
     lines = [
-        "# Up-training a dense model to causal FLuRKA",
-        "",
-        f"`OMP_NUM_THREADS=1 python -m benchmarks.uptraining`, {date.today().isoformat()}, {description()}, float32, "
-        f"two processes; steps of training took {minutes:.0f} minutes.",
-        "",
+        *opening(
+            "Up-training a dense model to causal FLuRKA",
+            "OMP_NUM_THREADS=1 python -m benchmarks.uptraining",
+            f", float32, two processes; steps of training took {minutes:.0f} minutes",
+        ),
         f"The dense model has seen {tokens:,} tokens of the standard library's source (8,192 words). Losses are nats "
         f"per token on {dense.training.eval_samples} held-out samples of {dense.training.seq_len} tokens. "
         f"`transformers` gives the exported dense model {theirs:.4f} (perplexity {math.exp(theirs):.3f}) where "

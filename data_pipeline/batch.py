@@ -48,7 +48,7 @@ class Batch:
         return replace(self, loss_mask=self.loss_mask & per_label)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on `device`; from pinned memory the copy runs beside the device's work."""
+        """The same batch on `device`; from pinned memory the copy runs while the device computes."""
         return Batch(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
 
     def pin_memory(self) -> "Batch":

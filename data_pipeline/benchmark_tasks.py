@@ -10,8 +10,7 @@ from data_pipeline.glue import Glue
 from data_pipeline.lra.image import Image
 from data_pipeline.lra.listops import ListOps, PublishedListOps
 from data_pipeline.lra.pathfinder import Pathfinder
-from data_pipeline.lra.retrieval import Retrieval
-from data_pipeline.lra.text import Text
+from data_pipeline.lra.text import Retrieval, Text
 from data_pipeline.sources import Source
 from data_pipeline.sparsity import Sparsity
 from data_pipeline.spec import make, options_of

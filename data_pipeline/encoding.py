@@ -1,18 +1,100 @@
-"""Documents to tokens in worker processes; every worker imports it, so it stays light."""
+"""Documents to tokens in worker processes, whose results come in order; every worker imports it, so it stays light."""
 
 import os
-from collections.abc import Iterable, Iterator
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from data_pipeline import tokenizers
-from data_pipeline.answers import encode_answered
 from data_pipeline.document import Document, Label
-from data_pipeline.processes import in_processes
 from data_pipeline.tokenizers import Tokenizer
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_processes(
+    work: Callable[[Item], Result],
+    items: Iterable[Item],
+    workers: int,
+    start: Callable[..., None] | None = None,
+    arguments: tuple[Any, ...] = (),
+) -> Iterator[Result]:
+    """`work(item)` of every item, in order, with a few items per worker under way at a time.
+
+    start: called with `arguments` in each process before its first item.
+    """
+    pool = ProcessPoolExecutor(
+        workers,
+        # A forked child could inherit a lock that a reader thread of pyarrow or tokenizers holds.
+        mp_context=get_context("spawn"),
+        initializer=_begin,
+        initargs=(start, arguments),
+    )
+    pending: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(work, item))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
+    # Ctrl-C reaches the whole process group; the parent ends the pool.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if start is not None:
+        start(*arguments)
+
+
+class AnsweredTokens(NamedTuple):
+    """A text's tokens."""
+
+    tokens: list[int]
+    """With what documents begin with, without the end."""
+
+    answers: list[tuple[int, int]]
+    """First token and end of each answer."""
+
+    def scored(self) -> np.ndarray:
+        """(tokens + 1,) uint8: 1 for the tokens of answers, 0 for the others and the document's end."""
+        flags = np.zeros(len(self.tokens) + 1, dtype=np.uint8)
+        for start, end in self.answers:
+            flags[start:end] = 1
+        return flags
+
+
+def encode_answered(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, int]]) -> AnsweredTokens:
+    """The tokens of a text and of the answers in it, which are stretches of characters in order.
+
+    Answers and what stands between them are encoded apart, so no token lies across an answer's edge.
+    """
+    pieces, is_answer, begun = [], [], 0
+    for start, end in answers:
+        pieces += [text[begun:start], text[start:end]]
+        is_answer += [False, True]
+        begun = end
+    pieces.append(text[begun:])
+    is_answer.append(False)
+    tokens = tokenizer.prefix
+    places = []
+    for ids, scored in zip(tokenizer.encode_batch(pieces), is_answer):
+        if scored:
+            places.append((len(tokens), len(tokens) + len(ids)))
+        tokens += ids
+    return AnsweredTokens(tokens, places)
+
 
 # Large enough that pickling costs little beside encoding, small enough that a worker's share fits in memory.
 _BATCH_CHARACTERS = 1_000_000

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from data_pipeline.document import Document
-from data_pipeline.processes import in_processes
+from data_pipeline.encoding import in_processes
 from data_pipeline.sources import Source
 from megakernel.config.section import Section
 

@@ -82,12 +82,6 @@ class TrainingBatches:
         by_length = {batches.phase.training.seq_len: batches.objective for batches in ahead}
         return [one for objective in by_length.values() for one in objective.packing()]
 
-    def batches_for(self, step: int) -> list[Batch]:
-        """The micro-batches of optimizer step `step` (from 0), read now."""
-        reached = (batches for batches in self._phases if step < batches.phase.end_step)
-        at = next(reached, self._phases[-1])
-        return [at.rows.__getitems__(indices) for indices in at.order.indices(step)]
-
     def from_step(self, step: int) -> Iterator[list[Batch]]:
         """The micro-batches of `step`, of the next step, ... to the last of training, read ahead within a phase."""
         for batches in self._phases:

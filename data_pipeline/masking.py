@@ -16,7 +16,7 @@ from megakernel.config.data import Masking
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer's ids, 0 to `size` - 1, and those that encoders know beside them."""
+    """The tokenizer's ids, 0 to `size` - 1, and those that encoders know besides them."""
 
     size: int
     eod: int

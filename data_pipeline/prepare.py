@@ -23,7 +23,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from data_pipeline import standard_library, tokenizers
+from data_pipeline import tokenizers
 from data_pipeline.document import Columns, Document
 from data_pipeline.encoding import batched, encode_in_processes
 from data_pipeline.labels import write_labels
@@ -38,6 +38,7 @@ from data_pipeline.sources import (
     Hub,
     LibraryFunctions,
     Source,
+    library_files,
     table_kind,
 )
 from data_pipeline.tokenizers import Tokenizer
@@ -282,7 +283,7 @@ def open_source(
         description = {"kind": "stdlib", "python": ".".join(map(str, sys.version_info[:3]))}
         if columns.label is not None:
             return LibraryFunctions(columns, description)
-        return _files(standard_library.files(), columns, description)
+        return _files(library_files(), columns, description)
     if len(spec) == 1 and spec[0].partition(":")[0] in BENCHMARKS:
         from data_pipeline.benchmark_tasks import open_benchmark  # many files, of which few commands need any
 

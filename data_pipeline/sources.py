@@ -3,6 +3,8 @@
 Documents are streamed: no source holds more than a batch of rows or one part of a file.
 """
 
+import ast
+import sysconfig
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,10 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from data_pipeline import standard_library
 from data_pipeline.document import Columns, Document, Label
-from data_pipeline.hub import unreachable
-from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.tokenizers import Tokenizer, unreachable
 from megakernel.config.errors import UserError
 
 TABLES = {
@@ -151,10 +151,10 @@ class LibraryFunctions(Source):
 
     def describe(self) -> dict[str, Any]:
         """Kind, version and packages."""
-        return {**self._description, "functions of": list(standard_library.PACKAGES)}
+        return {**self._description, "functions of": list(LIBRARY_PACKAGES)}
 
     def _read(self) -> Iterator[Document]:
-        return _documents(standard_library.functions(), self._columns)
+        return _documents(library_functions(), self._columns)
 
 
 def hub_documents(spec: str, split: str, columns: Columns) -> Iterator[Document]:
@@ -264,3 +264,44 @@ def _option(key: str, columns: Columns) -> str:
     if key == columns.label:
         return "labels"
     return "text-key" if key == columns.texts[0] else "second-text-key"
+
+
+LIBRARY_PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
+"""Those that hold hundreds of functions in every Python from 3.10 on."""
+
+_NO_LIBRARY_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+def library_files() -> list[Path]:
+    """Sources of this Python's standard library, the text that every machine has.
+
+    Without tests: those are half of the bytes, and not installed everywhere.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    relative = (file.relative_to(root) for file in root.rglob("*.py"))
+    return [root / file for file in sorted(relative) if not _NO_LIBRARY_TEXT.intersection(file.parts)]
+
+
+def library_functions() -> dict[str, list[str]]:
+    """Columns `text`, a function of one of LIBRARY_PACKAGES, and `package`, the one it is from; no text twice."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    packages: dict[str, str] = {}
+    for file in library_files():
+        package = file.relative_to(root).parts[0]
+        if package in LIBRARY_PACKAGES:
+            source = file.read_text(encoding="utf-8")
+            lines = source.split("\n")  # as ast counts them; splitlines also cuts at form feeds
+            for function in _outermost(ast.parse(source)):
+                own = lines[function.lineno - 1 : function.end_lineno]
+                text = "\n".join(line.removeprefix(" " * function.col_offset) for line in own)
+                packages.setdefault(text, package)
+    return {"text": list(packages), "package": list(packages.values())}
+
+
+def _outermost(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions and methods; what is defined inside them is part of their text."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+        else:
+            yield from _outermost(child)

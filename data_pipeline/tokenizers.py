@@ -9,12 +9,32 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.hub import unreachable
 from megakernel.config.errors import UserError
 
+
+def unreachable(name: str, repo_type: str) -> str | None:
+    """Why nothing of the hub's `name` can be fetched; None for a folder, and where the hub answers, whatever it says.
+
+    Its libraries try for a minute before they say that it does not answer.
+
+    repo_type: model or dataset.
+    """
+    if Path(name).is_dir():
+        return None
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().repo_info(name, repo_type=repo_type, timeout=10)
+    except HfHubHTTPError:
+        return None
+    # Wrong names, an offline mode, name servers, proxies and certificates have types of several libraries.
+    except Exception as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
+
+
 BPE_EOD = "<|endoftext|>"
-BYTE_FILE = "byte_tokenizer.json"
-PIXEL_FILE = "pixel_tokenizer.json"
 UNKNOWN_WORD = "<|unknown|>"
 ADD_BOS = "add_bos"
 """Key of tokenizer_config.json under which `Tokenizer.add_bos` is kept."""
@@ -76,12 +96,31 @@ class Tokenizer(ABC):
         return hashlib.sha256(json.dumps(behaviour).encode()).hexdigest()
 
 
-class ByteTokenizer(Tokenizer):
+class _BytesTokenizer(Tokenizer):
+    """Ids 0-255 are bytes; 256 ends a document."""
+
+    vocab_size = 257
+    eod = 256
+    marker: str
+    """The file that says which of them a folder has."""
+
+    def save(self, folder: Path) -> None:
+        """Write the marker."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / self.marker).write_text(json.dumps({"vocab_size": self.vocab_size, "eod": self.eod}) + "\n")
+
+    def _bytes(self, ids: Iterable[int]) -> bytes:
+        return bytes(i for i in ids if i != self.eod)
+
+    def _vocabulary(self) -> Any:
+        return self.kind
+
+
+class ByteTokenizer(_BytesTokenizer):
     """UTF-8 bytes are ids 0-255; 256 ends a document."""
 
     kind = "byte"
-    vocab_size = 257
-    eod = 256
+    marker = "byte_tokenizer.json"
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """UTF-8 bytes of each text."""
@@ -89,23 +128,14 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text; bytes that are not UTF-8 (a cut character) become U+FFFD."""
-        return bytes(i for i in ids if i != self.eod).decode(errors="replace")
-
-    def save(self, folder: Path) -> None:
-        """Write the marker file that says `byte`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / BYTE_FILE).write_text(json.dumps({"vocab_size": self.vocab_size, "eod": self.eod}) + "\n")
-
-    def _vocabulary(self) -> Any:
-        return self.kind
+        return self._bytes(ids).decode(errors="replace")
 
 
-class PixelTokenizer(Tokenizer):
+class PixelTokenizer(_BytesTokenizer):
     """Gray values, written as the characters U+0000 to U+00FF, are ids 0-255; 256 ends an image."""
 
     kind = "pixels"
-    vocab_size = 257
-    eod = 256
+    marker = "pixel_tokenizer.json"
     probe = "".join(map(chr, range(256)))
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -120,15 +150,7 @@ class PixelTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The image, a character for each pixel."""
-        return bytes(i for i in ids if i != self.eod).decode("latin-1")
-
-    def save(self, folder: Path) -> None:
-        """Write the marker file that says `pixels`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / PIXEL_FILE).write_text(json.dumps({"vocab_size": self.vocab_size, "eod": self.eod}) + "\n")
-
-    def _vocabulary(self) -> Any:
-        return self.kind
+        return self._bytes(ids).decode("latin-1")
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -199,10 +221,9 @@ def load(folder: Path | str, *, add_bos: bool | None = None, own_rule: bool = Fa
 
 
 def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
-    if (Path(folder) / BYTE_FILE).is_file():
-        return ByteTokenizer()
-    if (Path(folder) / PIXEL_FILE).is_file():
-        return PixelTokenizer()
+    for kind in (ByteTokenizer, PixelTokenizer):
+        if (Path(folder) / kind.marker).is_file():
+            return kind()
     from transformers import AutoTokenizer, PreTrainedConfig
 
     try:

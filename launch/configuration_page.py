@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from megakernel.config import PRESETS, Config
 from megakernel.config.section import Section
+from megakernel.config.validation import section_in
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
@@ -44,7 +45,7 @@ def page() -> str:
 
 def _sections() -> Iterator[str]:
     for name, field in Config.model_fields.items():
-        section = _section_in(field.annotation)
+        section = section_in(field.annotation)
         if section is not None:
             yield from _tables(section, name, set())
         else:
@@ -60,7 +61,7 @@ def _tables(section: type[Section], name: str, shown: set[type[Section]]) -> Ite
         yield f"| `{key}` | {_type(field)} | {_default(field)} | {_meaning(field)} |"
     yield ""
     for key, field in section.model_fields.items():
-        inner = _section_in(field.annotation)
+        inner = section_in(field.annotation)
         if inner is not None and inner not in shown:
             yield from _tables(inner, f"{name}.{key}", shown)
 
@@ -70,12 +71,6 @@ def _presets() -> Iterator[str]:
     for name, tree in PRESETS.items():
         yield f"* `{name}`: `{json.dumps(tree).replace(chr(34), '')}`"
     yield ""
-
-
-def _section_in(annotation: Any) -> type[Section] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := _section_in(part)) is not None), None)
 
 
 def _meaning(field: FieldInfo) -> str:

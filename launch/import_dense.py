@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from megakernel.checkpoint.dense.checkpoint import fragment
     from megakernel.checkpoint.parity import of_folder
     from megakernel.model.parameters import parameter_count
-    from megakernel.training.whole_file import write_whole
+    from megakernel.training.run_folder import write_whole
 
     checkpoint = DenseCheckpoint(args.checkpoint)
     model = checkpoint.model

@@ -25,7 +25,7 @@ _SILENT_SECONDS = 6 * BEAT_SECONDS
 _MOST_OF_A_REASON = 200
 
 _WORTH_SAYING = 1.1
-"""Times the median from which on the slowest rank is news."""
+"""A slowest rank that takes at least so many times the median is reported."""
 
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)

@@ -19,7 +19,7 @@ from megakernel.config import Config, UserError, check_recorded_run, data_parall
 from megakernel.config.errors import written_to
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.process import in_mesh
-from megakernel.training.run_lock import RunLock
+from megakernel.training.run_folder import RunLock
 from megakernel.training.stop_requests import hold_requests
 
 if TYPE_CHECKING:

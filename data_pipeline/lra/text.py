@@ -1,8 +1,12 @@
-"""Text: movie reviews as bytes, positive or negative.
+"""Text and Retrieval, both of bytes: are movie reviews positive or negative, and does one paper cite the other?
 
-From a folder in the published form of the Large Movie Review Dataset (aclImdb): `train/pos/*.txt`, `train/neg`,
-`test/pos`, `test/neg`. The arena validates on the test set and has no third one
+Reviews come from a folder in the published form of the Large Movie Review Dataset (aclImdb): `train/pos/*.txt`,
+`train/neg`, `test/pos`, `test/neg`. The arena validates on the test set and has no third one
 (`lra_benchmarks/text_classification/input_pipeline.py`); so does this.
+
+Papers come from a folder in the form that the arena published of the ACL Anthology Network: `new_aan_pairs.train.tsv`,
+`.eval.tsv` and `.test.tsv`, whose lines are label, two names and two texts between tabs, without a header and without
+quoting.
 """
 
 from collections.abc import Iterator
@@ -39,3 +43,43 @@ class Text(Published):
         for published, split in _SPLITS.items():
             for row in hub_documents(self._where, published, Columns(("text",), "label")):
                 yield row._replace(split=split)
+
+
+_FILES = {
+    "train": "new_aan_pairs.train.tsv",
+    "validation": "new_aan_pairs.eval.tsv",
+    "test": "new_aan_pairs.test.tsv",
+}
+
+
+class Retrieval(Published):
+    """Pairs of papers."""
+
+    HUB = False
+
+    def __init__(self, where: str):
+        """where: folder. Raises UserError where one of the files is missing."""
+        super().__init__(
+            "lra:retrieval", where, _FILES.values(), "the folder tsv_data of the arena's release"
+        )
+
+    def _read_files(self, folder: Path) -> Iterator[Document]:
+        for split, name in _FILES.items():
+            with (folder / name).open("rb") as lines:
+                for line in lines:
+                    document = _pair(line)
+                    if document is None:
+                        self.skipped["no pair of papers"] += 1
+                    else:
+                        yield document._replace(split=split)
+
+
+def _pair(line: bytes) -> Document | None:
+    """None where a line is not UTF-8, or has other fields."""
+    try:
+        fields = line.decode().rstrip("\r\n").split("\t")
+    except UnicodeDecodeError:
+        return None
+    if len(fields) != 5 or fields[0] not in ("0", "1", "0.0", "1.0"):
+        return None
+    return Document((fields[3], fields[4]), int(float(fields[0])))

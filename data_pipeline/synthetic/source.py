@@ -5,8 +5,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.answers import encode_answered
 from data_pipeline.document import Document
+from data_pipeline.encoding import encode_answered
 from data_pipeline.sources import Source
 from data_pipeline.spec import kind_of, make, split
 from data_pipeline.tokenizers import Tokenizer

@@ -15,7 +15,7 @@ from megakernel.config.cluster import Cluster
 from megakernel.config.errors import nearest_first
 from megakernel.training import events
 from megakernel.training.environment import recorded_variables
-from megakernel.training.whole_file import write_whole
+from megakernel.training.run_folder import write_whole
 
 FILE = "run.json"
 SETTINGS = "settings.json"

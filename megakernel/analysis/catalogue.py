@@ -7,8 +7,7 @@ import torch
 
 from megakernel import attention
 from megakernel.config import PRESETS, Attention, Model, expand_preset
-from megakernel.config.eva import Eva
-from megakernel.config.landmark import Nystromformer, Skyformer
+from megakernel.config.algebra import Eva, Nystromformer, Skyformer
 from megakernel.model.flops import attention_flops
 
 HEADS, HEAD_DIM, ROW = 4, 32, 512
@@ -77,7 +76,7 @@ class Entry:
     source: Source
 
     tree: dict[str, Any]
-    """The preset written out, with the settings of a mechanism beside the algebra."""
+    """The preset written out, with the settings of a mechanism besides the algebra."""
 
     decodes: bool
     """Whether a decoder can use it."""

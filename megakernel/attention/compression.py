@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megakernel.attention.heads import LayerSettings, generator
-from megakernel.attention.precision import FullPrecision
-from megakernel.config.compression import BlockCompression, Compression, LinformerCompression
+from megakernel.attention.layer import FullPrecision
+from megakernel.config.algebra import BlockCompression, Compression, LinformerCompression
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.low_rank import compress
 

@@ -10,13 +10,11 @@ from megakernel.attention.compression import Landmarks as Compressed
 from megakernel.attention.heads import LayerSettings, generator
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.landmark import LandmarkState, gathered
-from megakernel.attention.layer import AttentionLayer
+from megakernel.attention.layer import AttentionLayer, FullPrecision
 from megakernel.attention.low_rank import LowRankAttention
-from megakernel.attention.precision import FullPrecision
-from megakernel.attention.sequence import ContextParallelShard
-from megakernel.attention.ulysses import Ulysses
+from megakernel.attention.sequence import ContextParallelShard, Ulysses
+from megakernel.config.algebra import Eva
 from megakernel.config.attention import Attention
-from megakernel.config.eva import Eva
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
 from megakernel.ops.eva_attention import Chunks, Windows, control_variates, eva_attention

@@ -1,10 +1,292 @@
-"""From a feature map's options to the module that holds its projection."""
+"""What a layer holds and learns for its feature map: W of hedgehog, frequencies omega, or nothing.
 
-from megakernel.attention.heads import LayerSettings
-from megakernel.attention.projection import Hedgehog, Projection, RandomMatrix
-from megakernel.attention.spectral import FastFoodProjection, GaussianMixture, GenerativeProjection
+The learned frequencies are the three kinds of *Learning the Transformer Kernel* (KL).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megakernel.attention.heads import HeadShard, LayerSettings, Seed, generator
+from megakernel.attention.layer import FullPrecision
+from megakernel.attention.noise import Noise
 from megakernel.config.errors import ConfigError
 from megakernel.config.feature_map import FeatureMap
+from megakernel.ops import feature_maps as ops
+from megakernel.ops.projections import FastFood, padded_width
+from megakernel.ops.projections import Projection as OpProjection
+
+Draw = Callable[[torch.Generator], Tensor]
+"""Random numbers of one head from its stream."""
+
+
+class Projection(FullPrecision):
+    """Called without arguments, gives the projection of the op's feature map; of a map that has none, None."""
+
+    def __init__(self, form: FeatureMap, head_dim: int):
+        super().__init__()
+        self.feature_map = op_map(form)
+        """What the op is told besides the projection."""
+        self.features = form.width(head_dim)
+        """F, features of one token."""
+
+    def sharded_parameters(self) -> dict[str, int]:
+        """Name -> dimension that counts heads, of parameters and buffers that belong to heads."""
+        return dict.fromkeys(self.state_dict(), 0)
+
+    def forward(self) -> OpProjection | None:
+        """One matrix per key head, (H_kv, M, d), one for all, (M, d), or a `FastFood`."""
+        return None
+
+
+class Hedgehog(Projection):
+    """W per key head, from the identity."""
+
+    def __init__(self, form: FeatureMap, kv_heads: range, head_dim: int):
+        super().__init__(form, head_dim)
+        self.matrix = nn.Parameter(torch.eye(head_dim).repeat(len(kv_heads), 1, 1))
+
+    def forward(self) -> Tensor:
+        """W, (H_kv, d, d)."""
+        # A copy, not the parameter: ZeRO 3 takes a parameter apart as soon as the module that holds it has run.
+        return self.matrix.clone()
+
+
+class RandomMatrix(Projection):
+    """Gaussian omega that nothing learns: orthogonal rows for favor, independent ones for rff."""
+
+    def __init__(self, form: FeatureMap, kv_heads: range, head_dim: int, seed: Seed):
+        super().__init__(form, head_dim)
+        rows = orthogonal_gaussian if form.name == "favor" else gaussian
+        samples = form.sample_count(head_dim)
+        draw = drawn_per_head(kv_heads, seed, lambda stream: rows(samples, head_dim, stream))
+        self.matrix = Noise(draw, form.redraw_interval)
+
+    def forward(self) -> Tensor:
+        """omega, (H_kv, M, d)."""
+        return self.matrix()
+
+
+def op_map(form: FeatureMap) -> ops.FeatureMap:
+    """The elementwise part of a map: where omega comes from makes no difference to the op."""
+    name: str = "rks" if form.name == "rff" else form.name
+    if name.endswith(("_rks", "_prf")):
+        name = name[-3:]
+    return ops.FeatureMap(name, form.components if form.is_gmm else 1, form.smoothing)
+
+
+def drawn_per_head(kv_heads: range, seed: Seed, draw: Draw) -> Callable[[int], Tensor]:
+    """From a draw's number to (H_kv, ...), each head's part from a stream of its own."""
+
+    def numbered(number: int) -> Tensor:
+        # Number 0 is the stream of the head itself, from which a map without redraws takes its one draw.
+        place = (number,) if number else ()
+        return torch.stack([draw(generator(seed, head, *place)) for head in kv_heads])
+
+    return numbered
+
+
+def gaussian(samples: int, width: int, stream: torch.Generator) -> Tensor:
+    """(samples, width) independent standard normal numbers, float64."""
+    return torch.randn(samples, width, generator=stream, dtype=torch.float64, device="cpu")
+
+
+def orthogonal_gaussian(samples: int, width: int, stream: torch.Generator) -> Tensor:
+    """(samples, width) float64: orthogonal directions in every `width` rows, lengths of Gaussian vectors."""
+    blocks = []
+    for _ in range(-(-samples // width)):
+        directions, upper = torch.linalg.qr(gaussian(width, width, stream))
+        # The signs make the directions uniform over all rotations.
+        blocks.append((directions * upper.diagonal().sign()).T)
+    lengths = gaussian(samples, width, stream).norm(dim=1)
+    return torch.cat(blocks)[:samples] * lengths[:, None]
+
+
+SLOPE = 0.01
+"""Of LeakyReLU below 0."""
+
+EPS = 1e-5
+"""Added to the variance over samples."""
+
+MOMENTUM = 0.1
+"""Share of a step's statistics in the running ones."""
+
+
+class Generator(nn.Module):
+    """Hidden layers, then a linear map and tanh: (M, widths[0]) noise to (M, widths[-1]) frequencies in (-1, 1)."""
+
+    def __init__(self, widths: Sequence[int], draw: torch.Generator):
+        super().__init__()
+        self.hidden = nn.ModuleList(HiddenLayer(inner, outer, draw) for inner, outer in pairwise(widths[:-1]))
+        self.weight, self.bias = linear_parameters(widths[-2], widths[-1], draw)
+
+    def begin_step(self) -> None:
+        """Settle the running statistics of the step before."""
+        for layer in self.hidden:
+            assert isinstance(layer, HiddenLayer)
+            layer.begin_step()
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """Frequencies in the dtype of the noise."""
+        for layer in self.hidden:
+            noise = layer(noise)
+        return torch.tanh(F.linear(noise, self.weight.to(noise.dtype), self.bias.to(noise.dtype)))
+
+
+class HiddenLayer(FullPrecision):
+    """Linear, batch norm over the samples, LeakyReLU.
+
+    Training normalizes by the samples' own statistics, evaluation by running ones. These move once per training step,
+    from where `begin_step` found them: a step's micro-batches and recomputations see the same samples, and must not
+    count twice.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    mean_before: Tensor
+    variance_before: Tensor
+
+    def __init__(self, inner: int, outer: int, draw: torch.Generator):
+        super().__init__()
+        self.weight, self.bias = linear_parameters(inner, outer, draw)
+        self.scale, self.shift = nn.Parameter(torch.ones(outer)), nn.Parameter(torch.zeros(outer))
+        self.register_buffer("mean", torch.zeros(outer))
+        self.register_buffer("variance", torch.ones(outer))
+        self.register_buffer("mean_before", torch.zeros(outer), persistent=False)
+        self.register_buffer("variance_before", torch.ones(outer), persistent=False)
+
+    def begin_step(self) -> None:
+        """Take the running statistics for those that this step moves."""
+        self.mean_before.copy_(self.mean)
+        self.variance_before.copy_(self.variance)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(M, inner) to (M, outer)."""
+        weight, bias, scale, shift = (p.to(x.dtype) for p in (self.weight, self.bias, self.scale, self.shift))
+        y = F.linear(x, weight, bias)
+        if self.training:
+            variance, mean = torch.var_mean(y, 0, correction=0)
+            self._record(mean.detach(), variance.detach(), len(y))
+        else:
+            mean, variance = self.mean.to(x.dtype), self.variance.to(x.dtype)
+        return F.leaky_relu((y - mean) * torch.rsqrt(variance + EPS) * scale + shift, SLOPE)
+
+    @torch.no_grad()
+    def _record(self, mean: Tensor, variance: Tensor, samples: int) -> None:
+        unbiased = variance * (samples / max(samples - 1, 1))
+        self.mean.copy_(torch.lerp(self.mean_before, mean.to(self.mean.dtype), MOMENTUM))
+        self.variance.copy_(torch.lerp(self.variance_before, unbiased.to(self.variance.dtype), MOMENTUM))
+
+
+def linear_parameters(inner: int, outer: int, draw: torch.Generator) -> tuple[nn.Parameter, nn.Parameter]:
+    """Weight (outer, inner) and bias (outer,), uniform within 1 / sqrt(inner) of 0."""
+    uniform = torch.rand(outer, inner + 1, generator=draw, device="cpu") * 2 - 1
+    weight, bias = (uniform * inner**-0.5).to(torch.get_default_device()).split([inner, 1], 1)
+    return nn.Parameter(weight.contiguous()), nn.Parameter(bias[:, 0].contiguous())
+
+
+SHARED = "shared"
+"""Stands for the head in the random numbers of what all heads of a layer share."""
+
+
+class GaussianMixture(Projection):
+    """omega = mu_c + S_c^T n of a learned mixture of C Gaussians, one noise n for all of them (KL eqs. 5 and 10).
+
+    gmm_rks has full matrices S_c, covariance S_c^T S_c; tied, its two components are +-mu with one S. gmm_prf has
+    standard deviations sigma_c in place of S_c. Initial values are KL's, whose laws count the key heads of the layer.
+    """
+
+    def __init__(self, form: FeatureMap, kv_heads: range, head_dim: int, seed: Seed, heads: HeadShard):
+        super().__init__(form, head_dim)
+        self.full = form.name == "gmm_rks"
+        self.tied = form.is_tied
+        samples, components = form.sample_count(head_dim), 1 if self.tied else form.components
+        draw = drawn_per_head(kv_heads, seed, lambda stream: gaussian(samples, head_dim, stream))
+        self.noise = Noise(draw, form.redraw_interval)
+
+        total_heads = len(kv_heads) * heads.size
+        shape: tuple[int, ...] = (components, head_dim)
+        self.mean = _uniform(head_dim ** (-1 if self.full else -0.5), shape, kv_heads, seed, "mean")
+        if self.full:
+            bound = math.sqrt(6 / (head_dim * (head_dim + total_heads)))
+            self.factor = _uniform(bound, (*shape, head_dim), kv_heads, seed, "factor")
+        else:
+            bound = math.sqrt(6 / (head_dim + total_heads))
+            self.log_variance = _uniform(bound, shape, kv_heads, seed, "variance")
+
+    def forward(self) -> Tensor:
+        """omega, (H_kv, C M, d), one component after the other."""
+        noise = self.noise()[:, None]
+        mean = self.mean.to(noise.dtype)[:, :, None]
+        if self.full:
+            spread = noise @ self.factor.to(noise.dtype)
+        else:
+            spread = noise * torch.exp(self.log_variance.to(noise.dtype) / 2)[:, :, None]
+        omega = torch.cat([spread + mean, spread - mean], 1) if self.tied else spread + mean
+        return omega.flatten(1, 2)
+
+
+class FastFoodProjection(Projection):
+    """Blocks S H G Pi H B / sqrt(n) of each key head (KL eq. 6); the diagonals named in `learn` are parameters."""
+
+    def __init__(self, form: FeatureMap, kv_heads: range, head_dim: int, seed: Seed):
+        super().__init__(form, head_dim)
+        blocks, size = form.sample_count(head_dim) // head_dim, padded_width(head_dim)
+        learned = {"SGB": ("scales", "gaussians", "signs"), "S": ("scales",), "fixed": ()}[form.learn]
+        for index, name in enumerate(FastFood._fields):
+            fixed = Noise(drawn_per_head(kv_heads, seed, partial(fast_food_part, index, blocks, size)))
+            setattr(self, name, nn.Parameter(fixed.values) if name in learned else fixed)
+
+    def forward(self) -> FastFood:
+        """The diagonals and the permutation, (H_kv, blocks, n) each."""
+        parts = (getattr(self, name) for name in FastFood._fields)
+        return FastFood(*(part() if isinstance(part, Noise) else part for part in parts))
+
+
+class GenerativeProjection(Projection):
+    """omega = g(n), g and the noise n shared by the heads of a layer (KL eq. 7)."""
+
+    def __init__(self, form: FeatureMap, head_dim: int, seed: Seed, heads: HeadShard):
+        super().__init__(form, head_dim)
+        self.heads = heads
+        samples = form.sample_count(head_dim)
+        self.noise = Noise(
+            lambda number: gaussian(samples, head_dim, generator(seed, SHARED, number)), form.redraw_interval
+        )
+        self.generator = Generator([head_dim] * 6, generator(seed, SHARED, "generator"))
+
+    def sharded_parameters(self) -> dict[str, int]:
+        """None: all shards of heads hold the whole generator."""
+        return {}
+
+    def redraw(self, step: int) -> None:
+        """A step begins; the noise hears of it by itself."""
+        self.generator.begin_step()
+
+    def forward(self) -> Tensor:
+        """omega, (M, d)."""
+        # The generator is the same computation on every shard, so that summing the gradient of its result is enough.
+        return self.heads.shared(self.generator(self.noise()))
+
+
+def fast_food_part(index: int, blocks: int, size: int, stream: torch.Generator) -> Tensor:
+    """One field (blocks, n) of a random FastFood: B signs, G normal, S for rows as long as Gaussian vectors."""
+    signs = gaussian(blocks, size, stream).sign()
+    gaussians = gaussian(blocks, size, stream)
+    lengths = gaussian(blocks * size, size, stream).norm(dim=1).view(blocks, size)
+    permutation = gaussian(blocks, size, stream).argsort(-1)
+    return FastFood(lengths / gaussians.norm(dim=1, keepdim=True), gaussians, signs, permutation)[index]
+
+
+def _uniform(bound: float, shape: tuple[int, ...], kv_heads: range, seed: Seed, name: str) -> nn.Parameter:
+    """(H_kv, *shape), uniform within `bound` of 0."""
+    draws = [torch.rand(shape, generator=generator(seed, head, name), device="cpu") for head in kv_heads]
+    return nn.Parameter(((2 * torch.stack(draws) - 1) * bound).to(torch.get_default_device()))
 
 
 def build_projection(form: FeatureMap, settings: LayerSettings) -> Projection:

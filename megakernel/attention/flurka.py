@@ -12,8 +12,8 @@ from megakernel.attention.heads import LayerSettings
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.mixture import build_mixture, priors_and_shift
 from megakernel.attention.near_far import NearFarAttention
+from megakernel.config.algebra import BlockCompression
 from megakernel.config.attention import Attention
-from megakernel.config.compression import BlockCompression
 from megakernel.ops import FlurkaState, flurka_attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.mixture import first_key, pack_keys

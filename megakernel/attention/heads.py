@@ -10,7 +10,7 @@ from torch import Tensor
 from megakernel.config.parallel import SoftmaxExchange
 
 Seed = int | tuple[int, ...]
-"""What random numbers depend on beside the head: the run's seed and the layer, never a rank."""
+"""What random numbers depend on besides the head: the run's seed and the layer, never a rank."""
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ ALL_HEADS = HeadShard()
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What an attention layer is beside its mechanism."""
+    """What an attention layer is besides its mechanism."""
 
     num_heads: int
     """Query heads of the whole layer, over all shards."""
@@ -61,7 +61,7 @@ class LayerSettings:
     """Tokens of the longest row, which linformer's matrices have a column for."""
 
     seed: Seed = 0
-    """What random matrices depend on beside the head, usually (run seed, layer)."""
+    """What random matrices depend on besides the head, usually (run seed, layer)."""
 
     heads: HeadShard = ALL_HEADS
     """The shard of the layer's heads that the module holds; its parameters are slices of the whole layer's."""

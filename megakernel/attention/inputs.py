@@ -1,4 +1,4 @@
-"""What an attention layer is told beside queries, keys and values, from the model's layer down to the mechanism."""
+"""What an attention layer is told besides queries, keys and values, from the model's layer down to the mechanism."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 
 from megakernel.attention.heads import LayerSettings, generator
 from megakernel.attention.inputs import AttentionInputs
-from megakernel.attention.layer import AttentionLayer
-from megakernel.attention.precision import FullPrecision
-from megakernel.attention.ulysses import Ulysses
+from megakernel.attention.layer import AttentionLayer, FullPrecision
+from megakernel.attention.sequence import Ulysses
+from megakernel.config.algebra import Mixture
 from megakernel.config.attention import Attention
-from megakernel.config.mixture import Mixture
 from megakernel.ops import weighted_attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions

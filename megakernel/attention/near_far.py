@@ -1,4 +1,4 @@
-"""An exact window beside landmarks of what lies before it: what joins the two parts (docs/formulas.md, 4)."""
+"""An exact window and landmarks of what lies before it: what joins the two parts (docs/formulas.md, 4)."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megakernel.attention.heads import HeadShard, LayerSettings, Seed, generator
 from megakernel.attention.layer import AttentionLayer
+from megakernel.config.algebra import BlockCompression
 from megakernel.config.attention import Attention
-from megakernel.config.compression import BlockCompression
 
 SHUT = -1e4
 """Logit of a share that is 0 exactly, and so is its gradient: e^-10000. Its negative is that of the whole."""

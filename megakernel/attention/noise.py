@@ -6,12 +6,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from megakernel.attention.precision import FullPrecision
+from megakernel.attention.layer import FullPrecision
 
 
 @runtime_checkable
 class Redrawn(Protocol):
-    """A module that changes with the training step beside what the optimizer does."""
+    """A module that changes with the training step besides what the optimizer does."""
 
     def redraw(self, step: int) -> None:
         """Hold what `step`, counted from 0, is trained with: a function of the step, the same on all ranks."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from megakernel.attention.heads import LayerSettings
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.layer import AttentionLayer
+from megakernel.config.algebra import SimpleGla
 from megakernel.config.attention import Attention
-from megakernel.config.simple_gla import SimpleGla
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.simple_gla import simple_gla
 

@@ -1,23 +1,71 @@
-"""From the weights of a model to those of another attention: FLuRKA out of what it is a variant of (FLuRKA, section 5).
+"""A checkpoint's weights as another model begins with them.
 
-Causal kernel attention is FLuRKA whose blocks have as many landmarks as tokens, and low-rank attention has its E and F.
-So FLuRKA starts from either, and then from itself with fewer landmarks.
+Of a model of another attention they become FLuRKA out of what it is a variant of (FLuRKA, section 5). Causal kernel
+attention is FLuRKA whose blocks have as many landmarks as tokens, and low-rank attention has its E and F. So FLuRKA
+starts from either, and then from itself with fewer landmarks. Low-rank updates are folded into the projections that
+they update, and weights that a half-precision run has frozen are as precise as it was given them.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megakernel import attention
-from megakernel.attention.compression import pooling_logits
-from megakernel.config import Attention, Model, UserError
-from megakernel.config.compression import BlockCompression
+from megakernel.attention.compression import OWN_SHARE, own_stretch, pooling_logits
+from megakernel.config import Attention, Config, Lora, Model, UserError
+from megakernel.config.algebra import BlockCompression
 
-from .landmarks import check_merge, fewer_landmarks
 from .universal import STATE, WEIGHT, WholeTensors
+
+
+def fewer_landmarks(logits: Tensor, rank: int) -> Tensor:
+    """Logits (..., r', b) whose landmarks stand for equal groups of those of `logits` (..., r, b), rows softmaxed.
+
+    A landmark's weights are the mean of its group's. It counts b / r' tokens, as many as its group, so where the keys
+    of a block are alike nothing changes. Where a group looked at its own stretch of the block alone, as landmarks
+    that are tokens do, a tenth of the weight moves to the rest of the block: without it no gradient would.
+
+    Raises UserError where r' does not divide r.
+    """
+    there, size = logits.shape[-2:]
+    check_merge(there, rank)
+    if rank == there:
+        return logits
+    weights = logits.double().softmax(-1).unflatten(-2, (rank, -1)).mean(-2)
+    own = own_stretch(rank, size).to(weights.device)
+    outside = weights.masked_fill(own, 0.0)
+    share = outside.sum(-1, keepdim=True)
+    least = 1 - OWN_SHARE
+    raised = weights.masked_fill(~own, 0.0) * (OWN_SHARE / (1 - share)) + outside * (least / share)
+    # With one landmark nothing lies outside its stretch.
+    return torch.where((share < least) & (rank > 1), raised, weights).log().to(logits.dtype)
+
+
+def check_merge(there: int, rank: int) -> None:
+    """Raise UserError unless the landmarks that a block has make equal groups for `rank` of them."""
+    if there % rank:
+        divisors = ", ".join(str(n) for n in range(1, there + 1) if there % n == 0)
+        raise UserError(
+            f"compression.rank={rank} does not divide {there}, the landmarks or tokens of a block that are merged "
+            f"into so many; take one of {divisors}"
+        )
+
+
+def rank_steps(block_size: int, rank: int) -> list[int]:
+    """Landmarks of a block from one for each token down to `rank`, each number dividing the one before: b, ..., r.
+
+    As many steps as there are, so that each loses as little as it can. Raises UserError where r does not divide b.
+    """
+    check_merge(block_size, rank)
+    steps = [block_size]
+    while steps[-1] > rank:
+        left = steps[-1] // rank
+        steps.append(steps[-1] // next(n for n in range(2, left + 1) if left % n == 0))
+    return steps
+
 
 _CORE = ".self_attention.core."
 _QKV = ".self_attention.qkv.weight"
@@ -158,3 +206,98 @@ def _changed(logits: Tensor, *, part: int | None = None, rank: int, heads: int |
         logits = logits.select(-3, min(part, logits.shape[-3] - 1))
     fewer = fewer_landmarks(logits, rank)
     return fewer.clone() if heads is None else fewer.repeat(heads, 1, 1)
+
+
+_VALUE, _OUTPUT = ".value_update.", ".output_update."
+
+
+def without_updates(source: WholeTensors, config: Config) -> WholeTensors:
+    """A run's checkpoint as one of a model without low-rank updates; the same where it has none."""
+    lora = config.optimizer.updates
+    return source if lora is None else Folded(source, config.model, lora)
+
+
+class Folded:
+    """A checkpoint with low-rank updates as one without (`WholeTensors`): W + alpha / rank B A in place of W."""
+
+    def __init__(self, source: WholeTensors, model: Model, lora: Lora):
+        """model: what the checkpoint is of."""
+        self._source, self._model = source, model
+        self._scale = lora.alpha / lora.rank
+
+    @property
+    def names(self) -> set[str]:
+        """All parameters and buffers but the updates."""
+        return {name for name in self._source.names if _VALUE not in name and _OUTPUT not in name}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return self._source.shape(name)
+
+    def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
+        """Those of `keys` that are known of a tensor; of one that was updated its value alone, in float32.
+
+        An update may be smaller than what a frozen bfloat16 weight can tell apart.
+        """
+        layer, _, kind = name.partition(".self_attention.")
+        updated = {"qkv.weight": "value_update", "output.weight": "output_update"}.get(kind)
+        update = f"{layer}.self_attention.{updated}."
+        if updated is None or f"{update}up" not in self._source.names:
+            return self._source.read(name, keys)
+        if WEIGHT not in keys:
+            return {}
+        weight, up, down = (
+            self._source.read(part, [WEIGHT])[WEIGHT] for part in (name, f"{update}up", f"{update}down")
+        )
+        change = self._scale * (up.float() @ down.float())
+        whole = weight.float().clone()
+        target = self._values(whole) if updated == "value_update" else whole
+        target += change.view_as(target)
+        return {WEIGHT: whole}
+
+    def _values(self, fused: Tensor) -> Tensor:
+        """The values' rows (H_kv, d, C) of a fused projection, whose rows are grouped by key head; a view."""
+        model = self._model
+        return fused.view(model.kv_heads, -1, model.head_size, fused.shape[-1])[:, -1]
+
+
+class Unrounded:
+    """A run's checkpoint (`WholeTensors`) in which weights that were never trained are those that the run began with.
+
+    DeepSpeed keeps float32 masters of trained weights alone: the checkpoint has the others as the model computed with
+    them, rounded to its dtype.
+    """
+
+    def __init__(self, checkpoint: WholeTensors, origin: Callable[[], WholeTensors]):
+        """origin: finds what the run began with, under the same names; UserError where that is there no more."""
+        self._checkpoint, self._find = checkpoint, origin
+
+    @property
+    def names(self) -> set[str]:
+        """All parameters and buffers."""
+        return self._checkpoint.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return self._checkpoint.shape(name)
+
+    def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
+        """Those of `keys` that are known of a tensor."""
+        found = self._checkpoint.read(name, keys)
+        weight = found.get(WEIGHT)
+        if weight is None or weight.dtype == torch.float32 or self._origin is None:
+            return found
+        if name not in self._origin.names:
+            return found
+        exact = self._origin.read(name, [WEIGHT])[WEIGHT]
+        # What lies there may be another by now. It is the same where it rounds to what the run computed with.
+        if exact.shape == weight.shape and exact.to(weight.dtype).equal(weight):
+            found[WEIGHT] = exact
+        return found
+
+    @cached_property
+    def _origin(self) -> WholeTensors | None:
+        try:
+            return self._find()
+        except UserError:
+            return None

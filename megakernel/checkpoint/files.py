@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .manifest import Checkpoint
-from .partition import Partition
-from .universal import STATE, STEP, WEIGHT
+from .universal import STATE, STEP, WEIGHT, Partition, WholeTensors
 from .weights_only import load
 
 _RECORD = "megakernel"
@@ -24,7 +23,7 @@ _FLAT_ZERO_3 = "fp32_flat_groups", "optimizer_state_dict"
 def record(
     model: nn.Module, partitions: Mapping[str, Partition], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """What `CheckpointTensors` needs to know beside DeepSpeed's own entries: client state for save_checkpoint.
+    """What `CheckpointTensors` needs to know besides DeepSpeed's own entries: client state for save_checkpoint.
 
     Made before deepspeed.initialize, which replaces the optimizer's parameters.
     """
@@ -34,7 +33,7 @@ def record(
     return {_RECORD: {"cuts": plain, "parameters": order}}
 
 
-class CheckpointTensors:
+class CheckpointTensors(WholeTensors):
     """A checkpoint of any layout and ZeRO stage, seen as whole tensors (`universal.WholeTensors`)."""
 
     def __init__(self, checkpoint: Checkpoint):
@@ -55,10 +54,6 @@ class CheckpointTensors:
     def partition(self, name: str) -> Partition:
         """How the checkpoint's tensor ranks share a tensor."""
         return self._homes[name][0].partitions[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
-        return tuple(self.read(name, [WEIGHT])[WEIGHT].shape)
 
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
         """Those of `keys` that are known of a tensor."""

@@ -11,7 +11,7 @@ from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.self_attention import is_new
 from megakernel.parallel import Mesh
 
-from .partition import partitions
+from .universal import partitions
 from .universal_load import compare, gathered_shapes, load_weights
 from .weight_source import WeightSource
 

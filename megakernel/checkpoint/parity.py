@@ -133,10 +133,10 @@ def compared(ours: Tensor, named: str, folder: Path, config: "PreTrainedConfig |
     """
     _, length, words = ours.shape
     try:
-        theirs = _reference_logits(folder, config, made_tokens(length, words, ours.device), named)
+        reference = _reference_logits(folder, config, made_tokens(length, words, ours.device), named)
     except MemoryError as error:  # more than its weights, or memory that others took meanwhile
         return Parity(None, f"transformers ran out of memory ({error})")
-    return Parity(float((ours - theirs).abs().max() / theirs.abs().max()))
+    return Parity(float((ours - reference).abs().max() / reference.abs().max()))
 
 
 def made_tokens(length: int, words: int, device: torch.device) -> Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from megakernel.parallel import Mesh
 from megakernel.parallel.axis import Axis
 
-from .partition import Partition
-from .universal import MOMENTS, STEP, WEIGHT, UniversalFolder, WholeTensors
+from .universal import MOMENTS, STEP, WEIGHT, Partition, UniversalFolder, WholeTensors
 
 
 def load_run(engine: Any, partitions: Mapping[str, Partition], tp: Axis, source: UniversalFolder) -> None:

@@ -8,15 +8,13 @@ from data_pipeline.corpus import Corpora
 from megakernel.config import Config, Model, UserError
 from megakernel.parallel.ranks import Ranks
 
-from .conversion import Converted
+from .conversion import Converted, Unrounded, without_updates
 from .dense import DenseCheckpoint, is_dense_checkpoint
 from .dense.tokenizer import check_tokenizer
 from .files import CheckpointTensors
-from .folding import without_updates
 from .manifest import Checkpoint
 from .trained_run import find_checkpoint, recorded_config, stage_folders
 from .universal import WholeTensors
-from .unrounded import Unrounded
 
 
 @dataclass(frozen=True)

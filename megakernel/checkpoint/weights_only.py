@@ -18,7 +18,7 @@ _OF_DEEPSPEED = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": SimpleNamespace,
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
 }
-"""Classes that DeepSpeed writes beside tensors -> what stands for them here: no second of its imports is needed."""
+"""Classes that DeepSpeed writes besides tensors -> what stands for them here: no second of its imports is needed."""
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """torch's variable that overrules a caller's weights_only=False."""

@@ -1,8 +1,7 @@
 """One YAML file becomes one typed, validated tree. Reads no torch, so every command can afford it."""
 
-from .algebra import Near
+from .algebra import BlockCompression, Compression, LinformerCompression, Near, PoolCompression
 from .attention import PRESETS, Attention, expand_preset
-from .compression import BlockCompression, Compression, LinformerCompression, PoolCompression
 from .data import Corpus, Data, Masking
 from .errors import MISSING, ConfigError, InUse, NotFinite, Problem, RunFailed, UserError
 from .feature_map import FeatureMap

@@ -1,16 +1,190 @@
-"""What a mechanism is asked: similarity, compression and near window, or a mechanism beside (docs/formulas.md, 1)."""
+"""The algebra of mechanisms: similarity, compression, near window; or a mechanism outside it (docs/formulas.md, 1)."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from .compression import Compression
-from .eva import Eva
+from .errors import Problem
 from .feature_map import FeatureMap
-from .landmark import Nystromformer, Skyformer
-from .mixture import Mixture
 from .section import Section
-from .simple_gla import SimpleGla
+
+Stage = Literal["input", "projected"]
+
+
+class _Compression(Section):
+    compress: Stage | None = None
+    """What E and F act on: `input` (FLuRKA eq. 2) or `projected` keys and values (eq. 1); None: input if it can be."""
+
+
+class BlockCompression(_Compression):
+    """Blocks of `block_size` tokens become `rank` landmarks each: k~ = E k_block, v~ = F v_block."""
+
+    kind: Literal["block"] = "block"
+    """How the sequence is shortened."""
+
+    block_size: int = Field(default=64, gt=0)
+    """Tokens per block, b."""
+
+    rank: int = Field(default=8, gt=0, le=1_000_000)
+    """Landmarks per block, r."""
+
+    per_head: bool = False
+    """One (E, F) for each key head instead of one shared by all heads of the layer."""
+
+    share_kv: bool = False
+    """One E for keys and values."""
+
+    def problems(self) -> Iterator[Problem]:
+        """A block has no more landmarks than tokens."""
+        if self.rank > self.block_size:
+            yield Problem(
+                "rank", self.rank, f"exceeds block_size={self.block_size}", f"set rank<={self.block_size}"
+            )
+        yield from _stage_problems(self.compress, self.per_head)
+
+
+class PoolCompression(_Compression):
+    """Blocks of `block_size` tokens become their mean."""
+
+    kind: Literal["pool"]
+    """How the sequence is shortened."""
+
+    block_size: int = Field(default=64, gt=0)
+    """Tokens per block, b."""
+
+
+class LinformerCompression(_Compression):
+    """All tokens of a row become `rank` landmarks: E, F in R^(d_k x N), one column for each place of a row.
+
+    N is model.max_positions, else training.seq_len; shorter rows use the first columns.
+    """
+
+    kind: Literal["linformer"]
+    """How the sequence is shortened."""
+
+    rank: int = Field(default=256, gt=0, le=1_000_000)
+    """Landmarks of a row, d_k."""
+
+    per_head: bool = False
+    """One (E, F) for each key head instead of one shared by all heads of the layer."""
+
+    share_kv: bool = False
+    """One E for keys and values."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Heads share what acts on the input."""
+        yield from _stage_problems(self.compress, self.per_head)
+
+
+def _stage_problems(compress: Stage | None, per_head: bool) -> Iterator[Problem]:
+    if compress == "input" and per_head:
+        reason = "is what the heads of a layer share, and per_head gives each its own E"
+        yield Problem("compress", compress, reason, "set compress: projected or remove per_head")
+
+
+def _kind(value: Any) -> str:
+    return value.get("kind", "block") if isinstance(value, dict) else getattr(value, "kind", "block")
+
+
+Compression = Annotated[
+    Annotated[BlockCompression, Tag("block")]
+    | Annotated[PoolCompression, Tag("pool")]
+    | Annotated[LinformerCompression, Tag("linformer")],
+    Discriminator(_kind),
+]
+"""One of the three by `kind`; without it, `block`."""
+
+
+class Mixture(Section):
+    """M keys stand at every position or landmark, which weighs sum_r pi_r s(q, k_r) under the similarity s of its part.
+
+    That part is the layer, or the near window, whose `near.kind` may differ from the similarity of landmarks.
+    """
+
+    keys: int = Field(default=2, ge=2, le=1_000)
+    """Keys per position, M."""
+
+    kind: Literal["projected", "shifted"] = "projected"
+    """`projected`: each key has a projection of its own. `shifted`: one projection, and a learned shift per key."""
+
+    estep: Literal["soft", "hard"] = "soft"
+    """`soft`: the position weighs the mean over its keys under priors pi. `hard`: its nearest key, without pi."""
+
+    m_step: bool = False
+    """Set pi to the mean responsibility of each key after every step, instead of learning it by gradients."""
+
+    sigma2: list[Annotated[float, Field(gt=0)]] | None = None
+    """Variance of each key in units of sqrt(head_dim), for similarity `gaussian`; None takes 1 for all."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Priors and variances that nothing would use."""
+        if self.m_step and self.estep == "hard":
+            yield Problem("m_step", True, "has no effect on estep: hard, which has no priors", "remove one")
+        if self.sigma2 is not None and len(self.sigma2) != self.keys:
+            reason = f"has {len(self.sigma2)} values for keys={self.keys}"
+            yield Problem("sigma2", self.sigma2, reason, "write one value per key")
+
+
+class Skyformer(Section):
+    """Nyström's approximation of kernelized attention from rows of [Q; K] drawn at random."""
+
+    features: int = Field(default=128, gt=0, le=1_000_000)
+    """Landmarks drawn with replacement from the 2N queries and keys."""
+
+    draw: Literal["uniform", "stratified"] = "uniform"
+    """`uniform` over queries and keys together; `stratified`: one half from each."""
+
+    per_head: bool = True
+    """Landmarks of its own for each head, instead of one draw shared by all heads of the layer."""
+
+    inverse: Literal["iterative", "exact"] = "iterative"
+    """`iterative`: matrix products only, six steps on the matrix regularized by gamma. `exact`: pseudo-inverse."""
+
+    gamma: float = Field(default=0.1, gt=0)
+    """Added to the diagonal before the iterative inverse."""
+
+
+class Nystromformer(Section):
+    """Nyström's approximation of softmax attention from means over segments of queries and keys."""
+
+    landmarks: int = Field(default=64, gt=0, le=1_000_000)
+    """Segments of a row, each one landmark query and one landmark key."""
+
+    conv_kernel: int | None = Field(default=None, gt=0, le=1_000_000)
+    """Tokens under a depthwise convolution of the values, added to the output; odd. None: no convolution."""
+
+    def problems(self) -> Iterator[Problem]:
+        """A filter reaches as far to the left as to the right."""
+        if self.conv_kernel is not None and self.conv_kernel % 2 == 0:
+            reason, remedy = "has no middle token", f"set {self.conv_kernel - 1} or {self.conv_kernel + 1}"
+            yield Problem("conv_kernel", self.conv_kernel, reason, remedy)
+
+
+class Eva(Section):
+    """Softmax over the keys of a token's window and one summary (k_c, beta_c) for each chunk of keys."""
+
+    window_size: int = Field(default=64, gt=0)
+    """Tokens of a window, w, attended exactly."""
+
+    chunk_size: int = Field(default=16, gt=0)
+    """Tokens of a chunk; with compression, chunks are equal shares of the compressed keys, one for each window."""
+
+    overlap: bool = False
+    """Windows reach into the neighbouring one, before and (where not causal) after them, for keys."""
+
+    exclude_window: bool = False
+    """Leave chunks inside a token's own window out of what it sees; the published form counts them twice."""
+
+    published_padding: bool = False
+    """Means of chunks count padding as zeros, as in the published code; outputs then depend on the padding."""
+
+
+class SimpleGla(Section):
+    """S_i = a_i S_(i-1) + k_i v_i^T and o_i = q_i^T S_i / sqrt(d), with one factor a_i in (0, 1) for each key head."""
+
+    gate_logit_normalizer: float = Field(default=16.0, gt=0)
+    """log a_i = log sigmoid(w.x_i + b) divided by this: larger numbers forget more slowly."""
 
 
 class Near(Section):
@@ -36,7 +210,7 @@ class Near(Section):
 
 
 class Algebra(Section):
-    """One point of the algebra, or a mechanism beside it."""
+    """One point of the algebra, or a mechanism outside it."""
 
     mechanism: Literal["algebra", "skyformer", "nystromformer", "eva", "simple_gla"] = "algebra"
     """`algebra`: what the other keys compose. The others approximate one matrix as a whole and take their section."""

@@ -8,16 +8,14 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from .algebra import Algebra, Near
-from .compression import Compression
+from .algebra import Algebra, Compression, Mixture, Near
 from .errors import ConfigError, Problem, nearest_first
 from .mechanisms import Mechanism, mechanism_of
-from .mixture import Mixture
 from .section import merged
 
 
 class Attention(Algebra):
-    """One attention mechanism: a point of the algebra, or a mechanism beside it."""
+    """One attention mechanism: a point of the algebra, or a mechanism outside it."""
 
     @property
     def spec(self) -> Mechanism:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .composition import interpolate, merged, read_composed
 from .errors import Problem
+from .load import interpolate, merged, read_composed
 from .section import Section
 from .validation import validate_section
 

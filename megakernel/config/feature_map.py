@@ -112,15 +112,6 @@ class FeatureMap(Section):
         """Whether phi is made of cosines and sines (random kitchen sinks)."""
         return self.name == "rff" or self.name.endswith("_rks")
 
-    @property
-    def may_divide_by_zero(self) -> str | None:
-        """Why a row's weights can cancel in its denominator; None where none is negative, or smoothing lifts them."""
-        if self.name == "identity":
-            return "products of tokens have either sign"
-        if self.is_trigonometric and self.smoothing == 0:
-            return "cosines have either sign; smoothing: 1.0 lifts their sum"
-        return None
-
     def similarity_at_zero(self, head_dim: int) -> float:
         """phi(0).phi(0), which softmax's exp(q.k) has as 1; relu and identity have 0."""
         if self.name in ("relu", "identity"):

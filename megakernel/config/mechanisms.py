@@ -10,11 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from .algebra import Algebra, Near
-from .compression import Compression, LinformerCompression, PoolCompression
-from .eva import Eva
+from .algebra import (
+    Algebra,
+    Compression,
+    Eva,
+    LinformerCompression,
+    Near,
+    Nystromformer,
+    PoolCompression,
+    Skyformer,
+)
 from .feature_map import FeatureMap
-from .landmark import Nystromformer, Skyformer
 
 Exchange = Literal["state", "halo", "heads", "heads or ring", "landmarks"]
 
@@ -69,9 +75,6 @@ class Mechanism:
     further: int = 0
     """Numbers of each token and key head that the layer wants of a further projection of the hidden state."""
 
-    learned: int = 0
-    """Numbers of each key head that the layer learns itself, beside those of the parts that it is made of."""
-
     block_size: int | None = None
     """Tokens of a block, which shards of a row hold whole."""
 
@@ -79,7 +82,7 @@ class Mechanism:
     """Why a token sees later ones of its row, whatever document they belong to."""
 
     mixes_documents: str | None = None
-    """Why tokens that see both ways also see other documents of their row, beside `mixes_future_tokens`."""
+    """Why tokens that see both ways also see other documents of their row, besides `mixes_future_tokens`."""
 
     looks_back_only: str | None = None
     """Why a token cannot see later ones of its document."""
@@ -132,12 +135,12 @@ def _through_landmarks(
 def _skyformer(form: Algebra) -> Mechanism:
     sky = form.skyformer or Skyformer()
     iterative = sky.inverse == "iterative"
-    return _through_landmarks(form, "skyformer.SkyformerAttention", sky.features, iterative)
+    return _through_landmarks(form, "nystrom.SkyformerAttention", sky.features, iterative)
 
 
 def _nystromformer(form: Algebra) -> Mechanism:
     nystrom = form.nystromformer or Nystromformer()
-    layer, filtered = "nystromformer.NystromformerAttention", nystrom.conv_kernel or 0
+    layer, filtered = "nystrom.NystromformerAttention", nystrom.conv_kernel or 0
     return _through_landmarks(form, layer, nystrom.landmarks, filtered=filtered)
 
 
@@ -190,7 +193,6 @@ def _simple_gla(form: Algebra) -> Mechanism:
         },
         state_sizes=lambda shape: (shape.kv_heads * shape.size**2, 0),
         further=1,
-        learned=1,
         looks_back_only="a state that decays looks back only",
         changes_constants="simple_gla divides by no sum of weights",
     )
@@ -281,7 +283,7 @@ def _local(form: Algebra) -> Mechanism:
         return {"near": shape.heads * keys * 2 * (form.keys_at_position + 1) * shape.size}
 
     return Mechanism(
-        layer="local.LocalAttention",
+        layer="softmax.LocalAttention",
         exchanges=("halo",),
         flops=flops,
         state_sizes=lambda shape: (

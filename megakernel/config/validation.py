@@ -40,10 +40,7 @@ def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) ->
             for detail in error.errors():
                 found.extend(problem.under(name) for problem in _problems_of(detail, annotation, value))
     found.extend(agreement(sections))
-    already = {problem.key for problem in known_problems}
-    problems = [*known_problems, *(problem for problem in found if problem.key not in already)]
-    if problems:
-        raise ConfigError(problems)
+    _refuse(known_problems, found)
     return Config(**sections)
 
 
@@ -59,11 +56,16 @@ def validate_section(
         section = kind.model_validate(value)
     except ValidationError as error:
         found = [problem for detail in error.errors() for problem in _problems_of(detail, kind, value)]
-    already = {problem.key for problem in known_problems}
-    problems = [*known_problems, *(problem for problem in found if problem.key not in already)]
+    _refuse(known_problems, found, name)
+    return section
+
+
+def _refuse(known: Sequence[Problem], found: Sequence[Problem], name: str = "") -> None:
+    """ConfigError for what is known and found, of a key once; keys are under `name`."""
+    already = {problem.key for problem in known}
+    problems = [*known, *(problem for problem in found if problem.key not in already)]
     if problems:
         raise ConfigError([problem.under(name) for problem in problems])
-    return section
 
 
 _LONGEST_NAME = 255
@@ -130,18 +132,19 @@ def _path_in(value: Any, location: Sequence[int | str], ends_missing: bool) -> l
 
 def _section_at(annotation: Any, path: Sequence[int | str]) -> type[Section] | None:
     """The section class that owns the keys at `path` below a value of type `annotation`."""
-    section = _section_in(annotation)
+    section = section_in(annotation)
     for part in path:
         if isinstance(part, str) and section is not None:
             field = section.model_fields.get(part)
-            section = _section_in(field.annotation) if field is not None else None
+            section = section_in(field.annotation) if field is not None else None
     return section
 
 
-def _section_in(annotation: Any) -> type[Section] | None:
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section class in an annotation, such as that of an optional section or of a list of them."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _section_in(part)) is not None), None)
+    return next((found for part in get_args(annotation) if (found := section_in(part)) is not None), None)
 
 
 def _unknown_key(owner: type[Section], dotted: str, key: str, value: Any) -> Problem:
@@ -160,6 +163,6 @@ def all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
     """Every dotted key below a section, sections included."""
     for name, field in section.model_fields.items():
         yield prefix + name
-        inner = _section_in(field.annotation)
+        inner = section_in(field.annotation)
         if inner is not None:
             yield from all_keys(inner, f"{prefix}{name}.")

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.answers import AnsweredTokens, encode_answered
 from data_pipeline.corpus import Corpora
+from data_pipeline.encoding import AnsweredTokens, encode_answered
 from data_pipeline.synthetic import EVALUATION, Example
 from data_pipeline.synthetic import Task as Examples
 from data_pipeline.synthetic.filler import Filler, Passages

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from megakernel.training.observing.event_files import add_png
-from megakernel.training.whole_file import write_whole
+from megakernel.training.run_folder import write_whole
 
 from .answer_counts import AnswerCounts, heat_map
 from .subject import Result

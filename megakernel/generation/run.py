@@ -1,7 +1,6 @@
 """From a run folder and a prompt to text: what is cheap to check comes before the libraries are loaded."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,38 +18,6 @@ if TYPE_CHECKING:
     from megakernel.model import LanguageModel
 
 
-def generate_text(
-    folder: Path,
-    prompt: str,
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
-    step: int | None = None,
-) -> Iterator[str]:
-    """Continue a prompt; yields text as it comes, without the prompt.
-
-    The text ends where the model ends the document, or after max_new_tokens tokens.
-
-    Args:
-        folder: folder of the run.
-        prompt: text to continue. An empty one is a new document: the model then continues BOS, or where documents do
-            not begin with it the end of the document before.
-        max_new_tokens: most tokens to add.
-        sampling: how tokens are drawn.
-        seed: of the draws; the same arguments give the same text.
-        step: which checkpoint; None takes the newest good one.
-
-    Raises:
-        UserError: no run, no such checkpoint, no tokenizer, a model that is no causal_lm, a prompt that is no text,
-            or more tokens than it has positions for.
-    """
-    texts = generate_texts(
-        folder, [prompt], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, step=step
-    )
-    return chain.from_iterable(texts)
-
-
 def generate_texts(
     folder: Path,
     prompts: Sequence[str],
@@ -60,9 +27,23 @@ def generate_texts(
     seed: int = 0,
     step: int | None = None,
 ) -> Iterator[Iterator[str]]:
-    """The continuation of each prompt, as `generate_text` gives it, by a model that is loaded once.
+    """Continue prompts by a model that is loaded once; yields the text of each as it comes, without the prompt.
 
-    Each is to be read to its end before the next. Arguments and errors are those of `generate_text`.
+    A text ends where the model ends the document, or after max_new_tokens tokens. Each is to be read to its end before
+    the next.
+
+    Args:
+        folder: folder of the run.
+        prompts: texts to continue. An empty one is a new document: the model then continues BOS, or where documents do
+            not begin with it the end of the document before.
+        max_new_tokens: most tokens to add to each.
+        sampling: how tokens are drawn.
+        seed: of the draws of each; the same arguments give the same text.
+        step: which checkpoint; None takes the newest good one.
+
+    Raises:
+        UserError: no run, no such checkpoint, no tokenizer, a model that is no causal_lm, a prompt that is no text,
+            or more tokens than it has positions for.
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} adds nothing; give 1 or more")
@@ -77,7 +58,22 @@ def generate_texts(
         _check_text(prompt)
         tokens.append(tokenizer.prompt(prompt))
         check_positions(run.config, len(tokens[-1]), max_new_tokens, "max_new_tokens")
-    return _generate(run, tokenizer, tokens, max_new_tokens, sampling, seed)
+    from megakernel.checkpoint.one_process import one_process_model
+
+    device = choose_device("cpu" if run.config.training.device == "cpu" else "auto")
+    model = one_process_model(run, tokenizer.vocab_size, device)
+    return (
+        continued(
+            model,
+            tokenizer,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            isolate_documents=run.config.data.isolate_documents,
+        )
+        for prompt in tokens
+    )
 
 
 def _check_text(prompt: str) -> None:
@@ -87,30 +83,6 @@ def _check_text(prompt: str) -> None:
         raise UserError(
             f"prompt holds what is no text in UTF-8, at character {error.start + 1}; write it in UTF-8"
         ) from None
-
-
-def _generate(
-    run: TrainedRun,
-    tokenizer: Tokenizer,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-) -> Iterator[Iterator[str]]:
-    from megakernel.checkpoint.one_process import one_process_model
-
-    device = choose_device("cpu" if run.config.training.device == "cpu" else "auto")
-    model = one_process_model(run, tokenizer.vocab_size, device)
-    for prompt in prompts:
-        yield continued(
-            model,
-            tokenizer,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            isolate_documents=run.config.data.isolate_documents,
-        )
 
 
 def continued(
@@ -172,7 +144,7 @@ class Samples:
 
     def markdown(self, model: "LanguageModel") -> str:
         """Prompt and continuation; the model is in evaluation mode."""
-        shards = continued(
+        continuation = continued(
             model,
             self._tokenizer,
             self._tokens,
@@ -181,6 +153,6 @@ class Samples:
             seed=self._config.run.seed,
             isolate_documents=self._config.data.isolate_documents,
         )
-        text = self._prompt + "".join(shards)
+        text = self._prompt + "".join(continuation)
         # Markdown shows an indented text as it is.
         return "\n".join(f"    {line}" for line in text.splitlines())

@@ -12,7 +12,6 @@ Conventions, all per token of one sequence of `seq_len` tokens that is a single 
 """
 
 from collections import Counter
-from typing import Literal
 
 from megakernel.config import Attention, Model
 from megakernel.config.mechanisms import Shape, landmarks_per_token
@@ -32,18 +31,6 @@ def flops_per_token(model: Model, seq_len: int, vocab_size: int, predicted: floa
 def training_flops_per_token(model: Model, seq_len: int, vocab_size: int, predicted: float = 1.0) -> float:
     """Forward and backward FLOPs per token, the numerator of MFU."""
     return (1 + BACKWARD) * flops_per_token(model, seq_len, vocab_size, predicted)
-
-
-def recomputed_flops_per_token(
-    model: Model, seq_len: int, activation_checkpointing: Literal["none", "selective", "full"]
-) -> float:
-    """FLOPs per token that backward repeats because of training.activation_checkpointing."""
-    if activation_checkpointing == "none":
-        return 0.0
-    parts = forward_flops(model, seq_len, vocab_size=0)
-    if activation_checkpointing == "selective":
-        del parts["projections"], parts["mlp"]
-    return sum(parts.values())
 
 
 def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, float]:

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .classifier import ClassifierHead
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
-from .head import FinalNorm, OutputHead, for_vocabulary, mean_loss, token_losses
+from .head import ClassifierHead, FinalNorm, OutputHead, for_vocabulary, mean_loss, token_losses
 from .layer import TransformerLayer
 from .layer_inputs import LayerInputs
 from .settings import ModelSettings
@@ -42,7 +41,7 @@ class LayerSpec(NamedTuple):
 
 
 def layer_list(settings: ModelSettings) -> list[LayerSpec]:
-    """Embedding, transformer layers, final norm, head; each maps a Stream to a Stream, the head to the loss.
+    """Embedding, transformer layers, final norm, head; each maps activations to activations, the head to the loss.
 
     Outside training the head may measure more than the loss: see `Model.measures`.
     """
@@ -178,7 +177,7 @@ class LanguageModel(nn.Module):
         """Told before each training step; for models whose loss depends on it."""
 
     def scalars(self) -> dict[str, float]:
-        """What there is to tell beside the loss, by TensorBoard tag, since the last call; called on all ranks."""
+        """What there is to tell besides the loss, by TensorBoard tag, since the last call; called on all ranks."""
         return {}
 
     @property

@@ -1,22 +1,55 @@
 """The transformer layer: norms, one of our attention mechanisms between its projections, and the MLP."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.attention import AttentionLayer
 from megakernel.attention.softmax import SoftmaxAttention
+from megakernel.ops.layers import swiglu
 from megakernel.parallel import replicated
 
 from .layer_inputs import LayerInputs
-from .mlp import MLP
+from .linear import apply, column_linear, row_linear
 from .norm import Norm
 from .self_attention import SelfAttention
 from .settings import ModelSettings, drawn_from
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": swiglu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class MLP(nn.Module):
+    """Up, activation, down; of SwiGLU gate and up are one matrix."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        model = settings.model
+        self.activation = _ACTIVATIONS[model.activation]
+        parts = 2 if model.activation == "swiglu" else 1
+        self.linear_fc1 = column_linear(
+            settings,
+            model.hidden_size,
+            parts * model.ffn_size,
+            bias=model.bias,
+            skip_bias_add=True,
+            stride=parts,
+        )
+        self.linear_fc2 = row_linear(settings, model.ffn_size, model.hidden_size, bias=model.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x (N, B, C) -> (output (N, B, C), its bias or None)."""
+        inner, bias = apply(self.linear_fc1, x)
+        return apply(self.linear_fc2, self.activation(inner if bias is None else inner + bias))
 
 
 class TransformerLayer(nn.Module):

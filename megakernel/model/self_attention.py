@@ -13,8 +13,7 @@ from megakernel.config import Model
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
-from .linear import apply, column_linear, row_linear
-from .lora import LowRankUpdate
+from .linear import LowRankUpdate, apply, column_linear, row_linear
 from .norm import HeadNorm
 from .settings import ModelSettings
 
@@ -118,7 +117,7 @@ class SelfAttention(nn.Module):
         return self._merge(heads), state
 
     def _further(self, hidden: Tensor) -> Tensor | None:
-        """(B, H_kv, N, n), what the mechanism asks for beside queries, keys and values."""
+        """(B, H_kv, N, n), what the mechanism asks for besides queries, keys and values."""
         if self.further is None:
             return None
         fused, _ = apply(self.further, hidden)

@@ -62,9 +62,6 @@ class ModelSettings:
     shapes_only: bool = False
     """Whether matrices take no memory: of a model of one process that is asked for names, shapes and dtypes alone."""
 
-    backend: str | None = None
-    """Attention backend; None lets the ops decide."""
-
     @property
     def embedding_rows(self) -> int:
         """Rows of the embedding and of the head over all tensor ranks, padding included."""
@@ -132,7 +129,7 @@ def model_settings(config: Config, mesh: "Mesh | OneProcess", vocab_size: int) -
     needed = vocab_size + config.model.special_ids
     wanted = config.model.vocab_size or needed
     if wanted < needed:
-        pack_keys = (
+        special = (
             f", and {config.model.special_ids} of a {config.model.kind}" if config.model.special_ids else ""
         )
         source = config.init.source
@@ -140,7 +137,7 @@ def model_settings(config: Config, mesh: "Mesh | OneProcess", vocab_size: int) -
         if source is not None:
             remedy = f"prepare the data with the tokenizer of init.from={source}"
         raise UserError(
-            f"model.vocab_size={wanted} is smaller than the corpus's tokenizer ({vocab_size} ids{pack_keys}); {remedy}"
+            f"model.vocab_size={wanted} is smaller than the corpus's tokenizer ({vocab_size} ids{special}); {remedy}"
         )
     model = config.model
     if model.max_positions is None:

@@ -4,7 +4,7 @@ A chunk's logits exist once, and backward finds the gradients of the states and 
 head where keeping all logits takes three and the memory, and computing them again takes four.
 
 Rows that pad the vocabulary take part in the products, whose sizes GPUs are fast with, and in nothing else: their
-logits are -inf, so no probability and no gradient is teacher_logits. A rank may have nothing but such rows.
+logits are -inf, so they get no probability and no gradient. A rank may have nothing but such rows.
 """
 
 import math
@@ -137,8 +137,8 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if slope is None else slope * pulls[0] for slope in ctx.saved_tensors)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if slope is None else slope * gradients[0] for slope in ctx.saved_tensors)
         return (*scaled, None, None, None, None, None, None)
 
 
@@ -170,27 +170,27 @@ def _taught(
     group: ProcessGroup | None,
     distillation: DistillationTarget,
 ) -> tuple[Tensor, Tensor]:
-    """Both sums (2,) and the gradient of the loss; teacher_logits: the teacher's logits, written over as well."""
+    """Both sums (2,) and the gradient of the loss; both models' logits are written over."""
     temperature = distillation.temperature
     highest = _highest([logits, teacher_logits], group)
     logits -= highest[0]
     teacher_logits = teacher_logits.sub_(highest[1]).div_(temperature)
     picked, place, here = _pick(logits, targets, group)
-    ours = logits / temperature
-    theirs_weights = teacher_logits.exp()
-    apart = teacher_logits.sub_(ours)
-    apart[:, words:] = 0  # and not -inf + inf
-    apart = apart.mul_(theirs_weights).sum(-1)
-    ours_weights = ours.exp_()
+    student_logits = logits / temperature
+    teacher_weights = teacher_logits.exp()
+    difference = teacher_logits.sub_(student_logits)
+    difference[:, words:] = 0  # and not -inf + inf
+    difference = difference.mul_(teacher_weights).sum(-1)
+    student_weights = student_logits.exp_()
     weights = logits.exp_()
-    sums = [part.sum(-1) for part in (weights, ours_weights, theirs_weights)]
-    total, ours_total, theirs_total, apart, picked = _summed([*sums, apart, picked], group)
-    divergence = apart / theirs_total + ours_total.log() - theirs_total.log()
+    sums = [part.sum(-1) for part in (weights, student_weights, teacher_weights)]
+    total, student_total, teacher_total, difference, picked = _summed([*sums, difference, picked], group)
+    divergence = difference / teacher_total + student_total.log() - teacher_total.log()
     slope = weights.mul_((distillation.cross_entropy / total)[:, None])
     slope.scatter_add_(-1, place, -distillation.cross_entropy * here.to(slope.dtype))
     share = distillation.divergence * temperature
-    slope += ours_weights.mul_((share / ours_total)[:, None])
-    slope -= theirs_weights.mul_((share / theirs_total)[:, None])
+    slope += student_weights.mul_((share / student_total)[:, None])
+    slope -= teacher_weights.mul_((share / teacher_total)[:, None])
     counts = targets != IGNORED
     losses = torch.stack([total.log() - picked, divergence])
     return (losses * counts).sum(-1), slope.mul_(counts[:, None])

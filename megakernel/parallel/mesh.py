@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -9,19 +10,44 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megakernel.attention.sequence import WHOLE, ContextParallelShard
 from megakernel.config import Parallel, UserError
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.device import quieten_ranks
-from megakernel.parallel.mpu import ModelParallelUnit
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.progress import Progress
 from megakernel.parallel.rendezvous import meet
 from megakernel.parallel.sequence import GroupShard
 from megakernel.parallel.tensor import head_shard
+
+
+class ModelParallelUnit:
+    """What `deepspeed.initialize(mpu=...)` asks about the mesh: `get_NAME_group`, `get_NAME_rank` and so on.
+
+    DeepSpeed averages gradients and shards optimizer state over its data parallel group: here dp x cp. Norms and
+    overflow flags are joined over the model parallel group, tp x pp, whose ranks name checkpoint files; tensor rank 0
+    counts replicated parameters in norms. There are deliberately no sequence-parallel getters: with them DeepSpeed
+    keeps cp apart and rescales gradients.
+    """
+
+    def __init__(self, tp: Axis, pp: Axis, model: Axis, gradient: Axis):
+        axes = {
+            "data_parallel": gradient,
+            "model_parallel": model,
+            "tensor_model_parallel": tp,
+            "pipeline_model_parallel": pp,
+        }
+        for name, axis in axes.items():
+            for what, value in (("group", axis.group), ("rank", axis.rank), ("world_size", axis.size)):
+                setattr(self, f"get_{name}_{what}", partial(_known, value))
+        self.get_data_parallel_group_ranks = partial(_known, list(gradient.ranks))
+        self.get_tensor_model_parallel_src_rank = partial(_known, tp.ranks[0])
+
+
+def _known(value: Any) -> Any:
+    return value
 
 
 class Mesh:
@@ -42,7 +68,6 @@ class Mesh:
         progress: how far this process is.
         store: what all processes can write to and read.
         mpu: what `deepspeed.initialize` asks for when there is no pipeline.
-        process_groups: what Megatron-core's layers ask for.
     """
 
     def __init__(self, parallel: Parallel, device: torch.device, store: dist.Store):
@@ -66,7 +91,6 @@ class Mesh:
             num_pp=self.pp.size, num_mp=self.tp.size, num_dp=self.gradient.size
         )
         self.mpu = ModelParallelUnit(self.tp, self.pp, self.model, self.gradient)
-        self.process_groups = ProcessGroupCollection.use_mpu_process_groups()
         coordinates = {"model": self.tp.rank, "data": self.gradient.rank, "pipe": self.pp.rank}
         assert self.topology.get_rank(**coordinates) == self.rank, (coordinates, self.rank)
 

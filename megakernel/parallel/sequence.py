@@ -6,6 +6,7 @@ The kernel state is all that every process sends to every other, and its size do
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
@@ -13,7 +14,6 @@ from megakernel.ops.state import KernelState, PendingState
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.exchange_way import Way, way
 from megakernel.parallel.progress import Progress
-from megakernel.parallel.rotation import PendingRotation, start_rotation
 from megakernel.parallel.state_exchange import (
     Background,
     Exchange,
@@ -25,6 +25,56 @@ from megakernel.parallel.state_exchange import (
 )
 from megakernel.parallel.tensor import total
 from megakernel.parallel.traffic import Traffic
+
+
+class PendingRotation:
+    """A rotation under way. What is sent and what is received must be left alone until `wait`."""
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        sent: tuple[Tensor, ...],
+        received: tuple[Tensor, ...],
+        traffic: Traffic,
+    ):
+        self._works = works
+        self._traffic = traffic
+        # The transport reads these until the wait, whoever else has forgotten them.
+        self._sent = sent
+        self._received = received
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The left neighbour's tensors, once they are here and this rank's have left."""
+        with self._traffic.waiting("keys"):
+            for work in self._works:
+                work.wait()
+        received = self._received
+        del self._works, self._sent, self._received
+        return received
+
+
+def start_rotation(
+    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, traffic: Traffic
+) -> PendingRotation:
+    """Begin to send `tensors` to the next process of `group` and to receive as many from the one before.
+
+    Only neighbours send and receive, so that over a network each link carries one message at a time.
+
+    Every process of the group calls this in the same order, with tensors of the same shapes, dtypes and device, so
+    nothing about them needs to be sent. Each process sends the bytes of its `tensors`, which `traffic` counts, and
+    receives as many. Not differentiable.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    sent = tuple(x.detach().contiguous() for x in tensors)
+    received = tuple(torch.empty_like(x) for x in sent)
+    operations = []
+    # Tags tell the messages of one rotation apart, and from those of other exchanges, which have 0. gloo keeps the
+    # order of one tag, NCCL that of all between two processes.
+    for tag, (own, buffer) in enumerate(zip(sent, received), start=1):
+        operations.append(dist.P2POp(dist.isend, own, group=group, tag=tag, group_peer=(rank + 1) % size))
+        operations.append(dist.P2POp(dist.irecv, buffer, group=group, tag=tag, group_peer=(rank - 1) % size))
+        traffic.sends("keys", own)
+    return PendingRotation(dist.batch_isend_irecv(operations), sent, received, traffic)
 
 
 class GroupShard:
@@ -42,7 +92,7 @@ class GroupShard:
     ):
         """state_exchange: `parallel.state_exchange` of the configuration; progress: of this process.
 
-        background: where chains of states run; None: beside local work.
+        background: where chains of states run; None: while this rank computes.
         """
         self._axis = axis
         self._way = state_exchange
@@ -100,7 +150,7 @@ class GroupShard:
         return result
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """(..., n, d) of mine -> (..., size * n, d) of all shards in order."""
+        """(..., n, d) of this rank -> (..., size * n, d) of all shards in order."""
         tokens_first = x.movedim(-2, 0).contiguous()
         with self.traffic.waiting("tokens"):
             result = gather_from_sequence_parallel_region(tokens_first, group=self._group)

@@ -184,22 +184,22 @@ class Passed:
         )
         self.parts = parts(self.place.axis.size, sums.numel() * sums.element_size())
         entering = torch.zeros_like(sums)
-        for mine, theirs in zip(self._cut(sums), self._cut(entering)):
-            self._pass(theirs, -1, mine * self.add)
+        for own, received in zip(self._cut(sums), self._cut(entering)):
+            self._pass(received, -1, own * self.add)
         return entering, entering_log
 
     def _backward(self, grad: Tensor) -> Tensor:
         of_leaving = torch.zeros_like(grad)
-        for mine, theirs in zip(self._cut(grad), self._cut(of_leaving)):
-            self._pass(theirs, 1, mine)
+        for own, received in zip(self._cut(grad), self._cut(of_leaving)):
+            self._pass(received, 1, own)
         return of_leaving * self.add
 
-    def _pass(self, theirs: Tensor, source: int, mine: Tensor) -> None:
-        """Receive a part from the neighbour at `source` into `theirs`; the other one gets what is kept and `mine`."""
-        received = theirs.contiguous()
+    def _pass(self, out: Tensor, source: int, own: Tensor) -> None:
+        """Receive a part from the neighbour at `source` into `out`; the other one gets what is kept and `own`."""
+        received = out.contiguous()
         self._receive(received, source)
-        theirs.copy_(received)
-        self._send(mine + theirs * self.keep, -source)
+        out.copy_(received)
+        self._send(own + out * self.keep, -source)
 
     def _cut(self, x: Tensor) -> tuple[Tensor, ...]:
         """Views of consecutive features."""

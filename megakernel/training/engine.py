@@ -1,10 +1,11 @@
-"""A model under DeepSpeed: optimizer steps, evaluation, and the state that a checkpoint holds."""
+"""A model under DeepSpeed: what it reads, optimizer steps, evaluation, and the state that a checkpoint holds."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from data_pipeline.batch import Batch
+from data_pipeline.order import Share
 from megakernel import attention
 from megakernel.checkpoint import weights_only
 from megakernel.checkpoint.files import record
-from megakernel.checkpoint.partition import partitions
-from megakernel.checkpoint.universal import UniversalFolder, WholeTensors
+from megakernel.checkpoint.universal import UniversalFolder, WholeTensors, partitions
 from megakernel.checkpoint.universal_load import (
     Comparison,
     compare,
@@ -27,17 +28,93 @@ from megakernel.checkpoint.universal_load import (
     with_moments,
 )
 from megakernel.config import Config, Phase
-from megakernel.model import ModelSettings, Parted, build_model, rotate_by
+from megakernel.model import IGNORED, ModelSettings, Parted, build_model, rotate_by
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
-from .batches import means, model_inputs
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
-from .deferred_errors import DeferredErrors
 from .optimizer import SHARE, build_optimizer, freeze
 from .schedule import LinearDecay, drop_near_windows
 from .step_costs import ContextTraffic, MemoryPeaks
+
+
+def model_inputs(batches: Sequence[Batch], mesh: Mesh) -> list[LayerInputs]:
+    """The first layer's input of each micro-batch; all share the number of targets of the whole global batch."""
+    own = sum((batch.loss_mask.sum() for batch in batches), start=torch.zeros((), dtype=torch.int64))
+    targets = mesh.sum(own.to(mesh.device), mesh.gradient).clamp(min=1).reshape(1)
+    found: list[LayerInputs] = []
+    for batch in batches:
+        labels = batch.labels.where(batch.loss_mask, IGNORED)
+        parts = (batch.tokens, batch.positions, labels)
+        found.append((*(part.to(mesh.device, non_blocking=True) for part in parts), targets))
+    return found
+
+
+@torch.no_grad()
+def means(measure: Callable[..., Tensor], inputs: Sequence[LayerInputs], mesh: Mesh) -> Tensor:
+    """The sum over all ranks' inputs of what `measure` makes of each: shares of global means."""
+    total = sum(
+        (measure(*layer_inputs) for layer_inputs in inputs), start=torch.zeros((), device=mesh.device)
+    )
+    assert isinstance(total, Tensor)
+    return mesh.sum(total, mesh.gradient)
+
+
+def reading(mesh: Mesh) -> dict[str, Any]:
+    """What `TrainingBatches` and `ValidationBatches` are told of this process: its share, and who builds the index."""
+    return {
+        "share": Share(mesh.dp.rank, mesh.dp.size, mesh.cp.rank, mesh.cp.size),
+        "builds_index": mesh.rank == 0,
+        "barrier": mesh.barrier,
+    }
+
+
+class DeferredErrors:
+    """A DeepSpeed checkpoint engine that remembers a failed write instead of raising it.
+
+    DeepSpeed's save_checkpoint ends in a barrier. A rank that raises before it, on a full disk, would leave
+    the others waiting there until the collective times out. Call `raise_first` after save_checkpoint has
+    returned.
+    """
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+        self._error: Exception | None = None
+        self._written: list[Path] = []
+
+    @classmethod
+    def install(cls, engine: Any) -> "DeferredErrors":
+        """Make a DeepSpeed engine write through this class; once, after deepspeed.initialize."""
+        engine.checkpoint_engine = cls(engine.checkpoint_engine)
+        # With ZeRO, rank 0 also copies a conversion script beside the checkpoints, past the checkpoint
+        # engine: one more write that can fail, and `megakernel export` does that script's work.
+        engine._copy_recovery_script = lambda save_path: None
+        return engine.checkpoint_engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file; after a first failure write nothing more."""
+        if self._error is not None:
+            return
+        try:
+            self._inner.save(state_dict, path)
+            self._written.append(Path(path))
+        except Exception as error:
+            self._error = error
+
+    def raise_first(self) -> None:
+        """Raise the remembered failure, if any, and forget it."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def take_written(self) -> list[Path]:
+        """The files written since the last call."""
+        written, self._written = self._written, []
+        return written
 
 
 @dataclass(frozen=True)
@@ -128,7 +205,7 @@ class Engine:
         self.engine.module.begin_step(step)
 
     def model_scalars(self) -> dict[str, float]:
-        """What the model has to say beside its loss, by TensorBoard tag, since the last call; on all ranks."""
+        """What the model has to say besides its loss, by TensorBoard tag, since the last call; on all ranks."""
         scalars: dict[str, float] = self.engine.module.scalars()
         return scalars
 

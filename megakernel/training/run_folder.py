@@ -1,6 +1,11 @@
-"""runs/NAME: what a run leaves on disk, and whether a start may go on in it."""
+"""runs/NAME: what a run leaves on disk, whether a start may go on in it, and that one start at a time writes there."""
 
+import errno
+import fcntl
+import os
 import shutil
+import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +17,7 @@ from megakernel.config import (
     UNPROVEN,
     Config,
     Difference,
+    InUse,
     UserError,
     check_same_run,
     to_yaml,
@@ -20,8 +26,73 @@ from megakernel.config.errors import written_to
 from megakernel.parallel.ranks import Ranks
 
 from .environment import environment_text
-from .run_lock import RunLock
-from .whole_file import write_whole
+
+WAIT_SECONDS = 10.0
+"""How long a start waits for another one in its folder: one that was told to end may still be ending."""
+
+LEASE_SECONDS = 120.0
+"""The same where that is on another host: file servers keep the locks of a host that is gone for a while."""
+
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+_POLL_SECONDS = 0.1
+
+
+class RunLock:
+    """Held by this process while this object lives, and no longer than the process does, however it ends.
+
+    The lock is POSIX's: processes that this one forks do not hold it, network file systems pass it on, and a process
+    should have one object of a folder, for the first that goes releases it. Where a file system has no locks there is
+    none.
+    """
+
+    def __init__(
+        self, folder: Path, wait_seconds: float = WAIT_SECONDS, lease_seconds: float = LEASE_SECONDS
+    ):
+        """folder: of the run; its file `lock` says who holds it.
+
+        Raises InUse where another process does for longer than `wait_seconds`, or `lease_seconds` on another host.
+        """
+        self._file = (folder / "lock").open("a+", encoding="utf-8")
+        begun = time.monotonic()
+        while not self._taken():
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            here = holder.endswith(f" on {socket.gethostname()}")
+            if time.monotonic() - begun > (wait_seconds if here else lease_seconds):
+                self._file.close()
+                raise InUse(
+                    f"run.name={folder.name}: {holder} writes into {folder}; wait until it ends, stop it, or choose "
+                    "another run.name"
+                )
+            time.sleep(_POLL_SECONDS)
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def _taken(self) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in _TAKEN
+        return True
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file, or leave what was there; it is on the disk when this returns.
+
+    Raises OSError, which names the file.
+    """
+    staged = path.with_name(path.name + ".partial")
+    try:
+        with staged.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            staged.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def stop_file(run: Path) -> Path:

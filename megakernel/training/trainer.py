@@ -21,9 +21,8 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
 from . import events
-from .batches import reading
 from .deepspeed_config import check_own_keys
-from .engine import Engine, StepResult
+from .engine import Engine, StepResult, reading
 from .environment import package_versions
 from .observing.console import Console
 from .observing.local_work import LocalWork
@@ -48,7 +47,7 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh, providers: Providers, inside: Sequence[Path] = ()):
         """providers: what the run takes from the rooms above.
 
-        inside: folders of what the run is a part of, whose stop files it heeds beside its own."""
+        inside: folders of what the run is a part of, whose stop files it heeds besides its own."""
         check_own_keys(config)
         self.config = config
         self.mesh = mesh

@@ -1,4 +1,4 @@
-"""One thread beside the loop tells where this process is, and ends a job in which a step does not go on.
+"""A thread next to the training loop tells where this process is, and ends a job in which a step does not go on.
 
 heartbeat.json says it to those who look from outside. Processes tell each other through the job's store: a collective
 waits for the slowest one without a word, and when its timeout comes it says who waited, not for whom. The process that

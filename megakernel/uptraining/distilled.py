@@ -1,6 +1,7 @@
-"""A model that learns from a teacher's probabilities beside the labels."""
+"""A model that learns from a frozen teacher's probabilities and from the labels."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,41 @@ from megakernel.model.settings import DTYPES
 from megakernel.model.vocabulary_loss import DistillationTarget
 from megakernel.parallel import Mesh
 
-from .teacher import Teacher
+
+@dataclass(eq=False)
+class Teacher:
+    """The frozen teacher of a student; no module, so neither optimizers nor checkpoints find it."""
+
+    model: LanguageModel
+    """From `frozen_model`; of a pipeline the layers of this stage."""
+
+    _shares: bool = field(default=False, init=False)
+
+    @torch.no_grad()
+    def hidden(self, inputs: LayerInputs) -> Tensor:
+        """States (N, B, C) before its head, of the tokens of inputs; of a stage, from what enters to what leaves."""
+        return self.model.body(inputs)[0]
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """This tensor rank's rows (R / tp, C) of its head, padding included."""
+        return self.model.output_matrix
+
+    def share(self, student: nn.Module) -> None:
+        """Use the student's tensor for every weight that it never updates and that is equal, from the first call on.
+
+        Called before each training step: by the first of a start the student has its weights, new or continued.
+        """
+        if self._shares:
+            return
+        self._shares = True
+        student_parameters = dict(student.named_parameters())
+        for name, own in self.model.named_parameters():
+            other = student_parameters.get(name)
+            if other is None or other.requires_grad or other.dtype != own.dtype:
+                continue
+            if other.data_ptr() != own.data_ptr() and torch.equal(own, other):
+                own.data = other.data
 
 
 class Distillation:
@@ -89,7 +124,7 @@ class DistilledModel(_Distilled, LanguageModel):
 
 
 class DistilledPipeline(_Distilled, Pipeline):
-    """The same for a stage. In training the teacher's states go from stage to stage beside the model's, as bits."""
+    """The same for a stage. In training the teacher's states go from stage to stage with the model's, as bits."""
 
     def __init__(
         self, settings: ModelSettings, loss_scale: Callable[[], float], config: Config, teacher: Teacher

@@ -1,4 +1,8 @@
-"""What the heads of a converted layer look at, from the weights of sampled queries."""
+"""What the heads of a converted layer look at, and numbers of heads as means over micro-batches and processes."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -7,14 +11,71 @@ from megakernel.ops.documents import window_reach
 
 from .query_rows import QueryRows
 
-STATISTICS = {
-    "entropy": "of the student's weights, in nats",
-    "teacher_entropy": "of the teacher's weights, in nats",
-    "rank_correlation": "Spearman's, of the student's weights and q.k over the keys that a query sees",
-    "far_mass": "share of the student's weights on tokens outside its near window, gate included",
-    "teacher_far_mass": "share of the teacher's weights on the same tokens",
-}
-"""Name -> what it is, a mean over the queries for which it is defined."""
+
+class HeadTag(NamedTuple):
+    """What is measured of which head."""
+
+    name: str
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"transfer/{self.name}/layer_{self.layer}/head_{self.head}"
+
+    @classmethod
+    def parse(cls, tag: str) -> "HeadTag":
+        """The reverse of `str`."""
+        match = re.fullmatch(r"transfer/(.+)/layer_(\d+)/head_(\d+)", tag)
+        assert match, tag
+        return cls(match[1], int(match[2]), int(match[3]))
+
+
+class Place(NamedTuple):
+    """Whose number it is."""
+
+    name: str
+    layer: int
+    first_head: int
+    """Of the consecutive heads that a process holds."""
+
+
+class HeadSums:
+    """Sums of numbers of each head and what they are sums over.
+
+    Parts add up: those of rows on other data ranks, of tokens on other context ranks, and beside them stand heads on
+    other tensor ranks and layers on other stages.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[Place, Tensor] = {}
+
+    def add(self, place: Place, sums: Tensor, counts: Tensor) -> None:
+        """Sums (H,) over something of which (H,) or one `counts` says how much; nothing waits for the device."""
+        both = torch.stack([sums.double(), counts.double().expand(sums.shape)])
+        self._sums[place] = self._sums[place] + both if place in self._sums else both
+
+    def means(self, gather: Callable[[Any], list[Any]]) -> dict[str, dict[int, Tensor]]:
+        """Name -> layer -> (H,) of all heads, float64 on the CPU; nan where nothing was counted.
+
+        gather: one value of every process -> those of all, such as `Mesh.gather_objects`.
+        """
+        whole: dict[Place, Tensor] = {}
+        for part in gather({tuple(place): sums.cpu() for place, sums in self._sums.items()}):
+            for key, sums in part.items():
+                place = Place(*key)
+                whole[place] = whole[place] + sums if place in whole else sums
+        found: dict[str, dict[int, Tensor]] = {}
+        for place in sorted(whole):
+            sums, counts = whole[place]
+            layers = found.setdefault(place.name, {})
+            heads = [layers[place.layer]] if place.layer in layers else []
+            layers[place.layer] = torch.cat([*heads, sums / counts])
+        return found
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._sums.clear()
+
 
 Window = tuple[int, int]
 """(b, blocks): a token attends its current block of b tokens exactly, and the blocks - 1 before."""
@@ -25,12 +86,16 @@ def head_statistics(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Name -> sums (H,) over sampled queries, and the number of queries (H,) that they are over.
 
+    entropy, teacher_entropy: of the weights, in nats. rank_correlation: Spearman's, of the student's weights and q.k
+    over the keys that a query sees. far_mass, teacher_far_mass: share of the weights on tokens outside the student's
+    near window, the student's gate included; left out where it has no window.
+
     Args:
         rows: the queries.
         student, teacher: weights (B, H, R, N), 0 where a query does not see the key. Of mechanisms with weights of
             either sign (cosines without smoothing) those below 0 count as 0 in entropies and masses.
         scores: q.k / sqrt(d), (B, H, R, N).
-        window: what the student attends exactly; None where it knows no window, and has no far mass.
+        window: what the student attends exactly; None where it knows no window.
     """
     seen = rows.visible[:, None].expand_as(student)
     real = rows.real[:, None].expand(student.shape[:3])

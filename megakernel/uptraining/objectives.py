@@ -12,8 +12,7 @@ from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
-from .distilled import DistilledModel, DistilledPipeline
-from .teacher import Teacher
+from .distilled import DistilledModel, DistilledPipeline, Teacher
 from .transferred import TransferModel, TransferPipeline
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megakernel.training.observing.event_files import drop_later_steps
-from megakernel.training.whole_file import write_whole
+from megakernel.training.run_folder import write_whole
 
 from .costs import Decoding, Spent, cost_pages
-from .head_sums import HeadTag
-from .identity import Identity
+from .head_statistics import HeadTag
+from .preflight import Identity
 
 REPORT = "uptrain_report"
 

@@ -15,10 +15,8 @@ from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.observing.observed import Providers
 from megakernel.training.resume import find_moments
-from megakernel.training.run_folder import RunFolder
-from megakernel.training.run_lock import RunLock
+from megakernel.training.run_folder import RunFolder, RunLock, write_whole
 from megakernel.training.trainer import Trainer
-from megakernel.training.whole_file import write_whole
 
 from .preflight import Preflight, preflight
 from .report import write_events
@@ -137,7 +135,7 @@ class Uptraining:
         else:
             self._note(f"preflight of {source.folder}")
             keep = self.uptrain.layers.keep
-            # Of a number of layers nobody knows yet which they are.
+            # Where `keep` is a number, which layers it stands for is only known after the distillation.
             plan = stages(self.config, keep if isinstance(keep, list) else [], source.model())
             found = preflight(validation, source, wanted_model(self.config, plan))
             self._note(str(found.parity))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data_pipeline.order import ConsumptionOrder, Share
-from megakernel.checkpoint.landmarks import rank_steps
+from megakernel.checkpoint.conversion import rank_steps
 from megakernel.config import (
     Attention,
     BlockCompression,

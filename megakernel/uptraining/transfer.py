@@ -15,10 +15,8 @@ from megakernel.config import UserError
 from megakernel.model.layer import attention_cores
 from megakernel.ops.dispatch import accum_dtype
 
-from .attention_inputs import AttentionInputs
-from .head_statistics import head_statistics
-from .head_sums import HeadSums, Place
-from .query_rows import QueryRows, sample_queries
+from .head_statistics import HeadSums, Place, head_statistics
+from .query_rows import AttentionInputs, QueryRows, sample_queries
 
 
 class AttentionTransfer:
@@ -141,16 +139,16 @@ class AttentionTransfer:
         rows = QueryRows.of(inputs, queries, student.causal)
         scores = rows.scores()
         if isinstance(teacher, SoftmaxAttention):
-            theirs = rows.softmax(scores, teacher.window)
+            teacher_weights = rows.softmax(scores, teacher.window)
         else:
-            theirs = rows.weights(teacher.forward)  # past the hooks, which would hear it
-        ours = rows.weights(student)
-        values, slopes = cross_entropy(theirs, ours, rows.real)
+            teacher_weights = rows.weights(teacher.forward)  # past the hooks, which would capture the call
+        student_weights = rows.weights(student)
+        values, slopes = cross_entropy(teacher_weights, student_weights, rows.real)
         if inputs.cp_shard.rank == 0:  # all shards have the same
             count = torch.full((), float(len(values)), device=values.device)
             self.sums.add(place("cross_entropy"), values.sum(0), count)
             for name, (sums, counts) in head_statistics(
-                rows, ours, theirs, scores, student.near_window
+                rows, student_weights, teacher_weights, scores, student.near_window
             ).items():
                 self.sums.add(place(name), sums, counts)
         if not self._cross_entropy:
@@ -200,9 +198,11 @@ def _unlike(teacher: AttentionLayer, student: AttentionLayer) -> str | None:
         keys = student.keys_per_head
         return f"wants {keys} keys at a position, and the teacher has one; take mixture.kind: shifted"
     for name in ("causal", "head_dim", "query_heads", "kv_heads"):
-        ours, theirs = getattr(student, name), getattr(teacher, name)
-        if ours != theirs:
-            return f"has {name}={ours} where the teacher has {theirs}; give both models the same sizes and layout"
+        own, wanted = getattr(student, name), getattr(teacher, name)
+        if own != wanted:
+            return (
+                f"has {name}={own} where the teacher has {wanted}; give both models the same sizes and layout"
+            )
     return None
 
 

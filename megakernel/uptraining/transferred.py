@@ -14,8 +14,8 @@ from megakernel.model.layer_inputs import LayerInputs, as_bits, from_bits
 from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
 
-from .head_sums import HeadTag
-from .teacher import Teacher
+from .distilled import Teacher
+from .head_statistics import HeadTag
 from .transfer import AttentionTransfer
 
 

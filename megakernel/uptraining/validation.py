@@ -15,7 +15,7 @@ from megakernel.model.head import token_losses
 from megakernel.model.layer_inputs import IGNORED, LayerInputs
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.parallel import Mesh
-from megakernel.training.batches import means, model_inputs, reading
+from megakernel.training.engine import means, model_inputs, reading
 
 
 def measured_on(config: Config) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def look(place, names):
 def reading(folder, mesh):
     """Bytes that reading a checkpoint into a model allocates at once, of the model's weights, and of the largest."""
     from megakernel.checkpoint.dense import DenseCheckpoint
-    from megakernel.checkpoint.partition import partitions
+    from megakernel.checkpoint.universal import partitions
     from megakernel.checkpoint.universal_load import load_weights
     from megakernel.model import LanguageModel, ModelSettings, stage_layers
 

@@ -41,7 +41,6 @@ def groups(sizes):
         axes = {name: getattr(mesh, name) for name in ("tp", "cp", "dp", "pp", "gradient", "model")}
         ranks = {name: axis.ranks for name, axis in axes.items()}
         assert all(axis.ranks[axis.rank] == mesh.rank for axis in axes.values())
-        assert mesh.process_groups.tp is mesh.tp.group
         return ranks, mesh.is_first_stage, mesh.is_last_stage
 
 

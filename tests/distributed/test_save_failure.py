@@ -12,7 +12,7 @@ from torch import nn
 from megakernel.checkpoint.folder import CheckpointFolder, SaveFailed
 from megakernel.checkpoint.manifest import Progress
 from megakernel.parallel.ranks import Ranks
-from megakernel.training.deferred_errors import DeferredErrors
+from megakernel.training.engine import DeferredErrors
 
 from .ranks import cpu_mesh, run_ranks
 

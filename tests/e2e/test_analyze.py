@@ -8,10 +8,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launch.cli import main
 from launch.exit_status import ExitStatus
-from megakernel.analysis.plots.table import from_csv
 from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.trained_run import TrainedRun
 from megakernel.checkpoint.universal import WEIGHT
+from tests.csv_tables import from_csv
 from tests.distributed.training_run import train, write_config
 
 LENGTH = 64

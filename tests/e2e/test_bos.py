@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.cli import main
-from megakernel.generation import Sampling, generate_text
+from megakernel.generation import Sampling, generate_texts
 from tests import bos_tokenizers
 from tests.distributed.training_run import train, write_config
 from tests.unit.data.conftest import documents, prepared, write_jsonl
@@ -31,7 +31,9 @@ def test_a_prompt_is_read_behind_bos_here_and_in_transformers(prompt, run):
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     assert ids[0].tolist().count(tokenizer.bos_token_id) == 1
     found = model.eval().generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
-    expected = "".join(generate_text(run, prompt, max_new_tokens=20, sampling=Sampling(temperature=0)))
+    expected = "".join(
+        next(generate_texts(run, [prompt], max_new_tokens=20, sampling=Sampling(temperature=0)))
+    )
     assert tokenizer.decode(found, skip_special_tokens=True) == expected != ""
     # Behind no BOS it would be another.
     assert not model(ids).logits[0, -1].equal(model(ids.where(ids > 0, 1)).logits[0, -1])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from launch.cli import main
 from megakernel.checkpoint.one_process import one_process_model
 from megakernel.checkpoint.trained_run import TrainedRun
-from megakernel.generation import Sampling, generate_text
+from megakernel.generation import Sampling, generate_texts
 from tests.distributed.ranks import RankFailedError
 from tests.distributed.training_run import train, write_config
 
@@ -82,7 +82,9 @@ def test_the_likeliest_text_is_that_of_megakernel_generate(prompt, run, exported
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     found = model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :]
     text = tokenizer.decode(found, skip_special_tokens=True)
-    expected = "".join(generate_text(run, prompt, max_new_tokens=60, sampling=Sampling(temperature=0)))
+    expected = "".join(
+        next(generate_texts(run, [prompt], max_new_tokens=60, sampling=Sampling(temperature=0)))
+    )
     assert text == expected != ""
 
 

@@ -13,8 +13,8 @@ from urllib.request import ProxyHandler, Request, build_opener
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megakernel.generation import Sampling, generate_text
-from megakernel.training.observing.run_description import COMPARED, LAYOUT
+from megakernel.generation import Sampling, generate_texts
+from megakernel.training.observing.metrics_writer import COMPARED, LAYOUT
 from tests.distributed.training_run import metrics, train, write_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
@@ -145,7 +145,7 @@ def test_samples_are_what_the_checkpoint_generates(tensorboard, root):
     assert set(shown) == {0, 1, 2}
     assert "<code>def " in shown[2]
     written = "".join(
-        generate_text(root / "first", "def ", max_new_tokens=20, sampling=Sampling(0.8), seed=7)
+        next(generate_texts(root / "first", ["def "], max_new_tokens=20, sampling=Sampling(0.8), seed=7))
     )
     # From the file: on its way to a page TensorBoard drops what HTML does not allow, such as control characters.
     sample = EventAccumulator(str(root / "first/tensorboard")).Reload().Tensors("samples/text_summary")[-1]

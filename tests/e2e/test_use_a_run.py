@@ -11,7 +11,7 @@ import pytest
 from launch.cli import main
 from launch.exit_status import ExitStatus
 from megakernel.evaluation import evaluate_run
-from megakernel.generation import Sampling, generate_text
+from megakernel.generation import Sampling, generate_texts
 from tests.disk import files_of_at_most
 from tests.distributed.training_run import layout, metrics, train, write_config
 from tests.tiers import tiered
@@ -125,7 +125,7 @@ def test_answers_alone_count_in_training_and_in_evaluation_on_any_layout(recall)
 
 def text(run, prompt="import", seed=0, temperature=1.0, count=30):
     sampling = Sampling(temperature)
-    return "".join(generate_text(run, prompt, max_new_tokens=count, sampling=sampling, seed=seed))
+    return "".join(next(generate_texts(run, [prompt], max_new_tokens=count, sampling=sampling, seed=seed)))
 
 
 def test_a_seed_determines_the_text(run):

@@ -1,20 +1,112 @@
-"""Where FLuRKA needs fewer operations than its parents, at the run's width and heads (FLuRKA, claims 1 to 3)."""
+"""FLuRKA's claims 1 to 3: where it needs fewer operations than its low-rank and its kernel parent (appendix B).
+
+As a map at the run's width and heads.
+
+The equations count one operation for a multiplication with its addition, and one for each number that a kernel or a
+softmax is applied to; torch counts a product twice and the rest not at all. They take phi to keep the width of a head,
+leave the normalizer out, and compress the input in both Linformer and FLuRKA.
+
+The paper's differences of its equations have two slips. Eq. 9 prints d_k d_m d_k for d_k d_m d_h, which is harmless.
+Eq. 10 prints 2 N d_m d_h for N d_m d_h: it forgets that FLuRKA reads its state, too. Its bound N > d_k (H + 2) is
+therefore too low where d_m hardly exceeds d_k, and claims 1 and 3 fail in a sliver of their regions, such as N=3000,
+d_k=250, d_m=256, H=8. The same derivation without the slip gives N > d_k (2 H + 1), which is enough everywhere.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from matplotlib.figure import Figure
-
-from megakernel.analysis.claims import (
-    Sizes,
-    in_region_of_claim_1,
-    in_region_of_claim_2,
-    is_long_enough,
-    speedups,
-)
 
 from .drawing import cells
 from .subject import Subject
 from .table import Row
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one attention layer of one sequence."""
+
+    tokens: int
+    """N"""
+
+    rank: int
+    """Compressed keys, d_k."""
+
+    width: int
+    """Width of the input, d_m."""
+
+    heads: int
+    """H"""
+
+    @property
+    def head_dim(self) -> float:
+        """d_h = d_m / H."""
+        return self.width / self.heads
+
+
+def low_rank_operations(sizes: Sizes) -> dict[str, float]:
+    """Eq. 6: Linformer by part."""
+    n, rank, width = sizes.tokens, sizes.rank, sizes.width
+    return {
+        "compression": 2 * n * rank * width,
+        "projections": n * width**2 + 2 * rank * width**2,
+        "scores": n * width * rank,
+        "softmax": n * sizes.heads * rank,
+        "values": n * rank * width,
+    }
+
+
+def kernel_operations(sizes: Sizes) -> dict[str, float]:
+    """Eq. 7: kernel attention by part."""
+    n, width = sizes.tokens, sizes.width
+    return {
+        "projections": 3 * n * width**2,
+        "feature_map": 2 * n * width,
+        "state": n * width * sizes.head_dim,
+        "readout": n * width * sizes.head_dim,
+    }
+
+
+def flurka_operations(sizes: Sizes) -> dict[str, float]:
+    """Eq. 8: FLuRKA by part."""
+    n, rank, width = sizes.tokens, sizes.rank, sizes.width
+    return {
+        "compression": 2 * n * rank * width,
+        "projections": n * width**2 + 2 * rank * width**2,
+        "feature_map": n * width + rank * width,
+        "state": rank * width * sizes.head_dim,
+        "readout": n * width * sizes.head_dim,
+    }
+
+
+def in_region_of_claim_1(sizes: Sizes) -> bool:
+    """N > d_k (H + 2) > d_m > d_k > d_h: FLuRKA needs fewer operations than both parents."""
+    bound = sizes.rank * (sizes.heads + 2)
+    return sizes.tokens > bound > sizes.width > sizes.rank > sizes.head_dim
+
+
+def in_region_of_claim_2(sizes: Sizes) -> bool:
+    """N - 1 > d_k > d_h: fewer than the low-rank parent."""
+    return sizes.tokens - 1 > sizes.rank > sizes.head_dim
+
+
+def in_region_of_claim_3(sizes: Sizes) -> bool:
+    """N > d_k (H + 2) and d_m > d_k: fewer than the kernel parent."""
+    return sizes.tokens > sizes.rank * (sizes.heads + 2) and sizes.width > sizes.rank
+
+
+def is_long_enough(sizes: Sizes) -> bool:
+    """N > d_k (2 H + 1): the bound of claims 1 and 3 from the difference of eqs. 7 and 8 as it is."""
+    return sizes.tokens > sizes.rank * (2 * sizes.heads + 1)
+
+
+def speedups(sizes: Sizes) -> tuple[float, float]:
+    """Operations of the low-rank and of the kernel parent over FLuRKA's."""
+    low_rank, kernel, flurka = (
+        sum(count(sizes).values()) for count in (low_rank_operations, kernel_operations, flurka_operations)
+    )
+    return low_rank / flurka, kernel / flurka
+
 
 TOKENS = tuple(2**n for n in range(9, 21))
 

@@ -6,7 +6,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from megakernel.attention.spectral import GaussianMixture
+from megakernel.attention.features import GaussianMixture
 from megakernel.model.layer import attention_cores
 
 from .drawing import lines

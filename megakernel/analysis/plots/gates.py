@@ -10,9 +10,8 @@ from megakernel.attention.near_far import NearFarAttention
 from megakernel.uptraining.head_statistics import far_keys
 from megakernel.uptraining.query_rows import QueryRows
 
-from .capture import CapturedAttention
 from .drawing import lines
-from .subject import Subject
+from .subject import CapturedAttention, Subject
 from .table import Row
 
 BINS = 20

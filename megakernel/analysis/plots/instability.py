@@ -24,7 +24,7 @@ from .table import Row
 STEPS, LAYERS = 20, 2
 OWN, REFERENCE = "run", "softmax"
 OTHERS = ("gaussian", "kernelized", "skyformer", "nystromformer")
-"""Presets beside the run's own attention; those that see both ways in encoders alone."""
+"""Presets besides the run's own attention; those that see both ways in encoders alone."""
 
 
 def measure(subject: Subject) -> list[Row]:

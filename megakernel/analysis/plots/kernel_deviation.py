@@ -15,9 +15,8 @@ from megakernel.evaluation.voting import has_noise, mean_over_draws
 from megakernel.ops.phi import features
 from megakernel.uptraining.query_rows import sample_queries
 
-from .capture import CapturedAttention
 from .drawing import cells
-from .subject import Subject
+from .subject import CapturedAttention, Subject
 from .table import Row
 
 TOKENS = 64

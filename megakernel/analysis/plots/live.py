@@ -7,8 +7,8 @@ from megakernel.model import LanguageModel
 from megakernel.model.layer_inputs import LayerInputs
 
 from . import attention, covariances, singular_values
-from .capture import captured_attention, first_row
 from .matrices import attention_matrix
+from .subject import captured_attention, first_row
 from .table import Row
 
 

@@ -16,7 +16,7 @@ from megakernel.attention import AttentionLayer
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.ops.dispatch import accum_dtype
 
-from .capture import CapturedAttention
+from .subject import CapturedAttention
 
 
 @torch.no_grad()

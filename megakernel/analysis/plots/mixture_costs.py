@@ -2,23 +2,49 @@
 
 Transformer-MGK, figure 3, with the run's heads and keys, over widths and lengths. An input is as wide as the heads of
 softmax together.
+
+The paper counts every multiplication and addition of an attention layer, n (2 k - 1) for n products of k numbers, over
+all N^2 pairs and without the softmax; D is the width of a head, D_x of the input.
 """
 
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from megakernel.analysis.mixture_cost import (
-    mixture_operations,
-    mixture_parameters,
-    softmax_operations,
-    softmax_parameters,
-)
 from megakernel.config import Model
 
 from .drawing import lines
 from .subject import Subject
 from .table import Row
+
+
+def softmax_operations(length: int, heads: int, width: int, input_width: int) -> int:
+    """(i): N^2 H (4 D - 1) + N H D (6 D_x + 2 H D - 5)."""
+    per_token = heads * width * (6 * input_width + 2 * heads * width - 5)
+    return length**2 * heads * (4 * width - 1) + length * per_token
+
+
+def mixture_operations(length: int, heads: int, width: int, input_width: int, keys: int = 2) -> int:
+    """(ii) for any M: (H / M) (N^2 ((2 M + 2) D - 1) + N D ((M + 2)(2 D_x - 1) - 1)) + N H D (2 (H / M) D - 1).
+
+    The next line of the paper, which adds this up, prints N H D (M - 1) / M too little.
+    """
+    each = heads // keys
+    pairs = length**2 * ((2 * keys + 2) * width - 1)
+    projections = length * width * ((keys + 2) * (2 * input_width - 1) - 1)
+    return each * (pairs + projections) + length * heads * width * (2 * each * width - 1)
+
+
+def softmax_parameters(heads: int, width: int, input_width: int) -> int:
+    """(iii): 3 H D D_x + (H D)^2."""
+    return 3 * heads * width * input_width + (heads * width) ** 2
+
+
+def mixture_parameters(heads: int, width: int, input_width: int, keys: int = 2) -> int:
+    """(iv) for any M: queries, M keys and values of H / M heads, their output, and M priors for each of them."""
+    each = heads // keys
+    return each * (keys + 2) * width * input_width + each * width * heads * width + heads
+
 
 WIDTHS = tuple(2**n for n in range(4, 10))
 TOKENS = tuple(2**n for n in range(8, 15))

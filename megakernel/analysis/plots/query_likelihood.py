@@ -18,9 +18,8 @@ from megakernel.attention.mixture import PairwiseAttention, keys_and_priors
 from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.uptraining.query_rows import QueryRows
 
-from .capture import CapturedAttention
 from .drawing import cells
-from .subject import Subject
+from .subject import CapturedAttention, Subject
 from .table import Row
 
 

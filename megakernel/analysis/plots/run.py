@@ -1,7 +1,9 @@
 """From a run folder to tables and plots: what is cheap to check comes before the libraries are loaded."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,13 +11,15 @@ from typing import TYPE_CHECKING
 from megakernel.config import Config, UserError
 from megakernel.evaluation.language_modelling import check_length, evaluated_config
 from megakernel.evaluation.subject import find, opened
-from megakernel.training.whole_file import write_whole
+from megakernel.training.observing.event_files import PATTERN, add_png
+from megakernel.training.run_folder import write_whole
 
 from .catalogue import ALL, Analysis, chosen
 from .table import Row, to_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 ROW = 512
 """Tokens of a row, where nothing else is asked for and training has no shorter ones: matrices have as many rows."""
@@ -104,8 +108,6 @@ def analyze_run(
             for name, figure in analysis.draw(rows).items()
         }
         if shows:
-            from .events import show
-
             tagged = {f"analysis/{analysis.name}/{name}": path for name, path in plots.items()}
             show(folder / "tensorboard" / "analysis", tagged, at, analysis.name)
         yield Result(analysis, rows, table, list(plots.values()))
@@ -130,3 +132,26 @@ def _save(figure: "Figure", path: Path) -> Path:
     figure.savefig(staged, dpi=100, format="png")
     os.replace(staged, path)
     return path
+
+
+def show(tensorboard: Path, plots: Mapping[str, Path], step: int, name: str) -> None:
+    """Put PNG files into a folder of event files at a step, by tag, in place of what `name` has shown there before.
+
+    A folder of its own: in that of the training, TensorBoard without its data server would go over to the newer file
+    and read no more of one that a run still writes to. Files appear whole.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    tensorboard.mkdir(parents=True, exist_ok=True)
+    ending = f".analysis.{name}.step_{step}"
+    with tempfile.TemporaryDirectory() as staged:
+        with SummaryWriter(staged, filename_suffix=ending) as writer:
+            for tag, path in plots.items():
+                add_png(writer, tag, path.read_bytes(), step)
+        (file,) = Path(staged).iterdir()
+        before = list(tensorboard.glob(f"{PATTERN}{ending}"))
+        # Under a name that TensorBoard does not take for events, until it is whole.
+        partial = shutil.copyfile(file, tensorboard / f"{name}.partial")
+        os.replace(partial, tensorboard / file.name)
+    for path in before:
+        path.unlink()

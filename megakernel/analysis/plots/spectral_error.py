@@ -17,9 +17,8 @@ from megakernel.attention.heads import generator
 from megakernel.model import LanguageModel
 from megakernel.ops.pseudo_inverse import exact_inverse, regularized_inverse
 
-from .capture import CapturedAttention, captured_attention, first_row
 from .drawing import lines
-from .subject import Subject
+from .subject import CapturedAttention, Subject, captured_attention, first_row
 from .table import Row
 
 FEATURES = (16, 32, 64, 128, 256)

@@ -29,20 +29,6 @@ def to_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def from_csv(text: str) -> list[Row]:
-    """The rows of `to_csv`: what reads as a number is one."""
-    return [{key: _value(x) for key, x in row.items()} for row in csv.DictReader(io.StringIO(text))]
-
-
-def _value(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
 def summaries(rows: Sequence[Row], value: str, by: Sequence[str]) -> list[Summary]:
     """One for each combination of the columns `by`, in the order of the rows; cells without a number are left out."""
     groups: dict[tuple[int | float | str, ...], list[float]] = {}

@@ -113,7 +113,7 @@ class DenseCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of one of our tensors, from the files' headers."""
         part = self.parts[name]
-        joined = part.join([torch.empty(self._shape(x), device="meta") for x in part.theirs])
+        joined = part.join([torch.empty(self._shape(x), device="meta") for x in part.hf_names])
         return tuple(self._padded(name, joined).shape)
 
     def read(self, name: str, keys: Iterable[str] = ("fp32",)) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ class DenseCheckpoint:
         if "fp32" not in keys:
             return {}
         part = self.parts[name]
-        return {"fp32": self._padded(name, part.join([self._tensor(theirs) for theirs in part.theirs]))}
+        return {"fp32": self._padded(name, part.join([self._tensor(hf_name) for hf_name in part.hf_names]))}
 
     def unlike(self, model: Model) -> list[str]:
         """One line for each key of a model section that makes another function of the same weights.
@@ -141,34 +141,34 @@ class DenseCheckpoint:
             return tensor
         return F.pad(tensor, (0, 0, 0, lacking))
 
-    def _tensor(self, theirs: str) -> Tensor:
-        return self._reader(theirs).get_tensor(self._found(theirs))
+    def _tensor(self, hf_name: str) -> Tensor:
+        return self._reader(hf_name).get_tensor(self._found(hf_name))
 
-    def _shape(self, theirs: str) -> tuple[int, ...]:
-        return tuple(self._reader(theirs).get_slice(self._found(theirs)).get_shape())
+    def _shape(self, hf_name: str) -> tuple[int, ...]:
+        return tuple(self._reader(hf_name).get_slice(self._found(hf_name)).get_shape())
 
-    def _reader(self, theirs: str) -> Any:
-        path = self._files[self._found(theirs)]
+    def _reader(self, hf_name: str) -> Any:
+        path = self._files[self._found(hf_name)]
         if path not in self._readers:
             self._readers[path] = self._open.enter_context(safetensors.safe_open(path, "pt"))
         return self._readers[path]
 
-    def _found(self, theirs: str) -> str:
+    def _found(self, hf_name: str) -> str:
         """The name under which the files have one of the family's tensors."""
-        candidates = [theirs, _RENAMED.get(theirs, theirs)]
-        candidates += [theirs.removeprefix(prefix) for prefix in _PREFIXES]
-        return next((name for name in candidates if name in self._files), theirs)
+        candidates = [hf_name, _RENAMED.get(hf_name, hf_name)]
+        candidates += [hf_name.removeprefix(prefix) for prefix in _PREFIXES]
+        return next((name for name in candidates if name in self._files), hf_name)
 
     def _are_tied(self, family: Family) -> bool:
         """Whether the head is the embedding: `transformers`, too, ties none that differs from it in the files."""
-        (embedding,) = family.around(Model.model_construct(tie_embeddings=True))["embedding"].theirs
+        (embedding,) = family.around(Model.model_construct(tie_embeddings=True))["embedding"].hf_names
         head = next((name for name in _TIED_HEADS if name in self._files), None)
         if head is None or self._found(embedding) not in self._files:
             return True
         return torch.equal(self._tensor(head).float(), self._tensor(embedding).float())
 
     def _check_names(self, is_whole: bool) -> None:
-        wanted = {self._found(theirs) for part in self.parts.values() for theirs in part.theirs}
+        wanted = {self._found(hf_name) for part in self.parts.values() for hf_name in part.hf_names}
         spare = _TIED_HEADS if self.model.tie_embeddings else ()
         ignored = () if self._family is None else self._family.ignored
         extra = [
@@ -184,10 +184,10 @@ class DenseCheckpoint:
 
     def _check_shapes(self) -> None:
         wrong = [
-            f"{self._found(theirs)} {found} where {CONFIG} asks for {wanted}"
+            f"{self._found(hf_name)} {found} where {CONFIG} asks for {wanted}"
             for name, shape in self._wanted_shapes.items()
-            for theirs, wanted in _their_shapes(self.parts[name], shape)
-            if (found := self._shape(theirs)) != wanted
+            for hf_name, wanted in _hf_shapes(self.parts[name], shape)
+            if (found := self._shape(hf_name)) != wanted
         ]
         if wrong:
             raise UserError(
@@ -247,10 +247,10 @@ def _in_one_layer(name: str, model: Model) -> str:
     return f"{max(first, int(number) - model.num_layers + 1)}.{rest}"
 
 
-def _their_shapes(part: Part, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Their names and shapes of what makes one of our tensors."""
-    for theirs, tensor in zip(part.theirs, part.split(torch.empty(shape, device="meta"))):
-        yield theirs, tuple(tensor.shape)
+def _hf_shapes(part: Part, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape, in the Hugging Face checkpoint, of each tensor that makes one of the model."""
+    for hf_name, tensor in zip(part.hf_names, part.split(torch.empty(shape, device="meta"))):
+        yield hf_name, tuple(tensor.shape)
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

@@ -54,13 +54,13 @@ class Family(NamedTuple):
     """One `model_type`."""
 
     keys: tuple[str, ...]
-    """Keys that change logits in `transformers`, beside `COMMON`; `section` sees these alone."""
+    """Keys that change logits in `transformers`, besides `COMMON`; `section` sees these alone."""
 
     without_effect: tuple[str, ...]
-    """The family's other keys, beside `WITHOUT_EFFECT`: they change no logit."""
+    """The family's other keys, besides `WITHOUT_EFFECT`: they change no logit."""
 
     section: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Those keys of config.json, as `transformers` completes it -> what our model section has beside `common`."""
+    """Those keys of config.json, as `transformers` completes it -> what our model section has besides `common`."""
 
     around: Callable[[Model], Parts]
     """`embedding`, `positions`, `norm.weight`, `norm.bias` and `head`, those that there are."""
@@ -102,7 +102,7 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 class _Unlike(ValueError):
-    """A key of theirs that ours has no counterpart for."""
+    """A key of config.json that the configuration has no counterpart for."""
 
 
 def _expect(config: Mapping[str, Any], key: str, *allowed: Any) -> None:
@@ -132,7 +132,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
             raise _Unlike(
                 "mscale and mscale_all_dim have no counterpart here; write their quotient as attention_factor"
             )
-    scaling = {ours: given[theirs] for theirs, ours in _SCALED[kind].items() if theirs in given}
+    scaling = {ours: given[key] for key, ours in _SCALED[kind].items() if key in given}
     return {**section, "rope_scaling": {"kind": kind, **scaling}}
 
 

@@ -1,4 +1,4 @@
-"""How one of our tensors is made of theirs, and theirs of ours, without changing a bit."""
+"""How a tensor of the model is made of those of a Hugging Face checkpoint, and those of it, bit for bit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from megakernel.config import Model
 
 
 class Part(Protocol):
-    """One of our tensors."""
+    """One tensor of the model."""
 
     @property
-    def theirs(self) -> tuple[str, ...]:
-        """Names in their checkpoint, in the order in which `join` takes them."""
+    def hf_names(self) -> tuple[str, ...]:
+        """Names in the Hugging Face checkpoint, in the order in which `join` takes them."""
         ...
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Theirs -> ours."""
+        """The checkpoint's tensors -> the model's."""
         ...
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Ours -> theirs; the inverse of `join`."""
+        """The model's tensor -> the checkpoint's; the inverse of `join`."""
         ...
 
 
@@ -31,7 +31,7 @@ class Part(Protocol):
 class Same:
     """The same tensor, with the dimensions of a matrix exchanged where they keep it the other way round."""
 
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
     transposed: bool = False
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -50,7 +50,7 @@ class Same:
 class Stacked:
     """Equal tensors one below the other: the gate and up rows of SwiGLU."""
 
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """See Part."""
@@ -58,26 +58,26 @@ class Stacked:
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """See Part."""
-        return list(tensor.chunk(len(self.theirs)))
+        return list(tensor.chunk(len(self.hf_names)))
 
 
 @dataclass(frozen=True)
 class GroupedHeads:
     """Rows of queries, keys and values, which we keep by key head: [its queries | keys | value].
 
-    theirs: three tensors; or one with all queries first, then keys, then values.
+    hf_names: three tensors; or one with all queries first, then keys, then values.
     """
 
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
     query_heads: int
     kv_heads: int
     head_dim: int
     transposed: bool = False
 
     @classmethod
-    def of(cls, model: Model, *theirs: str, transposed: bool = False) -> "GroupedHeads":
+    def of(cls, model: Model, *hf_names: str, transposed: bool = False) -> "GroupedHeads":
         """With the heads of a model."""
-        return cls(theirs, model.num_heads, model.kv_heads, model.head_size, transposed)
+        return cls(hf_names, model.num_heads, model.kv_heads, model.head_size, transposed)
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """See Part."""
@@ -91,7 +91,7 @@ class GroupedHeads:
         """See Part."""
         sizes = [rows // self.kv_heads for rows in self._rows]
         parts = [x.flatten(0, 1) for x in tensor.unflatten(0, (self.kv_heads, -1)).split(sizes, 1)]
-        if len(self.theirs) == 3:
+        if len(self.hf_names) == 3:
             return parts
         rows = torch.cat(parts)
         return [rows.t() if self.transposed and rows.dim() == 2 else rows]

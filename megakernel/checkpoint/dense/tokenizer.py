@@ -40,18 +40,18 @@ def check_tokenizer(
     folder = _folder(source)
     if folder is None:
         return f"{source} has no tokenizer: whether {corpus} was prepared with the same one is not known"
-    theirs = tokenizers.load(folder, own_rule=folder == source)
-    if theirs.hash != digest:
+    source_tokenizer = tokenizers.load(folder, own_rule=folder == source)
+    if source_tokenizer.hash != digest:
         raise UserError(
             f"{key}={source} has another tokenizer than data.train={corpus}; prepare the data with "
             f"`megakernel prepare --tokenizer {folder}`"
         )
-    if theirs.add_bos != add_bos:
-        flag = "--add-bos" if theirs.add_bos else "--no-add-bos"
+    if source_tokenizer.add_bos != add_bos:
+        flag = "--add-bos" if source_tokenizer.add_bos else "--no-add-bos"
         return (
-            f"documents begin with BOS in {source if theirs.add_bos else corpus} and not in "
-            f"{corpus if theirs.add_bos else source}; prepare the data with `megakernel prepare {flag}` to keep what "
-            "the weights have learned with"
+            f"documents begin with BOS in {source if source_tokenizer.add_bos else corpus} and not in "
+            f"{corpus if source_tokenizer.add_bos else source}; prepare the data with `megakernel prepare {flag}` "
+            "to keep what the weights have learned with"
         )
     return None
 

@@ -10,13 +10,12 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from megakernel.attention.generator import HiddenLayer
+from megakernel.attention.features import HiddenLayer
 from megakernel.attention.mixture import KeyMixture
 from megakernel.checkpoint.pretrained_config import MegakernelConfig
 from megakernel.model.layer import TransformerLayer
 
-from .cache import StateCache
-from .places import Places, read_on
+from .cache import Places, StateCache, read_on
 
 CHUNK = 2048
 """Tokens that the layers read at once where nothing is trained: memory for a prompt does not grow with its length."""

@@ -29,14 +29,16 @@ class ModelHistograms:
     ZeRO has every rank hold a part of each gradient. DeepSpeed's own reader puts one tensor after the other together,
     on all ranks of a replica group: an all-reduce of as many bytes as the weights take in float32, in these steps only.
 
-    aside: put around time that is no part of a step.
+    excluded: put around time that is no part of a step.
     """
 
-    def __init__(self, engine: Engine, every: int | None, aside: Callable[[], AbstractContextManager[None]]):
+    def __init__(
+        self, engine: Engine, every: int | None, excluded: Callable[[], AbstractContextManager[None]]
+    ):
         self._engine = engine
         self._mesh = engine.mesh
         self._every = every
-        self._aside = aside
+        self._excluded = excluded
 
     @contextmanager
     def step(self, step: int, found: Found) -> Iterator[None]:
@@ -47,7 +49,7 @@ class ModelHistograms:
         own: Found = {}
 
         def look() -> None:
-            with self._aside():
+            with self._excluded():
                 own.update(self._parameters())
 
         with ExitStack() as stack:
@@ -55,7 +57,7 @@ class ModelHistograms:
             stack.enter_context(self._engine.before_update(look))
             yield
         own.update(gates)
-        with self._aside():
+        with self._excluded():
             parts = self._mesh.gather_objects(own)
         if self._mesh.rank == 0:
             for part in parts:

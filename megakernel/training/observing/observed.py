@@ -1,4 +1,4 @@
-"""What a run shows beside numbers, and in which steps: histograms, plots, samples, profiles."""
+"""What a run shows besides numbers, and in which steps: histograms, plots, samples, profiles."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,8 +12,7 @@ from megakernel.config import Config
 from megakernel.model import LanguageModel, ModelSettings, Parted
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel.ranks import Ranks
-from megakernel.training.batches import model_inputs
-from megakernel.training.engine import Engine
+from megakernel.training.engine import Engine, model_inputs
 
 from .metrics_writer import Entry
 from .model_histograms import ModelHistograms
@@ -43,7 +42,7 @@ class Providers:
 class Observed:
     """Called on all ranks; what there is to write comes into entries, on rank 0.
 
-    aside: put around time that is no part of a step.
+    excluded: put around time that is no part of a step.
     Raises UserError for samples that the model has no positions for.
     """
 

@@ -35,7 +35,7 @@ class Profiler:
         note: Callable[[str], None],
         excluded: Callable[[], AbstractContextManager[None]],
     ):
-        """aside: put around time that is no part of a step."""
+        """excluded: put around time that is no part of a step."""
         self._wanted = wanted
         self._model = model
         self._layers = ExitStack()

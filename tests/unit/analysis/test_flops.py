@@ -9,7 +9,6 @@ from megakernel.model.flops import (
     attention_flops,
     flops_per_token,
     forward_flops,
-    recomputed_flops_per_token,
     training_flops_per_token,
 )
 
@@ -156,13 +155,9 @@ def test_layers_of_a_pattern_count_by_their_own_attention():
     assert parts["readout"] == 3 * flurka["readout"]
 
 
-def test_training_is_three_forwards_and_recomputation_is_apart():
+def test_training_is_three_forwards():
     small = model(attention="flurka")
-    forward = flops_per_token(small, 256, 50)
-    assert training_flops_per_token(small, 256, 50) == 3 * forward
-    assert recomputed_flops_per_token(small, 256, "none") == 0
-    assert recomputed_flops_per_token(small, 256, "selective") == 2 * sum(core("flurka").values())
-    assert recomputed_flops_per_token(small, 256, "full") == forward - 2 * 64 * 50
+    assert training_flops_per_token(small, 256, 50) == 3 * flops_per_token(small, 256, 50)
 
 
 def test_linformer_and_flurka_by_hand():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.analysis.kernel_error import prf_error, prf_kernel, rks_error, rks_kernel
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.phi import features
+from tests.unit.analysis.kernel_error import prf_error, prf_kernel, rks_error, rks_kernel
 
 WIDTH, SAMPLES, DRAWS = 4, 16, 50_000
 

@@ -154,6 +154,12 @@ def small(tree: dict[str, Any]) -> dict[str, Any]:
     return merged(whole, {"compression": {"compress": "projected"}})
 
 
+def may_divide_by_zero(form: Attention) -> bool:
+    """Whether a row's weights, products of tokens or cosines without smoothing, have either sign and may cancel."""
+    phi = form.feature_map
+    return phi is not None and (phi.name == "identity" or (phi.is_trigonometric and phi.smoothing == 0))
+
+
 def sized(tree: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """`tree` expanded, with `sizes` and a smoothing over its preset and under its own changes."""
     form = Attention.model_validate(expand_preset(tree))
@@ -164,7 +170,7 @@ def sized(tree: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
         between["near"] = sizes["near"]
     if form.mechanism != "algebra":
         between[form.mechanism] = sizes.get(form.mechanism, {})
-    if form.feature_map is not None and form.feature_map.may_divide_by_zero:
+    if may_divide_by_zero(form):
         # No rounding is small beside a denominator near 0.
         between["feature_map"] = {"smoothing": 1.0}
     changes = {key: part for key, part in tree.items() if key != "preset"}

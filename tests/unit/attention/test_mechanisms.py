@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megakernel.attention import AttentionInputs, AttentionLayer, HeadShard, Rotary, SequenceState, build
+from megakernel.attention.features import Projection
 from megakernel.attention.noise import redraw
-from megakernel.attention.projection import Projection
-from megakernel.attention.ulysses import Ulysses
+from megakernel.attention.sequence import Ulysses
 from tests.tiers import tiered
 from tests.unit.attention.mechanisms import (
     BIDIRECTIONAL,

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.analysis.kernel_error import rks_kernel
 from megakernel.attention import AttentionLayer, build
-from megakernel.attention.generator import Generator
-from megakernel.attention.projection import Projection
+from megakernel.attention.features import Generator, Projection
 from megakernel.ops import kernel_attention
 from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood, project
 from tests.oracles import assert_equal, every_array
+from tests.unit.analysis.kernel_error import rks_kernel
 
 EPS = 1e-6
 """What their linear attention adds to a denominator; ours has nothing there."""

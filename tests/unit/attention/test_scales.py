@@ -15,6 +15,7 @@ from torch import Tensor
 from megakernel.attention import AttentionLayer, build
 from megakernel.config.attention import PRESETS, Attention, expand_preset
 from megakernel.ops.projections import dense
+from tests.unit.attention.mechanisms import may_divide_by_zero
 
 HEADS = 2
 
@@ -58,7 +59,7 @@ CASES = [
 def layer(name: str, causal: bool, point: Point) -> AttentionLayer:
     """A layer of `name`; cosines, whose sums cancel, with the smoothing that keeps them away from 0."""
     tree = {"preset": name}
-    if (phi := FORMS[name].feature_map) is not None and phi.may_divide_by_zero:
+    if may_divide_by_zero(FORMS[name]):
         tree["feature_map"] = {"smoothing": 1.0}
     module = build(
         tree,

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from benchmarks import flurka_speed_picture, skyformer_error
+from benchmarks import flurka_speed, skyformer_error
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 def test_speed_curves_show_every_measurement_of_the_page():
-    rows = flurka_speed_picture.measurements((RESULTS / "flurka_speed_cpu.md").read_text())
+    rows = flurka_speed.measurements((RESULTS / "flurka_speed_cpu.md").read_text())
     assert len(rows) == 16 * 3
     assert {"sweep": "d_k", "size": 480, "layer": "FLuRKA (RNN)", "ms": 381} in rows
     assert {"sweep": "d_m", "size": 1024, "layer": "kernel (Performer)", "ms": 1867} in rows

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline import standard_library
+from data_pipeline.sources import library_functions
 from megakernel.config import data_parallel_size, load
 from megakernel.model.parameters import parameter_count
 
@@ -51,7 +51,7 @@ def test_the_encoders_have_the_shape_of_the_demo():
 def test_the_classifier_knows_as_many_packages_as_are_prepared():
     classifier = load(CONFIGS / "demo-classifier.yaml").model.classifier
     assert classifier is not None
-    assert classifier.num_classes == len(set(standard_library.functions()["package"]))
+    assert classifier.num_classes == len(set(library_functions()["package"]))
 
 
 # What lies in cluster/ is no part of a run: tests/unit/config/test_cluster.py.

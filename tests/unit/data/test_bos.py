@@ -11,10 +11,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from transformers import AutoTokenizer
 
 from data_pipeline import tokenizers
-from data_pipeline.answers import encode_answered
 from data_pipeline.corpus import Corpora, PreparedCorpus
 from data_pipeline.document import Document
-from data_pipeline.encoding import Encoder
+from data_pipeline.encoding import Encoder, encode_answered
 from data_pipeline.loader import TrainingBatches
 from data_pipeline.manifest import Manifest
 from data_pipeline.masking import Vocabulary, hide
@@ -102,7 +101,7 @@ def test_training_reads_bos_at_position_0_and_predicts_behind_it(corpora, config
     bos, eod = 0, 1
     batches = TrainingBatches(config, Corpora(config.data), Share())
     seen = 0
-    for batch in (batch for step in range(8) for batch in batches.batches_for(step)):
+    for batch in (batch for step in range(8) for batch in next(batches.from_step(step))):
         for tokens, labels, positions, counts in zip(
             batch.tokens, batch.labels, batch.positions, batch.loss_mask
         ):

@@ -40,7 +40,7 @@ def rows(batches: list[Batch]) -> list[tuple[int, ...]]:
 def global_batch(config: Config, step: int, data_size: int = 1) -> list[tuple[int, ...]]:
     """The rows of a step in consumption order, from all replicas."""
     replicas = [
-        opened(config, data_rank=rank, data_size=data_size).batches_for(step) for rank in range(data_size)
+        next(opened(config, data_rank=rank, data_size=data_size).from_step(step)) for rank in range(data_size)
     ]
     return [row for passes in zip(*replicas) for row in rows(list(passes))]
 
@@ -90,7 +90,7 @@ def test_workers_read_ahead_what_would_be_read_now(corpus: Path, configure: Conf
     read_ahead = list(batches.from_step(2))
     assert [len(of_step) for of_step in read_ahead] == [4] * 8
     assert [rows(of_step) for of_step in read_ahead] == [
-        rows(batches.batches_for(step)) for step in range(2, 10)
+        rows(next(batches.from_step(step))) for step in range(2, 10)
     ]
 
 
@@ -134,8 +134,8 @@ def test_skipped_samples_are_passed_over(corpus: Path, configure: Configure):
 
 def test_shards_of_a_sequence_put_together_are_the_sample(corpus: Path, configure: Configure):
     config = configure(corpus)
-    whole = opened(config).batches_for(3)
-    shards = [opened(config, cp_rank=rank, cp_size=4).batches_for(3) for rank in range(4)]
+    whole = next(opened(config).from_step(3))
+    shards = [next(opened(config, cp_rank=rank, cp_size=4).from_step(3)) for rank in range(4)]
     for micro, batch in enumerate(whole):
         for name in ("tokens", "labels", "loss_mask", "positions"):
             parts = [getattr(cp_shard[micro], name) for cp_shard in shards]
@@ -144,7 +144,7 @@ def test_shards_of_a_sequence_put_together_are_the_sample(corpus: Path, configur
 
 
 def test_documents_can_be_read_without_isolation(corpus: Path, configure: Configure):
-    batch = opened(configure(corpus, data={"isolate_documents": False})).batches_for(0)[0]
+    batch = next(opened(configure(corpus, data={"isolate_documents": False})).from_step(0))[0]
     assert batch.loss_mask.all()
     assert batch.positions.tolist() == [list(range(SEQ_LEN))] * 2
 
@@ -180,7 +180,7 @@ def test_the_index_is_built_once_and_then_read(corpus: Path, configure: Configur
         config, corpora, Share(1, 2), builds_index=False, barrier=lambda: order.append("barrier")
     )
     for step in (0, 59):
-        assert not set(rows(builder.batches_for(step))) & set(rows(reader.batches_for(step)))
+        assert not set(rows(next(builder.from_step(step)))) & set(rows(next(reader.from_step(step))))
     opened(config)
     assert _files(config.data.index_cache) == built, "neither reading nor opening again writes anything"
     assert order == ["barrier", "barrier"]
@@ -226,7 +226,7 @@ def test_too_little_text_for_one_sample_is_refused_with_numbers(corpus: Path, co
         f"data.train={corpus} has {tokens} tokens in its train split, one sample takes "
         f"training.seq_len + 1 = {tokens + 1}; prepare more text, or set training.seq_len={tokens - 1}"
     )
-    assert len(opened(configure(corpus, seq_len=tokens - 1, steps=2)).batches_for(1)) == 4
+    assert len(next(opened(configure(corpus, seq_len=tokens - 1, steps=2)).from_step(1))) == 4
 
 
 def validation_rows(config: Config, data_size: int = 1) -> list[tuple[Any, ...]]:
@@ -306,10 +306,10 @@ def test_indices_that_no_run_uses_are_deleted(corpus: Path, configure: Configure
     assert all(name.endswith(f"-seed7-epoch{epoch}") for epoch, name in enumerate(sorted(own)))
     assert foreign.is_dir()
     assert lately.is_dir()
-    rows_read = rows(reader.batches_for(0))
+    rows_read = rows(next(reader.from_step(0)))
     shutil.rmtree(cache)
     again = TrainingBatches(configure(corpus), Corpora(configure(corpus).data), Share(), builds_index=False)
-    assert rows(again.batches_for(0)) == rows_read, "one that was deleted meanwhile is made again"
+    assert rows(next(again.from_step(0))) == rows_read, "one that was deleted meanwhile is made again"
 
 
 def _empty(file: Path, marker: Path) -> None:
@@ -330,7 +330,7 @@ def test_an_index_of_others_is_mapped_and_not_unpickled(
     reader = opened(config)
     (file,) = (copy / ".index_cache").glob(f"train-*-epoch0/*-{name}.npy")
     damage(file, tmp_path / "harm")
-    for read in (lambda: opened(config), lambda: reader.batches_for(0)):
+    for read in (lambda: opened(config), lambda: next(reader.from_step(0))):
         with pytest.raises(
             UserError, match=rf"no index of samples \(.*{name}\.npy is no array.*; delete it"
         ) as refused:

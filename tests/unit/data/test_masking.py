@@ -61,7 +61,7 @@ def configured(corpus: Path, configure: Callable[..., Config]) -> Config:
 
 
 def step(config: Config, at: int, **share: int) -> list[Batch]:
-    return TrainingBatches(config, Corpora(config.data), Share(**share)).batches_for(at)
+    return next(TrainingBatches(config, Corpora(config.data), Share(**share)).from_step(at))
 
 
 def whole(batches: list[Batch], name: str) -> torch.Tensor:

@@ -47,7 +47,7 @@ def test_the_labels_that_count_are_the_answers(recall: Path, configure: Configur
     config = configure(recall, seq_len=LENGTH, **ANSWERS)
     batches = TrainingBatches(config, Corpora(config.data), Share())
     rows = 0
-    for batch in [*batches.batches_for(0), *batches.batches_for(3)]:
+    for batch in [*next(batches.from_step(0)), *next(batches.from_step(3))]:
         for tokens, counts in zip(batch.tokens, counted(batch)[:, :-1]):
             assert tokens[-1] == 256, "a row is a document"
             wanted = torch.zeros(LENGTH, dtype=torch.bool)
@@ -66,7 +66,7 @@ def test_shards_of_rows_count_the_same_labels(recall: Path, configure: Configure
     corpora = Corpora(config.data)
 
     def masks(share: Share) -> list[torch.Tensor]:
-        batches = [*TrainingBatches(config, corpora, share).batches_for(2)]
+        batches = [*next(TrainingBatches(config, corpora, share).from_step(2))]
         batches += ValidationBatches(config, corpora, share)
         return [batch.loss_mask for batch in batches]
 
@@ -82,13 +82,13 @@ def test_a_corpus_of_tasks_is_text_like_any_other_unless_answers_are_asked_for(
     recall: Path, configure: Configure
 ):
     config = configure(recall, seq_len=LENGTH)
-    (batch, *_) = TrainingBatches(config, Corpora(config.data), Share()).batches_for(0)
+    (batch, *_) = next(TrainingBatches(config, Corpora(config.data), Share()).from_step(0))
     assert torch.equal(batch.loss_mask, batch.tokens != 256)
 
 
 def test_text_beside_tasks_counts_as_a_whole(recall: Path, corpus: Path, configure: Configure):
     config = configure([recall, corpus], seq_len=LENGTH, **ANSWERS)
-    batches = TrainingBatches(config, Corpora(config.data), Share()).batches_for(0)
+    batches = next(TrainingBatches(config, Corpora(config.data), Share()).from_step(0))
     shares = {round(float(mask.float().mean()), 1) for batch in batches for mask in batch.loss_mask}
     assert min(shares) == 0.1
     assert max(shares) > 0.9

@@ -83,7 +83,7 @@ def test_shards_of_packed_rows_put_together_are_the_rows(
     corpora = Corpora(config.data)
 
     def read(share: Share) -> list[Batch]:
-        training = TrainingBatches(config, corpora, share).batches_for(4)
+        training = next(TrainingBatches(config, corpora, share).from_step(4))
         return [*training, *ValidationBatches(config, corpora, share)]
 
     shards = [read(Share(cp_rank=rank, cp_size=size)) for rank in range(size)]
@@ -105,5 +105,5 @@ def test_a_shard_reads_its_tokens_and_one_label(
     for rank in range(size):
         batches = TrainingBatches(config, corpora, Share(cp_rank=rank, cp_size=size))
         tokens_read.clear()
-        rows = sum(len(batch.tokens) for batch in batches.batches_for(2))
+        rows = sum(len(batch.tokens) for batch in next(batches.from_step(2)))
         assert sum(tokens_read) == rows * (SEQ_LEN // size + 1)

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data_pipeline import sources, standard_library
+from data_pipeline import sources
 from data_pipeline.document import Columns
 from data_pipeline.prepare import open_source
 from tests.unit.data.conftest import documents, write_jsonl
@@ -97,7 +97,7 @@ def test_the_standard_library_with_labels_is_its_functions_by_package():
     functions = list(source)
     packages = {function.texts[0]: function.label for function in functions}
     assert len(packages) == len(functions) > 2000, "no text comes twice"
-    assert set(packages.values()) == set(standard_library.PACKAGES) == set(source.describe()["functions of"])
+    assert set(packages.values()) == set(sources.LIBRARY_PACKAGES) == set(source.describe()["functions of"])
     assert all(ast.parse(text).body[0].name for text in packages), "each is a function by itself"
     method = textwrap.dedent(inspect.getsource(asyncio.Lock.release)).rstrip("\n")
     assert packages[method] == "asyncio"

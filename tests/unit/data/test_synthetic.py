@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from data_pipeline import tokenizers
-from data_pipeline.answers import encode_answered
+from data_pipeline.encoding import encode_answered
 from data_pipeline.spec import kind_of, make, split
 from data_pipeline.synthetic import EVALUATION, TASKS, TRAINING, Example
 from data_pipeline.synthetic.filler import SENTENCES, Passages, sentences

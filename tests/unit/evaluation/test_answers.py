@@ -12,7 +12,7 @@ from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.config import Config
 from megakernel.evaluation.answer_counts import AnswerCounts, Cell, heat_map
 from megakernel.evaluation.perplexity import predict
-from megakernel.evaluation.specs import parse
+from megakernel.evaluation.run import parse
 
 PADDED = 320
 """Rows of the embedding, more than the 257 ids."""

@@ -1,6 +1,6 @@
 import pytest
 
-from megakernel.training.deferred_errors import DeferredErrors
+from megakernel.training.engine import DeferredErrors
 
 
 class FullDisk:

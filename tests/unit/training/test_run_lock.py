@@ -9,14 +9,14 @@ from launch import training
 from launch.cli import main
 from launch.exit_status import ExitStatus
 from megakernel.config import InUse, load, to_yaml
-from megakernel.training.run_lock import RunLock
+from megakernel.training.run_folder import RunLock
 
 from ..config import trees
 
 HOLD = """
 import sys
 from pathlib import Path
-from megakernel.training.run_lock import RunLock
+from megakernel.training.run_folder import RunLock
 held = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -5,9 +5,8 @@ import torch
 
 from megakernel import attention
 from megakernel.attention.compression import pooling_logits
-from megakernel.checkpoint.conversion import Converted
-from megakernel.checkpoint.landmarks import fewer_landmarks, rank_steps
-from megakernel.checkpoint.partition import partitions
+from megakernel.checkpoint.conversion import Converted, fewer_landmarks, rank_steps
+from megakernel.checkpoint.universal import partitions
 from megakernel.checkpoint.universal_load import compare, load_weights, whole_shapes
 from megakernel.config import Model, Parallel, UserError
 from megakernel.model import LanguageModel, ModelSettings

@@ -35,7 +35,7 @@ def test_every_tensor_goes_in_and_out_bit_for_bit(name, shard, tmp_path):
         tensor = checkpoint.read(ours)["fp32"]
         assert checkpoint.shape(ours) == tensor.shape
         part = checkpoint.parts[ours]
-        found |= dict(zip(part.theirs, part.split(tensor)))
+        found |= dict(zip(part.hf_names, part.split(tensor)))
     # The names in memory, of which a tied head is one that is in no file.
     head = "embed_out.weight" if "neox" in name else "lm_head.weight"
     expected = {head if key == "lm_head.weight" else key: x for key, x in model.state_dict().items()}

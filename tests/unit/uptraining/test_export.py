@@ -14,7 +14,7 @@ from megakernel.checkpoint import export as exporting
 from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.dense.configs import plain_config
 from megakernel.checkpoint.dense.tokenizer import save_tokenizer
-from megakernel.checkpoint.generation_config import generation_config
+from megakernel.checkpoint.export import generation_config
 from megakernel.checkpoint.manifest import Progress, write_manifest
 from megakernel.config import Model, UserError, load, to_yaml
 from tests import dense_models

@@ -2,8 +2,7 @@
 
 import torch
 
-from megakernel.checkpoint.folding import Folded
-from megakernel.checkpoint.unrounded import Unrounded
+from megakernel.checkpoint.conversion import Folded, Unrounded
 from megakernel.config import Lora, Model, UserError
 
 MODEL = Model(num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
-from megakernel.uptraining.attention_inputs import AttentionInputs
-from megakernel.uptraining.query_rows import QueryRows, sample_queries
+from megakernel.uptraining.query_rows import AttentionInputs, QueryRows, sample_queries
 from megakernel.uptraining.transfer import FLOOR, cross_entropy
 
 BATCH, TOKENS, DIM, BLOCK = 2, 13, 4, 4

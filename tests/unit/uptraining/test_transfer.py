@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
-from megakernel.checkpoint.partition import partitions
+from megakernel.checkpoint.universal import partitions
 from megakernel.checkpoint.universal_load import whole_shapes
 from megakernel.config import Model, Parallel, UserError
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
@@ -13,9 +13,8 @@ from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.optimizer import freeze
 from megakernel.training.schedule import LinearDecay, drop_near_windows
-from megakernel.uptraining.attention_inputs import AttentionInputs
-from megakernel.uptraining.query_rows import QueryRows, sample_queries
-from megakernel.uptraining.teacher import Teacher
+from megakernel.uptraining.distilled import Teacher
+from megakernel.uptraining.query_rows import AttentionInputs, QueryRows, sample_queries
 from megakernel.uptraining.transfer import AttentionTransfer
 from megakernel.uptraining.transferred import LayerTransfer
 from tests.unit.config.trees import config

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megakernel.analysis.plots.capture import captured_attention, first_row
 from megakernel.analysis.plots.matrices import attention_matrix, exact_matrix
+from megakernel.analysis.plots.subject import captured_attention, first_row
 
 from .small_models import LENGTH, layer_inputs, small_model
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megakernel.analysis.plots import claims, mixing, mixture_costs, query_likelihood
-from megakernel.analysis.plots.capture import captured_attention, first_row
-from megakernel.analysis.plots.subject import Subject
+from megakernel.analysis.plots.subject import Subject, captured_attention, first_row
 
 from .small_models import LENGTH, layer_inputs, small_model
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megakernel.analysis.kernel_error import prf_error, prf_kernel
 from megakernel.analysis.plots import covariances, gradients, kernel_deviation, voting
-from megakernel.analysis.plots.capture import captured_attention, first_row
+from megakernel.analysis.plots.subject import captured_attention, first_row
 from megakernel.model import IGNORED
+from tests.unit.analysis.kernel_error import prf_error, prf_kernel
 
 from .small_models import LENGTH, labelled, layer_inputs, small_model
 

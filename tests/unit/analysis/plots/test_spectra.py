@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megakernel.analysis.plots import attention, gates, ranks, singular_values, span
-from megakernel.analysis.plots.capture import captured_attention, first_row
 from megakernel.analysis.plots.matrices import attention_matrix, exact_matrix
+from megakernel.analysis.plots.subject import captured_attention, first_row
 from megakernel.uptraining.query_rows import QueryRows
 
 from .small_models import LENGTH, layer_inputs, small_model
@@ -49,7 +49,7 @@ def spans(weights, window=None, causal=True, positions=None):
     """What `reach` finds, as means by name: of one head."""
     tokens = weights.shape[-1]
     q = torch.zeros(1, 1, tokens, 2)
-    from megakernel.uptraining.attention_inputs import AttentionInputs
+    from megakernel.uptraining.query_rows import AttentionInputs
 
     inputs = AttentionInputs(positions, q=q, k=q, v=q)
     rows = QueryRows.of(inputs, torch.arange(tokens), causal)

@@ -5,9 +5,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megakernel.analysis.plots import drawing
 from megakernel.analysis.plots.catalogue import ANALYSES, chosen
-from megakernel.analysis.plots.events import show
-from megakernel.analysis.plots.table import from_csv, summaries, to_csv
+from megakernel.analysis.plots.run import show
+from megakernel.analysis.plots.table import summaries, to_csv
 from megakernel.config import Config, UserError
+from tests.csv_tables import from_csv
 
 ROWS = [
     {"layer": layer, "head": head, "name": "a,b", "value": 0.5 * layer + head, "gap": "" if head else 1e-9}
