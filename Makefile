@@ -63,7 +63,7 @@ slurm-down: ## end it, and the jobs in it
 	@slurm/local_cluster stop
 
 clean: ## remove .venv and caches; data/ and runs/ stay
-	rm -rf $(VENV) build *.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) build *.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -57,9 +57,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_run_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    """Declare RUN of commands that look after submitted runs, and where their folders are."""
-    text = "a submitted run: its folder, its name under --root, or the id of one of its jobs"
-    parser.add_argument("run", metavar="RUN", nargs="?" if optional else None, help=text)
+    """Declare the RUNs of commands that look after submitted runs, and where their folders are."""
+    text = (
+        "submitted runs: folders, names under --root, ids of jobs, patterns such as 'lr-*'; the name of an array or a "
+        "sweep is all its members"
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="*" if optional else "+", default=[], help=text)
     add_root_argument(parser)
 
 

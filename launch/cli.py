@@ -200,11 +200,12 @@ def parse(argv: Sequence[str], into: argparse.Namespace | None = None) -> argpar
     args = argparse.Namespace() if into is None else into
     _, rest = parser.parse_known_args(argv, args)
     # argparse gives up on positionals behind an option: `pretrain CONFIG --nproc 2 training.steps=5`.
-    unknown = [item for item in rest if item.startswith("-") or not hasattr(args, "overrides")]
+    more = next((name for name in ("overrides", "runs") if hasattr(args, name)), "")
+    unknown = [item for item in rest if item.startswith("-") or not more]
     if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
-        args.overrides = [*args.overrides, *rest]
+        setattr(args, more, [*getattr(args, more), *rest])
     return args
 
 

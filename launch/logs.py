@@ -1,15 +1,15 @@
-"""`megakernel logs`: what the processes of a submitted run wrote."""
+"""`megakernel logs`: what the processes of submitted runs wrote."""
 
 import argparse
 import re
 from pathlib import Path
 
 from launch.arguments import NotFound, Number, add_job_run_arguments
-from launch.slurm.job_folder import find_run
-from launch.slurm.logs import BATCH, Choice, LogReader
+from launch.slurm.job_folder import find_runs
+from launch.slurm.logs import BATCH, Choice, LogReader, follow
 from megakernel.config import UserError
 
-HELP = "show what the processes of a submitted run wrote"
+HELP = "show what the processes of submitted runs wrote"
 EXAMPLE = "megakernel logs demo -f --rank all --grep loss"
 
 
@@ -35,19 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the lines."""
-    folder = find_run(args.run, args.root)
+    runs = find_runs(args.runs, args.root)
     if args.rank not in ("all", BATCH) and not args.rank.isdigit():
         raise UserError(f"--rank {args.rank} is no process; give a number, all or {BATCH}")
     try:
         pattern = re.compile(args.grep) if args.grep is not None else None
     except re.error as error:
         raise UserError(f"--grep {args.grep} is no regular expression ({error}); see Python's re") from None
-    reader = LogReader(folder, Choice(args.rank, args.restart, args.stderr, pattern))
-    found = reader.show_last(args.n)
+    choice = Choice(args.rank, args.restart, args.stderr, pattern, is_named=len(runs) > 1)
+    readers = [LogReader(run, choice) for run in runs]
+    found = [reader.show_last(args.n) for reader in readers]
     if args.follow:
-        reader.follow()
-    elif not found:
-        raise NotFound(f"{folder.path} has no such log yet; {_what_there_is(folder.path)}")
+        follow(readers)
+    elif not any(found):
+        raise NotFound(f"{runs[0].path} has no such log yet; {_what_there_is(runs[0].path)}")
     return 0
 
 

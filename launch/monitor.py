@@ -4,21 +4,14 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launch.arguments import NotFound, Number, add_root_argument, folders_of
 from launch.messages import console
-from launch.run_status import RunStatus, status_of, status_of_folder, table
+from launch.run_status import line_width, statuses, table
 from launch.slurm.job_folder import JobFolder
-from launch.slurm.states import known_to_slurm
-from launch.slurm_programs import SlurmRefused
 from megakernel.config import UserError
 from megakernel.config.errors import nearest_first
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 HELP = "start TensorBoard on runs, and show how far they are"
 EXAMPLE = "megakernel monitor first sharded --every 10"
@@ -52,8 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show runs until Ctrl-C, or once."""
-    from rich.live import Live
-
     if args.every <= 0:
         raise UserError(f"--every {args.every} is no time between two looks; give seconds, such as 5")
     if args.port is not None and not 0 <= args.port < 1 << 16:
@@ -61,24 +52,27 @@ def run(args: argparse.Namespace) -> int:
     named = [folder for text in args.runs for folder in _named(text, args.root)]
     if not named and not args.root.is_dir():
         raise NotFound(f"{args.root} does not exist; give --root, or train a run first")
-    out = console(highlight=False)
 
-    def look() -> "Table":
-        return table(_found(named, args.root), args.root, _COLUMNS)
+    def look() -> str:
+        runs = [JobFolder(folder) for folder in named or sorted(_runs_in(args.root))]
+        return table(statuses(runs), args.root, _COLUMNS, line_width())
 
     if args.once:
-        out.print(look())
+        print(look())
         return 0
     if not args.no_tensorboard:
         print(f"TensorBoard: {start_tensorboard(args.root, named, args.host, args.port)}", flush=True)
     try:
         if not sys.stdout.isatty():
-            out.print(look())
+            print(look(), flush=True)
             while True:
                 time.sleep(args.every)
-        with Live(console=out, auto_refresh=False) as live:
+        from rich.live import Live
+        from rich.text import Text
+
+        with Live(console=console(highlight=False), auto_refresh=False) as live:
             while True:
-                live.update(look(), refresh=True)
+                live.update(Text(look()), refresh=True)
                 time.sleep(args.every)
     except KeyboardInterrupt:
         return 0
@@ -104,19 +98,6 @@ def start_tensorboard(root: Path, runs: Sequence[Path], host: str, port: int | N
         return server.launch()
     except TensorBoardServerException as error:
         raise UserError(f"--host {host} --port {port}: {error.msg}; leave --port out, or take 0") from None
-
-
-def _found(named: Sequence[Path], root: Path) -> Iterator[RunStatus]:
-    runs = [JobFolder(folder) for folder in named or sorted(_runs_in(root))]
-    try:
-        by_slurm = known_to_slurm(run for run in runs if run.exists)
-    except SlurmRefused as error:
-        for run in runs:
-            status = status_of_folder(run)
-            yield replace(status, why=str(error)) if run.exists else status
-        return
-    for run in runs:
-        yield status_of(run, by_slurm)
 
 
 def _named(text: str, root: Path) -> list[Path]:

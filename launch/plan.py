@@ -177,6 +177,6 @@ def _planned_as_json(one: planning.Planned) -> dict[str, Any]:
             "hidden_traffic_seconds": one.step.hidden,
             "sent_bytes": one.step.sent,
             "mfu": one.step.mfu,
-            "tokens_per_second": one.step.tokens / one.step.seconds,
+            "tokens_per_second": one.step.tokens_per_second,
         }
     return found

@@ -7,7 +7,7 @@ from rich.text import Text
 from launch.messages import console
 from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu, Plan, Planned, Point
-from megakernel.analysis.planning.page import number
+from megakernel.analysis.planning.page import NONE, figures, scaled
 from megakernel.config import Config
 
 REASONS = 8
@@ -61,16 +61,9 @@ def _layouts(shown: list[Planned], gpu: Gpu) -> Table:
     for name in ("step", "tokens/s", "MFU", "memory", "free"):
         table.add_column(name, justify="right")
     for place, one in enumerate(shown, 1):
-        assert one.step is not None
-        table.add_row(
-            str(place),
-            str(one.layout),
-            f"{number(one.step.seconds)} s",
-            f"{one.step.tokens / one.step.seconds:,.0f}",
-            f"{one.step.mfu:.1%}",
-            f"{one.memory.total / 1e9:.1f} GB",
-            f"{-one.memory.beyond(gpu) / 1e9:.1f} GB",
-        )
+        seconds, *speed, memory = figures(one)
+        free = f"{-one.memory.beyond(gpu) / 1e9:.1f} GB"
+        table.add_row(str(place), str(one.layout), f"{seconds} s", *speed, f"{memory} GB", free)
     return table
 
 
@@ -121,13 +114,8 @@ def scaling_table(title: str, points: list[Point]) -> Table:
     for name in ("GPUs", "rows", "tokens of a row", "step", "tokens/s", "MFU", "memory", "efficiency"):
         table.add_column(name, justify="right")
     table.add_column("layout")
-    for point, share in zip(points, planning.efficiency(points)):
-        training, best = point.config.training, point.plan.best
-        sizes = [f"{point.plan.devices:,}", f"{training.global_batch_size:,}", f"{training.seq_len:,}"]
-        if best is None or best.step is None or share is None:
-            table.add_row(*sizes, *["—"] * 5, point.plan.why_none)
-            continue
-        step = best.step
-        cells = [f"{number(step.seconds)} s", f"{step.tokens / step.seconds:,.0f}", f"{step.mfu:.1%}"]
-        table.add_row(*sizes, *cells, f"{best.memory.total / 1e9:.1f} GB", f"{share:.0%}", str(best.layout))
+    for *sizes, seconds, tokens, mfu, memory, share, layout in scaled(points):
+        fits = seconds != NONE
+        units = [f"{seconds} s", tokens, mfu, f"{memory} GB"] if fits else [NONE] * 4
+        table.add_row(*sizes, *units, share, layout)
     return table

@@ -4,15 +4,19 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.arguments import add_job_run_arguments
-from launch.slurm.job_folder import JobFolder, find_run
+from launch.slurm.job_folder import JobFolder, find_runs
 from launch.slurm.options import add_cluster_options, cluster_of
 from launch.slurm.states import live_jobs
 from launch.submit import add_chain_option, add_job_options, carry_out, training_request
 from megakernel.config import UserError, load
 
-HELP = "submit a run again, from its newest checkpoint"
+if TYPE_CHECKING:
+    from launch.slurm.submission import Request
+
+HELP = "submit runs again, from their newest checkpoints"
 EXAMPLE = "megakernel resume demo training.steps=800 --nodes 4"
 
 SET_ASIDE = ".set_aside"
@@ -22,7 +26,7 @@ SET_ASIDE = ".set_aside"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_job_run_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to change")
+    parser.epilog = f"{parser.epilog}\n\nbehind the runs: keys to change, as section.key=value"
     parser.add_argument(
         "--from-step",
         type=int,
@@ -36,7 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Submit what was submitted last, with what is to be changed."""
-    folder = find_run(args.run, args.root)
+    overrides = [word for word in args.runs if "=" in word]
+    runs = find_runs([word for word in args.runs if word not in overrides], args.root)
+    if len(runs) > 1 and (args.wait or args.follow):
+        raise UserError(f"--wait and --follow are for one run, not for {len(runs)}; leave them out")
+    # All are checked before the first one is submitted.
+    requests = [_request(folder, overrides, args) for folder in runs]
+    return max(_submit(folder, request, args) for folder, request in zip(runs, requests))
+
+
+def _request(folder: JobFolder, overrides: list[str], args: argparse.Namespace) -> "Request":
     last = folder.jobs()[-1]
     settings = folder.settings(last)
     if not settings.trains:
@@ -45,15 +58,18 @@ def run(args: argparse.Namespace) -> int:
         )
     recorded = folder.path / "config.yaml"
     source = recorded if recorded.exists() else folder.submission(last.submission) / "config.yaml"
-    config = load(source, args.overrides)
+    config = load(source, overrides)
     if config.run.folder.absolute() != folder.path.absolute():
         raise UserError(
             f"run.root={config.run.root}, run.name={config.run.name} mean {config.run.folder.absolute()}, not "
             f"{folder.path.absolute()}; resume from the folder that it was submitted from"
         )
-    request = training_request(
+    return training_request(
         {None: config}, cluster_of(args, settings.cluster), dependency=args.dependency, chain=args.chain
     )
+
+
+def _submit(folder: JobFolder, request: "Request", args: argparse.Namespace) -> int:
     if args.from_step is None or args.dry_run or args.test_only:
         return carry_out(request, args)
     with _going_back(folder, args.from_step):

@@ -27,6 +27,8 @@ _MOST_OF_A_REASON = 200
 _WORTH_SAYING = 1.1
 """A slowest rank that takes at least so many times the median is reported."""
 
+_LASTING = ("step", "train/loss", "train/tokens", "train/skipped_steps")
+"""What stays true of a run in which nothing happens."""
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What reading a file that holds anything may raise."""
@@ -73,8 +75,12 @@ class RunProgress:
     """Files that cannot be read, and why; empty where there are none."""
 
     @classmethod
-    def read(cls, run: Path) -> "RunProgress":
-        """That of the run in a folder, which may be empty yet, and whose files may hold anything."""
+    def read(cls, run: Path, since: float = 0.0, step: int = 0) -> "RunProgress":
+        """That of the run in a folder, which may be empty yet, and whose files may hold anything.
+
+        since: seconds since 1970. step: of the run. What was told before then, or measured up to that step, is not
+        shown as what is now: heartbeat, speed, time left, and who is slow.
+        """
         problems: list[str] = []
 
         def part(name: str, read: Callable[[Path], T], otherwise: T) -> T:
@@ -89,7 +95,11 @@ class RunProgress:
         logged = part("metrics.jsonl", _last_logged, nothing)
         steps, tokens = part("config.yaml", lambda _: _whole(run), unknown)
         ended = part(events.FILE, lambda _: _ended(run), "")
+        if _modified(run / "metrics.jsonl") < since or (logged.get("step") or 0) <= step:
+            logged = {tag: value for tag, value in logged.items() if tag in _LASTING}
         beat = _heartbeat(run)
+        if beat and beat["time"] < since:
+            beat = {}
         alive = _is_alive(beat)
         speed, done = logged.get("throughput/tokens_per_sec"), logged.get("train/tokens")
         return cls(
@@ -215,6 +225,13 @@ def _last_logged(metrics: Path) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _heartbeat(run: Path) -> dict[str, Any]:

@@ -1,17 +1,22 @@
 """Where runs stand, as `status` and `monitor` show it: what Slurm says of their jobs, and what they last measured."""
 
+import math
+import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from launch.run_progress import UNREADABLE, RunProgress, time_left, why_unreadable
+from launch.run_progress import UNREADABLE, RunProgress, saved_step, time_left, why_unreadable
 from launch.slurm.job_folder import JobFolder
-from launch.slurm.states import JobState, states_of
+from launch.slurm.restarting import ENDED_ON_REQUEST
+from launch.slurm.states import JobState, known_to_slurm, states_of
+from launch.slurm_programs import SlurmRefused
 from megakernel.config import UserError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _WHAT_HAPPENED = {
     "TIMEOUT": "reached its time limit before it could save",
@@ -112,18 +117,70 @@ _CELLS: dict[str, Callable[[RunStatus], str]] = {
 _RIGHT = {"step", "loss", "tokens/s", "MFU", "ETA", "restarts"}
 
 
-def table(found: Iterable[RunStatus], root: Path, columns: Sequence[str]) -> "Table":
-    """A line for each run; the last column may be wrapped. Runs under `root` are named from there."""
-    from rich.table import Table
+_DISPENSABLE = ("restarts", "MFU", "tokens/s", "loss", "ETA")
+"""Columns that are left out where lines are short, the first one first."""
 
-    shown = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("run", *columns):
-        justify = "right" if title in _RIGHT else "left"
-        shown.add_column(title, justify=justify, no_wrap=title != columns[-1])  # type: ignore[arg-type]
+_LEAST_OF_LAST = 24
+"""Characters of the last column, which is wrapped where it has more."""
+
+
+def line_width() -> int | None:
+    """Characters of a line on this terminal; None where the output goes elsewhere, unless COLUMNS says so."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
+
+
+def table(found: Iterable[RunStatus], root: Path, columns: Sequence[str], width: int | None) -> str:
+    """A line for each run, those under `root` named from there.
+
+    width: characters of a line; the last column is wrapped, and others left out. None: one line for each, whole.
+    """
+    titles = ["run", *columns]
+    rows = [titles]
     for status in found:
         name = status.run.relative_to(root) if status.run.is_relative_to(root) else status.run
-        shown.add_row(str(name), *(_CELLS[title](status) for title in columns))
-    return shown
+        rows.append([str(name), *(" ".join(_CELLS[title](status).split()) for title in columns)])
+    widths = {title: max(map(len, column)) for title, column in zip(titles, zip(*rows))}
+    last = titles[-1]
+    shown = list(titles[:-1])
+
+    def left() -> int:
+        return widths[last] if width is None else width - sum(widths[title] + 2 for title in shown)
+
+    for title in _DISPENSABLE:
+        if title in shown and left() < min(widths[last], _LEAST_OF_LAST):
+            shown.remove(title)
+    # Under the others, where a run's name leaves it no room beside them.
+    is_below = left() < min(widths[last], _LEAST_OF_LAST)
+    indent = " " * (4 if is_below else sum(widths[title] + 2 for title in shown))
+    lines = []
+    for row in rows:
+        cells = dict(zip(titles, row))
+        room = widths[last] + 1 if width is None else width - len(indent)
+        parts = textwrap.wrap(cells[last], max(_LEAST_OF_LAST, room))
+        first = "  ".join(
+            f"{cells[title]:{'>' if title in _RIGHT else '<'}{widths[title]}}" for title in shown
+        )
+        beside = [] if is_below else [f"{first}  {''.join(parts[:1])}"]
+        lines += [*(beside or [first]), *(indent + part for part in parts[len(beside) :])]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def statuses(runs: Sequence[JobFolder]) -> list[RunStatus]:
+    """Of each of these runs; where Slurm does not answer by what is in their folders, and its complaint."""
+    by_slurm: Mapping[str, JobState] = {}
+    complaint = ""
+    try:
+        by_slurm = known_to_slurm(run for run in runs if run.exists)
+    except SlurmRefused as error:
+        complaint = str(error)
+
+    def needs_slurm(run: JobFolder) -> bool:
+        return any(job.executor == "slurm" for job in run.jobs_if_readable())
+
+    return [
+        _without_slurm(run, complaint) if complaint and needs_slurm(run) else status_of(run, by_slurm)
+        for run in runs
+    ]
 
 
 def status_of(run: JobFolder, by_slurm: Mapping[str, JobState]) -> RunStatus:
@@ -144,13 +201,32 @@ def status_of_folder(run: JobFolder) -> RunStatus:
     return RunStatus(run.path, known, known.state, known.ended)
 
 
+def _without_slurm(run: JobFolder, complaint: str) -> RunStatus:
+    """By the run's folder, with its last job, and why Slurm says nothing of that."""
+    status, job = status_of_folder(run), run.jobs()[-1].id
+    try:
+        told = run.events(job)
+    except UNREADABLE:
+        told = []
+    why = "; ".join(filter(None, (_last_end(told), complaint)))
+    return replace(status, why=why, job=job, restarts=_restarts(_starts(told)))
+
+
+def _starts(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == "started"]
+
+
+def _restarts(started: list[dict[str, Any]]) -> int:
+    return started[-1].get("restart", 0) if started else 0
+
+
 def _of_jobs(run: JobFolder, states: dict[str, JobState]) -> RunStatus:
     job = _current(states)
     events = run.events(job.job)
-    started = [event for event in events if event["event"] == "started"]
+    started = _starts(events)
     training = run.training
-    known = RunProgress.read(training)
-    if job.is_pending or not job.is_live:
+    known = RunProgress.read(training, *_begin(run, job, started))
+    if not job.is_live:
         known = replace(known, heartbeat=None, place=None)
     return RunStatus(
         run=run.path,
@@ -159,11 +235,22 @@ def _of_jobs(run: JobFolder, states: dict[str, JobState]) -> RunStatus:
         state=job.state,
         why=_why(job, events),
         eta=_eta(job, known.seconds_left),
-        restarts=started[-1].get("restart", 0) if started else 0,
+        restarts=_restarts(started),
         stage=None if training == run.path else training.name,
-        nodes=job.nodes or (started[-1].get("nodes", "") if started else ""),
+        nodes=job.nodes or (started[-1].get("nodes", "") if started and not job.is_pending else ""),
         jobs={id: state.state for id, state in states.items()},
     )
+
+
+def _begin(run: JobFolder, job: JobState, started: list[dict[str, Any]]) -> tuple[float, int]:
+    """From when, and behind which step, on what the run tells is of now."""
+    if job.is_pending:
+        return math.inf, 0
+    if not started or not job.is_live:
+        return 0.0, 0
+    of_other_stages = run.saved_steps() - saved_step(run.training)
+    begun = datetime.fromisoformat(started[-1]["time"]).timestamp()
+    return begun, started[-1].get("step", 0) - of_other_stages
 
 
 def _current(states: dict[str, JobState]) -> JobState:
@@ -178,7 +265,7 @@ def _why(job: JobState, events: list[dict[str, Any]]) -> str:
         before = f"{_last_end(events)}; " if waits_again else ""
         return before + (job.reason if job.is_pending else "")
     said = _last_end(events)
-    if job.state in _WHAT_HAPPENED:
+    if job.state in _WHAT_HAPPENED and said != ENDED_ON_REQUEST:
         return f"{_WHAT_HAPPENED[job.state]}{f' ({said})' if said else ''}"
     return said
 

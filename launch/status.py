@@ -2,14 +2,13 @@
 
 import argparse
 import json
+import textwrap
 import time
 from collections.abc import Sequence
 
 from launch.arguments import add_job_run_arguments
-from launch.messages import console
-from launch.run_status import RunStatus, status_of, table
-from launch.slurm.job_folder import all_runs, find_run
-from launch.slurm.states import known_to_slurm
+from launch.run_status import RunStatus, line_width, statuses, table
+from launch.slurm.job_folder import all_runs, find_runs
 from megakernel.config import UserError
 
 HELP = "say where submitted runs stand: state, why, step, loss, speed, nodes"
@@ -28,15 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state of one run, or of all."""
-    if args.all and args.run is not None:
-        raise UserError(f"--all and {args.run} are two questions; leave one out")
+    """Print the state of one run, of several, or of all."""
+    if args.all and args.runs:
+        raise UserError(f"--all and {' '.join(args.runs)} are two questions; leave one out")
     if args.watch and args.json:
         raise UserError("--watch is for people and --json for programs; leave one out")
     while True:
-        runs = all_runs(args.root) if args.run is None else [find_run(args.run, args.root)]
-        by_slurm = known_to_slurm(runs)
-        found = [status_of(run, by_slurm) for run in runs]
+        runs = find_runs(args.runs, args.root) if args.runs else all_runs(args.root)
+        found = statuses(runs)
         if args.watch:
             print("\x1b[2J\x1b[H", end="")
         _show(found, args)
@@ -49,10 +47,13 @@ def _show(found: Sequence[RunStatus], args: argparse.Namespace) -> None:
     if args.json:
         for status in found:
             print(json.dumps(status.as_dict()))
-    elif args.run is not None:
+    elif args.runs and len(found) == 1:
         for name, value in found[0].rows():
-            print(f"{name:<10} {value}")
+            indent = " " * 11
+            width = line_width()
+            lines = [value] if width is None else textwrap.wrap(value, max(24, width - len(indent)))
+            print(f"{name:<10} " + f"\n{indent}".join(lines))
     elif found:
-        console(highlight=False).print(table(found, args.root, _COLUMNS))
+        print(table(found, args.root, _COLUMNS, line_width()))
     else:
         print(f"no run was submitted from {args.root}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.arguments import Number
-from launch.slurm.options import add_cluster_options, cluster_of
+from launch.slurm.options import add_cluster_options, cluster_of, cores_per_task
 from launch.slurm.script import INDEX
 from launch.slurm_programs import require
 from megakernel.config import (
@@ -75,7 +75,9 @@ def add_chain_option(parser: argparse.ArgumentParser) -> None:
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Declare when the job starts, what is done with it, and told about it."""
     parser.add_argument(
-        "--dependency", metavar="TYPE:JOB", help="what has to happen before, as sbatch takes it"
+        "--dependency",
+        metavar="TYPE:RUN",
+        help="what has to happen before, as sbatch takes it, with a run's name where it takes a job: afterok:demo",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
     parser.add_argument(
@@ -140,7 +142,7 @@ def _needs_slurm(request: "Request", args: argparse.Namespace) -> None:
         "--test-only": args.test_only,
         "--chain": request.chain > 1,
         "--array": request.array is not None,
-        "--dependency": bool(request.options),
+        "--dependency": bool(args.dependency),
     }
     for option, given in wanted.items():
         if given:
@@ -190,7 +192,7 @@ def training_request(
         if index is not None:
             named = config.run.model_copy(update={"name": f"{first.run.name}-{index}"})
             config = config.model_copy(update={"run": named})
-        _check(config, cluster.world_size)
+        _check(config, cluster.world_size, has_data=not dependency)
         members.append(Member(config.run.folder, to_yaml(config), index))
     command = "pretrain" if first.uptrain is None else "uptrain"
     return Request(
@@ -200,14 +202,25 @@ def training_request(
         new_name(),
         [command, "$submission/config.yaml"],
         array,
-        {"dependency": dependency} if dependency else {},
+        _waits_for(dependency) | cores_per_task(cluster),
         members,
         chain,
     )
 
 
-def _check(config: Config, world_size: int) -> None:
-    """Refuse what would fail on the cluster: processes, stages, the run that is there, and the data."""
+def _waits_for(dependency: str | None) -> dict[str, str]:
+    """sbatch's option; none where all that was to happen has happened."""
+    from launch.slurm.states import with_jobs
+
+    jobs = with_jobs(dependency) if dependency else ""
+    return {"dependency": jobs} if jobs else {}
+
+
+def _check(config: Config, world_size: int, has_data: bool) -> None:
+    """Refuse what would fail on the cluster: processes, stages, the run that is there, and the data.
+
+    has_data: whether that is there; the job that this one waits for may be to make it.
+    """
     from data_pipeline.corpus import Corpora
 
     data_parallel_size(config, world_size)
@@ -217,7 +230,8 @@ def _check(config: Config, world_size: int) -> None:
         check_stages(config)
     check_recorded_run(config)
     # A login node is not the place to read a large corpus: the job holds it against its checksums.
-    Corpora(config.data, validation=config.training.eval_samples > 0, verify=False)
+    if has_data:
+        Corpora(config.data, validation=config.training.eval_samples > 0, verify=False)
 
 
 def indices(array: str) -> list[int]:
@@ -254,10 +268,10 @@ def _other_command(args: argparse.Namespace) -> "Request":
             f"--array {args.array}: `{shlex.join(command)}` is the same for each index; write {INDEX} where they differ"
         )
     base = Path("runs") / name
-    options = {"dependency": args.dependency} if args.dependency else {}
     single = cluster.model_copy(update={"nodes": 1, "sbatch": {**cluster.sbatch, "ntasks-per-node": 1}})
     members = [Member(base.with_name(f"{name}-{number}"), index=number) for number in numbers] or [
         Member(base)
     ]
+    options = _waits_for(args.dependency) | cores_per_task(single)
     template = args.config if args.config in _OWN_TEMPLATE else "command"
     return Request(template, single, base.absolute(), new_name(), command, args.array, options, members)

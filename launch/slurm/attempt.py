@@ -14,14 +14,14 @@ from pathlib import Path
 from launch import local
 from launch.environment import FIRST_PORT, PORTS
 from launch.exit_status import ExitStatus
-from launch.messages import print_error
+from launch.messages import error_lines, print_error
 from launch.slurm_programs import SlurmRefused, ask
 from megakernel.training import events
 from megakernel.training.environment import recorded_variables
 
 from .job_folder import JobFolder, read_settings
 from .preflight import judge, read_timings
-from .restarting import Decision, Start, TaskEnds, decide, task_ends
+from .restarting import Start, TaskEnds, decide, task_ends
 from .slow_nodes import summary
 
 _ASKED = {
@@ -57,18 +57,18 @@ def unfit_nodes(submission: Path, preflight: Path, nodes: str) -> dict[str, str]
     return bad
 
 
-def end(submission: Path, status: int, why: str | None = None) -> Decision:
-    """Say how the processes ended, and decide whether the job starts again. why: where that is known."""
+def end(submission: Path, status: int) -> tuple[int, bool]:
+    """Say how the processes ended. Gives what they ended with, and whether the job starts again. status: of srun."""
     run = JobFolder(submission.parents[1])
     cluster = read_settings(submission).resources
     step = run.saved_steps()
     allowed = cluster.max_restarts if cluster.requeue else 0
     ends = _ends(run, status)
-    said = why or ends.death or _failure(run)
+    said = ends.death or _failure(run)
     decision = decide(_starts(run, ends.status, step), allowed, said, cluster.restart_on)
     events.record(run.path, "ended", status=ends.status, why=decision.why, step=step)
     print(f"== {decision.why}; saved up to step {step}", flush=True)
-    return decision
+    return ends.status, decision.restart
 
 
 def _starts(run: JobFolder, status: int, step: int) -> list[Start]:
@@ -99,12 +99,24 @@ def _tail(log: Path) -> str:
 
 
 def _failure(run: JobFolder) -> str | None:
-    """What the first process that failed in this start of the job said."""
-    number = restart()
-    for event in run.events(os.environ[events.JOB_VARIABLE]):
-        if event["event"] == "failed" and event.get("restart") == number:
+    """Of this start of the job: which nodes are not fit, else what the first process that failed said.
+
+    Of a command that trains nothing the line that it ended with.
+    """
+    job, number = os.environ[events.JOB_VARIABLE], restart()
+    told = [event for event in run.events(job) if event.get("restart") == number]
+    if unfit := [f"{event['node']}: {event['why']}" for event in told if event["event"] == "unfit"]:
+        return "; ".join(unfit)
+    for event in told:
+        if event["event"] == "failed":
             return f"rank {event['rank']} on {event['host']}: {event['why']}"
-    return None
+    logs = sorted(run.logs(job, number).glob("rank_*.err"))
+    said = [line for log in logs for line in _tail(log).splitlines() if line.startswith(_ERROR)]
+    return said[-1].removeprefix(_ERROR) if said else None
+
+
+_ERROR = error_lines(" ")[0].rstrip() + " "
+"""What lines begin with that say why a command ended."""
 
 
 def _kept_off(submission: Path) -> list[str]:
@@ -170,6 +182,8 @@ class HereJob:
         run, cluster = self.submission.parents[1], settings.resources
         command = [word.replace("$submission", str(self.submission)) for word in settings.command]
         os.environ.update(cluster.environment)
+        path = [str(self.submission / "code"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, path)), PYTHONSAFEPATH="1")
         os.environ[events.JOB_VARIABLE] = JobEnvironment().job_id
         for number in count():
             os.environ[events.RESTART_VARIABLE] = str(number)
@@ -177,44 +191,50 @@ class HereJob:
             logs = JobFolder(run).logs(os.environ[events.JOB_VARIABLE], number)
             nproc = cluster.tasks_per_node if settings.trains else 1
             status = local.run_ranks([sys.executable, "-m", "launch.cli", *command], nproc, logs)
-            if not end(self.submission, status).restart:
+            if not end(self.submission, status)[1]:
                 break
             events.record(run, "requeued")
         return status
 
 
 def main() -> int:
-    """Exit status: that of the processes; of `begin` 0 where they can start."""
+    """Exit status: that of the script; of `begin` 0 where the processes can start, else what `end` is to be told."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("moment", choices=("begin", "end", "port"))
     parser.add_argument("submission", type=Path, nargs="?")
     parser.add_argument("--preflight", type=Path, help="what the nodes found")
-    parser.add_argument("--status", type=int, default=0, help="of srun")
+    parser.add_argument("--status", type=int, default=0, help="of srun, or of `begin`")
     args = parser.parse_args()
     if args.moment == "port":
         print(free_port(int(os.environ["SLURM_JOB_ID"])))
         return ExitStatus.DONE
-    run = args.submission.parents[1]
     if args.moment == "end":
-        if end(args.submission, args.status).restart:
-            requeue(run)
-        return args.status
+        return _leave(args.submission, args.status)
     nodes = os.environ["SLURM_JOB_NODELIST"]
     begin(args.submission, nodes)
     if (asked := _ASKED.get(args.status - 128)) is not None:
-        if end(args.submission, asked).restart:
-            requeue(run)
         return asked
     bad = unfit_nodes(args.submission, args.preflight, nodes) if args.preflight else {}
     if not bad:
         return ExitStatus.DONE
     # What happens to most of several nodes is not the nodes' fault, and without them there may be nowhere to run.
     all_nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
-    is_theirs = all_nodes == 1 or 2 * len(bad) <= all_nodes
-    status = ExitStatus.UNFIT if is_theirs else ExitStatus.FAILED
-    if end(args.submission, status, "; ".join(f"{node}: {why}" for node, why in bad.items())).restart:
-        requeue(run, without=_kept_off(args.submission))
-    return status
+    return ExitStatus.UNFIT if all_nodes == 1 or 2 * len(bad) <= all_nodes else ExitStatus.FAILED
+
+
+def _leave(submission: Path, status: int) -> int:
+    """Say how the processes ended, and put the job back into the queue where that is due; the script's exit status.
+
+    0 too where the run was saved and is left as somebody wanted it: ended on request, or to the next job of its chain.
+    Slurm then calls the job COMPLETED, tells that by mail, and starts what waits for it with afterok.
+    """
+    run = JobFolder(submission.parents[1])
+    ended, starts_again = end(submission, status)
+    if starts_again:
+        requeue(run.path, _kept_off(submission) if ended == ExitStatus.UNFIT else ())
+    chain = [job.id for job in run.jobs() if job.submission == submission.name]
+    goes_on = ended == ExitStatus.STOPPED and chain[-1] != os.environ[events.JOB_VARIABLE]
+    return ExitStatus.DONE if goes_on or ended == ExitStatus.TERMINATED else status
 
 
 if __name__ == "__main__":

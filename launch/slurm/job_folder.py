@@ -3,8 +3,10 @@
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -165,14 +167,28 @@ def all_runs(root: Path) -> list[JobFolder]:
     return [JobFolder(file.parent) for file in sorted(root.glob(f"*/{FILE}"))]
 
 
-def find_run(text: str, root: Path) -> JobFolder:
-    """The run that a folder, a name under `root`, or the id of one of its jobs means. Raises NotFound."""
-    for path in folders_of(text, root):
-        if (path / FILE).exists():
-            return JobFolder(path)
-    if re.fullmatch(r"\d+(_\d+)?", text):
-        for run in all_runs(root):
-            if any(job.id == text or job.id.split("_")[0] == text for job in run.jobs_if_readable()):
-                return run
-    known = nearest_first(text, (run.name for run in all_runs(root)), most=5) or f"none yet in {root}"
-    raise NotFound(f"{text} is no submitted run, and no job of one; submitted runs: {known}")
+def find_runs(texts: Sequence[str], root: Path) -> list[JobFolder]:
+    """The runs that folders, names under `root`, ids of jobs, and patterns of these mean, each of them once.
+
+    The name of an array or a sweep, and its job's id, mean all its members. Raises NotFound for what means none.
+    """
+    found: dict[Path, JobFolder] = {}
+    for text in texts:
+        here = [JobFolder(path) for path in folders_of(text, root) if (path / FILE).exists()]
+        meant = here[:1] or [run for run in all_runs(root) if _is_meant(text, run)]
+        if not meant:
+            known = nearest_first(text, (run.name for run in all_runs(root)), most=5) or f"none yet in {root}"
+            raise NotFound(f"{text} is no submitted run, and no job of one; submitted runs: {known}")
+        found |= {run.path: run for run in meant}
+    return list(found.values())
+
+
+def _is_meant(text: str, run: JobFolder) -> bool:
+    names = run.name, str(run.path)
+    if any(fnmatchcase(name, text) for name in names):
+        return True
+    ids = [job.id for job in run.jobs_if_readable()]
+    if re.fullmatch(r"\d+(_[\d*?]+)?", text):
+        return any(fnmatchcase(id, text) or id.partition("_")[0] == text for id in ids)
+    is_member = any("_" in id for id in ids)
+    return is_member and any(re.fullmatch(rf"{re.escape(text)}-\d+", name) for name in names)

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,9 @@ class Choice:
 
     pattern: re.Pattern[str] | None = None
     """Lines in which it is found."""
+
+    is_named: bool = False
+    """The run's name before each line."""
 
 
 def log_files(run: JobFolder, choice: Choice) -> list[Path]:
@@ -58,13 +61,13 @@ class LogReader:
     """Prints the lines of the chosen logs as they come, also of starts that begin later."""
 
     def __init__(self, run: JobFolder, choice: Choice):
-        self._run = run
+        self.run = run
         self._choice = choice
         self._places: dict[Path, int] = {}
 
     def show_last(self, lines: int) -> bool:
         """Print the last lines of each file; whether there is any file. What follows is new."""
-        files = log_files(self._run, self._choice)
+        files = log_files(self.run, self._choice)
         for file in files:
             for line in deque(self._new_lines(file), maxlen=lines):
                 self._print(file, line)
@@ -72,14 +75,10 @@ class LogReader:
 
     def show_new(self) -> None:
         """Print what was written since, by a start that has ended meanwhile too."""
-        for file in dict.fromkeys([*self._places, *log_files(self._run, self._choice)]):
+        for file in dict.fromkeys([*self._places, *log_files(self.run, self._choice)]):
             for line in self._new_lines(file):
                 self._print(file, line)
         sys.stdout.flush()
-
-    def follow(self) -> None:
-        """Print what is written until no job of the run waits or runs."""
-        wait_until_ended({self._run: self._run.jobs()}, self.show_new)
 
     def _new_lines(self, file: Path) -> Iterator[str]:
         with file.open("rb") as log:
@@ -92,4 +91,16 @@ class LogReader:
                 yield line
 
     def _print(self, file: Path, line: str) -> None:
-        print(f"[{_rank(file)}] {line}" if self._choice.rank == "all" else line)
+        rank = f"[{_rank(file)}] " if self._choice.rank == "all" else ""
+        name = f"{self.run.name}: " if self._choice.is_named else ""
+        print(f"{name}{rank}{line}")
+
+
+def follow(readers: Sequence[LogReader]) -> None:
+    """Print what is written until no job of these runs waits or runs."""
+
+    def show() -> None:
+        for reader in readers:
+            reader.show_new()
+
+    wait_until_ended({reader.run: reader.run.jobs() for reader in readers}, show)

@@ -2,10 +2,12 @@
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.slurm_programs import SlurmRefused, ask
 from megakernel.config import UserError
 from megakernel.config.cluster import Cluster, load_cluster, read_cluster
 from megakernel.config.section import merged
@@ -73,10 +75,38 @@ def cluster_of(args: argparse.Namespace, recorded: dict[str, Any] | None = None)
     return load_cluster(_file(args.cluster or os.environ.get(CLUSTER_VARIABLE, "slurm")), changes)
 
 
+def cores_per_task(cluster: Cluster) -> dict[str, str]:
+    """sbatch's cpus-per-task: each process's part of the cores that its node has for the GPUs that are asked for.
+
+    Slurm's own default is one core. Empty where the cluster's settings say more, or Slurm does not know.
+    """
+    if cluster.executor != "slurm" or not cluster.gpus_per_node or _OWN_CORES & cluster.sbatch.keys():
+        return {}
+    try:
+        lines = ask("sinfo", "--noheader", "--format=%P %c %G").splitlines()
+    except SlurmRefused:
+        return {}
+    wanted = (cluster.partition or "").split(",")
+    parts: list[int] = []
+    for partition, cores, resources in map(str.split, lines):
+        there = sum(map(int, re.findall(r"\bgpu:(?:[^:,()]+:)?(\d+)", resources)))
+        is_meant = partition.rstrip("*") in wanted if cluster.partition else partition.endswith("*")
+        if is_meant and there >= cluster.gpus_per_node:
+            parts.append(int(cores.rstrip("+")) * cluster.gpus_per_node // there // cluster.tasks_per_node)
+    least = min(parts, default=0)
+    return {"cpus-per-task": str(least)} if least else {}
+
+
+_OWN_CORES = {"cpus-per-task", "cpus-per-gpu", "threads-per-core"}
+
+
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
     changes: dict[str, Any] = {
         key: value for key in (*_OPTIONS, "requeue") if (value := getattr(args, key)) is not None
     }
+    kind, typed, count = changes.get("gpus_per_node", "").rpartition(":")
+    if typed:
+        changes |= {"gpu_type": kind, "gpus_per_node": count}
     container = {"image": args.container} if args.container else {}
     if args.mounts:
         container["mounts"] = args.mounts.split(",")

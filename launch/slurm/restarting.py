@@ -26,6 +26,9 @@ _OVER_LIMIT = re.compile(
 _PATIENCE_ENDED = "srun: First task exited"
 """From there on srun itself ends what has not left, and that is no cause of anything."""
 
+_NO_LAUNCH = re.compile(r"srun: error: (tasks? \S+ launch failed: .+)")
+"""Where not all processes could be started; srun itself may exit with 0 then."""
+
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
 
 
@@ -47,6 +50,9 @@ def task_ends(srun_stderr: str, status: int, step_stderr: str = "") -> TaskEnds:
     if over is not None:
         used, limit = int(over["used"]) >> 20, int(over["limit"]) >> 20
         return TaskEnds(ExitStatus.OUT_OF_MEMORY, f"{over['node']}: {used} MiB of {limit} MiB".lstrip(": "))
+    launch = _NO_LAUNCH.search(seen)
+    if launch is not None:
+        return TaskEnds(status or ExitStatus.FAILED, launch[1])
     ends = [(match, _status_of(match["how"])) for match in _END.finditer(seen)]
     largest = max((code for _, code in ends), default=status)
     deaths = [match for match, _ in ends if _EXITED.match(match["how"]) is None]
@@ -62,6 +68,8 @@ def _status_of(how: str) -> int:
         return int(exited[1])
     return 128 + _SIGNALS.get(how.partition(" (core dumped)")[0], 0)
 
+
+ENDED_ON_REQUEST = "ended on request"
 
 STANDSTILL = 2
 """Restarts in a row without a step saved, after which another would not give a process the memory that it lacks."""
@@ -151,7 +159,7 @@ def _end(status: int) -> str:
         ExitStatus.OUT_OF_MEMORY: "ran out of memory, of which --mem gives more",
         ExitStatus.NOT_FINITE: "the loss or its gradients stayed non-finite",
         ExitStatus.IN_USE: "another process writes into the run's folder",
-        ExitStatus.TERMINATED: "ended on request",
+        ExitStatus.TERMINATED: ENDED_ON_REQUEST,
     }
     if status in list(ExitStatus):
         return plain.get(ExitStatus(status), "failed")

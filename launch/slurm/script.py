@@ -69,12 +69,16 @@ class Script:
         cluster = self.cluster
         log = "%A_%a.log" if self.array else "%j.log"
         # An array's members have a folder each, which sbatch cannot name: the index is all that differs.
-        run = f"{self.run}-%a" if self.array else str(self.run)
+        if "\\" in str(self.run):
+            raise UserError(
+                f"{self.run}: Slurm writes no log below a folder with a backslash; choose another"
+            )
+        run = str(self.run).replace("%", "%%") + ("-%a" if self.array else "")
         wanted: dict[str, Value | None] = {
             "job-name": self.run.name,
             "nodes": cluster.nodes,
             "ntasks-per-node": cluster.tasks_per_node,
-            "gpus-per-node": cluster.gpus_per_node or None,
+            "gpus-per-node": cluster.gpus or None,
             "time": cluster.time,
             "partition": cluster.partition,
             "account": cluster.account,
@@ -104,7 +108,8 @@ def _variables(cluster: Cluster) -> Iterator[str]:
     for name, value in known.items():
         yield f"export {name}={shlex.quote(value)}\n"
     if secrets := [name for name in cluster.environment if name not in known]:
-        yield f'set -a  # {" ".join(secrets)}\n. "$submission/{SECRETS}" || exit\nset +a\n'
+        yield f"set -a  # {' '.join(secrets)}\n# shellcheck source=/dev/null\n"
+        yield f'. "$submission/{SECRETS}" || exit\nset +a\n'
 
 
 def _directive(key: str, value: Value) -> str:

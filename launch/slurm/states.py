@@ -1,15 +1,18 @@
 """Where jobs stand, by whoever still knows: the queue, accounting, the list of completed jobs, the run's own record."""
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launch.arguments import RUNS
 from launch.exit_status import ExitStatus
-from launch.slurm_programs import ask, call
+from launch.slurm_programs import SlurmRefused, ask, call
+from megakernel.config import UserError
 
-from .job_folder import Job, JobFolder
+from .job_folder import Job, JobFolder, find_runs
 
 _POLL_SECONDS = 1.0
 _ASK_SECONDS = 5.0
@@ -95,7 +98,18 @@ def states_of(run: JobFolder, known: Mapping[str, JobState] | None = None) -> di
     """
     if known is None:
         known = known_to_slurm([run])
-    return {job.id: known.get(job.id) or _by_its_record(run, job) for job in run.jobs()}
+    return {job.id: _state(run, job, known) for job in run.jobs()}
+
+
+def _state(run: JobFolder, job: Job, known: Mapping[str, JobState]) -> JobState:
+    """Slurm's word, but of a job that was ended on request: there it is COMPLETED, for what waits for it."""
+    state = known.get(job.id)
+    if state is not None and state.state != "COMPLETED":
+        return state
+    recorded = _by_its_record(run, job)
+    if state is None:
+        return recorded
+    return replace(state, state="CANCELLED") if recorded.state == "CANCELLED" else state
 
 
 def live_jobs(run: JobFolder) -> dict[str, str]:
@@ -110,12 +124,22 @@ def wait_until_ended(jobs: Mapping[JobFolder, Sequence[Job]], meanwhile: Callabl
     asked = -_ASK_SECONDS
     while True:
         if time.monotonic() - asked >= _ASK_SECONDS:
-            asked, known = time.monotonic(), job_states(of_slurm)
-        states = [known.get(job.id) or _by_its_record(run, job) for run, some in jobs.items() for job in some]
+            asked, known = time.monotonic(), _asked_again(of_slurm, known)
+        states = [_state(run, job, known) for run, some in jobs.items() for job in some]
         meanwhile()
         if not any(state.is_live for state in states):
             return
         time.sleep(_POLL_SECONDS)
+
+
+def _asked_again(jobs: Sequence[str], known: dict[str, JobState]) -> dict[str, JobState]:
+    """The states of jobs; while Slurm does not answer those that were `known` before."""
+    try:
+        return job_states(jobs)
+    except SlurmRefused:
+        if not known:
+            raise
+        return known
 
 
 def _by_its_record(run: JobFolder, job: Job) -> JobState:
@@ -163,3 +187,43 @@ def by_accounting(source: list[str], jobs: list[str]) -> dict[str, JobState]:
 
 def _word(text: str) -> str:
     return "" if text in ("None", "N/A", "(null)") else text
+
+
+def with_jobs(dependency: str, root: Path = RUNS) -> str:
+    """A dependency as sbatch takes it, in which runs were named where jobs belong: `afterok:pretrain` is afterok:17.
+
+    A run stands for its last job. What has come true already is left out: Slurm soon forgets a job that has ended.
+    Raises NotFound for a name that is no run, UserError where what is waited for can no longer happen.
+    """
+    parts = re.split("([,?])", dependency)
+    kept: list[str] = []
+    for between, part in zip(["", *parts[1::2]], parts[::2]):
+        kind, *jobs = part.split(":")
+        waits = [id for job in jobs for id in _awaited(kind, job, root)]
+        if waits or not jobs:
+            kept += [between, ":".join([kind, *waits])]
+    return "".join(kept[1:])
+
+
+_COMES_TRUE = {
+    "afterok": ("COMPLETED",),
+    "aftercorr": ("COMPLETED",),
+    "afternotok": ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"),
+}
+"""Dependencies that only these ends fulfil; the others any end does."""
+
+
+def _awaited(kind: str, job: str, root: Path) -> list[str]:
+    if re.fullmatch(r"\d+(_\d+)?(\+\d+)?", job):
+        return [job]
+    waits = []
+    for run in find_runs([job], root):
+        last = list(states_of(run).values())[-1]
+        if last.is_live:
+            waits.append(last.job)
+        elif last.state not in _COMES_TRUE.get(kind, (last.state,)):
+            raise UserError(
+                f"--dependency {kind}:{job}: {run.path} has ended ({last.job} {last.state}); leave it out, or "
+                f"megakernel resume {run.path}"
+            )
+    return waits

@@ -3,10 +3,10 @@
 import io
 import os
 import shutil
-import tarfile
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +19,8 @@ from launch.exit_status import ExitStatus
 from launch.slurm_programs import SlurmRefused, call, foreign_variables, require
 from megakernel.config import UserError
 from megakernel.training import events
-from megakernel.training.environment import git, revision
+from megakernel.training.environment import REVISION, git, revision
+from megakernel.training.run_folder import LEASE_SECONDS, RunLock
 
 from .attempt import HereJob
 from .job_folder import Job, JobFolder, Settings, write_settings
@@ -82,9 +83,9 @@ def submit(request: Request) -> list[Job]:
     Raises UserError where a member has a live job, SlurmRefused where Slurm does not take the job; nothing is left
     behind then, and jobs of a chain that were taken are cancelled again.
     """
-    for member in request.members:
-        _refuse_live(JobFolder(member.run))
-    with _nothing_left_behind(request):
+    with _alone(request):
+        for member in request.members:
+            _refuse_live(JobFolder(member.run))
         _write(request)
         if request.cluster.executor == "slurm":
             return _submit_to_slurm(request)
@@ -109,15 +110,18 @@ def _write(request: Request) -> None:
             if code is None:
                 code = write_snapshot(folder / "code")
             else:
-                shutil.copytree(code, folder / "code", copy_function=os.link)
+                (folder / "code").symlink_to(code.absolute())
             _close(folder)
         except FileExistsError:
             raise UserError(
                 f"{member.run} was submitted less than a second ago; see megakernel status {member.run}"
             ) from None
         except OSError as error:
-            remedy = "make it writable or choose another run.root"
-            raise UserError(f"{member.run} cannot hold the run ({error}); {remedy}") from None
+            raise _unwritable(member.run, error) from None
+
+
+def _unwritable(run: Path, error: OSError) -> UserError:
+    return UserError(f"{run} cannot hold the run ({error}); make it writable or choose another run.root")
 
 
 def _close(folder: Path) -> None:
@@ -126,39 +130,39 @@ def _close(folder: Path) -> None:
         path.chmod(0o700 if path.is_dir() else 0o600)
 
 
-_CODE = ("megakernel/*.py", "launch/*.py", "data_pipeline/*.py", "slurm/*.sbatch")
-"""What is taken along; anything else of a checkout may be data, or somebody's secrets."""
+_CODE = ("megakernel/*", "launch/*", "data_pipeline/*", "benchmarks/*.py", "slurm/*")
+"""What of a checkout's files is taken along; anything else may be data."""
+
+_NEW_CODE = tuple(f"{name}/*.py" for name in ("megakernel", "launch", "data_pipeline", "benchmarks"))
+"""The same of files that git does not know, which may be somebody's secrets."""
 
 
 def write_snapshot(folder: Path, repository: Path = REPOSITORY) -> Path:
-    """Write revision.txt, and where the code differs from it changes.diff and untracked.tar.gz.
+    """Write the code as it is now, for the job to run, and revision.txt; that alone where there is no checkout.
 
-    Gives the folder. To have them again: `git checkout REVISION`, `git apply changes.diff`, `tar xf untracked.tar.gz`.
+    Gives the folder.
     """
     folder.mkdir()
-    (folder / "revision.txt").write_text(revision(repository / "launch" / "cli.py") + "\n")
-    changes = git(repository, "diff", "--binary", "HEAD", "--", *_CODE)
-    if changes:
-        (folder / "changes.diff").write_text(changes + "\n")
-    listed = git(repository, "ls-files", "--others", "--exclude-standard", "-z", "--", *_CODE) or ""
-    sources = [repository / name for name in listed.split("\0") if name]
-    if sources:
-        with tarfile.open(folder / "untracked.tar.gz", "w:gz") as archive:
-            for path in sources:
-                archive.add(path, path.relative_to(repository))
+    (folder / REVISION).write_text(revision(repository / "launch" / "cli.py") + "\n")
+    tracked = git(repository, "ls-files", "-z", "--", *_CODE) or ""
+    new = git(repository, "ls-files", "--others", "--exclude-standard", "-z", "--", *_NEW_CODE) or ""
+    for name in {*tracked.split("\0"), *new.split("\0")}:
+        if (source := repository / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, folder / name)
     return folder
 
 
 def _submit_to_slurm(request: Request) -> list[Job]:
-    first = request.folder(request.members[0])
     ids: list[str] = []
     try:
         for _ in range(request.chain):
             text = (request.after(ids[-1]) if ids else request).text()
-            submitted = ScriptExecutor(first, text).submit_script()
-            ids.append(submitted.job_id)
-            for member in request.members[1:]:
-                shutil.copy(submitted.paths.submission_file, request.folder(member))
+            with tempfile.TemporaryDirectory() as scratch:  # submitit replaces %j in names of folders
+                submitted = ScriptExecutor(Path(scratch), text).submit_script()
+                ids.append(submitted.job_id)
+                for member in request.members:
+                    shutil.copy(submitted.paths.submission_file, request.folder(member))
         for member in request.members:
             _close(request.folder(member))
         return [job for id in ids for job in _written_down(id, request)]
@@ -251,17 +255,47 @@ def _refused(stderr: str, request: Request) -> SlurmRefused:
 
 
 @contextmanager
-def _nothing_left_behind(request: Request) -> Iterator[None]:
-    """Where the block fails, remove what it has made, up to the first folder that was there before."""
-    made = [_first_missing(request.folder(member)) for member in request.members]
-    logs = [member.run / "logs" for member in request.members if not (member.run / "logs").exists()]
-    try:
-        yield
-    except BaseException:
-        for path in (*made, *logs):
-            if path is not None:
+def _alone(request: Request) -> Iterator[None]:
+    """Nobody else submits these runs before the block ends; where it fails, what it has made is removed.
+
+    Whoever waited finds the job that was submitted meanwhile. A submitter that is killed leaves no lock.
+    """
+    made: list[Path] = []
+    with ExitStack() as last:
+        try:
+            for member in sorted(request.members, key=lambda member: member.run):  # in everybody's order
+                for parent in reversed([path for path in member.run.parents if not path.exists()]):
+                    last.callback(_remove_if_empty, parent)
+                last.callback(_lock(member.run).release)
+                is_new = os.listdir(member.run) == [_LOCK]
+                parts = request.folder(member), member.run / "logs"
+                made += [member.run] if is_new else filter(None, map(_first_missing, parts))
+            yield
+        except BaseException:
+            for path in made:
                 shutil.rmtree(path, ignore_errors=True)
-        raise
+            raise
+
+
+_LOCK = "submitting"
+
+
+def _lock(run: Path) -> RunLock:
+    while True:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            lock = RunLock(run, LEASE_SECONDS, name=_LOCK, held_to="submits")
+        except FileNotFoundError:
+            continue  # another submission was refused, and has removed the folder again
+        except OSError as error:
+            raise _unwritable(run, error) from None
+        if lock.is_of_its_file:
+            return lock
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _first_missing(folder: Path) -> Path | None:

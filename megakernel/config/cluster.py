@@ -43,6 +43,9 @@ class Cluster(Section):
     gpus_per_node: int = Field(default=1, ge=0, le=1_000)
     """GPUs on each, and as many processes; with 0 one process that computes on the CPU."""
 
+    gpu_type: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Type of these GPUs, as Slurm calls it; `--gpus-per-node h100:8` gives both."""
+
     time: str | int | None = None
     """Limit as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
 
@@ -99,6 +102,11 @@ class Cluster(Section):
 
     setup: list[str] = Field(default=[])
     """Lines of shell that run before the processes start, such as `module load cuda`."""
+
+    @property
+    def gpus(self) -> str | int:
+        """GPUs of a node as Slurm is asked for them."""
+        return f"{self.gpu_type}:{self.gpus_per_node}" if self.gpu_type else self.gpus_per_node
 
     @property
     def tasks_per_node(self) -> int:

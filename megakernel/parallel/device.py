@@ -8,6 +8,8 @@ model is built; no other file changes a library.
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import psutil
@@ -101,6 +103,17 @@ def quieten_libraries() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
+@contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    # Megatron-core hands functions that nothing here calls to torch's compiler, which takes a second to load.
+    compiled = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+
+
 def _answer_for_cuda(device: torch.device) -> None:
     torch.cuda.current_device = lambda: device  # type: ignore[assignment, return-value]
     import deepspeed.ops
@@ -120,6 +133,7 @@ def _choose_deepspeed_accelerator(kind: str) -> None:
 
 def _share_one_random_stream() -> None:
     # Megatron's per-rank streams live in CUDA state; weights are drawn whole and then cut, so none is needed.
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    with _nothing_compiled():
+        from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

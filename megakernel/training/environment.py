@@ -80,8 +80,15 @@ def _may_steer(name: str) -> bool:
     return name.startswith(("NCCL_", "MEGAKERNEL_"))
 
 
+REVISION = "revision.txt"
+"""In a copy of the code: the revision that it was made of."""
+
+
 def revision(source: Path) -> str:
     """The git revision that `source` belongs to, marked dirty where tracked files differ from it."""
+    for folder in source.parents[:3]:
+        if (folder / REVISION).is_file():
+            return (folder / REVISION).read_text(encoding="utf-8").strip()
     # An installed package may lie inside a foreign repository: only a tracked file speaks for its revision.
     if git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
         return "not a git checkout"

@@ -46,13 +46,20 @@ class RunLock:
     """
 
     def __init__(
-        self, folder: Path, wait_seconds: float = WAIT_SECONDS, lease_seconds: float = LEASE_SECONDS
+        self,
+        folder: Path,
+        wait_seconds: float = WAIT_SECONDS,
+        lease_seconds: float = LEASE_SECONDS,
+        *,
+        name: str = "lock",
+        held_to: str = "writes into",
     ):
-        """folder: of the run; its file `lock` says who holds it.
+        """folder: of the run; its file `name` says who holds the lock. held_to: what whoever holds it does there.
 
         Raises InUse where another process does for longer than `wait_seconds`, or `lease_seconds` on another host.
         """
-        self._file = (folder / "lock").open("a+", encoding="utf-8")
+        self._path = folder / name
+        self._file = self._path.open("a+", encoding="utf-8")
         begun = time.monotonic()
         while not self._taken():
             self._file.seek(0)
@@ -61,13 +68,26 @@ class RunLock:
             if time.monotonic() - begun > (wait_seconds if here else lease_seconds):
                 self._file.close()
                 raise InUse(
-                    f"run.name={folder.name}: {holder} writes into {folder}; wait until it ends, stop it, or choose "
+                    f"run.name={folder.name}: {holder} {held_to} {folder}; wait until it ends, stop it, or choose "
                     "another run.name"
                 )
             time.sleep(_POLL_SECONDS)
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()
+
+    @property
+    def is_of_its_file(self) -> bool:
+        """Whether others would meet this lock: not where the one who held it before has removed the file."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Leave the folder to others, without a trace."""
+        self._path.unlink(missing_ok=True)
+        self._file.close()
 
     def _taken(self) -> bool:
         try:

@@ -18,19 +18,10 @@ from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import load
 from tests import dense_models
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
-from tests.distributed.training_run import train, write_config
+from tests.distributed.training_run import layout, train, write_config
 from tests.tiers import tiered
 
-LAYOUTS = {
-    "one process": (1, ""),
-    "tp2": (2, "parallel.tensor=2"),
-    "pp2": (2, "parallel.pipeline=2"),
-    "tp2 sequence parallel, zero 3": (
-        2,
-        "parallel.tensor=2 parallel.sequence_parallel=true parallel.zero_stage=3",
-    ),
-    "bfloat16": (1, "training.dtype=bfloat16"),
-}
+LAYOUTS = ["one process", "tp2", "pp2", "tp2 sequence parallel zero 3", "one process bfloat16"]
 
 STARTED = ("llama", "gpt2", "llama, biases, tied, scaled", "qwen3, tied", "gpt_neox")
 """Models that runs start from; logits are compared of all."""
@@ -120,25 +111,24 @@ def theirs(model, config, overrides=()):
 
 
 CASES = [
-    (layout, name)
-    for layout in LAYOUTS
+    (ranks, name)
+    for ranks in LAYOUTS
     # The logits of all families over such ranks: tests/distributed/test_dense_layouts.py.
-    for name in ("llama", "gpt2", *(["llama, biases, tied, scaled"] if layout in ("tp2", "pp2") else []))
+    for name in ("llama", "gpt2", *(["llama, biases, tied, scaled"] if ranks in ("tp2", "pp2") else []))
 ]
 FIRST = [
     ("one process", "gpt2"),
     ("pp2", "llama, biases, tied, scaled"),
-    ("tp2 sequence parallel, zero 3", "llama"),
-    ("bfloat16", "llama"),
+    ("tp2 sequence parallel zero 3", "llama"),
+    ("one process bfloat16", "llama"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "name"), tiered(CASES, FIRST))
-def test_the_first_evaluation_has_the_loss_of_transformers(layout, name, starts, tmp_path):
+@pytest.mark.parametrize(("ranks", "name"), tiered(CASES, FIRST))
+def test_the_first_evaluation_has_the_loss_of_transformers(ranks, name, starts, tmp_path):
     config, expected = starts[name]
-    processes, overrides = LAYOUTS[layout]
-    lines = train(config, processes, *f"{overrides} run.root={tmp_path}".split())
-    bound = 2e-2 if layout == "bfloat16" else 1e-5
+    lines = train(config, *layout(ranks), f"run.root={tmp_path}")
+    bound = 2e-2 if "bfloat16" in ranks else 1e-5
     assert lines[0]["eval/loss"] == pytest.approx(expected, rel=bound)
 
 

@@ -12,23 +12,13 @@ import pytest
 from megakernel.config import RunFailed, load
 from megakernel.parallel.processes import ProcessEnvironment
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training_run import train, write_config
+from tests.distributed.training_run import layout, train, write_config
 from tests.tiers import tiered
 
-LAYOUTS = {
-    "dp2": "",
-    "dp2 zero 1": "parallel.zero_stage=1",
-    "dp2 zero 2": "parallel.zero_stage=2",
-    "dp2 zero 3": "parallel.zero_stage=3",
-    "tp2": "parallel.tensor=2",
-    "tp2 zero 1": "parallel.tensor=2 parallel.zero_stage=1",
-    "pp2": "parallel.pipeline=2",
-    "pp2 zero 1": "parallel.pipeline=2 parallel.zero_stage=1",
-    "bfloat16 dp2 zero 1": "training.dtype=bfloat16 parallel.zero_stage=1",
-    "bfloat16 dp2 zero 2": "training.dtype=bfloat16 parallel.zero_stage=2",
-    "bfloat16 dp2 zero 3": "training.dtype=bfloat16 parallel.zero_stage=3",
-    "bfloat16 pp2 zero 1": "training.dtype=bfloat16 parallel.pipeline=2 parallel.zero_stage=1",
-}
+LAYOUTS = [
+    *("dp2", "dp2 zero 1", "dp2 zero 2", "dp2 zero 3", "tp2", "tp2 zero 1", "pp2", "pp2 zero 1"),
+    *("bfloat16 dp2 zero 1", "bfloat16 dp2 zero 2", "bfloat16 dp2 zero 3", "bfloat16 pp2 zero 1"),
+]
 
 
 @contextmanager
@@ -57,11 +47,11 @@ def spoil(trainer: Any, value: float) -> Any:
 FIRST = ("dp2 zero 3", "tp2 zero 1", "pp2", "bfloat16 dp2 zero 2")
 
 
-@pytest.mark.parametrize("layout", tiered(LAYOUTS, FIRST))
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(layout, corpus, tmp_path):
+@pytest.mark.parametrize("ranks", tiered(LAYOUTS, FIRST))
+def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
-    overrides = tuple(LAYOUTS[layout].split())
-    for steps, losses, skipped in run_ranks(around_bad_gradients, 2, config, overrides):
+    world_size, *overrides = layout(ranks)
+    for steps, losses, skipped in run_ranks(around_bad_gradients, world_size, config, tuple(overrides)):
         assert [step.skipped for step in steps] == [False, True, True, False]
         assert [math.isfinite(step.grad_norm) for step in steps] == [True, False, False, True]
         assert skipped == 2
@@ -109,12 +99,12 @@ def run_with_bad_gradients(config: Path, overrides: tuple[str, ...]) -> str:
 BFLOAT16 = [name for name in LAYOUTS if "bfloat16" in name]
 
 
-@pytest.mark.parametrize("layout", tiered(BFLOAT16, ["bfloat16 dp2 zero 2"]))
-def test_bfloat16_learns_as_float32_does(layout, corpus, tmp_path):
+@pytest.mark.parametrize("ranks", tiered(BFLOAT16, ["bfloat16 dp2 zero 2"]))
+def test_bfloat16_learns_as_float32_does(ranks, corpus, tmp_path):
     config = write_config(tmp_path, corpus)
     options = ("training.steps=8", "schedule.name=constant", "optimizer.lr=3e-3", "training.eval_samples=0")
     expected = train(config, 1, *options, "run.name=float32")[-1]["train/loss"]
-    found = train(config, 2, *options, *LAYOUTS[layout].split())
+    found = train(config, *layout(ranks), *options)
     # Three significant digits of bfloat16; the loss itself falls by a third.
     assert found[-1]["train/loss"] == pytest.approx(expected, rel=1e-2)
     assert found[-1]["train/loss"] < 0.9 * found[0]["train/loss"]

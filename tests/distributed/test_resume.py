@@ -9,31 +9,24 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import RankFailedError, run_ranks
-from tests.distributed.training_run import assert_identical, pretrain_here, train, write_config
+from tests.distributed.training_run import assert_identical, layout, pretrain_here, train, write_config
 from tests.tiers import tiered
 
-STEPS = 8
-LAYOUTS = {
-    "dp2": "",
-    "dp2 zero 1": "parallel.zero_stage=1",
-    "dp2 zero 2": "parallel.zero_stage=2",
-    "dp2 zero 3": "parallel.zero_stage=3",
-    "pp2": "parallel.pipeline=2",
-    "bfloat16 dp2 zero 1": "parallel.zero_stage=1 training.dtype=bfloat16",
-}
+STEPS = 6
+LAYOUTS = ["dp2", "dp2 zero 1", "dp2 zero 2", "dp2 zero 3", "pp2", "bfloat16 dp2 zero 1"]
 OPTIONS = (f"training.steps={STEPS}", "checkpoint.every=2", "logging.tensorboard=false")
 
 
-@pytest.mark.parametrize("layout", tiered(LAYOUTS, ["dp2 zero 2", "pp2"]))
-def test_killed_at_any_step_and_continued_the_numbers_are_the_same_bit_for_bit(layout, corpus, tmp_path):
-    overrides = [*OPTIONS, *LAYOUTS[layout].split()]
+@pytest.mark.parametrize("ranks", tiered(LAYOUTS, ["dp2 zero 2", "pp2"]))
+def test_killed_at_any_step_and_continued_the_numbers_are_the_same_bit_for_bit(ranks, corpus, tmp_path):
+    world_size, *overrides = (*layout(ranks), *OPTIONS)
     config = write_config(tmp_path, corpus)
-    whole = train(config, 2, *overrides, "run.name=whole")
-    step = random.Random(layout).randrange(3, STEPS)
+    whole = train(config, world_size, *overrides, "run.name=whole")
+    step = random.Random(ranks).randrange(3, STEPS)
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(killed_at, 2, config, (*overrides, "run.name=killed"), step)
+        run_ranks(killed_at, world_size, config, (*overrides, "run.name=killed"), step)
     assert list((tmp_path / "killed/checkpoints").glob("step_*"))
-    continued = train(config, 2, *overrides, "run.name=killed")
+    continued = train(config, world_size, *overrides, "run.name=killed")
     assert_identical(continued, whole)
 
 

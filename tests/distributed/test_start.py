@@ -11,7 +11,10 @@ from tests.distributed.ranks import RankFailedError, run_ranks
 from tests.distributed.training_run import metrics, pretrain_here, scalars, train, write_config
 from tests.tiers import tiered
 
-SHORT = ("training.steps=2", "checkpoint.every=1", "checkpoint.keep=3", "logging.tensorboard=false")
+SHORT = (
+    *("training.steps=2", "training.micro_batch_size=4", "logging.tensorboard=false"),
+    *("checkpoint.every=1", "checkpoint.keep=3"),
+)
 
 
 def start(config: Path, world_size: int, *overrides: str) -> str:

@@ -16,7 +16,7 @@ from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.trainer import Trainer
 from megakernel.uptraining.report import recovered
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
-from tests.distributed.training_run import metrics, scalars, train
+from tests.distributed.training_run import layout, metrics, scalars, train
 from tests.tiers import tiered
 
 DENSE = """
@@ -233,13 +233,7 @@ def killed_at(config: Path, overrides: tuple[str, ...], line_start: str) -> int:
     return uptrain_here(config, overrides)
 
 
-LAYOUTS = {
-    "tp2": "parallel.tensor=2",
-    "tp2 sequence parallel": "parallel.tensor=2 parallel.sequence_parallel=true",
-    "cp2": "parallel.context=2",
-    "dp2 zero 2, loss in chunks": "parallel.zero_stage=2 training.loss_chunk_size=100",
-    "pp2": "parallel.pipeline=2 parallel.zero_stage=1",
-}
+LAYOUTS = ["tp2", "tp2 sequence parallel", "cp2", "dp2 zero 2 loss chunks", "pp2 zero 1"]
 OBJECTIVES = {
     "distill": "objective.temperature=2.0",
     "transfer": "optimizer.trained=mechanism objective.rows=4 objective.cross_entropy=0.1",
@@ -249,41 +243,41 @@ OBJECTIVES = {
 
 @pytest.fixture(scope="module")
 def one_process(place):
-    return {kind: losses(place, kind, 1) for kind in OBJECTIVES}
+    return {kind: losses(place, kind, "one process") for kind in OBJECTIVES}
 
 
-def losses(place, kind, world_size, layout=""):
-    name = "-".join([kind, *layout.replace("=", "-").split()])
+def losses(place, kind, ranks, *drawn):
+    name = "-".join([kind, *ranks.split(), *drawn]).replace("=", "-")
     overrides = [f"run.name={name}", "training.steps=3", f"objective.kind={kind}"]
     overrides += [f"objective.teacher={place}/dense"] if kind != "labels" else []
-    overrides += [*OBJECTIVES[kind].split(), *layout.split()]
-    lines = train(place / "student.yaml", world_size, *overrides)
+    overrides += [*OBJECTIVES[kind].split(), *drawn]
+    lines = train(place / "student.yaml", *layout(ranks), *overrides)
     return [scalars(lines, tag) for tag in ("train/loss", "train/grad_norm", "eval/loss")]
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("ranks", LAYOUTS)
 @pytest.mark.parametrize("kind", list(OBJECTIVES))
-def test_layouts_learn_alike(kind, layout, place, one_process):
-    found = losses(place, kind, 2, LAYOUTS[layout])
+def test_layouts_learn_alike(kind, ranks, place, one_process):
+    found = losses(place, kind, ranks)
     for ours, expected in zip(found, one_process[kind], strict=True):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("tied", tiered(["true", "false"], ["true"]))
 def test_a_teacher_stands_beside_weights_that_zero_3_cuts(tied, place):
-    drawn = f"model.tie_embeddings={tied} init.from=null "
-    expected = losses(place, "distill", 1, drawn)
-    found = losses(place, "distill", 2, drawn + "parallel.zero_stage=3 training.loss_chunk_size=100")
+    drawn = (f"model.tie_embeddings={tied}", "init.from=null")
+    expected = losses(place, "distill", "one process", *drawn)
+    found = losses(place, "distill", "dp2 zero 3 loss chunks", *drawn)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("layout", tiered(["tp2", "pp2", "dp2 zero 2, loss in chunks"], ["pp2"]))
-def test_a_distillation_shows_what_its_loss_is_made_of(layout, place):
+@pytest.mark.parametrize("ranks", tiered(["tp2", "pp2 zero 1", "dp2 zero 2 loss chunks"], ["pp2 zero 1"]))
+def test_a_distillation_shows_what_its_loss_is_made_of(ranks, place):
     overrides = ["objective.kind=distill", f"objective.teacher={place}/dense", "training.steps=2"]
-    overrides += ["objective.kl=0.5", "objective.temperature=2.0", f"run.name=parts-{layout[:3]}"]
-    lines = train(place / "student.yaml", 2, *overrides, *LAYOUTS[layout].split())
+    overrides += ["objective.kl=0.5", "objective.temperature=2.0", f"run.name=parts-{ranks[:3]}"]
+    lines = train(place / "student.yaml", *layout(ranks), *overrides)
     tags = "train/loss", "train/cross_entropy", "train/divergence"
     loss, cross_entropy, divergence = (scalars(lines, tag) for tag in tags)
     assert len(divergence) == 2

@@ -23,7 +23,7 @@ UPTRAINING = {
     "training": {
         "steps": 4,
         "seq_len": dense_models.LENGTH,
-        "global_batch_size": 4,
+        "global_batch_size": 2,
         "micro_batch_size": 1,
         "dtype": "float32",
         "log_every": 1,

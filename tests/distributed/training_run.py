@@ -1,7 +1,9 @@
 """Whole training runs inside real ranks, for tests that compare their losses."""
 
 import json
+import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,35 @@ schedule: {warmup_steps: 2}
 data: {num_workers: 0}
 """
 """A model with every kind of layer, small enough to train in a second."""
+
+LAYOUT_WORDS = {
+    r"dp\d": "",
+    r"tp(\d)": "parallel.tensor={}",
+    r"cp(\d)": "parallel.context={}",
+    r"pp(\d)": "parallel.pipeline={}",
+    r"zero (\d)": "parallel.zero_stage={}",
+    "sequence parallel": "parallel.sequence_parallel=true",
+    "states passed on": "parallel.state_exchange=ring",
+    "ring": "parallel.softmax_exchange=ring",
+    r"(full|selective) recompute": "training.activation_checkpointing={}",
+    "offload": "training.checkpoint_offload=true",
+    "loss chunks": "training.loss_chunk_size=100",
+    "mlp chunks": "training.mlp_chunk_size=50",
+    "one micro-batch": "training.micro_batch_size=8",
+    "bfloat16": "training.dtype=bfloat16",
+    "one process": "",
+}
+
+
+def layout(name: str) -> tuple[Any, ...]:
+    """The processes and the overrides that a name such as `tp2 sequence parallel dp2 zero 1` stands for."""
+    overrides, rest = [], name
+    for words, override in LAYOUT_WORDS.items():
+        if found := re.search(rf"\b{words}\b", rest):
+            rest = rest.replace(found[0], "", 1)
+            overrides += [override.format(*found.groups())] * bool(override)
+    assert not rest.strip(), f"{name}: {rest.strip()} is no word of layouts"
+    return math.prod(int(size) for size in re.findall(r"\b[dtcp]p(\d)", name)), *overrides
 
 
 def write_config(folder: Path, corpus: Path) -> Path:

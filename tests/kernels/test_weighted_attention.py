@@ -103,7 +103,7 @@ def test_documents_and_shared_keys_agree(causal, dtype, draw, device):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("length", tiered([1, 17, 64, 1000, 4096], [1, 17, 64, 1000]))
+@pytest.mark.parametrize("length", tiered([1, 17, 64, 300, 1000, 4096], [1, 17, 64, 300]))
 @every_dtype
 def test_any_length_agrees(length, dtype, draw, device):
     leaves = tokens(draw, device, dtype, length=length, heads=1, keys=1, width=8, values=8)
@@ -209,6 +209,7 @@ def test_later_tokens_leave_earlier_outputs_bit_identical(draw, device):
         assert torch.equal(run("triton", changed)["out"][:, :, :t], before[:, :, :t])
 
 
+@pytest.mark.second  # the interpreter runs one program after another: only a GPU can break this
 def test_two_runs_are_bit_identical(draw, device):
     leaves = tokens(draw, device, torch.bfloat16, heads=4, kv_heads=2, length=70)
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}

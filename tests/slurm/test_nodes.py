@@ -14,6 +14,7 @@ import pytest
 
 from launch.exit_status import ExitStatus
 from launch.slurm.job_folder import JobFolder
+from launch.slurm.submission import write_snapshot
 from tests.distributed.training_run import scalars, train
 from tests.slurm.submitting import (
     crash,
@@ -204,6 +205,46 @@ def test_memory_that_runs_out_and_a_loss_that_is_no_number_are_told_apart(place)
     assert story("wild") == ["submitted", "started", "failed", "ended"], "it does not start again"
 
 
+def test_a_job_runs_the_code_of_its_submission_in_any_folder_and_with_its_part_of_the_cores(place, tmp_path):
+    checkout = tmp_path / "checkout"
+    write_snapshot(checkout)
+    for words in ("init --quiet", "add --all", "-c user.name=t -c user.email=t@t commit --quiet -m first"):
+        subprocess.run(["git", *words.split()], cwd=checkout, check=True)
+    odd = checkout / "%j of 50%"
+    odd.mkdir()
+    (odd / "part.jsonl").write_text('{"text": "one document"}\n' * 20)
+    words = "submit --name kept -G simulated:1 --sbatch hold -- prepare --source part.jsonl --tokenizer byte"
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "launch.cli",
+            *words.split(),
+            "--out",
+            "corpus",
+            "--validation-fraction",
+            "0",
+        ],
+        cwd=odd,
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        check=True,
+    )
+    shutil.rmtree(checkout / "launch")
+    (checkout / "launch").mkdir()
+    (checkout / "launch/__init__.py").write_text(
+        "raise SystemExit('this is not the code that was submitted')"
+    )
+    run = JobFolder(odd / "runs/kept")
+    job = run.jobs()[0].id
+    shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True)
+    assert "CPUs/Task=2" in shown.stdout, "of four cores beside two GPUs"
+    scontrol("release", job)
+    until(lambda: any(event["event"] == "ended" for event in run.events()))
+    assert run.events()[-1]["why"] == "done", (run.path / f"logs/{job}.log").read_text()
+    assert (odd / "corpus/manifest.json").exists()
+    assert "on n" in (run.path / f"logs/{job}.log").read_text()
+
+
 def test_a_job_that_the_queue_has_forgotten_is_still_known(place, monkeypatch, tmp_path):
     said = megakernel("submit --wait --json --name forgotten -- evaluate runs/nosuch")
     assert said.status == 1
@@ -214,7 +255,7 @@ def test_a_job_that_the_queue_has_forgotten_is_still_known(place, monkeypatch, t
     (tmp_path / "squeue").symlink_to(str(shutil.which("squeue")))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert status("forgotten")["state"] == "FAILED"  # by what the run wrote down
-    assert status("forgotten")["why"] == "refused its command line or configuration"
+    assert "refused its command line or configuration (runs/nosuch" in status("forgotten")["why"]
 
 
 def test_a_cluster_that_is_not_there_is_told_at_once(place, monkeypatch):

@@ -1,12 +1,16 @@
 """What cannot be submitted is refused in one line, and leaves nothing behind."""
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from launch.exit_status import ExitStatus
-from tests.slurm.submitting import last, megakernel, status, story, submit, until_state
+from tests.slurm.submitting import last, megakernel, status, story, submit, until, until_state
 
 USAGE, NOT_FOUND, REFUSED = ExitStatus.USAGE, ExitStatus.NOT_FOUND, ExitStatus.REFUSED
 
@@ -14,6 +18,8 @@ REFUSALS = {
     "submit run.yaml -p nosuch": (REFUSED, "partition=nosuch: ", "choose one of the partitions: low, high"),
     "submit run.yaml -N 4": (REFUSED, "nodes=4, gpus_per_node=1: ", "ask for less"),
     "submit run.yaml -G 4": (REFUSED, "nodes=1, gpus_per_node=4: ", "ask for less"),
+    "submit run.yaml -G a100:1": (REFUSED, "nodes=1, gpus_per_node=1, gpu_type=a100: ", "ask for less"),
+    "submit run.yaml -G simulated:x": (USAGE, "gpus_per_node=x ", "change it"),
     "submit run.yaml --mem 900G": (REFUSED, "mem=900G: ", "ask for less"),
     "submit run.yaml --mem 2X": (USAGE, "mem=2X ", "such as 200G"),
     "submit run.yaml --nodelist n7": (REFUSED, "nodelist=n7: ", "choose nodes of this cluster, none"),
@@ -108,7 +114,7 @@ def test_dry_run_prints_what_slurm_takes_and_leaves_nothing(place):
     assert "{{" not in said.out
     tested = megakernel("submit run.yaml -N 2 -G 2 -t 30 --test-only")
     assert tested.status == 0
-    assert "using 4 processors on nodes n[1-2] in partition low" in tested.out
+    assert "using 8 processors on nodes n[1-2] in partition low" in tested.out
     assert files(place) == before
 
 
@@ -145,8 +151,69 @@ def test_a_run_has_one_live_job_and_ends_before_it_started(place):
 def test_a_job_whose_parent_fails_is_cancelled_and_does_not_wait_for_ever(place):
     (parent,) = submit("--name parent -- evaluate runs/nosuch")
     submit(f"run.yaml --name child --dependency afterok:{parent}")
-    assert until_state("parent", "FAILED")["why"] == "refused its command line or configuration"
+    why = until_state("parent", "FAILED")["why"]
+    assert why.startswith("refused its command line or configuration (runs/nosuch is not the folder of a run")
     assert "runs/nosuch is not the folder of a run" in megakernel("logs parent --stderr").out
     assert until_state("child", "CANCELLED")["why"] == "cancelled"
     assert story("child") == ["submitted"]
     assert last("parent", "ended")["status"] == USAGE
+
+
+def typed(place, words, path):
+    """The command as a process of its own, with its own `sbatch`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.cli", *words.split()],
+        cwd=place,
+        env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_of_two_submits_of_one_run_at_once_the_second_is_refused(place, tmp_path):
+    # Long enough for the other to look for a live job before there is one.
+    slow = tmp_path / "sbatch"
+    slow.write_text(f'#!/bin/bash\ntouch first\nsleep 12\nexec {shutil.which("sbatch")} "$@"\n')
+    slow.chmod(0o755)
+    both = [typed(place, "submit run.yaml --name twice --sbatch hold", tmp_path)]
+    until(Path("first").exists)
+    both.append(typed(place, "submit run.yaml --name twice --sbatch hold", tmp_path))
+    errors = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, USAGE], errors
+    assert "has a live job (" in "".join(errors)
+    assert story("twice") == ["submitted"]
+    assert megakernel("cancel twice").status == 0
+    assert "submitting" not in {path.name for path in Path("runs/twice").iterdir()}
+
+
+def test_a_submitter_that_was_killed_does_not_lock_the_run(place, tmp_path):
+    stuck = tmp_path / "sbatch"
+    stuck.write_text("#!/bin/bash\ntouch stuck\nsleep 600\n")
+    stuck.chmod(0o755)
+    process = typed(place, "submit run.yaml --name killed --sbatch hold", tmp_path)
+    until(Path("stuck").exists)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    until(lambda: megakernel("submit run.yaml --name killed --sbatch hold").status == 0)
+    assert megakernel("cancel killed").status == 0
+
+
+def test_without_slurmctld_the_run_says_what_it_knows(place):
+    (job,) = submit("run.yaml --name alone --sbatch hold")
+    folder = Path(os.environ["SLURM_CONF"]).parent
+    pid = int((folder / "run/slurmctld.pid").read_text())
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    try:
+        said = megakernel("status alone")
+        table = megakernel("status")
+        assert megakernel("cancel alone").status == REFUSED
+    finally:
+        subprocess.run(["slurmctld"], check=True)
+    assert (said.status, table.status) == (0, 0)
+    assert f"job        {job}\n" in said.out
+    assert "squeue cannot reach Slurm (" in said.out
+    assert "squeue cannot reach Slurm (" in table.out
+    until_state("alone", "PENDING")
+    assert megakernel("cancel alone").status == 0

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from launch.exit_status import ExitStatus
+from launch.slurm.states import by_queue
 from tests.distributed.training_run import scalars, train
 from tests.slurm.submitting import (
     kill,
@@ -19,6 +20,7 @@ from tests.slurm.submitting import (
     megakernel,
     metrics,
     process_of,
+    scontrol,
     status,
     story,
     submit,
@@ -98,8 +100,9 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
     until_step("killed", 40)
     assert b"HF_TOKEN=hunter2" in Path(f"/proc/{process_of(job, 1)}/environ").read_bytes().split(b"\0")
     assert "saves and ends" in megakernel("cancel killed --save").out
-    ended = until_state("killed", "FAILED", "CANCELLED")
-    assert ended["why"] == "ended on request"
+    ended = until_state("killed", "FAILED", "CANCELLED", "COMPLETED")
+    assert (ended["state"], ended["why"]) == ("CANCELLED", "ended on request")
+    assert by_queue()[job].state == "COMPLETED", "what waits for it with afterok begins"
     assert ended["saved"] == last("killed", "signalled")["step"]
     assert story("killed", job)[-3:] == ["cancelled", "signalled", "ended"]
     assert megakernel("resume killed -N 1 -G 1 --json").status == 0
@@ -116,8 +119,8 @@ def test_a_killed_rank_is_told_restarted_and_then_saved_on_request_and_resumed_e
 def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place, of_two):
     # Between saves: a rank that hangs in one is noticed by the collectives' timeout alone.
     saves, limit = "checkpoint.every=30", "parallel.stall_minutes=0.2"
-    jobs = submit("run.yaml --name chain -N 2 --chain 3 --env SLURM_WAIT=5", saves, limit)
-    assert len(jobs) == 3
+    jobs = submit("run.yaml --name chain -N 2 --chain 4 --env SLURM_WAIT=5", saves, limit)
+    assert len(jobs) == 4
     until_step("chain", 32)
     kill(jobs[0], 1, signal.SIGSTOP)
     until(lambda: "ended" in story("chain", jobs[0]))
@@ -127,7 +130,12 @@ def test_a_rank_that_hangs_ends_the_job_and_the_next_of_the_chain_goes_on(place,
     until_step("chain", 50)
     assert megakernel("cancel chain").status == 0  # this link alone
     until(lambda: status("chain")["jobs"][jobs[1]] == "CANCELLED")
+    until(lambda: "started" in story("chain", jobs[2]))
+    until_step("chain", last("chain", "started")["step"] + 3)
+    subprocess.run(["scancel", "--signal=USR2", jobs[2]], check=True)  # as before a time limit
     until(lambda: status("chain")["jobs"][jobs[2]] == "COMPLETED")
+    assert last("chain", "ended")["status"] == ExitStatus.STOPPED
+    until(lambda: status("chain")["jobs"][jobs[3]] == "COMPLETED")
     same("chain", of_two)
 
 
@@ -145,8 +153,13 @@ def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
     config = Path("runs/grid-1/submissions", answer["submission"], "config.yaml")
     Path("runs/grid-1/config.yaml").write_text(config.read_text().replace("seed: 7", "seed: 8"))
 
-    first = answer["jobs"][0]
+    first, array = answer["jobs"][0], answer["jobs"][0].partition("_")[0]
+    assert [json.loads(line)["run"] for line in megakernel("status grid --json").out.splitlines()] == answer[
+        "runs"
+    ]
+    assert megakernel("status", array).out.count("grid-") == 2
     until_step("grid-0", 3)
+    assert "grid-0: step " in megakernel("logs grid-* --grep step").out
     subprocess.run(["scancel", "--signal=USR2", first], check=True)
     until(lambda: story("grid-0", first)[-1] == "requeued")
 
@@ -156,6 +169,14 @@ def test_an_array_tells_its_members_apart_and_starts_one_of_them_again(place):
     assert losses("grid-1") == {}
     done = until_state("grid-0", "FAILED", "COMPLETED")
     assert (done["state"], done["restarts"], list(losses("grid-0"))) == ("COMPLETED", 1, list(range(1, 61)))
+
+    Path("runs/grid-1/config.yaml").unlink()
+    assert megakernel("resume grid training.steps=70 --sbatch hold").status == 0
+    assert [status(run)["state"] for run in answer["runs"]] == ["PENDING", "PENDING"]
+    said = megakernel("cancel grid-* --chain")
+    assert said.out.count(" ends: runs/grid-") == 2
+    for run in answer["runs"]:
+        until_state(run, "CANCELLED")
 
 
 @pytest.mark.second
@@ -189,6 +210,36 @@ def test_an_up_training_goes_on_in_the_stage_that_was_interrupted(place):
     said = megakernel("resume up --from-step 4")
     assert (said.status, len(said.err.splitlines())) == (2, 1)
     assert "each stage of runs/up has steps of its own" in said.err
+
+
+@pytest.mark.second
+@pytest.mark.timeout(600)
+def test_a_pipeline_is_submitted_at_once_by_the_names_of_its_runs(place):
+    Path("piped.yaml").write_text(
+        "extends: run.yaml\ndata: {train: piped}\nmodel: {attention: softmax}\ntraining: {steps: 4}\n"
+    )
+    Path("raised.yaml").write_text(
+        "extends: run.yaml\ndata: {train: piped}\ninit: {from: runs/p-dense}\ntraining: {steps: 4}\n"
+        "uptrain: {transfer: {steps: 2}, alpha: 0}\n"
+    )
+    text = "--source part.jsonl --tokenizer byte --out piped --validation-fraction 0.2"
+    lines = [json.dumps({"text": f"document {at} " * 90}) for at in range(40)]
+    Path("part.jsonl").write_text("\n".join(lines))
+    submit("--name p-text --sbatch hold -- prepare", text)
+    submit("piped.yaml --name p-dense --dependency afterok:p-text")
+    submit("raised.yaml --name p-up --dependency afterok:p-dense training.eval_samples=4")
+    submit("--name p-ppl --dependency afterok:p-up -- evaluate runs/p-up/2-main --json")
+    submit("--name p-hf --dependency afterok:p-up,afterany:p-ppl -- export runs/p-up/2-main --to hf")
+    assert {status(run)["why"] for run in ("p-dense", "p-up", "p-ppl", "p-hf")} == {"Dependency"}
+    scontrol("release", status("p-text")["job"])
+    for run in ("p-text", "p-dense", "p-up", "p-ppl", "p-hf"):
+        done = until_state(run, "COMPLETED", "FAILED", "CANCELLED")
+        assert done["state"] == "COMPLETED", done
+    assert Path("hf/config.json").exists()
+    # What has come true needs no job that Slurm still knows; what cannot is refused.
+    assert "--dependency" not in megakernel("submit run.yaml --dependency afterok:p-dense --dry-run").out
+    said = megakernel("submit run.yaml --dependency afternotok:p-dense")
+    assert (said.status, "has ended" in said.err) == (2, True)
 
 
 def test_an_array_prepares_a_corpus_for_each_part_of_the_text(place):

@@ -1,12 +1,12 @@
 """One way to cut a configured run over devices, and what follows from it for one of them."""
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from megakernel.config import Attention, Config, Model
-
-from .stages import holds_second_embedding, stage_layers
 
 if TYPE_CHECKING:
     from .measured import Measure, Measured, Part
@@ -16,15 +16,8 @@ Exchange = Literal["own", "ring"]
 """How shards of a row meet in softmax layers: as the code does it, by heads, or (for comparison) by a ring of keys."""
 
 
-@dataclass(frozen=True)
-class Stack:
-    """What runs beneath the model, as far as it decides what is kept in memory."""
-
-    on_gpu: bool = True
-    """Our kernels and Liger-Kernel's run there, elsewhere chunked implementations."""
-
-
-GPU, CPU = Stack(on_gpu=True), Stack(on_gpu=False)
+GPU, CPU = True, False
+"""Our kernels and Liger-Kernel's run there, elsewhere chunked implementations."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +70,8 @@ class Job:
     """Ids of the tokenizer, or what stands for them; rows of the embedding follow from it."""
 
     layout: Layout
-    stack: Stack = GPU
-    exchange: Exchange = field(default="own")
+    on_gpu: bool = GPU
+    exchange: Exchange = "own"
 
     @property
     def model(self) -> Model:
@@ -139,11 +132,6 @@ class Job:
         """Query heads of one device."""
         return self.model.num_heads // self.layout.tensor
 
-    @property
-    def kv_heads(self) -> int:
-        """Key heads of one device."""
-        return self.model.kv_heads // self.layout.tensor
-
     @cached_property
     def attentions(self) -> list[Attention]:
         """The attention of each layer."""
@@ -152,22 +140,18 @@ class Job:
     @cached_property
     def stages(self) -> list[range]:
         """Transformer layers of each pipeline stage, as DeepSpeed cuts them."""
-        return stage_layers(self.model, self.layout.pipeline)
+        before = 2 if self.model.position in ("learned", "sinusoidal") else 1
+        return stage_layers(before, self.model.num_layers, self.layout.pipeline)
 
     def layers(self, stage: int) -> list[tuple[int, int]]:
         """The first of each kind of layers of a stage, and how many layers are like it."""
-        counts: dict[int, int] = {}
-        for index in self.stages[stage]:
-            place = self._first_alike[id(self.attentions[index])]
-            counts[place] = counts.get(place, 0) + 1
-        return list(counts.items())
+        return list(Counter(self._first_alike[index] for index in self.stages[stage]).items())
 
     @cached_property
-    def _first_alike(self) -> dict[int, int]:
-        places: dict[int, int] = {}
-        for index, attention in enumerate(self.attentions):
-            places.setdefault(id(attention), index)
-        return places
+    def _first_alike(self) -> list[int]:
+        """For each layer."""
+        known: dict[int, int] = {}
+        return [known.setdefault(id(one), index) for index, one in enumerate(self.attentions)]
 
     def parts(self, stage: int) -> list[tuple["Part", int]]:
         """What a stage holds, and how often: embedding, kinds of layers, head."""
@@ -192,7 +176,7 @@ class Job:
             context=layout.context if is_layer else 1,
             recompute=(recompute or layout.recompute) if is_layer else "none",
             softmax_exchange="ring" if ring else "auto",
-            on_gpu=self.stack.on_gpu,
+            on_gpu=self.on_gpu,
         )
         return measure.of(part, shape)
 
@@ -217,7 +201,7 @@ class Job:
     def parameters(self) -> list[int]:
         """Trained numbers that one device of each stage holds."""
         measure, layout = self._measure, self.layout
-        tied = layout.pipeline == 1 and holds_second_embedding(self.model)
+        tied = layout.pipeline == 1 and self.holds_second_embedding
         held = []
         for stage in range(layout.pipeline):
             counts = (
@@ -228,8 +212,27 @@ class Job:
         return [held[0] - self.embedding] if tied else held
 
     @property
+    def holds_second_embedding(self) -> bool:
+        """Whether the last stage keeps a copy of the first one's matrix, as its head."""
+        return self.model.tie_embeddings and self.model.classifier is None
+
+    @property
     def embedding(self) -> int:
         """Numbers of the embedding that one tensor rank holds."""
         model = self.model
         rows = model.embedding_rows(self.vocab_size + model.special_ids)
         return rows // self.layout.tensor * model.hidden_size
+
+
+@cache
+def stage_layers(before: int, layers: int, stages: int) -> list[range]:
+    """The layers of each stage: those that DeepSpeed's `type:TransformerLayer` gives it, behind others `before`."""
+    from megakernel.parallel import prepare_device
+
+    prepare_device("cpu", 0)  # DeepSpeed, not told of its device, prints to stdout what it takes
+    from deepspeed.runtime.utils import partition_balanced
+
+    weights = [0] * before + [1] * layers + [0, 0]
+    bounds = [0, len(weights)] if stages == 1 else partition_balanced(weights, stages)
+    inside = [min(max(int(bound) - before, 0), layers) for bound in bounds]
+    return [range(first, end) for first, end in pairwise(inside)]

@@ -6,22 +6,27 @@ real beside them: where documents lie decides what attention does next.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
 FACTORIES = frozenset((aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.full.default))
 RANGES = frozenset((aten.arange.default, aten.arange.start, aten.arange.start_step))
+
+
+Place = int | Literal["attention"]
+"""A layer of those that run, by its index, or attention inside of one."""
+
+Moment = tuple[bool, Place]
+"""Of a forward (False) and backward (True)."""
 
 
 class Sent(NamedTuple):
@@ -43,66 +48,62 @@ class Sent(NamedTuple):
 class Ledger(TorchDispatchMode):
     """Counts while it is on. Counted of a collective is what this process hands in."""
 
-    def __init__(self, fake: FakeTensorMode | None = None) -> None:
-        """fake: the mode that is on below this one; None: tensors are real."""
+    def __init__(self, numbers: bool = True) -> None:
+        """numbers: whether tensors are real; else floats have none."""
         super().__init__()
         self.now = 0
         """Bytes of all tensors made or added here that are still alive."""
-        self.peaks = {False: 0, True: 0}
-        """The most there were at once, inside attention or outside."""
-        self.inside = False
-        """Whether attention runs; whoever runs it says so."""
+        self.peaks: dict[Moment, int] = {}
+        """The most there were at once, by moment."""
+        self.place: Place = 0
+        """What runs; whoever runs it says so."""
         self.bytes: Counter[Sent] = Counter()
         self.calls: Counter[Sent] = Counter()
         self.operations = 0
         self.backward = False
-        self._fake = fake
+        self._with_numbers = numbers
         self._chain = False
         self._made = 0
         self._numbers: dict[int, int] = {}
         """Address of a storage -> its number."""
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Address of a storage -> what tells of its end."""
         self._sizes: dict[int, int] = {}
         """Number of a storage -> its bytes."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would load its compiler, to tell it that there is nothing to compile
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run the operation, and count what it makes or sends."""
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # two of three operations on fake tensors ask for it
         kwargs = kwargs or {}
         self.operations += 1
         if func.namespace == "c10d":
             self._count_message(func, args)
-        fake = self._fake
-        out = func(*args, **kwargs) if fake is None else _without_numbers(fake, func, args, kwargs)
-        for x in tree_iter(out):
+        out = func(*args, **kwargs) if self._with_numbers else without_numbers(func, args, kwargs)
+        for x in (out,) if isinstance(out, Tensor) else tree_iter(out):
             if isinstance(x, Tensor):
                 self.add(x)
         return out
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor's storage, if it is not counted yet."""
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         if storage._cdata in self._numbers:
             return
         self._made += 1
         self._numbers[storage._cdata] = self._made
         self._sizes[self._made] = storage.nbytes()
         self.now += storage.nbytes()
-        self.peaks[self.inside] = max(self.peaks[self.inside], self.now)
-        weakref.finalize(storage, self._gone, storage._cdata)
-
-    @property
-    def peak(self) -> int:
-        """The most bytes there were at once; whoever asks from a point on sets it to `now` there."""
-        return max(self.peaks.values())
-
-    @peak.setter
-    def peak(self, value: int) -> None:
-        self.peaks = {False: value, True: value}
+        moment = self.backward, self.place
+        self.peaks[moment] = max(self.peaks.get(moment, 0), self.now)
+        address = storage._cdata
+        self._ends[address] = weakref.ref(storage, lambda _: self._gone(address))
 
     def number(self, tensor: Tensor) -> int:
         """Of a tensor's storage; no other ever has it."""
-        return self._numbers[tensor.untyped_storage()._cdata]
+        return self._numbers[_storage(tensor)._cdata]
 
     def alive(self) -> dict[int, int]:
         """Bytes of each storage that lives, by its number."""
@@ -119,6 +120,7 @@ class Ledger(TorchDispatchMode):
                 self.calls[message] += 1
 
     def _gone(self, address: int) -> None:
+        del self._ends[address]
         self.now -= self._sizes.pop(self._numbers.pop(address))
 
     def _count_message(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -135,20 +137,105 @@ class Ledger(TorchDispatchMode):
             self.calls[message] += not self._chain
 
 
-def _without_numbers(fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on fake floats and real integers."""
-    if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+class Numberless(Tensor):
+    """A tensor on the CPU that has a shape and no numbers."""
+
+    meta: Tensor
+    """The same on torch's meta device, whose storage stands for this one's."""
+
+    @staticmethod
+    def __new__(cls, meta: Tensor) -> "Numberless":
+        """Stand for the meta tensor."""
+        own = Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            meta.stride(),
+            meta.storage_offset(),
+            dtype=meta.dtype,
+            device=torch.device("cpu"),
+        )
+        own.meta = meta
+        return own
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func, types, args=(), kwargs=None
+    ):
+        """Run the operation where no ledger is on."""
+        return without_numbers(func, args, kwargs or {})
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor.meta if isinstance(tensor, Numberless) else tensor).untyped_storage()
+
+
+def without_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on floats without numbers and real integers."""
+    if func is aten._local_scalar_dense.default and isinstance(args[0], Numberless):
         return 0  # no number is out of range, no mask true
     if func is aten.index.Tensor:  # the size of what a mask takes is known where the mask is real
         args = (args[0], [y for x in args[1] for y in _places(x)])
-    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-    if not (all(map(_is_real, tensors)) if tensors else _makes_integers(func, args, kwargs)):
-        return func(*args, **kwargs)
-    with unset_fake_temporarily():
+    tensors = [x for x in _each((*args, *kwargs.values())) if isinstance(x, Tensor)]
+    if all(map(_is_real, tensors)) if tensors else _makes_integers(func, args, kwargs):
         out = func(*args, **kwargs)
         if func is c10d._allgather_base_.default:
             _move_on(*args[:2])
-    return tree_map_only(Tensor, lambda x: fake.from_tensor(x) if x.is_floating_point() else x, out)
+        return _with(lambda x: Numberless(x.to("meta")) if x.is_floating_point() else x, out)
+    own = _by_number(func, args, kwargs, tensors)
+    if own is not None:
+        return own
+    given = {id(x.meta): x for x in tensors if isinstance(x, Numberless)}
+    on_meta = {name: _with(_meta, x) for name, x in kwargs.items()}
+    if "device" in kwargs:
+        on_meta["device"] = "meta"
+    out = func(*[_with(_meta, x) for x in args], **on_meta)
+    return _with(lambda x: given[id(x)] if id(x) in given else Numberless(x), out)
+
+
+_DTYPES: dict[tuple[Any, ...], torch.dtype] = {}
+
+
+def _by_number(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> Tensor | None:
+    """What an operation on each number gives, without torch's long way to its shape; None: go that way."""
+    if kwargs or func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
+        return None
+    if func._schema.name.endswith("_") and isinstance(args[0], Numberless):
+        return args[0]
+    if torch.Tag.pointwise not in func.tags or not all(x.is_contiguous() for x in tensors):
+        return None
+    key = func, *((x.dtype, x.dim() > 0) if isinstance(x, Tensor) else type(x) for x in args)
+    if key not in _DTYPES:
+        one = [torch.ones([1] * x.dim(), dtype=x.dtype) if isinstance(x, Tensor) else x for x in args]
+        _DTYPES[key] = func(*one).dtype
+    sizes = {x.shape for x in tensors}
+    shape = sizes.pop() if len(sizes) == 1 else torch.broadcast_shapes(*sizes)
+    return Numberless(torch.empty(shape, dtype=_DTYPES[key], device="meta"))
+
+
+def _meta(x: Tensor) -> Tensor:
+    return x.meta if isinstance(x, Numberless) else x.to("meta")
+
+
+def _each(x: Sequence[Any]) -> Iterator[Any]:
+    for y in x:
+        if _holds_tensors(y):
+            yield from _each(y)
+        else:
+            yield y
+
+
+def _with(change: Callable[[Tensor], Tensor], x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return change(x)
+    return type(x)([_with(change, y) for y in x]) if _holds_tensors(x) else x
+
+
+def _holds_tensors(x: Any) -> bool:
+    return isinstance(x, list | tuple) and not (x and isinstance(x[0], int))
 
 
 WITH_OUTPUT = frozenset(
@@ -164,7 +251,7 @@ def _group_name(group: Any) -> str:
 
 
 def _is_real(x: Tensor) -> bool:
-    return not isinstance(x, FakeTensor) and not x.is_floating_point() and not x.is_meta
+    return not isinstance(x, Numberless) and not x.is_floating_point()
 
 
 def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -175,10 +262,9 @@ def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
+    if index is None or index.dtype != torch.bool or isinstance(index, Numberless):
         return (index,)
-    with unset_fake_temporarily():
-        return index.nonzero(as_tuple=True)
+    return index.nonzero(as_tuple=True)
 
 
 def _move_on(gathered: Tensor, mine: Tensor) -> None:

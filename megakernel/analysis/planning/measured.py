@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megakernel.attention.layer import AttentionLayer
@@ -31,7 +31,7 @@ from megakernel.ops.kernels.launch import noting
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.sequence import GroupShard
 
-from .ledger import Ledger, Sent
+from .ledger import Ledger, Moment, Place, Sent
 
 Part = Literal["first", "last"] | int
 """Embedding and positions; final norm, head and loss; or the transformer layer of this index."""
@@ -81,11 +81,8 @@ class Measured:
     states: float
     """Those of them that attention made and did not hand on."""
 
-    inside: float
-    """Bytes beyond what forward keeps at the worst moment inside attention, forward or backward."""
-
-    outside: float
-    """The same outside of it. Gradients of weights are in neither."""
+    peaks: dict[Moment, float]
+    """Bytes beyond what forward keeps, at the worst of each moment; gradients of weights are not among them."""
 
     sent: dict[Sent, Amount]
     """By message; groups are tp and cp."""
@@ -103,18 +100,14 @@ class Measured:
             one: Amount(*map(along, self.sent.get(one, nothing), other.sent.get(one, nothing)))
             for one in {**self.sent, **other.sent}
         }
-        numbers = zip(self._numbers, other._numbers)
-        kept, states, inside, outside, operations = (along(*pair) for pair in numbers)
-        return Measured(kept, states, inside, outside, sent, operations)
+        kept, states = along(self.kept, other.kept), along(self.states, other.states)
+        peaks = {moment: along(bytes, other.peaks[moment]) for moment, bytes in self.peaks.items()}
+        return Measured(kept, states, peaks, sent, along(self.operations, other.operations))
 
     @property
     def excess(self) -> float:
         """Bytes beyond what forward keeps, at the worst moment of all."""
-        return max(self.inside, self.outside)
-
-    @property
-    def _numbers(self) -> tuple[float, ...]:
-        return self.kept, self.states, self.inside, self.outside, self.operations
+        return max(self.peaks.values())
 
 
 class Measure:
@@ -151,7 +144,9 @@ class Measure:
     def _few(self, part: Part) -> int:
         """Tokens up to which a part is run as it is: of those it has in chunks, several chunks."""
         training = self.config.training
-        chunk = training.loss_chunk_size if part == "last" else training.mlp_chunk_size or 0
+        if part == "last":
+            return 4 * training.loss_chunk_size
+        chunk = training.mlp_chunk_size
         return max(FEW_TOKENS, 4 * 2 ** (chunk - 1).bit_length() if chunk else 0)
 
     def parameters(self, part: Part, tensor: int, sequence_parallel: bool) -> int:
@@ -159,13 +154,15 @@ class Measure:
         key = part, tensor
         if key not in self._parameters:
             shape = Shape(1, 1, tensor, sequence_parallel, 1, "none", "auto", False)
-            with _alone(shape) as (tp, cp), FakeTensorMode():
-                model = LanguageModel(self._settings(shape, tp, cp, Ledger()), self._places(part))
+            with _alone(shape) as (tp, cp), Ledger(numbers=False) as ledger:
+                model = LanguageModel(self._settings(shape, tp, cp, ledger), self._places(part))
             self._parameters[key] = sum(x.numel() for x in model.parameters())
         return self._parameters[key]
 
     def _order(self, part: Part, shape: Shape) -> int:
         """Degree of the polynomial in tokens by which a shape is found; 0: it is run as it is."""
+        if part == "last" and self.config.model.classifier is None:
+            return 1
         probe = replace(shape, rows=1, tensor=1, sequence_parallel=False, context=1)
         few = self._few(part)
         half, whole = (self.of(part, replace(probe, tokens=n)) for n in (few // 2, few))
@@ -192,16 +189,16 @@ class Measure:
         key = part, shape
         if key not in self._known:
             with _alone(shape) as (tp, cp), _stack(shape.on_gpu):
-                fake = FakeTensorMode(allow_non_fake_inputs=True)
-                ledger = Ledger(fake)
-                with fake:
+                ledger = Ledger(numbers=False)
+                with Ledger(numbers=False):
                     model = LanguageModel(self._settings(shape, tp, cp, ledger), self._places(part)).train()
                     for parameter in model.parameters():
-                        parameter.data = parameter.data.to(DTYPES[self.config.training.dtype])
-                inputs = self._inputs(part, shape, cp, fake)
+                        narrow = parameter.to(DTYPES[self.config.training.dtype])
+                        parameter.data, parameter.meta = narrow, narrow.meta  # type: ignore[attr-defined]
+                    inputs = self._inputs(part, shape, cp)
                 gc.disable()  # what it frees, and when, is no part of a layer
                 try:
-                    with fake, ledger:
+                    with ledger:
                         self._known[key] = _counted(model, inputs, ledger, {tp: "tp", cp: "cp"})
                 finally:
                     gc.enable()
@@ -223,7 +220,7 @@ class Measure:
         mesh: Any = _Place(tp, cp, shape.sequence_parallel, shape.softmax_exchange, exchange, ledger)
         return model_settings(self.config.model_copy(update={"training": training}), mesh, self.vocab_size)
 
-    def _inputs(self, part: Part, shape: Shape, cp: Axis, fake: FakeTensorMode) -> tuple[Tensor, ...]:
+    def _inputs(self, part: Part, shape: Shape, cp: Axis) -> tuple[Tensor, ...]:
         """Rows that are one document each, all of whose tokens count."""
         model, tokens = self.config.model, shape.tokens
         positions = torch.arange(tokens).add(cp.rank * tokens).expand(shape.rows, -1).contiguous()
@@ -234,9 +231,8 @@ class Measure:
         if part == "first":
             return (torch.zeros(shape.rows, tokens, dtype=torch.int64), *rest)
         own = tokens // shape.tensor if shape.sequence_parallel else tokens
-        with fake:
-            sizes = (own, shape.rows, model.hidden_size)
-            hidden = torch.empty(sizes, dtype=DTYPES[self.config.training.dtype], requires_grad=True)
+        sizes = (own, shape.rows, model.hidden_size)
+        hidden = torch.empty(sizes, dtype=DTYPES[self.config.training.dtype], requires_grad=True)
         return (hidden, *rest)
 
 
@@ -264,23 +260,12 @@ class _AtOnce:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def run(self, chain: Callable[[], Any]) -> "_Ended":
+    def run(self, chain: Callable[[], Any]) -> "Future[Any]":
         """Run the chain; what it sends is one message in parts."""
+        ended: Future[Any] = Future()
         with self._ledger.one_chain():
-            return _Ended(chain())
-
-
-@dataclass(frozen=True)
-class _Ended:
-    value: Any
-
-    def done(self) -> bool:
-        """Yes."""
-        return True
-
-    def result(self) -> Any:
-        """The value."""
-        return self.value
+            ended.set_result(chain())
+        return ended
 
 
 def _counted(
@@ -298,7 +283,7 @@ def _counted(
         parameter.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
     before = ledger.now
     out = inputs
-    for layer in model.walk:
+    for ledger.place, layer in enumerate(model.walk):
         out = layer(out)
     loss = out if isinstance(out, Tensor) else _Loss.apply(out[0])
     # One buffer that all layers gather into.
@@ -316,28 +301,29 @@ def _counted(
         if message.group in names
     }
     kept = after - before - shared
-    outside, inside = (ledger.peaks[place] - after + shared for place in (False, True))
-    return Measured(kept, states, inside, outside, sent, ledger.operations)
+    peaks = {moment: bytes - after + shared for moment, bytes in ledger.peaks.items()}
+    return Measured(kept, states, peaks, sent, ledger.operations)
 
 
 def _watch(core: AttentionLayer, ledger: Ledger, made: list[set[int]]) -> None:
     """Tell the ledger when attention runs, and note which storages it makes, but for its output."""
     there: set[int] = set()
+    outside = ledger.place
 
-    def now(inside: bool) -> None:
-        ledger.inside = inside
+    def now(place: Place) -> None:
+        ledger.place = place
 
     def enter(core: AttentionLayer, given: tuple[Any, ...]) -> None:
         there.update(ledger.alive())
-        now(True)
+        now("attention")
         if given[0].requires_grad:
-            given[0].register_hook(lambda grad: now(False))
+            given[0].register_hook(lambda grad: now(outside))
 
     def leave(core: AttentionLayer, given: tuple[Any, ...], out: Tensor) -> None:
         made.append(set(ledger.alive()) - there - {ledger.number(out)})
-        now(False)
+        now(outside)
         if out.requires_grad:
-            out.register_hook(lambda grad: now(True))
+            out.register_hook(lambda grad: now("attention"))
 
     core.register_forward_pre_hook(enter)
     core.register_forward_hook(leave)

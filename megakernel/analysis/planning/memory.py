@@ -100,7 +100,7 @@ def _stage(job: Job, stage: int) -> Memory:
     hidden = job.sharded_tokens * job.model.hidden_size * job.element
     training = job.config.training
     # The input of a layer that waits in host memory.
-    offloaded = training.checkpoint_offload and job.stack.on_gpu and job.layout.recompute == "full"
+    offloaded = training.checkpoint_offload and job.on_gpu and job.layout.recompute == "full"
     moved = hidden if offloaded else 0.0
     entered = job.measured("first").kept if stage == 0 else hidden
     kept = entered + sum((one.kept - one.states - moved) * count for one, count in layers)
@@ -131,6 +131,6 @@ def _stage(job: Job, stage: int) -> Memory:
         loss = {"loss": head.kept + head.excess, "exchange": in_buckets}
         moments.append(forward | {"gradients": before} | loss)
     parts = dict.fromkeys(PARTS, 0.0) | fixed | max(moments, key=lambda moment: sum(moment.values()))
-    if job.stack.on_gpu:
+    if job.on_gpu:
         parts["reserve"] = RESERVE + FRAGMENTS * sum(parts.values())
     return Memory(parts, stage)

@@ -14,6 +14,12 @@ from .scaling import WAYS, Point, Way, efficiency, grow, scaling
 SHOWN = 5
 """Layouts of the middle number of devices."""
 
+NONE = "—"
+"""A figure of no layout."""
+
+SIZES = ("GPUs", "rows", "tokens of a row")
+SCALED = (*SIZES, "step, s", "tokens/s", "MFU", "memory, GB", "per GPU", "layout")
+
 
 def page(
     config: Config, vocabulary: int, note: str, counts: list[int], at: int, gpu: Gpu, command: str
@@ -23,7 +29,7 @@ def page(
     own = next(point.plan for point in points["strong"] if point.plan.devices == at)
     lines = [*_opening(config, note, at, gpu, command), *_best(own, gpu)]
     for way, title in WAYS.items():
-        lines += [f"## {_capital(title)}: *predicted*", "", *_scaled(points[way]), ""]
+        lines += [f"## {_capital(title)}: *predicted*", "", *markdown(SCALED, scaled(points[way])), ""]
     lines += _baselines(config, vocabulary, counts, at, gpu)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -48,15 +54,9 @@ def _opening(config: Config, note: str, at: int, gpu: Gpu, command: str) -> list
 
 def _best(plan: Plan, gpu: Gpu) -> list[str]:
     lines = [f"## The best layouts of {plan.devices:,} GPUs: *predicted*", ""]
-    shown = plan.fitting[:SHOWN]
     rows = [
-        [
-            str(one.layout),
-            *_speed(one),
-            f"{one.memory.total / 1e9:.1f}",
-            f"{-one.memory.beyond(gpu) / 1e9:.1f}",
-        ]
-        for one in shown
+        [str(one.layout), *figures(one), f"{-one.memory.beyond(gpu) / 1e9:.1f}"]
+        for one in plan.fitting[:SHOWN]
     ]
     lines += [*markdown(["layout", "step, s", "tokens/s", "MFU", "memory, GB", "free, GB"], rows), ""]
     if plan.best is not None and plan.best.step is not None:
@@ -72,29 +72,15 @@ def _best(plan: Plan, gpu: Gpu) -> list[str]:
     return lines
 
 
-def _scaled(points: list[Point]) -> Iterator[str]:
-    rows = []
+def scaled(points: list[Point]) -> Iterator[list[str]]:
+    """A line for each number of devices: devices, rows, tokens of a row, `figures`, speed per device, layout."""
     for point, share in zip(points, efficiency(points)):
         training, best = point.config.training, point.plan.best
         sizes = [f"{point.plan.devices:,}", f"{training.global_batch_size:,}", f"{training.seq_len:,}"]
-        if best is None or share is None:
-            rows.append([*sizes, *["—"] * 5, point.plan.why_none])
+        if best is None:
+            yield [*sizes, *[NONE] * 5, point.plan.why_none]
         else:
-            rows.append(
-                [*sizes, *_speed(best), f"{best.memory.total / 1e9:.1f}", f"{share:.0%}", str(best.layout)]
-            )
-    names = [
-        "GPUs",
-        "rows",
-        "tokens of a row",
-        "step, s",
-        "tokens/s",
-        "MFU",
-        "memory, GB",
-        "per GPU",
-        "layout",
-    ]
-    yield from markdown(names, rows)
+            yield [*sizes, *figures(best), f"{share:.0%}", str(best.layout)]
 
 
 def _baselines(config: Config, vocabulary: int, counts: list[int], at: int, gpu: Gpu) -> Iterator[str]:
@@ -141,10 +127,12 @@ def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _speed(one: Planned) -> list[str]:
+def figures(one: Planned) -> list[str]:
+    """Of a layout that fits: seconds of a step, tokens per second, MFU, GB of memory."""
     assert one.step is not None
     step = one.step
-    return [number(step.seconds), f"{step.tokens / step.seconds:,.0f}", f"{step.mfu:.1%}"]
+    speed = [number(step.seconds), f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}"]
+    return [*speed, f"{one.memory.total / 1e9:.1f}"]
 
 
 def number(value: float) -> str:

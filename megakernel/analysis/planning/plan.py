@@ -3,11 +3,11 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from megakernel.config import Config
+from megakernel.config import Config, Problem
 
 from .gpus import Gpu
 from .layout import Exchange, Job, Layout
-from .layouts import Refusal, candidates
+from .layouts import candidates
 from .memory import Memory, memory
 from .rates import ASSUMED, Rates
 from .step import Step, necessary_flops, step
@@ -77,17 +77,19 @@ def plan(
     fitting: dict[tuple, Planned] = {}
     too_large: dict[tuple, Planned] = {}
     full: set[tuple] = set()
+    fits: set[tuple] = set()
     necessary: float | None = None
     for candidate in candidates(
         rules or config, devices, most_tensor or gpu.per_node, most_context or devices
     ):
-        if isinstance(candidate, Refusal):
-            refused[str(candidate.problem)] += 1
+        if isinstance(candidate, Problem):
+            refused[str(candidate)] += 1
             continue
         cut = (candidate.tensor, candidate.context, candidate.pipeline, candidate.zero_stage)
         way = (*cut, candidate.recompute)
-        if way in full:
-            continue  # nor do larger micro-batches fit
+        sizes = (*cut, candidate.micro_batch_size)
+        if way in full or sizes in fits:
+            continue  # nor do larger micro-batches fit; to recompute more is never faster
         job = Job(config, vocab_size, candidate, exchange=exchange)
         held = memory(job)
         if held.beyond(gpu) > 0:
@@ -96,6 +98,7 @@ def plan(
             if nearest is None or held.total < nearest.memory.total:
                 too_large[cut] = Planned(candidate, held, None)
             continue
+        fits.add(sizes)
         necessary = necessary or necessary_flops(job)
         one = Planned(candidate, held, step(job, gpu, rates, necessary))
         best = fitting.get(cut)

@@ -25,12 +25,6 @@ class Point:
     config: Config
     plan: Plan
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Of all devices; None where no layout fits."""
-        best = self.plan.best
-        return None if best is None or best.step is None else best.step.tokens / best.step.seconds
-
 
 def scaling(
     config: Config,
@@ -63,11 +57,11 @@ def grow(config: Config, way: Way, count: int, at: int) -> Config | None:
     return config.model_copy(update={"training": config.training.model_copy(update={key: size // at})})
 
 
-def efficiency(points: list[Point]) -> list[float | None]:
-    """Tokens per second and device, over those of the first point that fits."""
-    speeds = [
-        None if point.tokens_per_second is None else point.tokens_per_second / point.plan.devices
-        for point in points
-    ]
-    first = next((speed for speed in speeds if speed is not None), None)
-    return [None if speed is None or first is None else speed / first for speed in speeds]
+def efficiency(points: list[Point]) -> list[float]:
+    """Tokens per second and device, over those of the first point that fits; 0 where none does."""
+    speeds = []
+    for point in points:
+        best = point.plan.best
+        speeds.append(best.step.tokens_per_second / point.plan.devices if best and best.step else 0.0)
+    first = next(filter(None, speeds), 1.0)
+    return [speed / first for speed in speeds]

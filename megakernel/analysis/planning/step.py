@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from megakernel.config import Masking
 from megakernel.model.flops import training_flops_per_token
 
-from . import network, work
+from . import work
 from .gpus import Gpu
 from .layout import Job
 from .rates import Rates
 from .traffic import of_micro_batch, of_step, traffic
+from .traffic import seconds as seconds_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Step:
         """All parts."""
         return sum(self.parts.values())
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices."""
+        return self.tokens / self.seconds
+
 
 def step(job: Job, gpu: Gpu, rates: Rates, necessary: float | None = None) -> Step:
     """Predict one step. necessary: `necessary_flops`, which no layout changes, where it is known already."""
@@ -57,7 +63,7 @@ def _of_stage(job: Job, stage: int, gpu: Gpu, rates: Rates, necessary: float) ->
         parts["bubble"] = sum(once.values()) * (layout.pipeline - 1)
     for transfer in of_step(job, stage):
         name = f"{transfer.group} traffic"
-        parts[name] = parts.get(name, 0.0) + network.seconds(transfer, layout, gpu, rates)
+        parts[name] = parts.get(name, 0.0) + seconds_of(transfer, layout, gpu, rates)
     parts["optimizer"] = work.update(
         job.parameters[stage] / (layout.gradient if layout.zero_stage else 1), gpu, rates
     )
@@ -78,7 +84,7 @@ def _exposed(job: Job, stage: int, done: work.Work, gpu: Gpu, rates: Rates) -> t
     exposed: dict[str, float] = defaultdict(float)
     waiting: dict[bool, float] = defaultdict(float)
     for transfer in of_micro_batch(job, stage):
-        seconds = network.seconds(transfer, job.layout, gpu, rates)
+        seconds = seconds_of(transfer, job.layout, gpu, rates)
         if transfer.behind is None:
             exposed[f"{transfer.group} traffic"] += seconds
         else:

@@ -1,4 +1,4 @@
-"""What one device hands to collectives in a step.
+"""What one device hands to collectives in a step, and how long that takes between devices that lie in nodes.
 
 What the model's parts send is measured; what DeepSpeed sends follows from ZeRO's stage and the pipeline.
 
@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 from megakernel.parallel.exchange_way import parts
 
-from .layout import Job
-from .memory import LIVE
-from .stages import holds_second_embedding
+from .gpus import Gpu
+from .layout import Job, Layout
+from .memory import FLOAT32, INT64, LIVE
+from .rates import Rates
 
 if TYPE_CHECKING:
     from .measured import Part
-
-FLOAT32 = 4
-INT64 = 8
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "chain"]
 """As torch.distributed names them; `chain`: from each rank to the next one, which waits for it."""
@@ -122,7 +120,6 @@ def of_part(job: Job, part: "Part") -> Iterator[Transfer]:
 def of_step(job: Job, stage: int) -> Iterator[Transfer]:
     """Gradients and weights, once a step or, where ZeRO shards gradients, once a micro-batch."""
     layout, ranks = job.layout, job.layout.gradient
-    model = job.model
     count = job.parameters[stage]
     if ranks > 1:
         passes = job.micro_batches if layout.zero_stage >= 2 else 1
@@ -133,5 +130,47 @@ def of_step(job: Job, stage: int) -> Iterator[Transfer]:
             again = layout.zero_stage == 3 and count > LIVE
             gathers = 2 * job.micro_batches if again else 1
             yield Transfer("gradient", "all_gather", count * job.element / ranks, 1, ranks).times(gathers)
-    if layout.pipeline > 1 and holds_second_embedding(model) and stage in (0, layout.pipeline - 1):
+    if layout.pipeline > 1 and job.holds_second_embedding and stage in (0, layout.pipeline - 1):
         yield Transfer("pp", "all_reduce", job.embedding * FLOAT32, 1, 2, backward=True)
+
+
+def seconds(transfer: Transfer, layout: Layout, gpu: Gpu, rates: Rates) -> float:
+    """Bytes over the slowest link of the group's ring, and a latency for each of its steps.
+
+    A ring that leaves a node uses the network adapters of all its devices there. A chain has arrived when all parts of
+    its message have passed all ranks, one behind the other.
+    """
+    if transfer.ranks == 1 or transfer.bytes == 0:
+        return 0.0
+    inside = ranks_in_node(transfer, layout, gpu)
+    link = gpu.link * rates.link
+    outside = inside < transfer.ranks
+    speed = min(link, inside * gpu.network * rates.network) if outside else link
+    if transfer.operation == "all_to_all" and outside:
+        # All that is for other nodes passes the device's own adapter.
+        speed = gpu.network * rates.network
+    if transfer.operation in ("send", "chain"):
+        speed = gpu.network * rates.network if outside else link
+    if transfer.operation == "chain":
+        hops, hop = (
+            transfer.ranks + transfer.parts - 2,
+            rates.network_latency if outside else rates.link_latency,
+        )
+        return hops * (transfer.bytes / transfer.parts / speed + transfer.calls * hop)
+    hops = 1 if transfer.operation == "send" else transfer.ranks - 1
+    across = 0 if not outside else 1 if transfer.operation == "send" else transfer.ranks // inside
+    latency = (hops - min(hops, across)) * rates.link_latency + across * rates.network_latency
+    if transfer.operation == "all_reduce":
+        latency *= 2
+    return transfer.sent / speed + transfer.calls * latency
+
+
+def ranks_in_node(transfer: Transfer, layout: Layout, gpu: Gpu) -> int:
+    """Neighbouring ranks of a group that share a node: tp varies fastest, then cp, dp and pp."""
+    strides = {
+        "tp": 1,
+        "cp": layout.tensor,
+        "gradient": layout.tensor,
+        "pp": layout.tensor * layout.gradient,
+    }
+    return max(1, min(transfer.ranks, gpu.per_node // strides[transfer.group]))

@@ -8,9 +8,9 @@ from megakernel.model.flops import attention_flops
 
 from .gpus import Gpu
 from .layout import Job
+from .memory import FLOAT32
 from .rates import Rates
 
-FLOAT32 = 4
 MATRIX_BACKWARD = 2.0
 """Backward of a product is two products."""
 
@@ -33,11 +33,6 @@ class Work:
 
     forward: dict[str, float]
     backward: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        """Both."""
-        return sum(self.forward.values()) + sum(self.backward.values())
 
 
 def layer(job: Job, index: int, gpu: Gpu, rates: Rates) -> Work:

@@ -1,4 +1,4 @@
-"""What mechanisms promise where tokens see earlier ones alone (docs/formulas.md, 8), on every point of the algebra."""
+"""What mechanisms promise (docs/formulas.md, 8), on every point of the algebra, in every direction it can look."""
 
 from itertools import pairwise
 
@@ -8,6 +8,9 @@ from torch import Tensor
 
 from megakernel.attention import AttentionInputs, AttentionLayer, HeadShard, Rotary, SequenceState, build
 from megakernel.attention.features import Projection
+from megakernel.attention.noise import redraw
+from megakernel.attention.sequence import Ulysses
+from tests.tiers import tiered
 from tests.unit.attention.mechanisms import (
     BIDIRECTIONAL,
     CAUSAL,
@@ -22,7 +25,7 @@ from tests.unit.attention.mechanisms import (
     shard_of,
     tokens,
 )
-from tests.unit.attention.shards import check_shards
+from tests.unit.attention.shards import Table, ThreadShard, check_shards
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -45,13 +48,25 @@ def test_a_mechanism_has_a_reference_to_equal(name, monkeypatch):
 
 
 every_mechanism = pytest.mark.parametrize("name", CAUSAL)
-every_direction = pytest.mark.parametrize(
-    ("name", "causal"), [*((name, True) for name in CAUSAL), *((name, False) for name in BIDIRECTIONAL)]
-)
+both_ways = pytest.mark.parametrize("name", BIDIRECTIONAL)
+DIRECTIONS = [*((name, True) for name in CAUSAL), *((name, False) for name in BIDIRECTIONAL)]
+every_direction = pytest.mark.parametrize(("name", "causal"), DIRECTIONS)
 
 ROTARY = Rotary(WIDTH)
 
 DOCUMENTS = packed(24, (3, 4, 13), (8, 17))
+DOCUMENTS_OF_SHARDS = packed(32, (3, 4, 13, 16), (17,), (8, 16, 24), (7, 15, 25))
+"""Documents that begin inside shards, at their edges, beside these, and before several of them."""
+
+
+def assert_equals_the_reference(module, length, inputs, monkeypatch):
+    q, k, v = tokens(2, length)
+    out = module(q, k, v, inputs)
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
+    expected = module(q, k, v, inputs)
+    assert_close(out, expected)
+    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
+        assert_close(actual, wanted)
 
 
 @pytest.mark.covering(2)
@@ -59,14 +74,28 @@ DOCUMENTS = packed(24, (3, 4, 13), (8, 17))
 @pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
 @pytest.mark.parametrize("rotary", [None, ROTARY], ids=["plain", "rotary"])
 def test_equals_the_quadratic_reference(name, positions, rotary, monkeypatch):
-    module = layer(name)
-    q, k, v = tokens(2, 24)
-    out = module(q, k, v, AttentionInputs(positions=positions, rotary=rotary))
-    monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
-    expected = module(q, k, v, AttentionInputs(positions=positions, rotary=rotary))
-    assert_close(out, expected)
-    for actual, wanted in zip(gradients(module, out, q, k, v), gradients(module, expected, q, k, v)):
-        assert_close(actual, wanted)
+    inputs = AttentionInputs(positions=positions, rotary=rotary)
+    assert_equals_the_reference(layer(name), 24, inputs, monkeypatch)
+
+
+@pytest.mark.covering(2)
+@both_ways
+@pytest.mark.parametrize("rotary", [None, ROTARY], ids=["plain", "rotary"])
+@pytest.mark.parametrize(
+    ("length", "padded"), [(1, False), (3, False), (24, False), (24, True)], ids=["1", "3", "24", "padded"]
+)
+def test_both_ways_it_equals_the_quadratic_reference(name, rotary, length, padded, monkeypatch):
+    mask = torch.rand(2, length, generator=torch.Generator().manual_seed(0)) > 0.4 if padded else None
+    inputs = AttentionInputs(rotary=rotary, padding_mask=mask)
+    assert_equals_the_reference(layer(name, causal=False), length, inputs, monkeypatch)
+
+
+@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if not FORMS[name].mixes_documents])
+def test_documents_in_a_row_do_not_see_each_other(name):
+    module = layer(name, causal=False)
+    q, k, v = (x.detach() for x in tokens(2, 24))
+    out = module(q, k, v, AttentionInputs(positions=DOCUMENTS))
+    assert_close(out[:1, :, 4:13], module(*(x[:1, :, 4:13] for x in (q, k, v))))
 
 
 @every_direction
@@ -126,7 +155,11 @@ def extend_by(
 @pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
-@pytest.mark.parametrize("parts", [[1] * 24, [11, 1, 1, 11], [4, 8, 5, 7], [23, 1]], ids=str)
+@pytest.mark.parametrize(
+    "parts",
+    tiered([[1] * 24, [11, 1, 1, 11], [4, 8, 5, 7], [23, 1]], [[1] * 24, [11, 1, 1, 11], [4, 8, 5, 7]]),
+    ids=str,
+)
 def test_parts_of_a_sequence_give_the_whole(name, positions, parts):
     module = layer(name)
     q, k, v = tokens(2, 24)
@@ -184,33 +217,42 @@ def test_any_length_and_rows_of_padding_alone(name, causal, length):
     assert all(gradient.isfinite().all() for gradient in gradients(module, out, q, k, v))
 
 
-@pytest.mark.parametrize("name", [name for name in CAUSAL if not FORMS[name].changes_constants])
-@pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["one_document", "packed"])
-def test_constant_values_give_constant_output(name, positions):
-    module = layer(name)
+@pytest.mark.parametrize(
+    ("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if not FORMS[name].changes_constants]
+)
+@pytest.mark.parametrize(
+    ("length", "positions"), [(3, None), (24, None), (24, DOCUMENTS)], ids=["3", "24", "packed"]
+)
+def test_constant_values_give_constant_output(name, causal, length, positions):
+    q, k, v = tokens(2, length)
+    inputs = AttentionInputs(positions=positions, rotary=ROTARY)
+    out = layer(name, causal=causal)(q, k, torch.full_like(v, 1.5), inputs)
+    assert_close(out, torch.full_like(q, 1.5))
+
+
+@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if FORMS[name].changes_constants])
+def test_constant_values_change_where_a_mechanism_says_so(name):
+    module = layer(name, causal=False)
     q, k, v = tokens(2, 24)
-    constant = torch.full_like(v, 1.5)
-    assert_close(
-        module(q, k, constant, AttentionInputs(positions=positions, rotary=ROTARY)), torch.full_like(q, 1.5)
-    )
+    assert not torch.allclose(module(q, k, torch.full_like(v, 1.5)), torch.full_like(q, 1.5))
 
 
-@every_mechanism
+@every_direction
 @pytest.mark.parametrize("size", [2, 4])
-def test_shards_of_heads_give_the_unsharded_numbers(name, size):
+def test_shards_of_heads_give_the_unsharded_numbers(name, causal, size):
     kv_heads = max(2, size)
-    whole = layer(name, kv_heads=kv_heads)
+    whole = layer(name, kv_heads=kv_heads, causal=causal)
     q, k, v = tokens(2, 24, kv_heads=kv_heads)
-    expected = whole(q, k, v, AttentionInputs(positions=DOCUMENTS, rotary=ROTARY))
-    parts = [shard_of(whole, name, HeadShard(rank, size), kv_heads) for rank in range(size)]
-    outputs = [
-        part(
-            *(x.chunk(size, 1)[rank] for x in (q, k, v)), AttentionInputs(positions=DOCUMENTS, rotary=ROTARY)
-        )
-        for rank, part in enumerate(parts)
-    ]
-    out = torch.cat(outputs, 1)
-    assert_close(out, expected)
+    inputs = AttentionInputs(positions=DOCUMENTS if causal else None, rotary=ROTARY)
+    parts = [shard_of(whole, name, HeadShard(rank, size), kv_heads, causal) for rank in range(size)]
+    for step in (None, 5):
+        if step is not None:
+            for module in (whole, *parts):
+                redraw(module, step)
+        expected = whole(q, k, v, inputs)
+        shares = ((x.chunk(size, 1)[rank] for x in (q, k, v)) for rank in range(size))
+        out = torch.cat([part(*share, inputs) for part, share in zip(parts, shares, strict=True)], 1)
+        assert_close(out, expected)
 
     wanted = dict(zip(dict(whole.named_parameters()), gradients(whole, expected, q)[1:]))
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -224,14 +266,31 @@ def test_shards_of_heads_give_the_unsharded_numbers(name, size):
 @pytest.mark.covering(2)
 @every_mechanism
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    "positions",
-    [None, packed(32, (3, 4, 13), (17,)), packed(32, (8, 16, 24), (7, 15, 25))],
-    ids=["one_document", "packed", "cut_at_shards"],
-)
+@pytest.mark.parametrize("positions", [None, DOCUMENTS_OF_SHARDS], ids=["one_document", "packed"])
 @pytest.mark.usefixtures("small_chunks")
 def test_shards_of_a_sequence_give_the_whole(name, size, positions):
-    check_shards(layer(name, kv_heads=4), tokens(2, 32, kv_heads=4), size, positions, ROTARY)
+    check_shards(layer(name, kv_heads=4), tokens(4, 32, kv_heads=4), size, positions, ROTARY)
+
+
+@pytest.mark.covering(2)
+@both_ways
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("positions", [None, DOCUMENTS_OF_SHARDS], ids=["one_document", "packed"])
+def test_shards_of_a_sequence_that_looks_both_ways_give_the_whole(name, size, positions):
+    # Two key heads do not divide over four shards: they are repeated for their queries.
+    check_shards(layer(name, causal=False), tokens(4, 32), size, positions, ROTARY)
+
+
+@pytest.mark.parametrize("name", ["performer", "mlk"])
+@pytest.mark.parametrize("positions", [None, DOCUMENTS_OF_SHARDS], ids=["one_document", "packed"])
+def test_the_reference_exchanges_what_the_kernels_do(name, positions, monkeypatch):
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "reference")
+    check_shards(layer(name, causal=False), tokens(4, 32), 4, positions, ROTARY)
+
+
+def test_heads_that_do_not_divide_over_shards_are_refused():
+    with pytest.raises(ValueError, match="4 heads do not divide over 3 shards of the sequence"):
+        Ulysses(ThreadShard(Table(3), rank=0), num_heads=4, num_kv_heads=2)
 
 
 def test_random_matrices_stay_in_full_precision_and_in_the_state_dict():

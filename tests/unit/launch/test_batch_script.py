@@ -1,12 +1,15 @@
 """The batch script as text; tests/slurm has Slurm run it."""
 
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main
-from launch.slurm.script import Script
+from launch.slurm.script import REPOSITORY, Script
 from launch.slurm.submission import ScriptExecutor
 from launch.slurm_programs import foreign_variables
 from launch.submit import indices
@@ -38,6 +41,37 @@ def test_every_script_is_shell(template, settings):
     text = script(template, **settings)
     assert "{{" not in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_shellcheck_finds_nothing_in_any_script(tmp_path):
+    place = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shellcheck = shutil.which("shellcheck", path=place)
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install -e '.[dev]'")
+    settings = {"setup": ["module load cuda"], "environment": {"GREETING": "it's"}}
+    scripts = [REPOSITORY / name for name in (".ci/run", "slurm/local_cluster")]
+    for path in sorted((REPOSITORY / "slurm").glob("*.sbatch")):
+        if "{{" in path.read_text():
+            filled = [script(path.stem, **settings), script(path.stem, container=PYXIS, array="0-3")]
+            for number, text in enumerate(filled):
+                scripts.append(tmp_path / f"{path.stem}-{number}")
+                scripts[-1].write_text(text)
+        else:
+            scripts.append(path)
+    done = subprocess.run([shellcheck, "--format=gcc", *scripts], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_type_of_gpus_is_asked_for():
+    assert "#SBATCH --gpus-per-node=h100:8\n" in script(gpu_type="h100", gpus_per_node=8)
+
+
+def test_a_folder_may_hold_what_slurm_would_replace_but_no_backslash():
+    parts = {"cluster": Cluster(), "submission": "now", "command": ["prepare"]}
+    text = Script("command", run=Path("/data/%j/x"), **parts).text()
+    assert "#SBATCH --output=/data/%%j/x/logs/%j.log\n" in text
+    with pytest.raises(UserError, match="no log below a folder with a backslash"):
+        Script("command", run=Path("/data/a\\b"), **parts).text()
 
 
 def test_settings_become_directives():

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from launch.arguments import NotFound
-from launch.slurm.job_folder import Job, JobFolder, find_run
+from launch.slurm.job_folder import Job, JobFolder, find_runs
 from launch.slurm.states import states_of
 from megakernel.training import events
 
@@ -64,7 +64,31 @@ def test_events_carry_the_job_they_happened_in(tmp_path):
 def test_a_run_is_found_by_folder_name_and_job(tmp_path):
     run = run_with(tmp_path)
     for text in (str(run.path), "run", "999999999"):
-        assert find_run(text, tmp_path).path == run.path
+        assert [found.path for found in find_runs([text], tmp_path)] == [run.path]
     with pytest.raises(NotFound, match="submitted runs: run"):
-        find_run("other", tmp_path)
+        find_runs(["other"], tmp_path)
     assert os.listdir(run.path) == ["run.json"]
+
+
+def test_several_runs_and_an_arrays_members_are_found_by_one_word(tmp_path):
+    for at in (0, 1, 10):
+        (tmp_path / f"lr-{at}").mkdir()
+        JobFolder(tmp_path / f"lr-{at}").add([Job(f"17_{at}", "slurm", "now", "")])
+    for name, id in (("lr", "18"), ("wd-7", "19")):
+        (tmp_path / name).mkdir()
+        JobFolder(tmp_path / name).add([Job(id, "slurm", "now", "")])
+
+    def names(*texts):
+        return [run.name for run in find_runs(texts, tmp_path)]
+
+    members = ["lr-0", "lr-1", "lr-10"]
+    assert names("17") == names("lr-*") == members
+    assert names("17_1") == ["lr-1"]
+    assert names("17_1*") == ["lr-1", "lr-10"]
+    assert names("lr") == ["lr"], "a run of that very name comes first"
+    (tmp_path / "lr/run.json").unlink()
+    assert names("lr") == names(str(tmp_path / "lr")) == members
+    assert names("wd-7", "lr-1", "wd-*") == ["wd-7", "lr-1"]
+    for text in ("wd", "17_[10-11]", "x*"):
+        with pytest.raises(NotFound, match="is no submitted run"):
+            names(text)

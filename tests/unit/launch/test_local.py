@@ -11,19 +11,15 @@ import pytest
 from .launching import GLOO, LAUNCH, REPOSITORY, Launch
 
 
-def test_all_ranks_done_is_done_with_rank_0_on_the_console_and_every_rank_in_its_log(tmp_path):
-    launch = Launch(tmp_path, "finish", agree=GLOO, OMP_NUM_THREADS="3")
+def test_ranks_that_nobody_outside_this_machine_reaches_end_with_rank_0_on_the_console_and_each_in_its_log(
+    tmp_path,
+):
+    launch = Launch(tmp_path, "listen", agree=GLOO, OMP_NUM_THREADS="3")
     status, out, err = launch.finish()
     assert (status, err) == (0, "")
-    assert out == "rank 0 of 2 with 3 threads\n"
+    assert out == "rank 0 of 2 with 3 threads\n['127.0.0.1']\n"
     assert launch.log(0).endswith(out)
-    assert launch.log(1).endswith("rank 1 of 2 with 3 threads\n")
-
-
-def test_nobody_outside_this_machine_reaches_the_ranks(tmp_path):
-    launch = Launch(tmp_path, "listen", agree=GLOO)
-    assert launch.finish()[1].splitlines()[1:] == ["['127.0.0.1']"]
-    assert launch.log(1).endswith("\n['127.0.0.1']\n")
+    assert launch.log(1).endswith("rank 1 of 2 with 3 threads\n['127.0.0.1']\n")
 
 
 WATCHED = """

@@ -3,13 +3,16 @@ import os
 import socket
 import time
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main
 from launch.run_progress import RunProgress
+from launch.run_status import status_of
 from launch.slurm.job_folder import Job, JobFolder
+from launch.slurm.states import JobState
 from megakernel.config import to_yaml
 from megakernel.training import events
 from tests.unit.config.trees import config
@@ -209,3 +212,66 @@ def test_what_cannot_be_is_one_line(run, capsys, typed, status, said):
     assert main(["monitor", "--root", str(run.parent), *typed]) == status
     [line] = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def table_of(run, capsys):
+    assert main(["status", "--root", str(run.parent)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", ["350m", "pretrain-350m-flurka-lr-3e-3-12"])
+def test_a_line_of_80_characters_shows_which_run_where_and_why(run, capsys, monkeypatch, name):
+    run = run.rename(run.with_name(name))
+    write(run, steps=100_000, **LOGGED | {"step": 90_000})
+    submitted(run, "12345678_12")
+    why = "failed (rank 12 on node-0123: RuntimeError: Connection reset by peer); 10 restarts in a row saved no step"
+    events.record(run, "ended", {"MEGAKERNEL_JOB": "12345678_12"}, status=1, why=why)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = table_of(run, capsys)
+    assert max(map(len, lines)) <= 80
+    for word in (name, "12345678_12", "FAILED", "90000/100000", *why.split()):
+        assert word in " ".join(lines).split()
+    assert main(["status", name, "--root", str(run.parent)]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_pipe_takes_one_whole_line_for_each_run(run, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    write(run, **LOGGED)
+    submitted(run)
+    why = "a long story " * 30
+    events.record(run, "ended", {"MEGAKERNEL_JOB": "1"}, status=1, why=why)
+    _, line = table_of(run, capsys)
+    assert line.endswith(why.strip())
+    assert "512" in line.split(), "tokens/s"
+
+
+def slurm_says(run, state, started=0.0, step=0):
+    """The status of a run whose job 7 has this state, and was started again so many seconds ago behind a step."""
+    JobFolder(run).add([Job(id="7", executor="slurm", submission="s", submitted="")])
+    begun = datetime.fromtimestamp(time.time() - started, timezone.utc).isoformat()
+    line = {"time": begun, "event": "started", "job": "7", "restart": 1, "nodes": "n[1-2]", "step": step}
+    (run / "events.jsonl").write_text(json.dumps(line) + "\n")
+    return status_of(JobFolder(run), {"7": JobState("7", state)})
+
+
+@pytest.mark.parametrize(
+    ("state", "started", "step"),
+    [("PENDING", 10, 0), ("RUNNING", -10, 30), ("RUNNING", 10, 40)],
+    ids=["waits again", "has not looked at the run's files yet", "has cut them to the saved step"],
+)
+def test_nothing_of_the_start_before_is_shown_as_now(run, state, started, step):
+    write(run, saved=step, **LOGGED)
+    beat(run, seconds_ago=20)
+    shown = dict(slurm_says(run, state, started, step).rows())
+    assert (shown["step"], shown["loss"], shown["health"]) == ("40/100", "2.5000", "2 steps skipped")
+    assert not {"tokens/s", "ETA", "heartbeat"} & shown.keys()
+    assert ("nodes" in shown) is (state == "RUNNING")
+
+
+def test_what_a_start_has_measured_is_shown(run):
+    write(run, saved=30, **LOGGED)
+    beat(run)
+    shown = dict(slurm_says(run, "RUNNING", 10, 30).rows())
+    assert (shown["tokens/s"], shown["ETA"], shown["nodes"]) == ("512", "0:01:00", "n[1-2]")
+    assert "heartbeat" in shown

@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-import tarfile
 
 from launch.slurm.job_folder import SECRETS, JobFolder
 from launch.slurm.script import REPOSITORY, Script
 from launch.slurm.submission import write_snapshot
 from megakernel.config.cluster import Cluster
+from megakernel.training.environment import revision
 
 TOKEN = "it's hunter2"
 
@@ -68,9 +68,8 @@ def test_only_code_is_taken_along(tmp_path):
     (checkout / "launch/old.py").write_text("new\n")
     (checkout / "configs/cluster/slurm.yaml").write_text(TOKEN)
     code = write_snapshot(tmp_path / "code", checkout)
-    with tarfile.open(code / "untracked.tar.gz") as archive:
-        assert archive.getnames() == ["megakernel/new.py"]
-    changes = (code / "changes.diff").read_text()
-    assert "launch/old.py" in changes
-    assert "hunter2" not in changes
-    assert {path.name for path in code.iterdir()} == {"revision.txt", "changes.diff", "untracked.tar.gz"}
+    taken = {str(path.relative_to(code)): path for path in code.rglob("*") if path.is_file()}
+    assert taken.keys() == {"revision.txt", "launch/cli.py", "launch/old.py", "megakernel/new.py"}
+    assert taken["launch/old.py"].read_text() == "new\n"
+    assert revision(code / "launch/cli.py") == revision(checkout / "launch/cli.py")
+    assert "(dirty)" in revision(code / "launch/cli.py")

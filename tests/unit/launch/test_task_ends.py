@@ -37,6 +37,11 @@ srun: error: n2: task 1: Killed
     ("stderr", "status", "expected"),
     [
         ("", 0, TaskEnds(0, None)),
+        (
+            "srun: error: task 0 launch failed: Slurmd could not connect IO\n",
+            0,
+            TaskEnds(1, "task 0 launch failed: Slurmd could not connect IO"),
+        ),
         (SAVED, 85, TaskEnds(85, None)),
         (KILLED, 137, TaskEnds(137, "rank 2 on n2: Killed")),
         (STALLED, 137, TaskEnds(86, None)),
