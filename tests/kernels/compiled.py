@@ -46,22 +46,26 @@ def products(text: str) -> list[str]:
     rows: set[str] = set()
     found = []
     for line in text.splitlines():
+        # Regions beside each other use names again.
         for inner, outer in re.findall(r"(%\w+) = (%\w+)", line):  # what a loop carries
-            if outer in strides:
-                strides.add(inner)
+            (strides.add if outer in strides else strides.discard)(inner)
         match = RESULT.match(line)
-        if match is None or "i64" in line.split(" loc(")[0].rsplit(":", 1)[-1]:
+        if match is None:
             continue
         name, operation = match.groups()
         operands = VALUE.findall(line.split("=", 1)[1])
-        if operation == "tt.make_range" or (operation in SAME and operands[0] in rows):
-            rows.add(name)
-        if operation == "arith.minsi" and any(x in rows for x in operands):
-            rows.add(name)
+        of_rows = any(x in rows for x in operands[: 1 if operation in SAME else None])
+        of_strides = any(x in strides for x in operands)
         kinds = {"stride" if x in strides else "row" if x in rows else "" for x in operands}
+        rows.discard(name)
+        strides.discard(name)
+        if "i64" in line.split(" loc(")[0].rsplit(":", 1)[-1]:
+            continue
+        if operation == "tt.make_range" or (operation in (*SAME, "arith.minsi") and of_rows):
+            rows.add(name)
         if operation == "arith.muli" and "stride" in kinds and "row" not in kinds:
             found.append(line.strip().split(" loc(")[0])
-        if operation in SAME + SUMS and any(x in strides for x in operands):
+        if operation in SAME + SUMS and of_strides:
             strides.add(name)
     return found
 

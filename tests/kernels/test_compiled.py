@@ -15,19 +15,17 @@ from megakernel.ops.kernels.features import padded
 from megakernel.ops.kernels.launch import FARTHEST, rows_together
 from tests.kernels.compiled import products, with_names
 
-KERNELS = 20
+KERNELS = 17
 """All that there are."""
 
 REUSED = {
-    ("flurka_attention.pool_kernels.pool", "marks"): "a barrier stands between",
-    ("flurka_attention.key_kernels.pull_keys", "dk"): "a barrier stands between",
-    ("flurka_attention.query_kernels.pull_queries", "dq"): "a thread adds to its own numbers",
-    ("flurka_attention.query_kernels.pull_queries", "dy"): "a thread adds to its own numbers",
+    ("flurka_attention.join_kernels.join_backward", "dq"): "a barrier stands between",
+    ("flurka_attention.join_kernels.join_backward", "queries_tokens_features"): "a barrier stands between",
+    ("flurka_attention.window_kernels.window_backward", "dk"): "a barrier stands between",
     ("kernel_attention.kernels.write_keys", "keys_tokens_features"): "a barrier stands between",
     ("kernel_attention.kernels.read", "scale"): "the old and the new number give the same maximum",
     ("kernel_attention.kernels.write_keys", "keys_tokens_logs"): "a barrier stands between",
     ("kernel_attention.query_kernels.bwd_dq", "queries_tokens_features"): "a barrier stands between",
-    ("kernels.states.pass_states", "added_0"): "a thread turns its own numbers",
     ("kernels.states.pass_states", "added_sums"): "a thread turns its own numbers",
 }
 """(kernel, argument) that is loaded and stored -> why no thread loads what another has stored over."""

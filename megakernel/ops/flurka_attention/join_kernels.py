@@ -19,7 +19,7 @@ quotient of their own, so phi(q_i).dphi(q_i) = 0, from which z_i follows without
 import triton
 import triton.language as tl
 
-from megakernel.ops.flurka_attention.arguments import angles, window_start
+from megakernel.ops.flurka_attention.arguments import window_start
 from megakernel.ops.flurka_attention.window_kernels import (
     level_of,
     near_factor,
@@ -138,16 +138,26 @@ def join(
 
     starts = window_start(window, row, batch, rows, NEAR)
     # Angles count from the oldest place that a window of the tile can reach.
-    turn = angles(window, NEAR.reach, NEAR)
-    qa, qb, _logs = window_tile(q, queries.row, left, turn, projection, matrix.low, C, NEAR, PHI)
+    qa, qb, _logs = window_tile(
+        q, queries.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+    )
     near = tl.zeros((C, VP), tl.float32)
     den = tl.zeros((C,), tl.float32)
     top = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
     for place in range(tl.min(starts, 0), stop, BK):
         places, far = place + tl.arange(0, BK), tl.cast(place + window.before, tl.int64)
-        turn, count = angles(window, place - at + NEAR.reach, NEAR), row.length - place
+        seat, count = place - at + NEAR.reach, row.length - place
         ka, kb, key_logs = window_tile(
-            k + far * window.keys.row, window.keys.row, count, turn, projection, matrix.low, BK, NEAR, PHI
+            k + far * window.keys.row,
+            window.keys.row,
+            count,
+            window,
+            seat,
+            projection,
+            matrix.low,
+            BK,
+            NEAR,
+            PHI,
         )
         values = load_rows(v + far * window.columns.row, window.columns.row, count, BK, CUT.values, VP)
         similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
@@ -217,10 +227,10 @@ def window_slopes(
     dtype: tl.constexpr = do.dtype
     places, far = here + tl.arange(0, BK), tl.cast(here + window.before, tl.int64)
     k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
-    turn, count = angles(window, here - at + NEAR.reach, NEAR), row.length - here
+    seat, count = here - at + NEAR.reach, row.length - here
     projection = matrix_of(matrix, kv, PHI)
     ka, kb, logs = window_tile(
-        k + far * window.keys.row, window.keys.row, count, turn, projection, matrix.low, BK, NEAR, PHI
+        k + far * window.keys.row, window.keys.row, count, window, seat, projection, matrix.low, BK, NEAR, PHI
     )
     values = load_rows(
         v + far * window.columns.row, window.columns.row, count, BK, CUT.values, CUT.padded_values
@@ -294,7 +304,6 @@ def join_backward(
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
         r = load_numbers(queries.scale + key_head.to(tl.int64) * row.queries, at, end, C)
-    turn = angles(window, NEAR.reach, NEAR)
     of_near = tl.zeros((C,), tl.float32)
     of_far = tl.zeros((C,), tl.float32)
 
@@ -319,7 +328,9 @@ def join_backward(
     else:
         share = load_numbers(joined.share + numbers, at, end, C)
         if not NEAR.softmax:
-            qa, qb, _logs = window_tile(q, tokens.row, left, turn, projection, matrix.low, C, NEAR, PHI)
+            qa, qb, _logs = window_tile(
+                q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+            )
             for here in range(tl.min(starts, 0), stop, BK):
                 parts, _slopes, _ka, _kb = window_slopes(
                     qa,
@@ -355,7 +366,9 @@ def join_backward(
         )
         grad *= factor[:, None]
         if not NEAR.softmax:
-            qa, qb, _logs = window_tile(q, tokens.row, left, turn, projection, matrix.low, C, NEAR, PHI)
+            qa, qb, _logs = window_tile(
+                q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+            )
             for here in range(tl.min(starts, 0), stop, BK):
                 _parts, slopes, ka, kb = window_slopes(
                     qa,
@@ -391,7 +404,9 @@ def join_backward(
     if NEAR.softmax:
         # The window's part is added to what stands there now.
         tl.debug_barrier()
-        qa, qb, _logs = window_tile(q, tokens.row, left, turn, projection, matrix.low, C, NEAR, PHI)
+        qa, qb, _logs = window_tile(
+            q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+        )
         grad_a = tl.zeros((C, HP), tl.float32)
         grad_b = tl.zeros((C, HP), tl.float32)
         for here in range(tl.min(starts, 0), stop, BK):
@@ -419,7 +434,7 @@ def join_backward(
             of_near += tl.sum(parts, 1)
             grad_a += dot(slopes, ka, dtype)
             grad_b += dot(slopes, kb, dtype)
-        store_halves(of_token, grad_a, grad_b, turn, left, NEAR.rotary, True, NEAR)
+        store_halves(of_token, grad_a, grad_b, window, NEAR.reach, left, NEAR.rotary, True, NEAR)
     if NEAR.gated:
         moved = share * of_near - (1 - share) * of_far
     else:

@@ -92,6 +92,7 @@ class _Call(NamedTuple):
 
     @staticmethod
     def of(
+        form: Form,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -105,7 +106,6 @@ class _Call(NamedTuple):
         starts: Tensor | None,
         windows: Tensor | None,
         ends: Tensor | None,
-        form: Form,
     ) -> "_Call":
         """The call with these arguments; k and v begin with `before` tokens of the tail."""
         rank, block_size = pool_keys.shape[-2:]
@@ -203,8 +203,8 @@ def forward(
     """See `_rooms`."""
     form = Form(feature_map, components, near, blocks, start, before, oldest)
     call = _Call.of(
-        *(q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight),
-        *(table, starts, windows, ends, form),
+        *(form, q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight),
+        *(table, starts, windows, ends),
     )
     rooms = _rooms(call, q, k, v)
     out, joined, landmarks, last = _parts(rooms)
@@ -262,7 +262,7 @@ def _parts(rooms: tuple[Tensor, ...]) -> tuple[Tensor, Joined, Keys, State]:
 
 @forward.register_fake
 def _(q, k, v, *rest):
-    return _rooms(_Call.of(q, k, v, *rest[:10], Form(*rest[13:])), q, k, v)
+    return _rooms(_Call.of(Form(*rest[13:]), q, k, v, *rest[:10]), q, k, v)
 
 
 @torch.library.custom_op("megakernel::flurka_attention_backward", mutates_args=())
@@ -299,8 +299,8 @@ def backward(
     """Gradients of the first nine inputs, and of the first state's sums and normalizers; empty where there are none."""
     form = Form(feature_map, components, near, blocks, start, before, oldest)
     call = _Call.of(
-        *(q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight),
-        *(table, starts, windows, ends, form),
+        *(form, q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight),
+        *(table, starts, windows, ends),
     )
     far, row, batch = call.far, call.row, len(k)
     out, joined, landmarks, last = _parts(tuple(kept))

@@ -42,10 +42,21 @@ def turned(first, second, table, NEAR: tl.constexpr, BACK: tl.constexpr):
 
 
 @triton.jit
-def window_tile(x, stride, count, table, matrix, low, C: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
+def window_tile(
+    x,
+    stride,
+    count,
+    window,
+    place,
+    matrix,
+    low,
+    C: tl.constexpr,
+    NEAR: tl.constexpr,
+    PHI: tl.constexpr,
+):
     """The halves of C tokens at `x` that a window compares, and their log scales (C,).
 
-    table: angles from the place of the first token on.
+    place: of the first token among those that there are angles of.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     if NEAR.softmax:
@@ -53,7 +64,7 @@ def window_tile(x, stride, count, table, matrix, low, C: tl.constexpr, NEAR: tl.
         b = load_rows(x + NEAR.half, stride, count, C, NEAR.width - NEAR.half, NEAR.padded_half)
         logs = tl.zeros((C,), tl.float32)
         if NEAR.rotary:
-            a, b = turned(a.to(tl.float32), b.to(tl.float32), table, NEAR, False)
+            a, b = turned(a.to(tl.float32), b.to(tl.float32), angles(window, place, NEAR), NEAR, False)
     else:
         a, b, logs = phi(x, stride, count, matrix, low, C, PHI)
     return once(rounded(a, dtype)), once(rounded(b, dtype)), logs
@@ -113,10 +124,12 @@ def level_of(joined, head, key_head, at, length, C: tl.constexpr, NEAR: tl.const
 
 
 @triton.jit
-def store_halves(dx, first, second, table, count, BACK: tl.constexpr, MORE: tl.constexpr, NEAR: tl.constexpr):
+def store_halves(
+    dx, first, second, window, place, count, BACK: tl.constexpr, MORE: tl.constexpr, NEAR: tl.constexpr
+):
     """Store the gradients of halves as rows of tokens: turned BACK, and with MORE added to what is there."""
     if BACK:
-        first, second = turned(first, second, table, NEAR, True)
+        first, second = turned(first, second, angles(window, place, NEAR), NEAR, True)
     C: tl.constexpr = first.shape[0]
     rest: tl.constexpr = NEAR.width - NEAR.half
     if MORE:
@@ -169,9 +182,7 @@ def window_backward(
     dtype: tl.constexpr = k.dtype.element_ty
     projection = matrix_of(matrix, kv, PHI)
 
-    ka, kb, logs = window_tile(
-        k, window.keys.row, left, angles(window, 0, NEAR), projection, matrix.low, C, NEAR, PHI
-    )
+    ka, kb, logs = window_tile(k, window.keys.row, left, window, 0, projection, matrix.low, C, NEAR, PHI)
     values = load_rows(v, window.columns.row, left, C, CUT.values, VP)
     of_a = tl.zeros((C, WIDTH), tl.float32)
     of_b = tl.zeros((C, WIDTH), tl.float32)
@@ -191,8 +202,9 @@ def window_backward(
         seats = place + tl.arange(0, BQ)
         starts = window_start(window, row, batch, seats, NEAR)
         q = head_at(queries, batch, query_head) + far * queries.row
-        turn, count = angles(window, place - at, NEAR), row.length - place
-        qa, qb, _own = window_tile(q, queries.row, count, turn, projection, matrix.low, BQ, NEAR, PHI)
+        qa, qb, _own = window_tile(
+            q, queries.row, row.length - place, window, place - at, projection, matrix.low, BQ, NEAR, PHI
+        )
         n = near_factor(shares, joined.factor, own, query_head, place, row.length, BQ, NEAR)
         level = level_of(joined, own, head, place, row.length, BQ, NEAR, PHI)
         shift = load_numbers(means + own.to(tl.int64) * row.length, place, row.length, BQ)
@@ -238,9 +250,9 @@ def window_backward(
     if NEAR.softmax:
         if NEAR.rotary:
             of_a, of_b = turned(of_a, of_b, angles(window, 0, NEAR), NEAR, True)
-        store_halves(of_tokens, of_a + pooled_a, of_b + pooled_b, None, left, False, False, NEAR)
+        store_halves(of_tokens, of_a + pooled_a, of_b + pooled_b, window, 0, left, False, False, NEAR)
     else:
-        store_halves(of_tokens, pooled_a, pooled_b, None, left, False, False, NEAR)
+        store_halves(of_tokens, pooled_a, pooled_b, window, 0, left, False, False, NEAR)
         tl.debug_barrier()
         LEARNED: tl.constexpr = dy is not None
         ka, kb, _logs = phi(k, window.keys.row, left, projection, matrix.low, C, PHI)

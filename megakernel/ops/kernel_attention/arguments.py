@@ -39,7 +39,9 @@ class State(NamedTuple):
 class Tokens(NamedTuple):
     """Queries or keys, and their features where these are in memory."""
 
-    rows: Rows
+    rows: Any
+    """`Rows`, None where nobody reads them beside their features."""
+
     features: Any
     """(B, H, N, FP) in the dtype of tokens, or None: a map of single numbers, taken again wherever it is read."""
 
