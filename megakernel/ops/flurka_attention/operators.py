@@ -14,7 +14,13 @@ from megakernel.ops.flurka_attention import join_kernels, pool_kernels, window_k
 from megakernel.ops.flurka_attention.arguments import Joined, Near, Pools, Shares, Window
 from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels
 from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Row, Rows, State, Tokens
-from megakernel.ops.kernel_attention.launches import SEGMENT, Call, Tile, given_or_zeros
+from megakernel.ops.kernel_attention.launches import (
+    SEGMENT,
+    WARP_GROUPS,
+    Call,
+    Tile,
+    given_or_zeros,
+)
 from megakernel.ops.kernels.features import Phi, padded, phi_of, split_matrix
 from megakernel.ops.kernels.launch import capability_of
 from megakernel.ops.state import EMPTY
@@ -44,31 +50,28 @@ def segment_blocks(phi: Phi, block_size: int, rank: int) -> int:
     return max(triton.cdiv(tokens, block_size), triton.cdiv(LANDMARKS, rank))
 
 
-def tiles_of(phi: Phi, near: Near, size: int, values: int) -> dict[str, Tile]:
+def tiles_of(phi: Phi, near: Near, size: int, values: int, capability: int) -> dict[str, Tile]:
     """What programs of FLuRKA's kernels hold, of tokens of `size` bytes."""
+    tiles = dict.fromkeys(("pool", "pool_backward"), Tile(16, 16, 4))
     if size == 4:
-        small = Tile(32, 32, 4)
-        names = (
-            "pool",
-            "pool_backward",
-            "join",
-            "join_backward",
-            "window_backward",
-            "write_keys",
-            "bwd_dkv",
-        )
-        return dict.fromkeys(names, small)
-    wide = max(phi.padded_width, padded(values), phi.padded_features // 2) > 64
-    warps = 8 if wide else 4
-    join = Tile(128, 32, 8) if wide else Tile(64, 64, 4)
-    return {
-        "pool": Tile(16, 16, 4),
-        "pool_backward": Tile(16, 16, 4),
-        "join": join,
-        "join_backward": join,
+        names = ("join", "join_backward", "window_backward", "write_keys", "bwd_dkv")
+        return tiles | dict.fromkeys(names, Tile(32, 32, 4))
+    if max(phi.padded_width, padded(values), phi.padded_features // 2) <= 64:
+        return tiles | {
+            **dict.fromkeys(("join", "join_backward", "write_keys"), Tile(64, 64, 4)),
+            **dict.fromkeys(("window_backward", "bwd_dkv"), Tile(64, 32, 4)),
+        }
+    tiles |= {"write_keys": Tile(64, 64, 8), "bwd_dkv": Tile(64, 32, 8)}
+    if not near.softmax:
+        return tiles | dict.fromkeys(("join", "join_backward", "window_backward"), Tile(32, 32, 8))
+    if capability not in WARP_GROUPS:
+        return tiles | {
+            **dict.fromkeys(("join", "join_backward"), Tile(32, 32, 8)),
+            "window_backward": Tile(64, 32, 8),
+        }
+    return tiles | {
+        **dict.fromkeys(("join", "join_backward"), Tile(128, 32, 8)),
         "window_backward": Tile(64, 32, 4),
-        "write_keys": Tile(64, 64, warps),
-        "bwd_dkv": Tile(64, 32, warps),
     }
 
 
@@ -116,6 +119,7 @@ class _Call(NamedTuple):
             form.near == "softmax", gate is not None, table is not None, form.blocks, block_size, q.shape[-1]
         )
         landmarks = triton.cdiv(length, block_size) * rank
+        capability = capability_of(q.device)
         row = Row(starts, form.start, ends, heads, length, q.shape[2], landmarks)
         far = Call(
             phi,
@@ -126,10 +130,10 @@ class _Call(NamedTuple):
             0,
             True,
             v.dtype,
-            capability_of(q.device),
+            capability,
             block_size,
             rank,
-            tiles_of(phi, near, v.element_size(), v.shape[-1]),
+            tiles_of(phi, near, v.element_size(), v.shape[-1], capability),
         )
         terms = (split_matrix(matrix, heads, dtype) for dtype in (q.dtype, torch.float32))
         narrow, wide = (Matrix(x, 0 if x is None else x.stride(0)) for x in terms)
