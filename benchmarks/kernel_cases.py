@@ -179,7 +179,7 @@ CASES: dict[str, Case] = {
     "FLuRKA hedgehog d=64, documents": _flurka("hedgehog", 64, packed=True),
     "FLuRKA hedgehog d=64, 2 blocks, documents": _flurka("hedgehog", 64, blocks=2, packed=True),
     "FLuRKA hedgehog d=64, kernel window": _flurka("hedgehog", 64, near="kernel"),
-    "FLuRKA hedgehog d=64 float16": _flurka("hedgehog", 64, torch.float16),
+    "FLuRKA elu d=64 float16": _flurka("elu", 64, torch.float16),
     "FLuRKA hedgehog d=128": _flurka("hedgehog", 128),
     "FLuRKA hedgehog d=128, documents": _flurka("hedgehog", 128, packed=True),
     "FLuRKA hedgehog d=128, kernel window": _flurka("hedgehog", 128, near="kernel"),

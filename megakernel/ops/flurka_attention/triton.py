@@ -17,9 +17,10 @@ from megakernel.ops.flurka_attention import chunked, operators
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.flurka_attention.places import places_of, sees_far
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
-from megakernel.ops.kernels.features import SUPPORTED, UNBOUNDED, phi_of
+from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
+from megakernel.ops.kernels.features import phi_of
 from megakernel.ops.kernels.launch import is_noting
-from megakernel.ops.projections import dense, rows_of
+from megakernel.ops.projections import dense
 from megakernel.ops.state import EMPTY, Exchange, KernelState
 from megakernel.ops.sums import Found, in_range
 from megakernel.ops.window import Tail, empty_tail
@@ -55,28 +56,20 @@ def unsupported(
     exchange: Exchange | None = None,
 ) -> str | None:
     """Why the kernels cannot take these arguments of `attend`; None where they can."""
-    phi = named(form.feature_map)
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"q is {q.dtype}; expected bfloat16, float16 or float32"
-    if phi.name not in SUPPORTED or phi.smoothing:
-        given = f"{phi.name} with smoothing" if phi.smoothing else phi.name
-        return f"feature_map is {given}; expected {', '.join(SUPPORTED)} without smoothing"
+    if (reason := unsupported_features(q, form.feature_map)) is not None:
+        return reason
     if weights.priors is not None:
         return "priors are given, for several keys at a position; expected one"
     if form.far_rotary is not None:
         return "far_rope='centroid' rotates landmarks; expected far_rope='none'"
     if form.near_rotary is not None and angles_of(form, q.shape[-1]) is None:
         return "rotary is no `attention.Rotary` of whole heads; expected one"
-    if phi.name in SIGNED and form.near == "softmax" and gate is None:
-        return f"feature_map {phi.name} has no sign to share a softmax's normalizer; expected a gate"
-    if q.dtype == torch.float16 and phi.name in ("hedgehog", *UNBOUNDED):
-        return f"{phi.name} has weights below float16's smallest number; expected bfloat16 or float32"
-    width = q.shape[-1]
-    sizes = {"q": width, "v": v.shape[-1], "projection": rows_of(weights.projection, width)}
+    name = named(form.feature_map).name
+    if name in SIGNED and form.near == "softmax" and gate is None:
+        return f"feature_map {name} has no sign to share a softmax's normalizer; expected a gate"
     most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
-    for name, size in sizes.items():
-        if size > most:
-            return f"{name} has width {size} in {q.dtype}; expected at most {most}"
+    if (reason := unsupported_tiles(q, v, form.feature_map, weights.projection, most, most)) is not None:
+        return reason
     if form.block_size > WIDEST:
         return f"blocks have {form.block_size} tokens; expected at most {WIDEST}"
     if weights.pool_keys.shape[-2] > HIGHEST_RANK:

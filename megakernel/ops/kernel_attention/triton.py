@@ -33,6 +33,43 @@ OLDEST = 80
 """Compute capability of the oldest GPUs: on those before, tiles go to local memory by kilobytes."""
 
 
+def unsupported_features(q: Tensor, feature_map: FeatureMap | str) -> str | None:
+    """Why no kernel takes the features of these queries."""
+    form = named(feature_map)
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"q is {q.dtype}; expected bfloat16, float16 or float32"
+    if form.name not in SUPPORTED or form.smoothing:
+        given = f"{form.name} with smoothing" if form.smoothing else form.name
+        return f"feature_map is {given}; expected {', '.join(SUPPORTED)} without smoothing"
+    return None
+
+
+def unsupported_tiles(
+    q: Tensor,
+    v: Tensor,
+    feature_map: FeatureMap | str,
+    projection: Projection | None,
+    most: int,
+    most_values: int,
+) -> str | None:
+    """Why kernels that multiply tiles do not: the GPU, float16, or more numbers in a row than `most`."""
+    if (capability := capability_of(q.device)) < OLDEST:
+        return f"the GPU has compute capability {capability / 10}; expected at least {OLDEST / 10}"
+    name = named(feature_map).name
+    if q.dtype == torch.float16 and name in ("hedgehog", *UNBOUNDED):
+        return f"{name} has weights below float16's smallest number; expected bfloat16 or float32"
+    width = q.shape[-1]
+    sizes = {
+        "q": (width, most),
+        "v": (v.shape[-1], most_values),
+        "projection": (rows_of(projection, width), most),
+    }
+    for name, (size, limit) in sizes.items():
+        if size > limit:
+            return f"{name} has width {size} in {q.dtype}; expected at most {limit}"
+    return None
+
+
 def unsupported(
     q: Tensor,
     k: Tensor,
@@ -50,28 +87,17 @@ def unsupported(
     exchange_after: Exchange | None = None,
 ) -> str | None:
     """Why the kernels cannot take these arguments of `attend`; None where they can."""
-    form = named(feature_map)
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"q is {q.dtype}; expected bfloat16, float16 or float32"
-    if form.name not in SUPPORTED or form.smoothing:
-        given = f"{form.name} with smoothing" if form.smoothing else form.name
-        return f"feature_map is {given}; expected {', '.join(SUPPORTED)} without smoothing"
+    if (reason := unsupported_features(q, feature_map)) is not None:
+        return reason
     step = _step(feature_map, projection, causal, normalize, mass, priors, positions, initial_state, exchange)
     if step is not None and decode.unsupported(q, k, v, **step) is None:
         return None
-    if (capability := capability_of(q.device)) < OLDEST:
-        return f"the GPU has compute capability {capability / 10}; expected at least {OLDEST / 10}"
-    width = q.shape[-1]
     keys = 1 if priors is None else priors.shape[-1]
     if keys > MOST_KEYS.value:
         return f"priors are of {keys} keys of a position; expected at most {MOST_KEYS.value}"
-    sizes = {"q": width, "v": v.shape[-1], "projection": rows_of(projection, width)}
-    for name, size in sizes.items():
-        most = WIDEST_FLOAT32 if q.dtype == torch.float32 and name != "v" else WIDEST
-        if size > most:
-            return f"{name} has width {size} in {q.dtype}; expected at most {most}"
-    if q.dtype == torch.float16 and form.name in ("hedgehog", *UNBOUNDED):
-        return f"{form.name} has weights below float16's smallest number; expected bfloat16 or float32"
+    most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
+    if (reason := unsupported_tiles(q, v, feature_map, projection, most, WIDEST)) is not None:
+        return reason
     if not causal and isinstance(positions, Tensor):
         return "positions cut rows into documents that see both ways; expected whole rows"
     if exchange_after is not None:
