@@ -9,7 +9,7 @@ from tests.tiers import tiered
 from tests.unit.attention.test_scales import FORMS, Point, conditioning, inputs, layer, limit, run
 
 PRESETS = ("performer", "gmm_prf", "fastfood_prf", "hedgehog", "linear")
-LANDMARKS = ("flurka", "flurka_kernel", "flurka_performer", "flurka_rnn")
+LANDMARKS = ("flurka", "flurka_kernel", "flurka favor", "flurka_kernel favor")
 SCALES = (1.0, 5.0, 10.0, 30.0)
 POINTS = [
     *(Point(64, scale, length, torch.bfloat16) for scale in SCALES for length in (16, 64, 256)),
@@ -32,13 +32,12 @@ def test_kernels_are_finite_and_near_float64(name, width, scale, length, dtype, 
     point = Point(width, scale, length, dtype)
     # As many features as kernels take, where the preset has more.
     most = 64 if dtype == torch.float32 else 128
-    draws = {
-        "performer": most,
-        "flurka_performer": most,
-        "gmm_prf": most // 2,
-        "fastfood_prf": most,
-    }  # of each of two Gaussians
-    module = layer(name, True, point, **({"samples": draws[name]} if name in draws else {}))
+    draws = {"performer": most, "fastfood_prf": most, "gmm_prf": most // 2}  # of each of two Gaussians
+    features = {"samples": draws[name]} if name in draws else {}
+    name, *other = name.split()
+    if other:
+        features = {"name": other[0], "samples": most}
+    module = layer(name, True, point, **features)
     qkv, grad = inputs(name, point)
     monkeypatch.setenv("MEGAKERNEL_BACKEND", "chunked")
     exact = run(copy.deepcopy(module).double(), qkv, grad, torch.float64)

@@ -11,9 +11,7 @@ of this one. With the factor c_i of their sums (`Joined.factor`) and z_i, the gr
 
     dphi(q_i) = sum_s m_s (c_i do_i.v_s + z_i) phi(k_s)
 
-One normalizer: z_i = -c_i do_i.o_i, of what window and landmarks have in do_i.o_i: from the rounded o_i it would be
-off, which shows in the gradients of gamma and beta, sums of differences over all tokens. Gated: landmarks have a
-quotient of their own, so phi(q_i).dphi(q_i) = 0, from which z_i follows without its output.
+One normalizer: z_i = -c_i do_i.o_i. Gated: the same of the landmarks' own mean f_i / den(f_i).
 """
 
 import triton
@@ -252,7 +250,6 @@ def join_backward(
     row,
     shares,
     joined,
-    out,
     dq,
     dy,
     means,
@@ -305,59 +302,52 @@ def join_backward(
     if PHI.unbounded:
         r = load_numbers(queries.scale + key_head.to(tl.int64) * row.queries, at, end, C)
     of_near = tl.zeros((C,), tl.float32)
-    of_far = tl.zeros((C,), tl.float32)
 
-    # The mean of do_i.v_j under the weights of the output: of a gated one, what its window and landmarks have in it.
-    if NEAR.softmax:
-        outputs = load_rows(out + (numbers + at) * CUT.values, CUT.values, left, C, CUT.values, VP)
-        mean = tl.sum(do.to(tl.float32) * outputs.to(tl.float32), 1)
-    if NEAR.gated or not NEAR.softmax:
-        # Not from the rounded output: a quotient does not depend on the length of phi(q), so that its gradient stands
-        # across phi(q), and would not quite, which shows where few keys make up a sum.
-        fa, fb, _own = features_at(
-            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
+    # What window and landmarks have in do_i.o_i. Not from the rounded output: where few keys make up a sum, gradients
+    # are differences of nearly equal numbers.
+    fa, fb, _own = features_at(
+        queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
+    )
+    sums, _den, _r = sums_of_keys(
+        fa, fb, keys, state, row, key_head, entry, rows, first, begin, stop, r, CUT, PHI
+    )
+    of_far = factor * tl.sum(sums * do.to(tl.float32), 1)
+    qa, qb, _logs = window_tile(q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI)
+    for here in range(tl.min(starts, 0), stop, BK):
+        parts, _slopes, _ka, _kb = window_slopes(
+            qa,
+            qb,
+            do,
+            n,
+            level,
+            of_near,
+            window,
+            matrix,
+            row,
+            batch,
+            kv,
+            at,
+            rows,
+            starts,
+            end,
+            here,
+            CUT,
+            NEAR,
+            PHI,
         )
-        sums, _den, _r = sums_of_keys(
-            fa, fb, keys, state, row, key_head, entry, rows, first, begin, stop, r, CUT, PHI
-        )
-        of_far = factor * tl.sum(sums * do.to(tl.float32), 1)
+        of_near += tl.sum(parts, 1)
     if NEAR.gated:
         share = tl.sigmoid(-load_numbers(shares.gate + numbers, at, end, C))
         excess = tl.where(share == 0, 0.0, of_far / tl.where(share == 0, 1.0, share))
-        shift = mean - of_far
+        mean = of_near
+        moved = share * of_near - (1 - share) * of_far
     else:
-        share = load_numbers(joined.share + numbers, at, end, C)
-        if not NEAR.softmax:
-            qa, qb, _logs = window_tile(
-                q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
-            )
-            for here in range(tl.min(starts, 0), stop, BK):
-                parts, _slopes, _ka, _kb = window_slopes(
-                    qa,
-                    qb,
-                    do,
-                    n,
-                    level,
-                    of_near,
-                    window,
-                    matrix,
-                    row,
-                    batch,
-                    kv,
-                    at,
-                    rows,
-                    starts,
-                    end,
-                    here,
-                    CUT,
-                    NEAR,
-                    PHI,
-                )
-                of_near += tl.sum(parts, 1)
-            mean = of_near + of_far
-        excess = mean
-        shift = mean if NEAR.softmax else mean * n
-    tl.store(means + seats, shift, mask=inside)
+        excess = of_near + of_far
+        mean = excess if NEAR.softmax else excess * n
+        moved = of_far - load_numbers(joined.share + numbers, at, end, C) * excess
+    tl.store(means + seats, mean, mask=inside)
+    tl.store(queries.delta + seats, -factor * excess, mask=inside)
+    tl.store(change + seats, moved, mask=inside)
 
     slope = tl.zeros((C, MP), tl.float32)
     for half in tl.static_range(2 if PHI.two else 1):
@@ -376,7 +366,7 @@ def join_backward(
                     do,
                     n,
                     level,
-                    shift,
+                    mean,
                     window,
                     matrix,
                     row,
@@ -396,8 +386,6 @@ def join_backward(
             queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
         )
         fa, fb = fa.to(tl.float32), fb.to(tl.float32)
-        if NEAR.softmax and not NEAR.gated:
-            of_far += tl.sum(grad * (fb if half else fa), 1)
         slope += slope_of_half(half, grad, fb if half else fa, fa if half else fb, PHI)
     store_slope(q, tokens.row, left, projection, slope, of_token, of_projected, C, LEARNED, PHI)
 
@@ -410,13 +398,13 @@ def join_backward(
         grad_a = tl.zeros((C, HP), tl.float32)
         grad_b = tl.zeros((C, HP), tl.float32)
         for here in range(tl.min(starts, 0), stop, BK):
-            parts, slopes, ka, kb = window_slopes(
+            _parts, slopes, ka, kb = window_slopes(
                 qa,
                 qb,
                 do,
                 n,
                 level,
-                shift,
+                mean,
                 window,
                 matrix,
                 row,
@@ -431,17 +419,6 @@ def join_backward(
                 NEAR,
                 PHI,
             )
-            of_near += tl.sum(parts, 1)
             grad_a += dot(slopes, ka, dtype)
             grad_b += dot(slopes, kb, dtype)
         store_halves(of_token, grad_a, grad_b, window, NEAR.reach, left, NEAR.rotary, True, NEAR)
-    if NEAR.gated:
-        moved = share * of_near - (1 - share) * of_far
-    else:
-        if NEAR.softmax:
-            # `of_far` had the mean taken off, and the exact mean is what both parts have in it.
-            of_far += mean * share
-        excess = of_near + of_far
-        moved = of_far - share * excess
-    tl.store(queries.delta + seats, -factor * excess, mask=inside)
-    tl.store(change + seats, moved, mask=inside)

@@ -307,7 +307,7 @@ def backward(
         *(table, starts, windows, ends),
     )
     far, row, batch = call.far, call.row, len(k)
-    out, joined, landmarks, last = _parts(tuple(kept))
+    _out, joined, landmarks, last = _parts(tuple(kept))
     entering = State(*kept[10:13])
     learned = learned and matrix is not None
 
@@ -326,7 +326,7 @@ def backward(
     change = torch.empty_like(joined.factor)
     call.start(
         join_kernels.join_backward,
-        *(batch, queries, call.window, landmarks, call.matrix, entering, row, call.shares, joined, out),
+        *(batch, queries, call.window, landmarks, call.matrix, entering, row, call.shares, joined),
         *(dq, dy_q, means, change),
     )
     if far.stored:

@@ -56,7 +56,7 @@ CASES = [
 ]
 
 
-def layer(name: str, causal: bool, point: Point, **feature_map: object) -> AttentionLayer:
+def layer(name: str, causal: bool, point: Point, /, **feature_map: object) -> AttentionLayer:
     """A layer of `name`; cosines, whose sums cancel, with the smoothing that keeps them away from 0."""
     if may_divide_by_zero(FORMS[name]):
         feature_map["smoothing"] = 1.0
