@@ -10,8 +10,14 @@ from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention.arguments import Cut, Row, State
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.features import Phi, padded, phi_of
-from megakernel.ops.kernels.launch import LONGEST_CHUNK, capability_of, launch, segment_length
+from megakernel.ops.kernels.launch import PROGRAMS, capability_of, launch
 from megakernel.ops.state import KernelState
+
+LONGEST_CHUNK = 64
+"""Tokens of a chunk of rows that see both ways, which their segments are multiples of."""
+
+STATE_SHARE = 0.02
+"""Share of the bytes of q, k, v and out that their states may take on long rows."""
 
 FEATURES_AT_ONCE = 8
 """Rows of a state that one program passes from segment to segment."""
@@ -83,10 +89,21 @@ def state_of(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: int
 
 
 def segment_of(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
-    """Tokens of a segment. Without pairs, segments only share the work out, and states are as few as do that."""
-    if not causal:
-        return segment_length(phi, q, v, LONGEST_CHUNK)
-    return SEGMENT * max(1, phi.padded_features // 64)
+    """Tokens of a segment, a power of two of LONGEST_CHUNK that depends on shapes alone.
+
+    Without pairs, segments only share the work out. They are as long as leaves states STATE_SHARE of the memory of
+    q, k, v and out; where the batch is so small that this leaves fewer than PROGRAMS, as short as gives that many. Of
+    keys and queries the longer rows decide: both keep states in backward.
+    """
+    if causal:
+        return SEGMENT * max(1, phi.padded_features // 64)
+    batch, heads, queries, width = q.shape
+    key_heads, keys, values = v.shape[1:]
+    token = (heads + key_heads) * (width + values) * v.element_size()
+    state = key_heads * phi.padded_features * (padded(values) + 1) * 4
+    frugal = triton.next_power_of_2(triton.cdiv(int(state / STATE_SHARE), token))
+    parallel = triton.next_power_of_2(max(1, batch * key_heads * max(queries, keys) // PROGRAMS))
+    return max(LONGEST_CHUNK, min(frugal, max(parallel, 4 * LONGEST_CHUNK)))
 
 
 class Call(NamedTuple):

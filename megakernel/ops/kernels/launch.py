@@ -5,56 +5,15 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from megakernel.ops.kernels.features import INTERPRETED, Phi, padded
+from megakernel.ops.kernels.features import INTERPRETED
 
 PROGRAMS = 512
 """Programs that a launch should have at least: four on each processor of the largest chips."""
 
-STATE_SHARE = 0.02
-"""Share of the bytes of q, k, v and out that states may take on long rows."""
-
-
-LONGEST_CHUNK = 64
-"""Tokens of the longest chunk, which segments are multiples of."""
-
-
 FARTHEST = 2**20
 """Numbers between two rows of a tensor that kernels take as it is: tiles of 1,024 rows or fewer count in 32 bits."""
-
-
-class Tile(NamedTuple):
-    """What one program of a kernel holds."""
-
-    chunk: int
-    """C, tokens whose pairs are weighed one by one."""
-
-    values: int
-    """BV, columns of values."""
-
-    warps: int
-
-    stages: int = 1
-    """Chunks that are on their way from memory at once; more than one takes registers for its places."""
-
-
-def segment_length(phi: Phi, q: Tensor, v: Tensor, chunk: int) -> int:
-    """Tokens of a segment, a power of two of chunks.
-
-    Long enough that states take STATE_SHARE of the memory of q, k, v and out; where the batch is so small that this
-    leaves fewer than PROGRAMS segments, as short as gives that many. Where keys are few and queries many, or the other
-    way round, the longer rows decide: both keep states in backward. Depends on shapes alone.
-    """
-    batch, heads, queries, width = q.shape
-    key_heads, keys, values = v.shape[1:]
-    length = max(queries, keys)
-    token = ((heads + key_heads) * width + (heads + key_heads) * values) * v.element_size()
-    state = key_heads * phi.padded_features * (padded(values) + 1) * 4
-    frugal = triton.next_power_of_2(triton.cdiv(int(state / STATE_SHARE), token))
-    parallel = triton.next_power_of_2(max(1, batch * key_heads * length // PROGRAMS))
-    return max(chunk, min(frugal, max(parallel, 4 * chunk)))
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:

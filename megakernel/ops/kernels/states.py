@@ -30,23 +30,6 @@ def first_token(starts, row, place, length, start, PACKED: tl.constexpr):
 
 
 @triton.jit
-def load_state(sums, norms, column, half, MP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr):
-    """Half a state: its tile (MP, BV) from a column on, and its normalizer (MP,)."""
-    m = half * MP + tl.arange(0, MP)
-    tile = tl.load(sums + (m[:, None] * VP + (column + tl.arange(0, BV))[None, :]))
-    return tile, tl.load(norms + m)
-
-
-@triton.jit
-def store_state(tile, norm, sums, norms, column, half, MP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr):
-    """The inverse of `load_state`; the first columns' program stores the normalizer."""
-    m = half * MP + tl.arange(0, MP)
-    tl.store(sums + (m[:, None] * VP + (column + tl.arange(0, BV))[None, :]), tile)
-    if column == 0:
-        tl.store(norms + m, norm)
-
-
-@triton.jit
 def scales_of_addition(log, logs, alive, UNBOUNDED: tl.constexpr):
     """What a state (log scale `log`, kept where `alive`) and additions (C,) are multiplied by, and the new log scale.
 
