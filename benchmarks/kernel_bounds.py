@@ -4,7 +4,8 @@
     python -m benchmarks.kernel_bounds --only "elu d=128" --json
 
 A case's launches are noted down and compiled for sm_90, and their machine code is taken apart. From its loops, how
-often each runs (`LOOPS`) and the grid come lower bounds of a launch's time, each for the busiest of the processors:
+often the `for` statement that each comes from runs (`TRIPS`) and the grid come lower bounds of a launch's time, each
+for the busiest of the processors:
 
     issue    warp instructions, 4 a clock
     tensor   FLOPs of mma instructions at the rate of their kind; mma.sync has 63 % of wgmma's
@@ -19,6 +20,7 @@ neither is what torch does between launches.
 """
 
 import argparse
+import ast
 import json
 import math
 import os
@@ -26,9 +28,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +47,16 @@ INTEGER = (
     *("IMAD", "IADD3", "IADD", "LOP3", "SEL", "FSEL", "ISETP", "FSETP", "FMNMX", "IMNMX", "VIMNMX", "PRMT"),
     *("SHF", "LEA", "F2FP", "PLOP3", "FMNMX3"),
 )
+
+FIRST_DESIGN = {
+    "kernel_attention elu d=64": (0.055, 0.208),
+    "kernel_attention elu d=128": (0.227, 0.691),
+    "kernel_attention hedgehog d=64": (0.229, 1.505),
+    "kernel_attention hedgehog d=128": (1.645, 7.548),
+    "kernel_attention favor d=64": (0.112, 0.465),
+    "kernel_attention favor d=128": (0.629, 5.280),
+}
+"""Case -> forward, and forward and backward, in ms, of the kernels before these, which cut values into blocks."""
 
 UNITS = ("issue", "tensor", "special", "integer", "shared", "memory")
 LENGTH = 16384
@@ -105,22 +119,43 @@ class Instruction(NamedTuple):
 
 
 class Code:
-    """The machine code of a kernel, and its loops."""
+    """The machine code of a kernel, and its loops, from a listing with the lines of its source."""
 
     def __init__(self, listing: str):
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
+        self.lines: list[tuple[str, int]] = []
+        line_of_source = ("", 0)
         for line in listing.splitlines():
             if match := re.match(r"\s*(\.L_x_\d+):", line):
                 self.labels[match[1]] = len(self.instructions)
+            elif match := re.match(r'\s*//## File "([^"]+)", line (\d+)', line):
+                line_of_source = (match[1], int(match[2]))
             elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
                 self.instructions.append(Instruction(match[1]))
+                self.lines.append(line_of_source)
         self.reached = self._reached()
         self.loops = sorted(self._loops(), key=lambda body: (min(body), -len(body)))
 
-    def depths(self) -> dict[int, int]:
-        """Instruction that is run -> the number of loops around it."""
-        return {i: sum(i in body for body in self.loops) for i in self.reached}
+    def times(self, trips: Callable[[str], float]) -> dict[int, float]:
+        """Instruction that is run -> how often, given what a `for` statement goes through -> how many times it runs."""
+        times = dict.fromkeys(self.reached, 1.0)
+        for body in self.loops:
+            outer = {self._statement(other) for other in self.loops if body < other}
+            often = trips(self._statement(body, outer))
+            for i in body:
+                times[i] *= often
+        return times
+
+    def _statement(self, body: set[int], without: Collection[str] = ()) -> str:
+        """What the `for` statement of the source goes through that most instructions of a loop stand in."""
+        found: Counter[str] = Counter()
+        for i in body:
+            file, line = self.lines[i]
+            found.update(text for text in _statements(file, line) if text not in without)
+        if not found:
+            raise ValueError(f"no for statement for the loop at instruction {min(body)}; look at the listing")
+        return found.most_common(1)[0][0]
 
     def _next(self, i: int) -> list[int]:
         """Where an instruction may lead; functions that it calls aside."""
@@ -188,6 +223,19 @@ class Code:
         return len(body) < 3 or (len(body) < 16 and asks)
 
 
+@cache
+def _loops_of(file: str) -> tuple[tuple[int, int, str], ...]:
+    """First and last line of the `for` statements of a file, and what they go through."""
+    tree = ast.parse(Path(file).read_text()) if file.endswith(".py") else ast.Module([], [])
+    loops = (node for node in ast.walk(tree) if isinstance(node, ast.For))
+    return tuple((node.lineno, node.end_lineno or node.lineno, ast.unparse(node.iter)) for node in loops)
+
+
+def _statements(file: str, line: int) -> list[str]:
+    """What the `for` statements around a line go through."""
+    return [text for first, last, text in _loops_of(file) if first <= line <= last]
+
+
 def _dominators(into: list[list[int]]) -> list[set[int]]:
     """Blocks that all ways to a block lead through, given those that lead into each."""
     dominators = [{0}, *(set(range(len(into))) for _ in into[1:])]
@@ -202,25 +250,47 @@ def _dominators(into: list[list[int]]) -> list[set[int]]:
     return dominators
 
 
-def _segments(launch: Any) -> tuple[float, ...]:
-    """Kernels of kernel attention: chunks of a segment; inside, columns of a projection."""
-    options = launch.options
-    phi = options["PHI"]
-    return options["SEGMENT"] / options["C"], phi.padded_width / phi.columns
+Sizes = Any
+"""The compile-time arguments of a launch: CUT, NEAR and PHI, see the arguments of the kernels."""
 
 
-def _states(launch: Any) -> tuple[float, ...]:
-    """Segments of a row."""
-    return (LENGTH / launch.options["SEGMENT"],)
+def _pairs(x: Sizes) -> float:
+    """Blocks of the keys of a segment that a tile of queries meets, on average over its tiles."""
+    if not x.CUT.rank:
+        return (x.CUT.segment + x.CUT.chunk) / 2 / x.CUT.block
+    ends = range(x.CUT.chunk, x.CUT.segment + 1, x.CUT.chunk)
+    met = [math.ceil((end - 1) // x.CUT.block_size * x.CUT.rank / x.CUT.block) for end in ends]
+    return sum(met) / len(met)
 
 
-LOOPS: dict[str, Callable[[Any], tuple[float, ...]]] = {
-    **dict.fromkeys(
-        ("write_keys", "read", "pull_queries", "write_queries", "pull_values", "pull_keys"), _segments
+def _queries(x: Sizes) -> float:
+    """Blocks of the queries of a segment that a tile of keys meets, likewise."""
+    tokens = x.CUT.chunk // x.CUT.rank * x.CUT.block_size if x.CUT.rank else x.CUT.chunk
+    return (x.CUT.segment + tokens) / 2 / x.CUT.block
+
+
+def _window(x: Sizes, block: int) -> float:
+    """Blocks of a row that a tile meets through windows."""
+    reach = (x.NEAR.blocks - 1) * x.NEAR.block_size + max(x.CUT.chunk, x.NEAR.block_size)
+    return reach / block
+
+
+TRIPS: dict[str, Callable[[Sizes], float]] = {
+    "range(0, PHI.padded_width, PHI.columns)": lambda x: x.PHI.padded_width / x.PHI.columns,
+    "range(begin, end, C)": lambda x: max(1.0, x.CUT.span / x.CUT.chunk),
+    "range(first_key(begin, CUT), keys_before(stop, row, CUT), BK)": _pairs,
+    "range(first_key(begin, CUT), keys_before(stop, row, CUT), CUT.block)": _pairs,
+    "range(token_of(at, CUT), tl.minimum(stop, row.queries), BQ)": _queries,
+    "range(tl.min(starts, 0), stop, BK)": lambda x: _window(x, x.CUT.block),
+    "range(G * steps)": lambda x: x.CUT.group * _window(x, x.CUT.block),
+    "range(tl.maximum(nearest, 0) // B, tl.minimum((nearest + C + B - 2) // B + 1, blocks))": (
+        lambda x: 1 + x.CUT.chunk / x.NEAR.block_size
     ),
-    "pass_states": _states,
+    "range(part * EACH, tl.minimum(part * EACH + EACH, blocks))": lambda x: x.EACH,
+    "range(G)": lambda x: x.CUT.group,
+    "range(segments)": lambda x: LENGTH / x.SEGMENT,
 }
-"""Kernel -> how often loops run per entry into them, by the number of loops around them."""
+"""What a `for` statement of a kernel goes through -> how often it runs in a row of LENGTH tokens."""
 
 
 class Bound(NamedTuple):
@@ -258,12 +328,11 @@ def bound_of(launch: Any, backward: bool) -> Bound:
     taken = resources(kernel)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        command = [knobs.nvidia.nvdisasm.path, "-c", "-g", file.name]
         code = Code(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    trips = LOOPS[launch.kernel.__name__](launch)
+    sizes = SimpleNamespace(**launch.options)
     clocks = dict.fromkeys(UNITS[:-1], 0.0)
-    for place, depth in code.depths().items():
-        times = math.prod(trips[:depth])
+    for place, times in code.times(lambda text: TRIPS[text](sizes)).items():
         for unit, taken_of in code.instructions[place].clocks.items():
             clocks[unit] += times * taken_of
     programs = math.prod(launch.grid)
@@ -293,11 +362,15 @@ def _bytes(launch: Any) -> int:
 
 def cases() -> dict[str, Callable[[], None]]:
     """Name -> a call of an op with gradients; imported late, for triton must not find TRITON_INTERPRET."""
-    from benchmarks.kernel_cases import kernel_attention_case
+    from benchmarks.kernel_cases import flurka_case, kernel_attention_case
 
     case = partial(partial, kernel_attention_case, length=LENGTH, heads=HEADS)
+    flurka = partial(partial, flurka_case, "hedgehog", blocks=2, length=LENGTH, heads=HEADS)
     maps = ("elu", "hedgehog", "favor")
-    return {f"kernel_attention {name} d={width}": case(name, width) for name in maps for width in (64, 128)}
+    return {
+        **{f"kernel_attention {name} d={width}": case(name, width) for name in maps for width in (64, 128)},
+        **{f"flurka hedgehog gated, 2 blocks, d={width}": flurka(width) for width in (64, 128)},
+    }
 
 
 def bounds(case: Callable[[], None]) -> list[Bound]:
@@ -307,7 +380,7 @@ def bounds(case: Callable[[], None]) -> list[Bound]:
     with noting() as launches:
         case()
     # What reads the states of keys ends the forward.
-    last = next(i for i, launch in enumerate(launches) if launch.kernel.__name__ == "read")
+    last = next(i for i, launch in enumerate(launches) if launch.kernel.__name__ in ("read", "join"))
     return [bound_of(launch, index > last) for index, launch in enumerate(launches)]
 
 
@@ -326,12 +399,12 @@ def page(results: dict[str, list[Bound]]) -> str:
         f"`python -m benchmarks.kernel_bounds`, triton {triton.__version__}, compiled for sm_90: lower bounds for an "
         f"H200, no times. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The module says what is counted.",
         "",
-        "| case | forward, ms | forward and backward, ms |",
-        "|---|---|---|",
+        "| case | forward, ms | forward and backward, ms | the first design's | |",
+        "|---|---|---|---|---|",
     ]
     for name, found in results.items():
-        forward, both = sums(found)
-        lines.append(f"| {name} | {forward:.3f} | {both:.3f} |")
+        numbers = (f"{x:.3f}" for x in (*sums(found), *FIRST_DESIGN.get(name, ())))
+        lines.append("| " + " | ".join((name, *numbers)) + " |")
     header = ("case", "launch", "programs", "warps", "registers", "spilled bytes", "binds", *UNITS)
     lines += ["", "By launch, ms:", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for name, found in results.items():

@@ -118,11 +118,12 @@ def in_range(found: Found, again: Callable[[], Found]) -> tuple[Tensor, Any]:
     """The output (..., N, D) and what is left behind, of `again` where rows are lost: the same in float64.
 
     Its smallest number is the eighth power of float32's. Rows that are not lost keep their bits, whatever later tokens
-    did to other rows. A compiled graph and tensors without numbers cannot look; there, lost rows are 0.
+    did to other rows. A compiled or captured graph and tensors without numbers cannot look; there, lost rows are 0.
     Looking makes the host wait for a GPU, once a call.
     """
     (out, *lost), left = found
     blind = torch.compiler.is_compiling() or out.is_meta
+    blind = blind or (out.is_cuda and torch.cuda.is_current_stream_capturing())
     if blind or not lost or out.dtype == torch.float64 or not lost[0].any():
         return out, left
     (wide_out, *_), left = again()

@@ -10,6 +10,7 @@ a barrier between, some of them may load instead.
 import json
 import re
 import sys
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -18,6 +19,25 @@ RESULT = re.compile(r"^\s*(%\w+)(?::\d+)? = (?:\"?)([\w.]+)")
 VALUE = re.compile(r"%\w+")
 SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
 SUMS = ("arith.addi", "arith.subi", "arith.muli", "arith.select", "arith.minsi", "arith.maxsi")
+PARAMETER = re.compile(r"(%\w+): (?:!tt\.ptr<\w+>|\w+)")
+
+
+def parts(value: object, name: str) -> Iterator[str]:
+    """Names of what a kernel's argument becomes: its parts one by one, without None and 1, which it is compiled for."""
+    if isinstance(value, tuple):
+        for part, field in zip(value, getattr(value, "_fields", map(str, range(len(value))))):
+            yield from parts(part, f"{name}_{field}")
+    elif value is not None and not (isinstance(value, int) and value == 1):
+        yield name
+
+
+def with_names(text: str, arguments: Iterable[object], names: Iterable[str]) -> str:
+    """A kernel's TTIR, in which the parts of tuples are numbered, with their names: %keys_3 as %keys_columns_row."""
+    told = [x for value, name in zip(arguments, names) for x in parts(value, name)]
+    found = PARAMETER.findall(text.split("tt.func")[1].split("{\n")[0])
+    assert len(found) == len(told), (found, told)
+    named = dict(zip(found, told))
+    return VALUE.sub(lambda match: f"%{named[match[0]]}" if match[0] in named else match[0], text)
 
 
 def products(text: str) -> list[str]:
@@ -26,22 +46,26 @@ def products(text: str) -> list[str]:
     rows: set[str] = set()
     found = []
     for line in text.splitlines():
+        # Regions beside each other use names again.
         for inner, outer in re.findall(r"(%\w+) = (%\w+)", line):  # what a loop carries
-            if outer in strides:
-                strides.add(inner)
+            (strides.add if outer in strides else strides.discard)(inner)
         match = RESULT.match(line)
-        if match is None or "i64" in line.split(" loc(")[0].rsplit(":", 1)[-1]:
+        if match is None:
             continue
         name, operation = match.groups()
         operands = VALUE.findall(line.split("=", 1)[1])
-        if operation == "tt.make_range" or (operation in SAME and operands[0] in rows):
-            rows.add(name)
-        if operation == "arith.minsi" and any(x in rows for x in operands):
-            rows.add(name)
+        of_rows = any(x in rows for x in operands[: 1 if operation in SAME else None])
+        of_strides = any(x in strides for x in operands)
         kinds = {"stride" if x in strides else "row" if x in rows else "" for x in operands}
+        rows.discard(name)
+        strides.discard(name)
+        if "i64" in line.split(" loc(")[0].rsplit(":", 1)[-1]:
+            continue
+        if operation == "tt.make_range" or (operation in (*SAME, "arith.minsi") and of_rows):
+            rows.add(name)
         if operation == "arith.muli" and "stride" in kinds and "row" not in kinds:
             found.append(line.strip().split(" loc(")[0])
-        if operation in SAME + SUMS and any(x in strides for x in operands):
+        if operation in SAME + SUMS and of_strides:
             strides.add(name)
     return found
 
@@ -77,7 +101,7 @@ def main() -> int:
             out = call()
             out.backward(torch.empty_like(out))
     for launch in launches:
-        text = intermediate(launch, 90)
+        text = with_names(intermediate(launch, 90), launch.arguments, launch.kernel.arg_names)
         name = f"{launch.kernel.__module__}.{launch.kernel.__name__}".removeprefix("megakernel.ops.")
         print(json.dumps([name, products(text), sorted(reused(text))]))
     return 0

@@ -1,16 +1,29 @@
-"""What is counted in machine code: loops, how deep instructions stand in them, and what each takes of a processor."""
+"""What is counted in machine code: loops, how often instructions run, and what each takes of a processor."""
+
+import pytest
 
 from benchmarks.kernel_bounds import Code, Instruction
 
+SOURCE = """
+for outer in range(5):
+    for inner in range(outer):
+        work(inner)
+    rest(outer)
+"""
+
 LISTING = """
+\t//## File "PLACE", line 3
  .L_x_0:
         /*0010*/                   MOV R1, R2 ;
+\t//## File "PLACE", line 4
  .L_x_1:
         /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
         /*0030*/                   LDS.128 R4, [R2] ;
         /*0040*/              @!P0 BRA `(.L_x_1) ;
+\t//## File "PLACE", line 5
         /*0050*/                   IMAD R3, R3, R3, R3 ;
         /*0060*/               @P1 BRA `(.L_x_0) ;
+\t//## File "PLACE", line 1
         /*0070*/                   MUFU.EX2 R1, R2 ;
         /*0080*/                   EXIT ;
         /*0090*/                   NOP ;
@@ -20,8 +33,18 @@ LISTING = """
 def test_loops_are_found_with_what_is_in_them():
     code = Code(LISTING)
     assert [sorted(body) for body in code.loops] == [[0, 1, 2, 3, 4, 5], [1, 2, 3]]
+
+
+def test_instructions_run_as_often_as_the_for_statements_around_them_say(tmp_path):
+    (tmp_path / "kernel.py").write_text(SOURCE)
+    code = Code(LISTING.replace("PLACE", str(tmp_path / "kernel.py")))
+    times = code.times({"range(5)": 5.0, "range(outer)": 2.0}.__getitem__)
     # What nothing leads to is not counted.
-    assert code.depths() == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1, 6: 0, 7: 0}
+    assert times == {0: 5, 1: 10, 2: 10, 3: 10, 4: 5, 5: 5, 6: 1, 7: 1}
+    with pytest.raises(ValueError, match="no for statement for the loop at instruction 0"):
+        Code(
+            LISTING.replace("line 3", "line 1").replace("line 4", "line 1").replace("line 5", "line 1")
+        ).times(len)
 
 
 def test_loops_that_wait_for_a_barrier_are_none():

@@ -9,20 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from megakernel.ops.kernel_attention.arguments import Rows
 from megakernel.ops.kernel_attention.launches import FEATURES_AT_ONCE
 from megakernel.ops.kernels.features import padded
 from megakernel.ops.kernels.launch import FARTHEST, rows_together
-from tests.kernels.compiled import products
+from tests.kernels.compiled import products, with_names
 
-KERNELS = 21
+KERNELS = 17
 """All that there are."""
 
 REUSED = {
-    ("flurka_attention.pool_kernels.pool", "marks"): "a barrier stands between",
-    ("flurka_attention.key_kernels.pull_keys", "dk"): "a barrier stands between",
-    ("flurka_attention.query_kernels.pull_queries", "dq"): "a thread adds to its own numbers",
-    ("flurka_attention.query_kernels.pull_queries", "dy"): "a thread adds to its own numbers",
-    ("kernels.states.pass_states", "sums"): "a thread turns its own numbers",
+    ("flurka_attention.join_kernels.join_backward", "dq"): "a barrier stands between",
+    ("flurka_attention.join_kernels.join_backward", "queries_tokens_features"): "a barrier stands between",
+    ("flurka_attention.window_kernels.window_backward", "dk"): "a barrier stands between",
+    ("kernel_attention.kernels.write_keys", "keys_tokens_features"): "a barrier stands between",
+    ("kernel_attention.kernels.read", "scale"): "the old and the new number give the same maximum",
+    ("kernel_attention.kernels.write_keys", "keys_tokens_logs"): "a barrier stands between",
+    ("kernel_attention.query_kernels.bwd_dq", "queries_tokens_features"): "a barrier stands between",
+    ("kernels.states.pass_states", "added_sums"): "a thread turns its own numbers",
 }
 """(kernel, argument) that is loaded and stored -> why no thread loads what another has stored over."""
 
@@ -40,6 +44,13 @@ OVERFLOWS = """
 
 def test_products_of_strides_are_found():
     assert products(OVERFLOWS) == ["%short = arith.muli %sum, %g : i32"]
+
+
+def test_strides_in_tuples_have_their_names():
+    numbered = OVERFLOWS.replace("%q:", "%q_0:").replace("%q_head", "%q_1").replace("%q_row", "%q_2")
+    named = Rows(torch.empty(1), batch=1, head=32, row=64)  # a stride of 1 is not passed
+    assert products(numbered) == []
+    assert products(with_names(numbered, [named], ["q"])) == products(OVERFLOWS)
 
 
 @pytest.fixture(scope="module")

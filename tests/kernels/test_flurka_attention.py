@@ -10,7 +10,7 @@ from torch import Tensor
 from megakernel.attention import Rotary
 from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention
 from megakernel.ops.feature_maps import FEATURE_MAPS
-from megakernel.ops.flurka_attention import launches
+from megakernel.ops.flurka_attention import operators
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from megakernel.ops.phi import start_state
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
@@ -29,7 +29,7 @@ BLOCK, RANK = 16, 4
 @pytest.fixture
 def short_segments(monkeypatch):
     """Two chunks between states, so that short rows have several."""
-    monkeypatch.setattr(launches, "segment_chunks", lambda *_: 2)
+    monkeypatch.setattr(operators, "segment_blocks", lambda *_: 2)
 
 
 def tokens(

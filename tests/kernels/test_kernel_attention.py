@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops import KernelState, kernel_attention
-from megakernel.ops.kernels import launch
+from megakernel.ops.kernel_attention import launches
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
+from megakernel.ops.kernels.launch import noting
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
 from tests.tiers import tiered
 
@@ -25,7 +26,7 @@ SIGNED = ("identity", "rks")
 @pytest.fixture
 def short_segments(monkeypatch):
     """Two chunks between states, so that short rows have several."""
-    monkeypatch.setattr(launch, "segment_length", lambda phi, q, v, chunk: 2 * chunk)
+    monkeypatch.setattr(launches, "segment_of", lambda phi, q, v, causal: 2 * launches.LONGEST_CHUNK)
 
 
 def tokens(
@@ -312,15 +313,30 @@ def test_what_kernels_cannot_take_is_named(changes, message, draw, device):
         run("triton", leaves, feature_map="elu")
 
 
+@pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
+def test_float16_is_not_for_exponentials_of_projected_tokens(feature_map, draw, device):
+    leaves = tokens(draw, device, torch.float16, feature_map=feature_map, length=8)
+    with pytest.raises(
+        ValueError, match="weights below float16's smallest number; expected bfloat16 or float32"
+    ):
+        run("triton", leaves, feature_map=feature_map)
+
+
+def test_gpus_that_are_too_old_are_named(draw, device):
+    leaves = tokens(draw, device, torch.bfloat16, length=8)
+    with noting(75), pytest.raises(ValueError, match=r"compute capability 7\.5; expected at least 8\.0"):
+        run("triton", leaves, feature_map="elu")
+
+
 def test_few_keys_leave_as_few_states_as_many():
     """Both ways, queries keep states for backward: 256 landmarks must not make them as many as 256 tokens had."""
     from megakernel.ops.kernels.features import phi_of
 
     phi = phi_of("elu", 128, None)
     q = torch.empty(1, 16, 65536, 128, dtype=torch.bfloat16, device="meta")
-    alone = launch.tiles(phi, q, q).segment
-    assert launch.tiles(phi, q, q[:, :, :256]).segment == alone >= 2048
-    assert launch.tiles(phi, q[:, :, :256], q).segment == alone
+    alone = launches.segment_of(phi, q, q, False)
+    assert launches.segment_of(phi, q, q[:, :, :256], False) == alone >= 2048
+    assert launches.segment_of(phi, q[:, :, :256], q, False) == alone
 
 
 def test_mixtures_of_too_many_keys_are_named(draw, device):
@@ -329,13 +345,13 @@ def test_mixtures_of_too_many_keys_are_named(draw, device):
         run("triton", leaves, feature_map="elu", priors=torch.ones(1, 17, device=device))
 
 
-def test_segments_keep_states_under_two_percent():
-    from megakernel.ops.kernels.features import phi_of
-
-    for feature_map, rows in (("elu", None), ("hedgehog", 128)):
-        phi = phi_of(feature_map, 128, rows)
-        for length in (131072, 1048576):
-            q = torch.empty(1, 16, length, 128, dtype=torch.bfloat16, device="meta")
-            segments = launch.tiles(phi, q, q).segments
-            states = 16 * segments * phi.padded_features * 129 * 4
-            assert states <= 0.02 * 4 * q.numel() * 2 * (1 if length > 131072 or feature_map == "elu" else 2)
+@pytest.mark.parametrize(("feature_map", "rows"), [("elu", None), ("favor", 128), ("hedgehog", 128)])
+def test_states_take_less_than_a_quarter_of_the_tokens(feature_map, rows):
+    for heads, kv_heads in ((16, 16), (16, 4)):
+        q, k = (
+            torch.empty(1, n, 131072, 128, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads)
+        )
+        matrix = None if rows is None else torch.empty(rows, 128, device="meta")
+        call = launches.Call.of(q, k, k, matrix, None, feature_map, 1, True, 0)
+        states = sum(x.numel() * x.element_size() for x in call.sums_of_segments(k, k.shape[2]))
+        assert states <= (q.numel() + k.numel()) * 2 * 2 / 4

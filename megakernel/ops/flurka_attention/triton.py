@@ -1,10 +1,9 @@
-"""Causal FLuRKA by Triton kernels: three launches forward, seven backward.
+"""Causal FLuRKA by Triton kernels: four launches forward, six or seven backward.
 
-Forward pools blocks into landmarks and sums up each segment's, passes the sums on to the states that enter the segments
-(small), and reads: far part, window and their join at once. Backward pulls at queries through their windows and through
-landmarks, gathers the pulls of queries into states from the right, hands those to the landmarks, and through them and
-the windows to keys, values, E and F. Between the two nothing is kept but the inputs, the output, two numbers per token
-(three of unbounded maps), the landmarks, and one state per segment.
+Forward pools blocks into landmarks, sums up each segment's, passes the sums on to the states that enter the segments
+(small), and joins window and landmarks. Backward gives the gradients of queries through both, sums queries into states
+from the right, hands those to the landmarks, and through them and the windows to keys, values, E and F. Between the two
+nothing is kept but the inputs, the output, two or three numbers per token, the landmarks, and one state per segment.
 """
 
 from typing import Any
@@ -14,14 +13,16 @@ from torch import Tensor
 
 from megakernel.ops.documents import Positions, open_documents
 from megakernel.ops.feature_maps import named
-from megakernel.ops.flurka_attention import launched  # noqa: F401 - registers the op
+from megakernel.ops.flurka_attention import chunked, operators
 from megakernel.ops.flurka_attention.form import Form, Weights
-from megakernel.ops.flurka_attention.launches import ANGLES, Shape
 from megakernel.ops.flurka_attention.places import places_of, sees_far
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
-from megakernel.ops.kernels.features import SUPPORTED, phi_of
-from megakernel.ops.projections import dense, rows_of
-from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
+from megakernel.ops.kernels.features import phi_of
+from megakernel.ops.kernels.launch import is_noting
+from megakernel.ops.projections import dense
+from megakernel.ops.state import EMPTY, Exchange, KernelState
+from megakernel.ops.sums import Found, in_range
 from megakernel.ops.window import Tail, empty_tail
 
 WIDEST = 128
@@ -33,6 +34,9 @@ WIDEST_FLOAT32 = 16
 
 HIGHEST_RANK = 64
 """r likewise."""
+
+ANGLES = 256
+"""Places beside a window for which there are angles: a tile of queries and one of keys."""
 
 SIGNED = ("identity", "rks")
 """Maps whose sums may be negative."""
@@ -52,26 +56,20 @@ def unsupported(
     exchange: Exchange | None = None,
 ) -> str | None:
     """Why the kernels cannot take these arguments of `attend`; None where they can."""
-    phi = named(form.feature_map)
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"q is {q.dtype}; expected bfloat16, float16 or float32"
-    if phi.name not in SUPPORTED or phi.smoothing:
-        given = f"{phi.name} with smoothing" if phi.smoothing else phi.name
-        return f"feature_map is {given}; expected {', '.join(SUPPORTED)} without smoothing"
+    if (reason := unsupported_features(q, form.feature_map)) is not None:
+        return reason
     if weights.priors is not None:
         return "priors are given, for several keys at a position; expected one"
     if form.far_rotary is not None:
         return "far_rope='centroid' rotates landmarks; expected far_rope='none'"
     if form.near_rotary is not None and angles_of(form, q.shape[-1]) is None:
         return "rotary is no `attention.Rotary` of whole heads; expected one"
-    if phi.name in SIGNED and form.near == "softmax" and gate is None:
-        return f"feature_map {phi.name} has no sign to share a softmax's normalizer; expected a gate"
-    width = q.shape[-1]
-    sizes = {"q": width, "v": v.shape[-1], "projection": rows_of(weights.projection, width)}
+    name = named(form.feature_map).name
+    if name in SIGNED and form.near == "softmax" and gate is None:
+        return f"feature_map {name} has no sign to share a softmax's normalizer; expected a gate"
     most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
-    for name, size in sizes.items():
-        if size > most:
-            return f"{name} has width {size} in {q.dtype}; expected at most {most}"
+    if (reason := unsupported_tiles(q, v, form.feature_map, weights.projection, most, most)) is not None:
+        return reason
     if form.block_size > WIDEST:
         return f"blocks have {form.block_size} tokens; expected at most {WIDEST}"
     if weights.pool_keys.shape[-2] > HIGHEST_RANK:
@@ -98,16 +96,20 @@ def attend(
     tail: Tail | None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, KernelState, Tail]:
-    """Arguments and results of `chunked.attend`, in bfloat16, float16 or float32."""
+    """Arguments and results of `chunked.attend`, in bfloat16, float16 or float32.
+
+    Of unbounded maps rows can get lost, which are then made again: see `kernel_attention.triton.attend`.
+    """
     b, reach = form.block_size, form.block_size * form.blocks
     left = (empty_tail(k, v, reach) if tail is None else tail).after(k, v)
     places = places_of(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)
+    keys, values, logits = k, v, gate
     if tail is not None and places.before:
-        k, v = torch.cat([tail.keys, k], 2), torch.cat([tail.values, v], 2)
+        keys, values = torch.cat([tail.keys, k], 2), torch.cat([tail.values, v], 2)
     matrix = dense(weights.projection, q.shape[-1])
     phi = phi_of(form.feature_map, q.shape[-1], None if matrix is None else matrix.shape[-2])
     name = named(form.feature_map)
-    shape = Shape(
+    shape = operators.Form(
         name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest
     )
     mass = torch.full((k.shape[1],), b / weights.pool_keys.shape[-2], dtype=torch.float32, device=q.device)
@@ -116,7 +118,7 @@ def attend(
     far_weight = mass.new_zeros(q.shape[1])
     if gate is not None:
         # Without a far block the near part alone, exactly.
-        gate = gate.to(torch.float32).masked_fill(~sees_far(positions, q, reach), torch.inf)
+        logits = gate.to(torch.float32).masked_fill(~sees_far(positions, q, reach), torch.inf)
     elif weights.far_weight is not None:
         far_weight = weights.far_weight.to(torch.float32)
     table = None
@@ -127,17 +129,34 @@ def attend(
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
     tables = (table, places.starts, places.windows, places.ends)
 
-    def run(queries: Tensor, logits: Tensor | None, first: KernelState | None):
+    def run(queries: Tensor, logits: Tensor | None, first: KernelState | None) -> tuple[Tensor, KernelState]:
         tile = (None, None, None) if first is None else tiles_of(first, phi, v.shape[-1])
-        out, *_, sums, norms, logs = torch.ops.megakernel.flurka_attention(
-            queries, k, v, matrix, *pools, mass, logits, far_weight, *tables, *tile, *shape
+        out, factor, _, scale, *_, sums, norms, logs = operators.forward(
+            queries, keys, values, matrix, *pools, mass, logits, far_weight, *tables, *tile, *shape
         )
-        return out, state_of(sums, norms, logs, phi, v.shape[-1])
+        last = state_of(sums, norms, logs, phi, v.shape[-1])
+        if not phi.unbounded or is_noting():
+            return out, last
+        lost = (factor == 0) & (scale > EMPTY / 2).repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+        def again() -> Found:
+            wide, *_ = chunked.attend(
+                *(x.double() for x in (queries, k, v)),
+                form=form,
+                weights=weights,
+                gate=gate,
+                positions=positions,
+                far=far if first is None else first,
+                tail=tail,
+            )
+            return (wide,), last
+
+        return in_range(((out, lost), last), again)
 
     if exchange is None:
-        out, state = run(q, gate, None if tail is None else far)
+        out, state = run(q, logits, None if tail is None else far)
         return out, state, left
     # What these keys add, as the state behind a row without queries of its own.
     _, own = run(q[:, :, :0], None, None)
     pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
-    return run(q, gate, pending.wait())[0], own, left
+    return run(q, logits, pending.wait())[0], own, left

@@ -1,267 +1,274 @@
-"""Triton kernels of FLuRKA's backward inside windows: the gradients of queries, and what `key_kernels` shares.
+"""Triton kernels of the exact part of FLuRKA: what windows compare, and the gradients of keys and values.
 
-Programs hold whole rows and carry nothing: a token meets at most the b blocks tokens before it. With the weights w_ij
-of a window and n_i, what they are multiplied by (`device.near_factor`):
+A window compares a token with its keys by exp(q.k / sqrt(d)) or by phi(q).phi(k). Both are products of two halves:
+under a softmax the halves of q and k, each wide enough for a rotation, which turns one against the other; under phi the
+halves of its features. With the weights w_ij of a window, and n_i, what they are multiplied by (`near_factor`):
 
-    dv_j = sum_i n_i w_ij do_i    ds_ij = n_i w_ij (do_i.v_j - delta_i)    delta_i = do_i.o_i
+    dv_j = sum_i n_i w_ij do_i    ds_ij = w_ij (n_i do_i.v_j - mean_i)
 
-for scores s = q.k / sqrt(d), where o_i is the mean over the window alone if it is gated. Under phi, n_i (do_i.v_j -
-delta_i) is the gradient of phi(q_i).phi(k_j).
+for scores s = q.k / sqrt(d). mean_i is that of do_i.v_j under the weights of the output; of a gated window, under
+its own, times the gate. Under phi, ds_ij / w_ij is the gradient of phi(q_i).phi(k_j).
 """
 
 import triton
 import triton.language as tl
 
-from megakernel.ops.flurka_attention.device import (
-    near_factor,
-    products,
-    turned,
-    window_start,
-    window_tile,
+from megakernel.ops.flurka_attention.arguments import angles, block_end, window_start
+from megakernel.ops.kernel_attention.arguments import head_at, load_numbers, matrix_of
+from megakernel.ops.kernels.features import (
+    EMPTY,
+    dot,
+    exp,
+    exp2,
+    load_rows,
+    once,
+    phi,
+    rounded,
+    store_gradient,
+    store_rows,
 )
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, store_gradient, store_rows
 
 
 @triton.jit
-def window_weights(
-    similar, logs, level, visible, SHARP: tl.constexpr, SOFTMAX: tl.constexpr, UNBOUNDED: tl.constexpr
+def turned(first, second, table, NEAR: tl.constexpr, BACK: tl.constexpr):
+    """Halves (C, DH) rotated by the angles of consecutive places: `table` has rows of cosines, then sines."""
+    rows, columns = tl.arange(0, first.shape[0])[:, None], tl.arange(0, NEAR.padded_half)[None, :]
+    # Constant offsets, unlike those of `load_rows`, which would stay in registers through a loop.
+    places = table + (rows * (2 * NEAR.half) + columns)
+    cos = tl.load(places, mask=columns < NEAR.half, other=0.0)
+    sin = tl.load(places + NEAR.half, mask=columns < NEAR.half, other=0.0)
+    sin = -sin if BACK else sin
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def window_tile(
+    x,
+    stride,
+    count,
+    window,
+    place,
+    matrix,
+    low,
+    C: tl.constexpr,
+    NEAR: tl.constexpr,
+    PHI: tl.constexpr,
 ):
+    """The halves of C tokens at `x` that a window compares, and their log scales (C,).
+
+    place: of the first token among those that there are angles of.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    if NEAR.softmax:
+        a = load_rows(x, stride, count, C, NEAR.half, NEAR.padded_half)
+        b = load_rows(x + NEAR.half, stride, count, C, NEAR.width - NEAR.half, NEAR.padded_half)
+        logs = tl.zeros((C,), tl.float32)
+        if NEAR.rotary:
+            a, b = turned(a.to(tl.float32), b.to(tl.float32), angles(window, place, NEAR), NEAR, False)
+    else:
+        a, b, logs = phi(x, stride, count, matrix, low, C, PHI)
+    return once(rounded(a, dtype)), once(rounded(b, dtype)), logs
+
+
+@triton.jit
+def products(a, b, a2, b2, dtype: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
+    """Products of the tiles (a, b) and (a2, b2) of halves, row by row."""
+    found = dot(a, tl.trans(a2), dtype)
+    if NEAR.softmax or PHI.two:
+        found += dot(b, tl.trans(b2), dtype)
+    return found
+
+
+@triton.jit
+def window_weights(similar, logs, level, visible, NEAR: tl.constexpr, PHI: tl.constexpr):
     """Weights of pairs before `near_factor`, and what a change of `similar` changes them by.
 
     logs: log scales of keys, and level: peaks of queries, or r under phi; both spread over the tile.
     """
-    if SOFTMAX:
-        weights = tl.where(visible, tl.exp2(similar * SHARP - level), 0.0)
-        return weights, weights * (SHARP * 0.6931471805599453)
-    if UNBOUNDED:
-        factors = tl.where(visible & (level > EMPTY), tl.exp(tl.minimum(logs - level, 0.0)), 0.0)
+    if NEAR.softmax:
+        weights = tl.where(visible, exp2(similar * NEAR.sharp - level), 0.0)
+        return weights, weights * (NEAR.sharp * 0.6931471805599453)
+    if PHI.unbounded:
+        factors = tl.where(visible & (level > EMPTY), exp(tl.minimum(logs - level, 0.0)), 0.0)
     else:
         factors = tl.where(visible, 1.0, 0.0)
     return similar * factors, factors
 
 
 @triton.jit
-def store_halves(
-    dx,
-    first,
-    second,
-    table,
-    count,
-    ROTARY: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    DH: tl.constexpr,
-):
-    """Store gradients of rotated halves as those of the tokens themselves, rows of D."""
-    if ROTARY:
-        first, second = turned(first, second, table, H, DH, True)
-    store_rows(dx, D, count, first, H, DH)
-    store_rows(dx + H, D, count, second, D - H, DH)
+def near_factor(shares, factor, head, query_head, at, length, C: tl.constexpr, NEAR: tl.constexpr):
+    """n_i of C queries: the gate, 1 beside landmarks under one softmax, or 1 / den under phi.
+
+    factor: what sums over landmarks are multiplied by, for the query heads of all rows; exp(gamma) / den under phi.
+    """
+    if NEAR.gated:
+        numbers = tl.sigmoid(load_numbers(shares.gate + head.to(tl.int64) * length, at, length, C))
+    elif NEAR.softmax:
+        numbers = tl.full((C,), 1.0, tl.float32)
+    else:
+        numbers = load_numbers(factor + head.to(tl.int64) * length, at, length, C)
+        numbers *= tl.exp(-tl.load(shares.far_weight + query_head))
+    return numbers
 
 
 @triton.jit
-def pull_window(
-    q,
-    k,
-    v,
-    grad,
-    out,
-    gate,
-    far_weight,
-    factor,
-    peak,
-    scale,
-    windows,
+def level_of(joined, head, key_head, at, length, C: tl.constexpr, NEAR: tl.constexpr, PHI: tl.constexpr):
+    """What the weights of C queries are measured from."""
+    if NEAR.softmax:
+        level = load_numbers(joined.peak + head.to(tl.int64) * length, at, length, C)
+    elif PHI.unbounded:
+        level = load_numbers(joined.scale + key_head.to(tl.int64) * length, at, length, C)
+    else:
+        level = tl.zeros((C,), tl.float32)
+    return level
+
+
+@triton.jit
+def store_halves(
+    dx, first, second, window, place, count, BACK: tl.constexpr, MORE: tl.constexpr, NEAR: tl.constexpr
+):
+    """Store the gradients of halves as rows of tokens: turned BACK, and with MORE added to what is there."""
+    if BACK:
+        first, second = turned(first, second, angles(window, place, NEAR), NEAR, True)
+    C: tl.constexpr = first.shape[0]
+    rest: tl.constexpr = NEAR.width - NEAR.half
+    if MORE:
+        first += load_rows(dx, NEAR.width, count, C, NEAR.half, NEAR.padded_half).to(tl.float32)
+        second += load_rows(dx + NEAR.half, NEAR.width, count, C, rest, NEAR.padded_half).to(tl.float32)
+    store_rows(dx, NEAR.width, count, first, NEAR.half, NEAR.padded_half)
+    store_rows(dx + NEAR.half, NEAR.width, count, second, rest, NEAR.padded_half)
+
+
+@triton.jit
+def window_backward(
+    queries,
+    window,
+    pools,
     matrix,
-    table,
-    dq,
+    row,
+    shares,
+    joined,
+    grad,
+    means,
+    dlandmarks,
+    dpooled,
+    dk,
+    dv,
     dy,
-    delta,
-    near,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    g_batch,
-    g_head,
-    g_row,
-    length,
-    oldest,
-    before,
-    heads,
-    tiles,
-    low,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    LEARNED: tl.constexpr,
-    GATED: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    SHARP: tl.constexpr,
-    ROTARY: tl.constexpr,
-    H: tl.constexpr,
-    DH: tl.constexpr,
-    B: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
+    CUT: tl.constexpr,
+    NEAR: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradients of queries through their windows (B, H, N, D), of projected ones (..., M), and delta (B, H, N).
+    """Gradients of keys (B, H_kv, before + N, D), values (..., V) and projected keys (..., M); rows of tiles are keys.
 
-    Unless GATED also the window's part of delta, near (B, H, N), from values and not from the rounded output.
-    Program: a tile of C queries of a head.
+    Through windows, and from their landmarks, which hand back E^T dlandmarks (B, H_kv, blocks R, D) and F^T dpooled
+    (..., V). Program: CUT.chunk keys of a key head, which go by CUT.block queries.
     """
-    at = (tl.program_id(0) % tiles) * C
-    head = tl.program_id(0) // tiles
-    row, own = head // heads, head % heads
-    kv = own // G
-    rows, left = at + tl.arange(0, C), length - at
-    inside = rows < length
-    dtype: tl.constexpr = q.dtype.element_ty
-    k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
-    k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head + before * k_far
-    v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + before * v_far
-    q += row.to(tl.int64) * q_batch + own.to(tl.int64) * q_head + at.to(tl.int64) * q_row
-    grad += row.to(tl.int64) * g_batch + own.to(tl.int64) * g_head + at.to(tl.int64) * g_row
-    matrix += kv * PHI.rows * PHI.width
-    places = head.to(tl.int64) * length
-    PAIR: tl.constexpr = SOFTMAX or PHI.two
+    C: tl.constexpr = CUT.chunk
+    BQ: tl.constexpr = CUT.block
+    G: tl.constexpr = CUT.group
+    VP: tl.constexpr = CUT.padded_values
+    B: tl.constexpr = NEAR.block_size
+    R: tl.constexpr = CUT.rank
+    WIDTH: tl.constexpr = NEAR.padded_half if NEAR.softmax else PHI.padded_rows
+    PAIR: tl.constexpr = NEAR.softmax or PHI.two
+    tiles = tl.cdiv(window.before + row.length, C)
+    head, at = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C - window.before
+    batch, kv = head // row.heads, head % row.heads
+    rows, left = at + tl.arange(0, C), row.length - at
+    seat = tl.cast(at + window.before, tl.int64)
+    k = head_at(window.keys, batch, kv) + seat * window.keys.row
+    v = head_at(window.columns, batch, kv) + seat * window.columns.row
+    dtype: tl.constexpr = k.dtype.element_ty
+    projection = matrix_of(matrix, kv, PHI)
 
-    window = window_start(windows, row, rows, length, oldest, B, BLOCKS, ALIGNED)
-    low_key, high_key = tl.min(window, 0), tl.minimum(at + C, length)
-    angles = table + B * BLOCKS * 2 * H
-    qa, qb, _ = window_tile(
-        q,
-        q_row,
-        left,
-        angles,
-        matrix,
-        low,
-        C,
-        SOFTMAX,
-        ROTARY,
-        H,
-        DH,
-        PHI,
-    )
-    pulls = load_rows(grad, g_row, left, C, V, VP)
-    extra = 0.0 if GATED else tl.load(far_weight + own)
-    of_window = near_factor(factor + places, gate + places, extra, rows, inside, GATED, SOFTMAX)
-    level = of_window
-    if SOFTMAX:
-        level = tl.load(peak + places + rows, mask=inside, other=0.0)
-    elif PHI.unbounded:
-        level = tl.load(
-            scale + (row * (heads // G) + kv).to(tl.int64) * length + rows, mask=inside, other=EMPTY
-        )
-    shift = tl.zeros((C,), tl.float32)
-    if GATED:
-        for place in range(low_key, high_key, BK):
-            seats = place + tl.arange(0, BK)
-            ka, kb, logs = window_tile(
-                k + place * k_far,
-                k_row,
-                length - place,
-                table + (place - at + B * BLOCKS) * 2 * H,
-                matrix,
-                low,
-                BK,
-                SOFTMAX,
-                ROTARY,
-                H,
-                DH,
-                PHI,
-            )
-            values = load_rows(v + place * v_far, v_row, length - place, BK, V, VP)
-            seen = (seats[None, :] >= window[:, None]) & (seats[None, :] <= rows[:, None])
-            weights, change = window_weights(
-                products(qa, qb, ka, kb, PAIR, dtype),
-                logs[None, :],
-                level[:, None],
-                seen,
-                SHARP,
-                SOFTMAX,
-                PHI.unbounded,
-            )
-            shift += tl.sum(weights * dot(pulls, tl.trans(values), dtype), 1)
-    else:
-        shift = tl.sum(
-            pulls.to(tl.float32) * load_rows(out + (places + at) * V, V, left, C, V, VP).to(tl.float32), 1
-        )
-    tl.store(delta + places + rows, shift, mask=inside)
-
-    WIDTH: tl.constexpr = DH if SOFTMAX else PHI.padded_rows
+    ka, kb, logs = window_tile(k, window.keys.row, left, window, 0, projection, matrix.low, C, NEAR, PHI)
+    values = load_rows(v, window.columns.row, left, C, CUT.values, VP)
     of_a = tl.zeros((C, WIDTH), tl.float32)
     of_b = tl.zeros((C, WIDTH), tl.float32)
-    total = tl.zeros((C,), tl.float32)
-    for place in range(low_key, high_key, BK):
-        seats = place + tl.arange(0, BK)
-        ka, kb, logs = window_tile(
-            k + place * k_far,
-            k_row,
-            length - place,
-            table + (place - at + B * BLOCKS) * 2 * H,
-            matrix,
-            low,
-            BK,
-            SOFTMAX,
-            ROTARY,
-            H,
-            DH,
-            PHI,
+    of_values = tl.zeros((C, VP), tl.float32)
+    # Queries of all heads that see a key of the tile, in one loop.
+    first = tl.maximum(at, 0)
+    # Places may be negative: those of a tail, of whole blocks.
+    reach = at + C - 1 + NEAR.reach
+    last = tl.minimum(reach // B * B if window.windows is None else reach, row.queries)
+    steps = tl.maximum(tl.cdiv(last - first, BQ), 0)
+    for step in range(G * steps):
+        g = step // steps
+        place = first + step % steps * BQ
+        query_head = kv * G + g
+        own = head * G + g
+        far = tl.cast(place, tl.int64)
+        seats = place + tl.arange(0, BQ)
+        starts = window_start(window, row, batch, seats, NEAR)
+        q = head_at(queries, batch, query_head) + far * queries.row
+        qa, qb, _own = window_tile(
+            q, queries.row, row.length - place, window, place - at, projection, matrix.low, BQ, NEAR, PHI
         )
-        values = load_rows(v + place * v_far, v_row, length - place, BK, V, VP)
-        seen = (seats[None, :] >= window[:, None]) & (seats[None, :] <= rows[:, None])
-        weights, change = window_weights(
-            products(qa, qb, ka, kb, PAIR, dtype),
-            logs[None, :],
-            level[:, None],
-            seen,
-            SHARP,
-            SOFTMAX,
-            PHI.unbounded,
-        )
-        along = dot(pulls, tl.trans(values), dtype)
-        total += tl.sum(weights * along, 1)
-        slope = (along - shift[:, None]) * of_window[:, None] * change
-        of_a += dot(slope, ka, dtype)
+        n = near_factor(shares, joined.factor, own, query_head, place, row.length, BQ, NEAR)
+        level = level_of(joined, own, head, place, row.length, BQ, NEAR, PHI)
+        shift = load_numbers(means + own.to(tl.int64) * row.length, place, row.length, BQ)
+        given = head_at(grad, batch, query_head) + far * grad.row
+        do = load_rows(given, grad.row, row.length - place, BQ, CUT.values, VP)
+        seen = (rows[:, None] >= starts[None, :]) & (rows[:, None] <= seats[None, :])
+        seen &= (seats < row.length)[None, :]
+        similar = products(ka, kb, qa, qb, dtype, NEAR, PHI)
+        weights, change = window_weights(similar, logs[:, None], level[None, :], seen, NEAR, PHI)
+        of_values += dot(weights * n[None, :], do, dtype)
+        slope = (dot(values, tl.trans(do), dtype) * n[None, :] - shift[None, :]) * change
+        of_a += dot(slope, qa, dtype)
         if PAIR:
-            of_b += dot(slope, kb, dtype)
-    if not GATED:
-        tl.store(near + places + rows, total * of_window, mask=inside)
-    gradient = dq + (places + at) * PHI.width
-    if SOFTMAX:
-        store_halves(gradient, of_a, of_b, angles, left, ROTARY, PHI.width, H, DH)
+            of_b += dot(slope, qb, dtype)
+
+    RP: tl.constexpr = CUT.padded_rank
+    HALF: tl.constexpr = NEAR.half
+    HP: tl.constexpr = NEAR.padded_half
+    pooled_a = tl.zeros((C, HP), tl.float32)
+    pooled_b = tl.zeros((C, HP), tl.float32)
+    landmark = tl.arange(0, RP)
+    blocks = tl.cdiv(row.length, B)
+    nearest = at + NEAR.reach - B
+    for block in range(tl.maximum(nearest, 0) // B, tl.minimum((nearest + C + B - 2) // B + 1, blocks)):
+        end = block_end(window, row, batch, block, NEAR)
+        inner = rows - (end - NEAR.reach + 1)
+        pooled = ((inner >= 0) & (inner < B) & (end >= 0))[:, None] & (landmark < R)[None, :]
+        seats = kv.to(tl.int64) * pools.head + landmark[None, :] * B + inner[:, None]
+        place = (head.to(tl.int64) * blocks + block) * R
+        part = dlandmarks + place * NEAR.width
+        of_keys = tl.load(pools.of_keys + seats, mask=pooled, other=0.0)
+        pooled_a += dot(of_keys, load_rows(part, NEAR.width, R, RP, HALF, HP), dtype)
+        rest = load_rows(part + HALF, NEAR.width, R, RP, NEAR.width - HALF, HP)
+        pooled_b += dot(of_keys, rest, dtype)
+        of_pool = tl.load(pools.of_values + seats, mask=pooled, other=0.0)
+        of_values += dot(
+            of_pool, load_rows(dpooled + place * CUT.values, CUT.values, R, RP, CUT.values, VP), dtype
+        )
+
+    entry = head.to(tl.int64) * (window.before + row.length) + seat
+    store_rows(dv + entry * CUT.values, CUT.values, left, of_values, CUT.values, VP)
+    of_tokens = dk + entry * NEAR.width
+    if NEAR.softmax:
+        if NEAR.rotary:
+            of_a, of_b = turned(of_a, of_b, angles(window, 0, NEAR), NEAR, True)
+        store_halves(of_tokens, of_a + pooled_a, of_b + pooled_b, window, 0, left, False, False, NEAR)
     else:
-        qa, qb, _ = phi(q, q_row, left, matrix, low, C, PHI)
-        # As in `pull_queries`: across phi(q), here and there, for the sum of both is.
-        along = tl.sum(of_a * qa, 1)
-        size = tl.sum(qa * qa, 1)
-        if PHI.two:
-            along += tl.sum(of_b * qb, 1)
-            size += tl.sum(qb * qb, 1)
-        share = along / tl.where(size == 0, 1.0, size)
-        of_a -= qa * share[:, None]
-        of_b -= qb * share[:, None]
+        store_halves(of_tokens, pooled_a, pooled_b, window, 0, left, False, False, NEAR)
+        tl.debug_barrier()
+        LEARNED: tl.constexpr = dy is not None
+        ka, kb, _logs = phi(k, window.keys.row, left, projection, matrix.low, C, PHI)
         store_gradient(
-            q,
-            q_row,
+            k,
+            window.keys.row,
             left,
-            matrix,
-            qa,
-            qb,
+            projection,
+            ka,
+            kb,
             of_a,
             of_b,
-            gradient,
-            dy + (places + at) * PHI.rows,
+            of_tokens,
+            None if dy is None else dy + entry * PHI.rows,
             C,
             LEARNED,
             PHI,
+            MORE=True,
         )

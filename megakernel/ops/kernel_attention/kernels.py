@@ -1,208 +1,344 @@
-"""Triton kernels of kernel attention: the outputs, and what all its kernels share.
+"""Triton kernels of kernel attention's forward, and what all its kernels share.
 
-A program is one segment of a key head and one block of values (`states.share_of_program`): it carries the state through
-the chunks of its segment, in registers, in float32. A query sees the visible keys of its chunk by a product of tiles,
-and the state of all keys before it. With u_j = m_j [v_j, 1] and the pull g_i = [do_i, -do_i.o_i] / den_i (normalized;
-otherwise [do_i, 0]):
+States are in memory every segment of some hundred tokens, never one per chunk. One launch sums each segment's keys, a
+small one (`states.pass_states`) turns these sums into the states that enter the segments, and the last one reads: a
+program is a tile of queries and holds all of their values. They see the state by one product of tiles, and the keys of
+their own segment by pairs. With u_j = m_j [v_j, 1] and g_i = [do_i, -do_i.o_i] / den_i, the gradient of the sums of
+query i (normalized; otherwise [do_i, 0]):
 
     dphi(q_i) = sum_j (g_i.u_j) phi(k_j)    dphi(k_j) = sum_i (g_i.u_j) phi(q_i)    du_j = sum_i (phi(q_i).phi(k_j)) g_i
 
 so the gradient of queries (`query_kernels`) needs the state of keys before, and that of keys (`key_kernels`) the same
-sum over queries after: a state of queries, whose values are pulls. The second part of a pull is its drift, with which
-the g_i.u_j of a normalized query add up to 0 under its weights.
+sum over queries after: a state of queries, whose values are the g_i. The second part of g_i is delta_i, the gradient of
+the denominator, with which the g_i.u_j of a normalized query add up to 0 under its weights.
 
 Unbounded maps: phi(k_j) = values exp(c_j). Query i divides by exp(r_i), r_i the largest c_j of the keys it sees, so
 that later keys reach it not even by rounding. Its own scale cancels in the quotient. A state of queries has the log
 scales -r_i.
+
+Features of a map with a projection, and of mixtures, are in memory: each is read by several programs. Keys' are written
+by the launch that sums them, queries' by backward's first one.
 """
 
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_rows
-from megakernel.ops.kernels.mixtures import phi_of_keys
-from megakernel.ops.kernels.states import (
-    add_tokens,
-    first_token,
-    load_mass,
-    load_state,
-    scales_of_addition,
-    share_of_program,
+from megakernel.ops.kernel_attention.arguments import (
+    features_at,
+    first_key,
+    half_of_state,
+    head_at,
+    keys_before,
+    load_numbers,
+    matrix_of,
+    places_of_keys,
+    store_half_of_state,
 )
+from megakernel.ops.kernels.features import EMPTY, dot, exp, load_rows, once, phi, rounded, store_rows
+from megakernel.ops.kernels.mixtures import phi_of_keys
+from megakernel.ops.kernels.states import add_tokens, first_token
 
 
 @triton.jit
-def pair_factors(scales, weights, visible, reads, log, UNBOUNDED: tl.constexpr):
-    """Factors of the pairs (C, C) of a chunk, of the state (C,), and r (C,); 0 where a query does not see."""
-    if UNBOUNDED:
-        exists = visible & (weights != 0)[None, :]
-        seen = tl.where(exists, scales[None, :], EMPTY)
-        r = tl.maximum(tl.max(seen, 1), tl.where(reads, log, EMPTY))
-        pairs = tl.where(exists, tl.exp(seen - r[:, None]), 0.0)
-        return pairs, tl.where(reads, tl.exp(log - r), 0.0), r
-    r = tl.zeros((visible.shape[0],), tl.float32)
-    return tl.where(visible, 1.0, 0.0), tl.where(reads, 1.0, 0.0), r
+def weights_of(mass, head, at, length, end, C: tl.constexpr):
+    """How often each of C keys of a head of `length` counts, (C,) float32; 0 from key `end` on."""
+    if mass is None:
+        weights = tl.where(at + tl.arange(0, C) < end, 1.0, 0.0)
+    else:
+        weights = load_numbers(mass + head.to(tl.int64) * length, at, end, C)
+    return weights
 
 
 @triton.jit
-def visible_pairs(rows, first, at, CAUSAL: tl.constexpr):
-    """Which keys of its chunk a query sees (C, C), and whether it sees the state that enters (C,)."""
-    if CAUSAL:
-        pairs = (rows[None, :] <= rows[:, None]) & (rows[None, :] >= first[:, None])
-        return pairs, first < at
-    nowhere = rows < 0
-    return nowhere[:, None] & nowhere[None, :], ~nowhere
+def store_features(a, b, logs, tokens, head, length, at, count, PHI: tl.constexpr):
+    """Features of the first `count` of some tokens of a head, where `features_at` finds them."""
+    place = head.to(tl.int64) * length + at
+    rows = tl.arange(0, a.shape[0])
+    features = tokens.features + place * PHI.padded_features
+    store_rows(features, PHI.padded_features, count, a, PHI.padded_rows, PHI.padded_rows)
+    if PHI.two:
+        more = features + PHI.padded_rows
+        store_rows(more, PHI.padded_features, count, b, PHI.padded_rows, PHI.padded_rows)
+    if PHI.unbounded:
+        tl.store(tokens.logs + place + rows, logs, mask=rows < count)
+
+
+@triton.jit
+def sums_of_segment(
+    keys, row, batch, kv, begin, end, last, log, half: tl.constexpr, CUT: tl.constexpr, PHI: tl.constexpr
+):
+    """Half of what the keys of a segment add to a state of log scale `log`: a tile (MP, VP), and a normalizer (MP,)."""
+    MP: tl.constexpr = PHI.padded_rows
+    VP: tl.constexpr = CUT.padded_values
+    C: tl.constexpr = CUT.chunk
+    head = batch * row.heads + kv
+    v = head_at(keys.columns, batch, kv)
+    tile = tl.zeros((MP, VP), tl.float32)
+    norm = tl.zeros((MP,), tl.float32)
+    for at in range(begin, end, C):
+        far = tl.cast(at, tl.int64) * keys.columns.row
+        columns = load_rows(v + far, keys.columns.row, end - at, C, CUT.values, VP)
+        a, b, logs = features_at(keys.tokens, batch, kv, row.heads, row.keys, end, at, C, PHI)
+        weights = weights_of(keys.mass, head, at, row.keys, end, C)
+        weights = tl.where(places_of_keys(at + tl.arange(0, C), row, batch, CUT) >= last, weights, 0.0)
+        if PHI.unbounded:
+            # A key of no weight may be larger than all that are added.
+            weights *= exp(tl.minimum(logs - log, 0.0))
+        added = columns.to(tl.float32) * weights[:, None]
+        features = b if half else a
+        tile, norm = add_tokens(tile, norm, 1.0, features, added, weights, v.dtype.element_ty)
+    return tile, norm
+
+
+@triton.jit
+def largest_of_document(one, starts, other, starts_too):
+    """The larger of two tokens' numbers, or the second where its token starts a document, and whether one does."""
+    return tl.where(starts_too, other, tl.maximum(one, other)), starts | starts_too
+
+
+@triton.jit
+def write_keys(keys, matrix, state, row, scale, CUT: tl.constexpr, PHI: tl.constexpr):
+    """What each segment's keys add to the state that leaves it, and features. Program: a segment of a key head.
+
+    Of unbounded maps, also what queries see of the log scales of their segment: the largest, `scale` (B, H_kv, N).
+    """
+    VP: tl.constexpr = CUT.padded_values
+    C: tl.constexpr = CUT.chunk
+    segments = tl.cdiv(row.keys, CUT.span)
+    head, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
+    batch, kv = head // row.heads, head % row.heads
+    begin = segment * CUT.span
+    end = tl.minimum(begin + CUT.span, row.keys)
+    final = tl.minimum((segment + 1) * CUT.segment, row.length) - 1
+    last = first_token(row.starts, batch, final, row.length, row.start, row.starts is not None)
+    log = EMPTY if PHI.unbounded else 0.0
+    if keys.tokens.features is not None:
+        # All features before all sums: both at once would not fit into registers.
+        k = head_at(keys.tokens.rows, batch, kv)
+        dtype: tl.constexpr = keys.columns.pointer.dtype.element_ty
+        projection = matrix_of(matrix, kv, PHI)
+        priors = None if keys.priors is None else keys.priors + kv * CUT.keys
+        largest = EMPTY
+        for at in range(begin, end, C):
+            rows = at + tl.arange(0, C)
+            x = k + tl.cast(at, tl.int64) * keys.tokens.rows.row
+            a, b, logs = phi_of_keys(
+                x, keys.tokens.rows.row, end - at, projection, matrix.low, priors, CUT.keys, C, PHI
+            )
+            a, b = once(rounded(a, dtype)), once(rounded(b, dtype)) if PHI.two else a
+            store_features(a, b, logs, keys.tokens, head, row.keys, at, end - at, PHI)
+            if PHI.unbounded:
+                logs = tl.where(weights_of(keys.mass, head, at, row.keys, end, C) != 0, logs, EMPTY)
+                places = places_of_keys(rows, row, batch, CUT)
+                log = tl.maximum(log, tl.max(tl.where(places >= last, logs, EMPTY), 0))
+                if scale is not None:
+                    first = first_token(
+                        row.starts, batch, rows, row.length, row.start, row.starts is not None
+                    )
+                    seen, _starts = tl.associative_scan((logs, first == rows), 0, largest_of_document)
+                    r = tl.maximum(tl.where(first < at, largest, EMPTY), seen)
+                    tl.store(scale + head.to(tl.int64) * row.keys + rows, r, mask=rows < end)
+                    largest = tl.max(tl.where(rows == tl.minimum(at + C, end) - 1, r, EMPTY), 0)
+        tl.debug_barrier()
+    entry = tl.program_id(0)
+    tile, norm = sums_of_segment(keys, row, batch, kv, begin, end, last, log, 0, CUT, PHI)
+    store_half_of_state(tile, norm, state, entry, 0, PHI, VP)
+    if PHI.two:
+        tile, norm = sums_of_segment(keys, row, batch, kv, begin, end, last, log, 1, CUT, PHI)
+        store_half_of_state(tile, norm, state, entry, 1, PHI, VP)
+    tl.store(state.logs + entry, log)
+
+
+@triton.jit
+def tiles_of(length, SPAN: tl.constexpr, C: tl.constexpr):
+    """Tiles of C in a row that is cut into segments of SPAN."""
+    whole = length // SPAN
+    return whole * ((SPAN + C - 1) // C) + tl.cdiv(length - whole * SPAN, C)
+
+
+@triton.jit
+def tile_of_program(length, SPAN: tl.constexpr, C: tl.constexpr):
+    """Head, place of the tile of C, begin and end of its segment of SPAN, and the number of the latter.
+
+    Tiles do not reach over the end of a segment: the last one of each may be short.
+    """
+    EACH: tl.constexpr = (SPAN + C - 1) // C
+    tiles = tiles_of(length, SPAN, C)
+    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    segment = tile // EACH
+    begin = segment * SPAN
+    return head, begin + tile % EACH * C, begin, tl.minimum(begin + SPAN, length), segment
+
+
+@triton.jit
+def visible_keys(rows, first, places, row, CUT: tl.constexpr):
+    """Which keys (BK,) at these places each query (C,) sees."""
+    visible = places[None, :] <= rows[:, None] if CUT.rank == 0 else places[None, :] < rows[:, None]
+    if row.starts is not None:
+        visible &= places[None, :] >= first[:, None]
+    return visible
+
+
+@triton.jit
+def largest_logs(keys, head, row, rows, first, begin, stop, CUT: tl.constexpr):
+    """The largest log scale of the keys of the segment from `begin` on that queries (C,) before `stop` see."""
+    batch = head // row.heads
+    r = tl.full((CUT.chunk,), EMPTY, tl.float32)
+    for at in range(first_key(begin, CUT), keys_before(stop, row, CUT), CUT.block):
+        here = at + tl.arange(0, CUT.block)
+        scales = load_numbers(keys.tokens.logs + head.to(tl.int64) * row.keys, at, row.keys, CUT.block)
+        exists = weights_of(keys.mass, head, at, row.keys, row.keys, CUT.block) != 0
+        scales = tl.where(exists, scales, EMPTY)
+        visible = visible_keys(rows, first, places_of_keys(here, row, batch, CUT), row, CUT)
+        r = tl.maximum(r, tl.max(tl.where(visible, scales[None, :], EMPTY), 1))
+    return r
+
+
+@triton.jit
+def pairs_of(
+    products,
+    rows,
+    first,
+    places,
+    weights,
+    scales,
+    r,
+    row,
+    WEIGHTED: tl.constexpr,
+    CUT: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """Products of queries (C,) and keys (BK,) with the weights of the latter; 0 where a query does not see."""
+    if PHI.unbounded:
+        # A key of no weight may be larger than all that is seen.
+        products *= exp(tl.minimum(scales[None, :] - r[:, None], 0.0))
+    if WEIGHTED:
+        products *= weights[None, :]
+    return tl.where(visible_keys(rows, first, places, row, CUT), products, 0.0)
+
+
+@triton.jit
+def state_factors(first, begin, log, r, CUT: tl.constexpr, PHI: tl.constexpr):
+    """What queries multiply the state by that enters their segment, (C,)."""
+    reads = (first < begin) | (not CUT.causal)
+    if PHI.unbounded:
+        reads = reads & (r > EMPTY)
+        return tl.where(reads, tl.exp(tl.minimum(log - r, 0.0)), 0.0)
+    return tl.where(reads, 1.0, 0.0)
+
+
+@triton.jit
+def sums_of_keys(
+    x,
+    y,
+    keys,
+    state,
+    row,
+    head,
+    entry,
+    rows,
+    first,
+    begin,
+    stop,
+    largest,
+    CUT: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """Sums (C, VP) and normalizers (C,) of queries of features x, y, and r that both are measured from.
+
+    Of unbounded maps, `largest` (C,) are the largest log scales of the keys of the segment that queries see.
+
+    Over the keys in the state `entry`, and where CUT.causal those that tokens `begin` .. `stop` - 1 of the segment add.
+    """
+    C: tl.constexpr = CUT.chunk
+    BK: tl.constexpr = CUT.block
+    VP: tl.constexpr = CUT.padded_values
+    batch, kv = head // row.heads, head % row.heads
+    v = head_at(keys.columns, batch, kv)
+    dtype: tl.constexpr = v.dtype.element_ty
+    tile, norm = half_of_state(state, entry, 0, PHI, VP)
+    total = dot(x, tile, dtype)
+    den = tl.sum(x.to(tl.float32) * norm[None, :], 1)
+    if PHI.two:
+        tile, norm = half_of_state(state, entry, 1, PHI, VP)
+        total += dot(y, tile, dtype)
+        den += tl.sum(y.to(tl.float32) * norm[None, :], 1)
+    log = tl.load(state.logs + entry)
+    r = tl.zeros((C,), tl.float32) + log
+    if CUT.causal and PHI.unbounded:
+        r = tl.maximum(tl.where(first < begin, r, EMPTY), largest)
+    factor = state_factors(first, begin, log, r, CUT, PHI)
+    total *= factor[:, None]
+    den *= factor
+    if CUT.causal:
+        for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
+            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, row.keys, here, BK, PHI)
+            at = tl.cast(here, tl.int64) * keys.columns.row
+            columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
+            weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
+            weighed = dot(x, tl.trans(a), dtype)
+            if PHI.two:
+                weighed += dot(y, tl.trans(b), dtype)
+            places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
+            WEIGHTED: tl.constexpr = keys.mass is not None
+            weighed = pairs_of(weighed, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
+            # Rounded before both sums: a mean of one value is that value.
+            weighed = rounded(weighed, dtype)
+            den += tl.sum(weighed.to(tl.float32), 1)
+            total += dot(weighed, columns, dtype)
+    return total, den, r
 
 
 @triton.jit
 def read(
-    q,
-    k,
-    v,
-    mass,
-    starts,
+    queries,
+    keys,
     matrix,
-    priors,
-    sums,
-    norms,
-    logs,
+    state,
+    row,
     out,
     inverse,
     scale,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    length,
-    start,
-    heads,
-    segments,
-    states,
-    low,
-    G: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CUT: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    C: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    BV: tl.constexpr,
-    PACKED: tl.constexpr,
-    MASSES: tl.constexpr,
-    KEYS: tl.constexpr,
     PHI: tl.constexpr,
 ):
     """Outputs (B, H, N, V), and for backward 1 / den of every query and r of unbounded maps, (B, H, N) float32.
 
-    Without NORMALIZE the former is what sums are multiplied by, exp(r_i + log of the query's scale).
+    A row whose weights add up to less than PHI.least is 0, and so is 1 / den, with which backward leaves it out.
+    Without NORMALIZE 1 / den is what sums are multiplied by, exp(r_i + log of the query's scale). Program: CUT.chunk
+    queries of a head; CUT.causal says that `state` has an entry for each segment, otherwise it has one of all keys.
     """
-    head, segment, block = share_of_program(segments, VP, BV)
-    row, kv = head // heads, head % heads
-    column = block * BV
+    C: tl.constexpr = CUT.chunk
+    VP: tl.constexpr = CUT.padded_values
+    head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
+    batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
+    kv = query_head // CUT.group
+    key_head = batch * row.heads + kv
+    entry = key_head * tl.cdiv(row.keys, CUT.span) + segment if CUT.causal else key_head
+    q = head_at(queries, batch, query_head) + tl.cast(at, tl.int64) * queries.row
     dtype: tl.constexpr = q.dtype.element_ty
-    q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
-    k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
-    v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
-    mass += head.to(tl.int64) * length
-    matrix += kv * PHI.rows * PHI.width
-    priors += kv * KEYS
-    group = head.to(tl.int64) * G * length
-    entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
-    FP: tl.constexpr = PHI.padded_features
-    sums += entry * FP * VP
-    norms += entry * FP
-    log = tl.load(logs + entry)
-    tile, norm = load_state(sums, norms, column, 0, PHI.padded_rows, VP, BV)
-    if PHI.two:
-        tile2, norm2 = load_state(sums, norms, column, 1, PHI.padded_rows, VP, BV)
+    rows, left = at + tl.arange(0, C), end - at
+    first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
 
-    begin = segment * SEGMENT
-    q_far, k_far, v_far = tl.cast(q_row, tl.int64), tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
-    end = tl.minimum(begin + SEGMENT, length)
-    for at in range(begin, end, C):
-        rows, left = at + tl.arange(0, C), length - at
-        first = first_token(starts, row, rows, length, start, PACKED)
-        visible, reads = visible_pairs(rows, first, at, CAUSAL)
-        if CAUSAL:
-            columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
-            keys = k + at * k_far
-            a, b, scales = phi_of_keys(
-                keys,
-                k_row,
-                left,
-                matrix,
-                low,
-                priors,
-                KEYS,
-                C,
-                PHI,
-            )
-            a, b = rounded(a, dtype), rounded(b, dtype)
-            weights = load_mass(mass, rows, length, MASSES)
-        else:
-            weights = tl.zeros((C,), tl.float32)
-            scales = weights
-        pairs, of_state, r = pair_factors(scales, weights, visible, reads, log, PHI.unbounded)
-        for g in range(G):
-            queries = q + tl.cast(g, tl.int64) * q_head + at * q_far
-            x, y, own = phi(queries, q_row, left, matrix, low, C, PHI)
-            x, y = rounded(x, dtype), rounded(y, dtype)
-            total = dot(x, tile, dtype)
-            den = tl.sum(x.to(tl.float32) * norm[None, :], 1)
-            if PHI.two:
-                total += dot(y, tile2, dtype)
-                den += tl.sum(y.to(tl.float32) * norm2[None, :], 1)
-            total *= of_state[:, None]
-            den *= of_state
-            if CAUSAL:
-                weighed = dot(x, tl.trans(a), dtype)
-                if PHI.two:
-                    weighed += dot(y, tl.trans(b), dtype)
-                weighed *= pairs * weights[None, :]
-                total += dot(weighed, columns, dtype)
-                den += tl.sum(weighed, 1)
-            if NORMALIZE:
-                factor = tl.where(den == 0, 0.0, 1.0 / tl.where(den == 0, 1.0, den))
-            else:
-                factor = tl.exp(own + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
-            places = out + (group + g * length + at) * V + column
-            store_rows(places, V, left, total * factor[:, None], V - column, BV)
-            if column == 0:
-                tl.store(inverse + group + g * length + rows, factor, mask=rows < length)
-        if PHI.unbounded and column == 0:
-            tl.store(scale + head.to(tl.int64) * length + rows, r, mask=rows < length)
-        if CAUSAL:
-            last = first_token(starts, row, tl.minimum(at + C, length) - 1, length, start, PACKED)
-            written = tl.where(rows >= last, weights, 0.0)
-            scales = tl.where(written != 0, scales, EMPTY) if PHI.unbounded else scales
-            shrink, factors, log = scales_of_addition(log, scales, last < at, PHI.unbounded)
-            written *= factors
-            added = columns.to(tl.float32) * written[:, None]
-            tile, norm = add_tokens(tile, norm, shrink, a, added, written, dtype)
-            if PHI.two:
-                tile2, norm2 = add_tokens(tile2, norm2, shrink, b, added, written, dtype)
-
-
-@triton.jit
-def pulls(grad, inverse, drift, row, left, C: tl.constexpr, V, BV: tl.constexpr, FIRST_BLOCK):
-    """g_i of C queries: [do / den] (C, BV) float32, and the pull of the normalizer (C,), which the first block has."""
-    rows = tl.arange(0, C)
-    factor = tl.load(inverse + rows, mask=rows < left, other=0.0)
-    pull = load_rows(grad, row, left, C, V, BV).to(tl.float32) * factor[:, None]
-    of_norm = tl.load(drift + rows, mask=(rows < left) & FIRST_BLOCK, other=0.0)
-    return pull, of_norm
-
-
-@triton.jit
-def pull_of_state(tile, norm, columns, weights, dtype: tl.constexpr):
-    """Half a state (MP, BV) times columns (C, BV), its normalizer times weights (C,): gradients of features, (MP, C).
-
-    Features come first in everything of their size, so that the warps share them out: a tile (C, MP) of fewer tokens
-    than the warps have rows would be in registers several times.
-    """
-    return dot(tile, tl.trans(rounded(columns, dtype)), dtype) + norm[:, None] * weights[None, :]
+    x, y, own = phi(q, queries.row, left, matrix_of(matrix, kv, PHI), matrix.low, C, PHI)
+    x, y = once(rounded(x, dtype)), once(rounded(y, dtype)) if PHI.two else x
+    stop = tl.minimum(at + C, end)
+    scales_at = key_head.to(tl.int64) * row.queries
+    largest = tl.zeros((C,), tl.float32)
+    if PHI.unbounded and CUT.causal:
+        # Another query of the key may have stored r here already, of which this is the maximum once more.
+        largest = load_numbers(scale + scales_at, at, end, C)
+    total, den, r = sums_of_keys(
+        x, y, keys, state, row, key_head, entry, rows, first, begin, stop, largest, CUT, PHI
+    )
+    if NORMALIZE:
+        empty = tl.abs(den) < PHI.least
+        factor = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, den))
+    else:
+        factor = tl.exp(own + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
+    place = head.to(tl.int64) * row.queries + at
+    store_rows(out + place * CUT.values, CUT.values, left, total * factor[:, None], CUT.values, VP)
+    tl.store(inverse + place + tl.arange(0, C), factor, mask=rows < end)
+    if PHI.unbounded and query_head % CUT.group == 0:
+        tl.store(scale + scales_at + rows, r, mask=rows < end)

@@ -1,219 +1,198 @@
-"""Triton kernel of kernel attention's backward over keys: their gradients, and those of priors."""
+"""Triton kernel of kernel attention's backward over keys: gradients of keys, values, masses and priors."""
 
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernel_attention.kernels import pull_of_state, pulls
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded
-from megakernel.ops.kernels.mixtures import MOST_KEYS, phi_of_keys, store_gradients_of_keys
-from megakernel.ops.kernels.states import (
-    add_tokens,
-    first_token,
-    load_mass,
-    load_state,
-    scales_of_addition,
-    share_of_program,
+from megakernel.ops.kernel_attention.arguments import (
+    features_at,
+    half_of_state,
+    head_at,
+    load_numbers,
+    matrix_of,
+    places_of_keys,
+    token_of,
 )
+from megakernel.ops.kernel_attention.kernels import tile_of_program, tiles_of, weights_of
+from megakernel.ops.kernel_attention.query_kernels import gradient_from_state
+from megakernel.ops.kernels.features import dot, load_rows, store_gradient, store_rows
+from megakernel.ops.kernels.mixtures import MOST_KEYS, store_gradients_of_keys
+from megakernel.ops.kernels.states import first_token
 
 
 @triton.jit
-def behind_factors(rows, last, weights, scales, log, CAUSAL: tl.constexpr, UNBOUNDED: tl.constexpr):
-    """Factors (C,) of the state of queries behind a chunk: they see the keys that enter the state that leaves it."""
-    enters = (rows >= last) | (not CAUSAL)
-    if UNBOUNDED:
+def behind_factors(places, last, weights, scales, log, CUT: tl.constexpr, PHI: tl.constexpr):
+    """Factors (C,) of the state of queries behind a segment: they see the keys that enter the state that leaves it."""
+    enters = (places >= last) | (not CUT.causal)
+    if PHI.unbounded:
         return tl.where(enters & (weights != 0), tl.exp(scales + log), 0.0)
     return tl.where(enters, 1.0, 0.0)
 
 
 @triton.jit
-def query_scales(scale, rows, first, at, length, UNBOUNDED: tl.constexpr):
-    """r of the queries of a chunk, which of them see the state that enters it, and their log scales in a state."""
-    reads = (first < at) & (rows < length)
-    if UNBOUNDED:
-        r = tl.load(scale + rows, mask=rows < length, other=EMPTY)
-        reads = reads & (r > EMPTY)
-        return r, reads, tl.where(reads, -r, EMPTY)
-    r = tl.zeros((rows.shape[0],), tl.float32)
-    return r, reads, r
+def queries_of_keys(
+    products, rows, first, places, stop, scales, r, row, CUT: tl.constexpr, PHI: tl.constexpr
+):
+    """Products of keys (C,) and queries (BQ,); 0 where a query does not see the key. See `kernels.pairs_of`.
+
+    Queries from `stop` on see it in their state.
+    """
+    if PHI.unbounded:
+        products *= tl.exp(tl.minimum(scales[:, None] - r[None, :], 0.0))
+    if CUT.rank == 0:
+        visible = places[:, None] <= rows[None, :]
+    else:
+        visible = (places[:, None] < rows[None, :]) & (rows < stop)[None, :]
+    if row.starts is not None:
+        visible &= places[:, None] >= first[None, :]
+    return tl.where(visible, products, 0.0)
 
 
 @triton.jit
-def queries_of_keys(rows, first, weights, scales, r, length, UNBOUNDED: tl.constexpr):
-    """Factors of the pairs (keys, queries) of a chunk; 0 where a query does not see the key."""
-    visible = (rows[:, None] <= rows[None, :]) & (rows[:, None] >= first[None, :])
-    if UNBOUNDED:
-        exists = visible & (weights != 0)[:, None] & (rows < length)[None, :]
-        return tl.where(exists, tl.exp(tl.minimum(scales[:, None] - r[None, :], 0.0)), 0.0)
-    return tl.where(visible, 1.0, 0.0)
-
-
-@triton.jit
-def pull_keys(
-    q,
-    k,
-    v,
-    grad,
-    mass,
-    starts,
+def bwd_dkv(
+    queries,
+    keys,
     matrix,
-    priors,
-    sums,
-    norms,
-    logs,
-    inverse,
-    drift,
-    scale,
+    state,
+    row,
     dk,
+    dv,
     dy,
+    dmass,
     dpriors,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    g_batch,
-    g_head,
-    g_row,
-    length,
-    start,
-    heads,
-    segments,
-    states,
-    low,
-    tokens,
-    G: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LEARNED: tl.constexpr,
-    MASSES: tl.constexpr,
-    KEYS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    C: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    BV: tl.constexpr,
-    PACKED: tl.constexpr,
+    CUT: tl.constexpr,
     PHI: tl.constexpr,
 ):
-    """Gradient of keys (blocks, B, H_kv, N, D), a part for each block of values, and of projected ones (..., M).
+    """Gradients of keys (B, H_kv, N, D), of projected ones (..., M) if asked for, values, masses and priors.
 
-    Of mixtures (blocks, B, H_kv, N, KEYS D), (blocks, KEYS, B, H_kv, N, M), and parts (programs, KEYS) of the gradient
-    of their priors. As `value_kernels.pull_values`, with half of its products: the two would not fit into registers.
+    Of mixtures (B, H_kv, N, KEYS D), (KEYS, B, H_kv, N, M), and parts (programs, KEYS) of the gradient of priors. A
+    launch without dk or without dv leaves the other half of the products out: of wide features, the two do not fit into
+    registers. `state` holds states of queries. Program: CUT.chunk keys of a key head.
     """
-    head, segment, block = share_of_program(segments, VP, BV)
-    row, kv = head // heads, head % heads
-    column = block * BV
-    dtype: tl.constexpr = k.dtype.element_ty
-    q += row.to(tl.int64) * q_batch + (kv * G).to(tl.int64) * q_head
-    k += row.to(tl.int64) * k_batch + kv.to(tl.int64) * k_head
-    v += row.to(tl.int64) * v_batch + kv.to(tl.int64) * v_head + column
-    grad += row.to(tl.int64) * g_batch + (kv * G).to(tl.int64) * g_head + column
-    own = head.to(tl.int64) * length
-    mass += own
-    scale += own
-    matrix += kv * PHI.rows * PHI.width
-    priors += kv * KEYS
-    group = head.to(tl.int64) * G * length
-    pack_keys = tl.cast(tokens, tl.int64)
-    EACH: tl.constexpr = KEYS if KEYS > 0 else 1
-    dk += (block * pack_keys + own) * EACH * PHI.width
-    dy += (block * pack_keys * EACH + own) * PHI.rows
-    shares = tl.zeros((MOST_KEYS,), tl.float32)
-    entry = head.to(tl.int64) * (states + 1) + (segment if CAUSAL else states)
-    FP: tl.constexpr = PHI.padded_features
-    sums += entry * FP * VP
-    norms += entry * FP
-    log = tl.load(logs + entry)
-    tile, norm = load_state(sums, norms, column, 0, PHI.padded_rows, VP, BV)
+    C: tl.constexpr = CUT.chunk
+    BQ: tl.constexpr = CUT.block
+    VP: tl.constexpr = CUT.padded_values
+    G: tl.constexpr = CUT.group
+    head, at, _begin, end, segment = tile_of_program(row.keys, CUT.span, C)
+    batch, kv = head // row.heads, head % row.heads
+    entry = head * tl.cdiv(row.keys, CUT.span) + segment if CUT.causal else head
+    place = head.to(tl.int64) * row.keys + at
+    rows, left = at + tl.arange(0, C), end - at
+    places = places_of_keys(rows, row, batch, CUT)
+    stop = tl.minimum((segment + 1) * CUT.segment, row.length)
+    last = first_token(row.starts, batch, stop - 1, row.length, row.start, row.starts is not None)
+    weights = weights_of(keys.mass, head, at, row.keys, end, C)
+    a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, end, at, C, PHI)
+    v = head_at(keys.columns, batch, kv) + tl.cast(at, tl.int64) * keys.columns.row
+    columns = load_rows(v, keys.columns.row, left, C, CUT.values, VP)
+    dtype: tl.constexpr = v.dtype.element_ty
+    behind = behind_factors(places, last, weights, scales, tl.load(state.logs + entry), CUT, PHI)
+    tile, norm = half_of_state(state, entry, 0, PHI, VP)
+    du_norm = tl.zeros((C,), tl.float32)
+    if dv is not None:
+        du = dot(a, tile, dtype)
+        du_norm = tl.sum(a.to(tl.float32) * norm[None, :], 1)
+        tl.debug_barrier()
+    if dk is not None:
+        grad_a = (
+            gradient_from_state(tile, norm, columns, tl.zeros((C,), tl.float32) + 1.0, dtype)
+            * behind[:, None]
+        )
+        grad_b = grad_a
     if PHI.two:
-        tile2, norm2 = load_state(sums, norms, column, 1, PHI.padded_rows, VP, BV)
-
-    begin = segment * SEGMENT
-    q_far, g_far = tl.cast(q_row, tl.int64), tl.cast(g_row, tl.int64)
-    k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
-    chunks = tl.cdiv(tl.minimum(SEGMENT, length - begin), C)
-    for step in range(chunks):
-        at = begin + (chunks - 1 - step) * C
-        rows, left = at + tl.arange(0, C), length - at
-        last = first_token(starts, row, tl.minimum(at + C, length) - 1, length, start, PACKED)
-        weights = load_mass(mass, rows, length, MASSES)
-        keys = k + at * k_far
-        scales = tl.zeros((C,), tl.float32)
-        if PHI.unbounded:
-            _a, _b, scales = phi_of_keys(
-                keys,
-                k_row,
+        tile, norm = half_of_state(state, entry, 1, PHI, VP)
+        if dv is not None:
+            du += dot(b, tile, dtype)
+            du_norm += tl.sum(b.to(tl.float32) * norm[None, :], 1)
+        if dk is not None:
+            grad_b = (
+                gradient_from_state(tile, norm, columns, tl.zeros((C,), tl.float32) + 1.0, dtype)
+                * behind[:, None]
+            )
+    if dv is not None:
+        du *= behind[:, None]
+        du_norm *= behind
+    if CUT.causal:
+        for g in range(G):
+            query_head = kv * G + g
+            numbers = (head * G + g).to(tl.int64) * row.queries
+            for here in range(token_of(at, CUT), tl.minimum(stop, row.queries), BQ):
+                seats = here + tl.arange(0, BQ)
+                first = first_token(row.starts, batch, seats, row.length, row.start, row.starts is not None)
+                r = tl.zeros((BQ,), tl.float32)
+                if PHI.unbounded:
+                    r = load_numbers(queries.scale + head.to(tl.int64) * row.queries, here, row.queries, BQ)
+                qa, qb, _own = features_at(
+                    queries.tokens, batch, query_head, row.heads * G, row.queries, row.queries, here, BQ, PHI
+                )
+                given = head_at(queries.grad, batch, query_head) + tl.cast(here, tl.int64) * queries.grad.row
+                do = load_rows(given, queries.grad.row, row.queries - here, BQ, CUT.values, VP)
+                inverse = load_numbers(queries.inverse + numbers, here, row.queries, BQ)
+                delta = tl.zeros((BQ,), tl.float32)
+                if queries.delta is not None:
+                    delta = load_numbers(queries.delta + numbers, here, row.queries, BQ)
+                if dv is not None:
+                    similar = dot(a, tl.trans(qa), dtype)
+                    if PHI.two:
+                        similar += dot(b, tl.trans(qb), dtype)
+                    similar = queries_of_keys(similar, seats, first, places, stop, scales, r, row, CUT, PHI)
+                    if dmass is not None:
+                        du_norm += tl.sum(similar * delta[None, :], 1)
+                    du += dot(similar * inverse[None, :], do, dtype)
+                if dk is not None:
+                    along = dot(columns, tl.trans(do), dtype) * inverse[None, :] + delta[None, :]
+                    along = queries_of_keys(along, seats, first, places, stop, scales, r, row, CUT, PHI)
+                    grad_a += dot(along, qa, dtype)
+                    if PHI.two:
+                        grad_b += dot(along, qb, dtype)
+    if dv is not None:
+        store_rows(dv + place * CUT.values, CUT.values, left, du * weights[:, None], CUT.values, VP)
+        if dmass is not None:
+            total = tl.sum(du * columns.to(tl.float32), 1) + du_norm
+            tl.store(dmass + place + tl.arange(0, C), total, mask=rows < end)
+    if dk is not None:
+        grad_a *= weights[:, None]
+        grad_b *= weights[:, None]
+        tokens = keys.tokens.rows
+        k = head_at(tokens, batch, kv) + tl.cast(at, tl.int64) * tokens.row
+        projection = matrix_of(matrix, kv, PHI)
+        of_projected = None if dy is None else dy + place * PHI.rows
+        LEARNED: tl.constexpr = dy is not None
+        if CUT.keys == 0:
+            store_gradient(
+                k,
+                tokens.row,
                 left,
-                matrix,
-                low,
-                priors,
-                KEYS,
+                projection,
+                a.to(tl.float32),
+                b.to(tl.float32),
+                grad_a,
+                grad_b,
+                dk + place * PHI.width,
+                of_projected,
                 C,
+                LEARNED,
                 PHI,
             )
-        weighed = weights * behind_factors(rows, last, weights, scales, log, CAUSAL, PHI.unbounded)
-        columns = load_rows(v + at * v_far, v_row, left, C, V - column, BV)
-        lifted = columns.to(tl.float32) * weighed[:, None]
-        # The normalizer is in the first block alone.
-        of_norm = tl.where(column == 0, weighed, 0.0)
-        grad_a = pull_of_state(tile, norm, lifted, of_norm, dtype)
-        grad_b = grad_a
-        if PHI.two:
-            grad_b = pull_of_state(tile2, norm2, lifted, of_norm, dtype)
-        if CAUSAL:
-            first = first_token(starts, row, rows, length, start, PACKED)
-            r, reads, added = query_scales(scale, rows, first, at, length, PHI.unbounded)
-            shrink, factors, log = scales_of_addition(log, added, last < at, PHI.unbounded)
-            factors = tl.where(reads, factors, 0.0)
-            tile *= shrink
-            norm *= shrink
-            if PHI.two:
-                tile2 *= shrink
-                norm2 *= shrink
-            for g in range(G):
-                places = group + g * length + at
-                given = grad + tl.cast(g, tl.int64) * g_head + at * g_far
-                pull, pull_norm = pulls(
-                    given, inverse + places, drift + places, g_row, left, C, V - column, BV, column == 0
-                )
-                along = dot(columns, tl.trans(pull), dtype) + pull_norm[None, :]
-                along *= (
-                    queries_of_keys(rows, first, weights, scales, r, length, PHI.unbounded) * weights[:, None]
-                )
-                x = q + tl.cast(g, tl.int64) * q_head + at * q_far
-                qa, qb, _ = phi(x, q_row, left, matrix, low, C, PHI)
-                qa, qb = rounded(qa, dtype), rounded(qb, dtype)
-                along = tl.trans(rounded(along, dtype))
-                grad_a += dot(tl.trans(qa), along, dtype)
-                if PHI.two:
-                    grad_b += dot(tl.trans(qb), along, dtype)
-                pull *= factors[:, None]
-                pull_norm *= factors
-                tile, norm = add_tokens(tile, norm, 1.0, qa, pull, pull_norm, dtype)
-                if PHI.two:
-                    tile2, norm2 = add_tokens(tile2, norm2, 1.0, qb, pull, pull_norm, dtype)
-        shares = store_gradients_of_keys(
-            keys,
-            k_row,
-            left,
-            matrix,
-            low,
-            priors,
-            scales,
-            shares,
-            tl.trans(grad_a),
-            tl.trans(grad_b),
-            dk + tl.cast(at, tl.int64) * EACH * PHI.width,
-            dy + tl.cast(at, tl.int64) * PHI.rows,
-            pack_keys * PHI.rows,
-            KEYS,
-            C,
-            LEARNED,
-            PHI,
-        )
-    if KEYS > 0:
-        r = tl.arange(0, MOST_KEYS)
-        tl.store(dpriors + (tl.program_id(0).to(tl.int64) * KEYS + r), shares, mask=r < KEYS)
+        else:
+            heads = tl.num_programs(0) // tiles_of(row.keys, CUT.span, C)
+            shares = store_gradients_of_keys(
+                k,
+                tokens.row,
+                left,
+                projection,
+                matrix.low,
+                keys.priors + kv * CUT.keys,
+                scales,
+                tl.zeros((MOST_KEYS,), tl.float32),
+                grad_a,
+                grad_b,
+                dk + place * CUT.keys * PHI.width,
+                of_projected,
+                heads.to(tl.int64) * row.keys * PHI.rows,
+                CUT.keys,
+                C,
+                LEARNED,
+                PHI,
+            )
+            r = tl.arange(0, MOST_KEYS)
+            tl.store(dpriors + tl.program_id(0).to(tl.int64) * CUT.keys + r, shares, mask=r < CUT.keys)

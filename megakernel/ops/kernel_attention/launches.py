@@ -7,13 +7,68 @@ import triton
 from torch import Tensor
 
 from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.kernel_attention.arguments import Cut, Row, State
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.features import Phi, padded, phi_of
-from megakernel.ops.kernels.launch import Tiles, launch, tiles
+from megakernel.ops.kernels.launch import PROGRAMS, capability_of, launch
 from megakernel.ops.state import KernelState
 
-FEATURES_AT_ONCE = 16
+LONGEST_CHUNK = 64
+"""Tokens of a chunk of rows that see both ways, which their segments are multiples of."""
+
+STATE_SHARE = 0.02
+"""Share of the bytes of q, k, v and out that their states may take on long rows."""
+
+FEATURES_AT_ONCE = 8
 """Rows of a state that one program passes from segment to segment."""
+
+SEGMENT = 128
+"""Tokens between two states that causal rows have in memory, of up to 64 features; of more, as many more. States are
+then a quarter of q, k, v and out at most, and the pairs of a segment cost about what its state does."""
+
+
+class Tile(NamedTuple):
+    """What one program of a kernel holds."""
+
+    chunk: int
+    """Rows whose sums it holds."""
+
+    block: int
+    """Rows that it goes by."""
+
+    warps: int
+    stages: int = 1
+    """Blocks that are on their way from memory at once."""
+
+
+TILES: dict[tuple[int, int], Tile] = {
+    (2, 64): Tile(128, 32, 8),
+    (2, 128): Tile(128, 64, 8, 2),
+    (2, 256): Tile(128, 64, 8),
+    (4, 64): Tile(32, 32, 4),
+    (4, 128): Tile(32, 16, 8),
+}
+"""(bytes of a number, padded features up to this) -> what programs hold, where four warps multiply tiles of 64 rows."""
+
+EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
+    ("write_keys", 2, 128): Tile(128, 64, 8),
+    ("bwd_dq", 2, 128): Tile(128, 32, 8),
+    ("bwd_dkv", 2, 128): Tile(128, 32, 8),
+    ("write_queries", 2, 256): Tile(64, 64, 8),
+    ("bwd_dkv", 2, 256): Tile(128, 32, 8),
+}
+"""(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
+
+SMALL_TILES: dict[tuple[int, int], Tile] = {
+    **TILES,
+    (2, 64): Tile(64, 32, 4),
+    (2, 128): Tile(64, 32, 8),
+    (2, 256): Tile(64, 32, 8),
+}
+"""The same for GPUs whose products take their factors from registers, and which have less shared memory."""
+
+WARP_GROUPS = (90, 100, 103)
+"""Compute capabilities of GPUs with products of four warps."""
 
 
 def tiles_of(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,15 +88,46 @@ def state_of(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: int
     return KernelState(kept, logs.detach())
 
 
+def segment_of(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
+    """Tokens of a segment, a power of two of LONGEST_CHUNK that depends on shapes alone.
+
+    Without pairs, segments only share the work out. They are as long as leaves states STATE_SHARE of the memory of
+    q, k, v and out; where the batch is so small that this leaves fewer than PROGRAMS, as short as gives that many. Of
+    keys and queries the longer rows decide: both keep states in backward.
+    """
+    if causal:
+        return SEGMENT * max(1, phi.padded_features // 64)
+    batch, heads, queries, width = q.shape
+    key_heads, keys, values = v.shape[1:]
+    token = (heads + key_heads) * (width + values) * v.element_size()
+    state = key_heads * phi.padded_features * (padded(values) + 1) * 4
+    frugal = triton.next_power_of_2(triton.cdiv(int(state / STATE_SHARE), token))
+    parallel = triton.next_power_of_2(max(1, batch * key_heads * max(queries, keys) // PROGRAMS))
+    return max(LONGEST_CHUNK, min(frugal, max(parallel, 4 * LONGEST_CHUNK)))
+
+
 class Call(NamedTuple):
     """What all launches of a call share."""
 
     phi: Phi
-    tiles: Tiles
+    row: Row
+    """Of tokens, without the table of their documents."""
+
+    segment: int
     group: int
+    values: int
+    keys: int
+    """Of a position in a mixture, 0 without."""
+
     causal: bool
-    normalize: bool
-    start: int
+    dtype: torch.dtype
+    capability: int
+    block_size: int = 1
+    rank: int = 0
+    """Of landmarks, see `Cut`."""
+
+    tiles: dict[str, Tile] | None = None
+    """Kernel -> what its programs hold, where the tables do not say it."""
 
     @staticmethod
     def of(
@@ -49,97 +135,130 @@ class Call(NamedTuple):
         k: Tensor,
         v: Tensor,
         matrix: Tensor | None,
+        priors: Tensor | None,
         feature_map: str,
         components: int,
         causal: bool,
-        normalize: bool,
         start: int,
     ) -> "Call":
         """The call with these arguments."""
         rows = None if matrix is None else matrix.shape[-2]
         phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows)
-        return Call(phi, tiles(phi, q, v), q.shape[1] // k.shape[1], causal, normalize, start)
+        row = Row(None, start, None, k.shape[1], k.shape[2], q.shape[2], k.shape[2])
+        group, keys = q.shape[1] // k.shape[1], 0 if priors is None else priors.shape[-1]
+        sizes = (segment_of(phi, q, v, causal), group, v.shape[-1], keys)
+        return Call(phi, row, *sizes, causal, q.dtype, capability_of(q.device))
 
-    def options(self, kernel: str, v: Tensor, starts: Tensor | None) -> dict[str, Any]:
-        """Warps, stages and compile-time arguments of a kernel with tokens."""
-        tile = self.tiles.of(kernel)
-        return {
-            "warps": tile.warps,
-            "stages": tile.stages,
-            "SEGMENT": self.tiles.segment,
-            "C": tile.chunk,
-            "V": v.shape[-1],
-            "VP": self.tiles.width,
-            "BV": tile.values,
-            "PACKED": starts is not None,
-            "PHI": self.phi,
-        }
+    @property
+    def stored(self) -> bool:
+        """Whether features are in memory."""
+        return self.phi.projected or self.keys > 0
 
-    def segments(self, length: int) -> int:
-        """Of a row."""
-        return triton.cdiv(length, self.tiles.segment)
+    def features(self, tokens: Tensor, stored: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Room for the features of tokens (B, H, N, d), and their log scales."""
+        if not stored:
+            return None, None
+        lead = tokens.shape[:3]
+        logs = tokens.new_empty(lead, dtype=torch.float32) if self.phi.unbounded else None
+        return tokens.new_empty(*lead, self.phi.padded_features), logs
 
-    def grid(self, kernel: str, k: Tensor, length: int) -> tuple[int]:
-        """Programs of a kernel for `length` tokens of each key head, see `states.share_of_program`."""
-        return (k.shape[0] * k.shape[1] * self.segments(length) * self.tiles.blocks(kernel),)
+    def tile(self, kernel: str) -> Tile:
+        """What programs of the kernel of this name hold."""
+        bound = max(64, self.phi.padded_features)
+        size = self.dtype.itemsize
+        tile = (self.tiles or {}).get(kernel) or SMALL_TILES[size, bound]
+        if kernel not in (self.tiles or {}) and self.capability in WARP_GROUPS:
+            tile = EXCEPTIONS.get((kernel, size, bound), TILES[size, bound])
+        most = padded(self.segment)
+        return tile._replace(chunk=min(tile.chunk, most), block=min(tile.block, most))
 
-    def parts(self, kernel: str, tokens: Tensor, width: int) -> Tensor:
-        """Room for rows of gradients (blocks, B, H, N, width) that the blocks of values of a kernel add up to."""
-        blocks = self.tiles.blocks(kernel)
-        dtype = torch.float32 if blocks > 1 else tokens.dtype
-        return tokens.new_empty(blocks, *tokens.shape[:3], width, dtype=dtype)
+    @property
+    def cut(self) -> Cut:
+        """How rows are cut, but for the tiles of a kernel."""
+        sizes = (self.group, self.values, padded(self.values), self.keys, self.causal)
+        return Cut(self.segment, 0, 0, *sizes, self.block_size, self.rank)
 
-    def empty_states(self, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Room for the states of every segment and the last one."""
-        lead = (k.shape[0], k.shape[1], self.segments(length) + 1)
+    def programs(self, kernel: str, batch: int) -> int:
+        """Of a kernel: one for each tile of queries or keys, or segment that it sums."""
+        of_keys = kernel in OVER_KEYS
+        length = self.row.keys if of_keys else self.row.queries
+        span = self.cut.span if of_keys else self.segment
+        heads = batch * self.row.heads * (self.group if kernel in OVER_QUERIES else 1)
+        if kernel in OVER_SEGMENTS:
+            return heads * triton.cdiv(length, span)
+        whole, rest = divmod(length, span)
+        chunk = self.tile(kernel).chunk
+        return heads * (whole * triton.cdiv(span, chunk) + triton.cdiv(rest, chunk))
+
+    def start(
+        self, kernel: Any, batch: int, *arguments: Any, programs: int | None = None, **options: Any
+    ) -> None:
+        """Start a kernel, with the `programs` that it has if not given."""
+        tile = self.tile(kernel.__name__)
+        programs = self.programs(kernel.__name__, batch) if programs is None else programs
+        options |= {"CUT": self.cut._replace(chunk=tile.chunk, block=tile.block), "PHI": self.phi}
+        if programs:
+            launch(kernel, (programs,), *arguments, warps=tile.warps, stages=tile.stages, **options)
+
+    def halves(self, rooms: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
+        """The rooms of `bwd_dkv` by launch: gradients of keys and of values do not fit into one of wide features."""
+        if self.phi.padded_features <= (128 if self.dtype.itemsize == 2 else 32):
+            return [rooms]
+        dk, dv, dy, dmass, dpriors = rooms
+        return [(dk, None, dy, None, dpriors), (None, dv, None, dmass, None)]
+
+    def states(self, like: Tensor, entries: int, dtype: torch.dtype = torch.float32) -> State:
+        """Room for so many states of each key head, or one without a dimension of its own."""
+        lead = (like.shape[0], self.row.heads, *[entries] * (entries >= 0))
         size = self.phi.padded_features
-        sums = k.new_empty(*lead, size, self.tiles.width, dtype=torch.float32)
-        return sums, sums.new_empty(*lead, size), sums.new_empty(lead)
+        sums = like.new_empty(*lead, size, padded(self.values), dtype=dtype)
+        return State(
+            sums, like.new_empty(*lead, size, dtype=torch.float32), like.new_empty(lead, dtype=torch.float32)
+        )
+
+    def sums_of_segments(self, like: Tensor, length: int) -> State:
+        """Room for what segments add, and then for the states that enter them: factors of products."""
+        dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        return self.states(like, triton.cdiv(length, self.segment), dtype)
 
     def pass_on(
-        self,
-        room: tuple[Tensor, Tensor, Tensor],
-        first: tuple[Tensor | None, Tensor | None, Tensor | None],
-        starts: Tensor | None,
-        length: int,
-        *,
-        reverse: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The states that enter each segment, from what each segment adds."""
-        sums, norms, added = room
-        entering, logs = torch.empty_like(norms), torch.empty_like(added)
-        features, values = sums.shape[-2:]
-        entered = [unused if given is None else given for given, unused in zip(first, (sums, norms, added))]
+        self, room: State, first: State | None, starts: Tensor | None, length: int, *, reverse: bool
+    ) -> tuple[State, State]:
+        """The states that enter each segment, from what each segment adds, and the last one."""
+        entering = State(room.sums, torch.empty_like(room.norms), torch.empty_like(room.logs))
+        last = self.states(room.norms, -1)
         launch(
             states.pass_states,
-            (sums.shape[0] * sums.shape[1], triton.cdiv(features, FEATURES_AT_ONCE)),
-            *(sums, norms, added, entering, logs, *entered, added if starts is None else starts),
-            *(length, self.start, sums.shape[1], sums.shape[2] - 1),
+            (room.logs[:, :, 0].numel(), triton.cdiv(self.phi.padded_features, FEATURES_AT_ONCE)),
+            *(room, entering.norms, entering.logs, first, last, starts),
+            *(length, self.row.start, self.row.heads, room.logs.shape[2]),
             warps=4,
-            SEGMENT=self.tiles.segment,
-            FP=features,
-            VP=values,
+            SEGMENT=self.segment,
+            FP=self.phi.padded_features,
+            VP=padded(self.values),
             BF=FEATURES_AT_ONCE,
-            PACKED=starts is not None,
-            FIRST=first[0] is not None,
             REVERSE=reverse,
             CAUSAL=self.causal,
             UNBOUNDED=self.phi.unbounded,
         )
-        return sums, entering, logs
+        return entering, last
+
+
+OVER_SEGMENTS = ("write_keys", "write_queries")
+"""Kernels whose programs are of a segment of a key head; the others' are of a tile."""
+
+OVER_QUERIES = ("read", "bwd_dq", "join", "join_backward")
+"""Kernels whose programs are of a query's head."""
+
+OVER_KEYS = ("write_keys", "bwd_dkv")
+"""Kernels whose programs are of keys; the others' are of queries."""
 
 
 def given_or_zeros(
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None], out: Tensor, sums: Tensor, norms: Tensor
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None], *likes: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of the output and of the last of these states; autograd makes up none for what has none.
+    """Gradients of the output and of the last state; autograd makes up none for what has none.
 
     It would fill one for each output of an op, those that nobody differentiates included.
     """
-    likes = (out, sums[:, :, -1], norms[:, :, -1])
     return tuple(torch.zeros_like(like) if grad is None else grad for grad, like in zip(grads, likes))
-
-
-def total(parts: Tensor, like: Tensor) -> Tensor:
-    """The sum of the parts (blocks, ...) of a gradient, in the dtype of `like`; one part is the gradient itself."""
-    return parts[0] if len(parts) == 1 else parts.sum(0).to(like.dtype)

@@ -1,9 +1,9 @@
-"""Kernel attention by Triton kernels: two launches and a small one forward, four and a small one backward.
+"""Kernel attention by Triton kernels: two launches and a small one forward, three or four and a small one backward.
 
 Forward sums each segment's keys, passes the sums on to the states that enter the segments (small), and reads. Backward
-does the same with queries and their pulls from the right, and gives the gradients of queries and of keys. Between the
-two nothing is kept but the inputs, the output, two numbers per token and one state per segment; nothing of the width of
-the features ever reaches memory.
+gives the gradients of queries, sums theirs of each segment, passes the sums on from the right, and gives the gradients
+of keys and values. Kept between the two are the inputs, the output, two numbers per token, one state per segment, and
+the features of keys where these come from a projection.
 """
 
 from typing import Any
@@ -14,18 +14,60 @@ from torch import Tensor
 from megakernel.ops.arguments import check_state
 from megakernel.ops.documents import Positions, open_documents
 from megakernel.ops.feature_maps import FeatureMap, named
-from megakernel.ops.kernel_attention import decode, operators
+from megakernel.ops.kernel_attention import chunked, decode, operators
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
-from megakernel.ops.kernels.features import SUPPORTED, phi_of
+from megakernel.ops.kernels.features import SUPPORTED, UNBOUNDED, phi_of
+from megakernel.ops.kernels.launch import capability_of, is_noting
 from megakernel.ops.kernels.mixtures import MOST_KEYS
 from megakernel.ops.projections import Projection, dense, rows_of
-from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.state import EMPTY, Exchange, KernelState
+from megakernel.ops.sums import Found, in_range
 
 WIDEST = 128
 """d and M up to which a program's tiles fit into registers."""
 
 WIDEST_FLOAT32 = 64
 """d and M in float32, whose products take three registers for a number: wider ones would go to local memory."""
+
+OLDEST = 80
+"""Compute capability of the oldest GPUs: on those before, tiles go to local memory by kilobytes."""
+
+
+def unsupported_features(q: Tensor, feature_map: FeatureMap | str) -> str | None:
+    """Why no kernel takes the features of these queries."""
+    form = named(feature_map)
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"q is {q.dtype}; expected bfloat16, float16 or float32"
+    if form.name not in SUPPORTED or form.smoothing:
+        given = f"{form.name} with smoothing" if form.smoothing else form.name
+        return f"feature_map is {given}; expected {', '.join(SUPPORTED)} without smoothing"
+    return None
+
+
+def unsupported_tiles(
+    q: Tensor,
+    v: Tensor,
+    feature_map: FeatureMap | str,
+    projection: Projection | None,
+    most: int,
+    most_values: int,
+) -> str | None:
+    """Why kernels that multiply tiles do not: the GPU, float16, or more numbers in a row than `most`."""
+    if (capability := capability_of(q.device)) < OLDEST:
+        return f"the GPU has compute capability {capability / 10}; expected at least {OLDEST / 10}"
+    name = named(feature_map).name
+    if q.dtype == torch.float16 and name in ("hedgehog", *UNBOUNDED):
+        return f"{name} has weights below float16's smallest number; expected bfloat16 or float32"
+    width = q.shape[-1]
+    sizes = {
+        "q": (width, most),
+        "v": (v.shape[-1], most_values),
+        "projection": (rows_of(projection, width), most),
+    }
+    for name, (size, limit) in sizes.items():
+        if size > limit:
+            return f"{name} has width {size} in {q.dtype}; expected at most {limit}"
+    return None
 
 
 def unsupported(
@@ -45,25 +87,17 @@ def unsupported(
     exchange_after: Exchange | None = None,
 ) -> str | None:
     """Why the kernels cannot take these arguments of `attend`; None where they can."""
-    form = named(feature_map)
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"q is {q.dtype}; expected bfloat16, float16 or float32"
-    if form.name not in SUPPORTED or form.smoothing:
-        given = f"{form.name} with smoothing" if form.smoothing else form.name
-        return f"feature_map is {given}; expected {', '.join(SUPPORTED)} without smoothing"
+    if (reason := unsupported_features(q, feature_map)) is not None:
+        return reason
     step = _step(feature_map, projection, causal, normalize, mass, priors, positions, initial_state, exchange)
     if step is not None and decode.unsupported(q, k, v, **step) is None:
         return None
-    width = q.shape[-1]
     keys = 1 if priors is None else priors.shape[-1]
     if keys > MOST_KEYS.value:
         return f"priors are of {keys} keys of a position; expected at most {MOST_KEYS.value}"
-    sizes = {"q": width, "v": v.shape[-1], "projection": rows_of(projection, width)}
-    for name, size in sizes.items():
-        # Values are cut into blocks.
-        most = WIDEST_FLOAT32 if q.dtype == torch.float32 and name != "v" else WIDEST
-        if size > most:
-            return f"{name} has width {size} in {q.dtype}; expected at most {most}"
+    most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
+    if (reason := unsupported_tiles(q, v, feature_map, projection, most, WIDEST)) is not None:
+        return reason
     if not causal and isinstance(positions, Tensor):
         return "positions cut rows into documents that see both ways; expected whole rows"
     if exchange_after is not None:
@@ -87,7 +121,12 @@ def attend(
     exchange: Exchange | None = None,
     exchange_after: Exchange | None = None,
 ) -> tuple[Tensor, KernelState]:
-    """Arguments and results of `chunked.attend`, in bfloat16, float16 or float32."""
+    """Arguments and results of `chunked.attend`, in bfloat16, float16 or float32.
+
+    Quotients of unbounded maps can get lost: those rows are made again by the chunked op in float64. To find out makes
+    the host wait for the GPU, once a call. A compiled or captured graph cannot look; there, lost rows are 0. float16 is
+    not for exponentials of projected tokens: it holds no weight below 6e-8, and rows would be wrong without a trace.
+    """
     step = _step(feature_map, projection, causal, normalize, mass, priors, positions, initial_state, exchange)
     if step is not None and decode.unsupported(q, k, v, **step) is None:
         return decode.step(q, k, v, **step)
@@ -97,11 +136,11 @@ def attend(
     starts, start = _document_starts(positions, k.shape[2])
     form = named(feature_map)
 
-    def run(queries: Tensor, first: KernelState | None):
+    def run(queries: Tensor, first: KernelState | None) -> tuple[Tensor, KernelState]:
         if first is not None:
             check_state(first, k, v)
         tile = (None, None, None) if first is None else tiles_of(first, phi, value_dim)
-        out, *_, sums, norms, logs = operators.attend(
+        out, inverse, scale, *_, sums, norms, logs = operators.attend(
             queries,
             k,
             v,
@@ -116,7 +155,30 @@ def attend(
             normalize,
             start,
         )
-        return out, state_of(sums, norms, logs, phi, value_dim)
+        last = state_of(sums, norms, logs, phi, value_dim)
+        if not (phi.unbounded and normalize) or is_noting():
+            return out, last
+        seen = scale > EMPTY / 2
+        if mass is not None and mass.shape[2] == queries.shape[2]:
+            # A token that is no key itself is padding, and its row nothing.
+            seen &= mass != 0
+        lost = (inverse == 0) & seen.repeat_interleave(queries.shape[1] // k.shape[1], 1)
+
+        def again() -> Found:
+            wide, _ = chunked.attend(
+                *(x.double() for x in (queries, k, v)),
+                feature_map=feature_map,
+                projection=matrix,
+                causal=causal,
+                normalize=normalize,
+                mass=mass,
+                priors=priors,
+                positions=positions,
+                initial_state=first,
+            )
+            return (wide,), last
+
+        return in_range(((out, lost), last), again)
 
     if exchange is None:
         return run(q, initial_state)

@@ -23,6 +23,9 @@ from megakernel.ops.kernels.launch import Launch
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one program may take, by compute capability."""
 
+SPILL_LIMIT = 384
+"""Bytes of a thread that may go to local memory: smaller tiles, which spill nothing, take twice as long at best."""
+
 
 Path = tuple[int, ...]
 """Where an argument stands among the parameters, and where in a tuple that it is part of."""
@@ -112,7 +115,8 @@ def _specialized(launch: Launch) -> tuple[dict[str, Any], dict[Path, Any], dict[
 
     def kind_of(value: Any, path: Path) -> Any:
         if isinstance(value, tuple):
-            return type(value)(*(kind_of(part, (*path, index)) for index, part in enumerate(value)))
+            kinds = tuple(kind_of(part, (*path, index)) for index, part in enumerate(value))
+            return type(value)(*kinds) if hasattr(value, "_fields") else kinds
         # As at run time: 1 is a constant of its own, and multiples of 16 are known to be.
         if value is None or (isinstance(value, int) and value == 1):
             constants[path] = value

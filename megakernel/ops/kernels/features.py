@@ -83,6 +83,12 @@ class Phi(NamedTuple):
         return self.name in UNBOUNDED
 
     @property
+    def least(self) -> float:
+        """Weights of a query that add up to less are nothing, see `megakernel.ops.sums`."""
+        tiny = torch.finfo(torch.float32).tiny
+        return tiny**0.5 if self.unbounded else tiny
+
+    @property
     def projected(self) -> bool:
         """Whether the map takes a matrix."""
         return self.name not in ELEMENTWISE
@@ -134,6 +140,36 @@ def rounded(x, dtype: tl.constexpr):
             x = x.to(tl.float16).to(tl.float32)
         return x
     return x.to(dtype)
+
+
+@triton.jit
+def once(x):
+    """`x`, computed where it stands: the compiler would compute features again for every layout that takes them."""
+    if INTERPRETED:
+        y = x
+    elif x.dtype.primitive_bitwidth == 16:
+        y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    return y
+
+
+@triton.jit
+def exp2(x):
+    """2^x of a float32 tile, 0 below the smallest normal number: less costs three instructions more."""
+    if INTERPRETED:
+        y = tl.exp2(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def exp(x):
+    """e^x of a float32 tile, likewise."""
+    return exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -191,11 +227,11 @@ def project(
     for first in range(0, PHI.padded_width, PHI.columns):
         part = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns)
         d = first + tl.arange(0, PHI.columns)
-        inside = (d < PHI.width)[:, None] & (m < PHI.rows)[None, :]
-        places = matrix + (m[None, :] * PHI.width + d[:, None])
-        y += dot(part, tl.load(places, mask=inside, other=0.0), dtype)
+        inside = (m < PHI.rows)[:, None] & (d < PHI.width)[None, :]
+        places = matrix + (m[:, None] * PHI.width + d[None, :])
+        y += dot(part, tl.trans(tl.load(places, mask=inside, other=0.0)), dtype)
         if dtype != tl.float32:
-            y += dot(part, tl.load(places + low, mask=inside, other=0.0), dtype)
+            y += dot(part, tl.trans(tl.load(places + low, mask=inside, other=0.0)), dtype)
         wide = part.to(tl.float32)
         square += tl.sum(wide * wide, 1)
     return y, square
@@ -230,9 +266,10 @@ def cos_sin(x):
 @triton.jit
 def softmax(y, inside):
     """Rows of exp(y) that add up to 1 over the columns `inside`."""
+    LOG2E: tl.constexpr = 1.4426950408889634
     y = tl.where(inside, y, float("-inf"))
-    e = tl.exp(y - tl.max(y, 1)[:, None])
-    return e / tl.sum(e, 1)[:, None]
+    e = exp2(y * LOG2E - (tl.max(y, 1) * LOG2E)[:, None])
+    return e * (1 / tl.sum(e, 1))[:, None]
 
 
 @triton.jit
@@ -254,7 +291,9 @@ def phi(
             a = tl.maximum(a, 0.0)
         elif PHI.name == "elu":
             # exp(x) below zero, not (exp(x) - 1) + 1, which cancels.
-            a = tl.where(inside, tl.exp(tl.minimum(a, 0.0)) + tl.maximum(a, 0.0), 0.0)
+            a = exp(tl.minimum(a, 0.0)) + tl.maximum(a, 0.0)
+            if PHI.rows != PHI.padded_rows:
+                a = tl.where(inside, a, 0.0)
         b = a
     else:
         y, square = project(x, stride, count, matrix, low, C, PHI)
@@ -270,9 +309,77 @@ def phi(
             square *= PHI.scale * PHI.scale * (0.5 if PHI.name == "favor" else 1.0)
             y = tl.where(inside, y * PHI.scale - square[:, None], float("-inf"))
             logs = tl.max(y, 1)
-            a = tl.exp(y - logs[:, None])
+            a = exp(y - logs[:, None])
             b = a
     return a * PHI.coefficient, b * PHI.coefficient, logs
+
+
+@triton.jit
+def slope_of_half(half: tl.constexpr, grad, own, other, PHI: tl.constexpr):
+    """What the gradient (C, MP) in a half of the features adds to that in what `store_slope` takes.
+
+    own, other: that half and the second one. One half after the other: of 256 features both would fill the registers.
+    """
+    if PHI.name == "hedgehog":
+        slope = own * (grad - (tl.sum(grad * own, 1) / PHI.coefficient)[:, None])
+        if half:
+            slope = -slope
+    elif PHI.name == "rks":
+        slope = grad * other * (PHI.scale if half else -PHI.scale)
+    elif PHI.projected:
+        slope = grad * own * PHI.scale
+    else:
+        slope = grad
+    return slope
+
+
+@triton.jit
+def store_slope(
+    x,
+    stride,
+    count,
+    matrix,
+    slope,
+    dx,
+    dy,
+    C: tl.constexpr,
+    LEARNED: tl.constexpr,
+    PHI: tl.constexpr,
+    ROW: tl.constexpr = None,
+    MORE: tl.constexpr = False,
+):
+    """Store the gradient in the C tokens at `x`, rows of ROW (None: D) at `dx`.
+
+    Given those in the projected tokens, which the projection's gradient needs beside the tokens: if it is LEARNED, they
+    are stored as rows of M at `dy`. Of maps without a projection, given those in the features. With MORE gradients are
+    added to what stands there, from before a barrier.
+    """
+    row: tl.constexpr = PHI.width if ROW is None else ROW
+    if not PHI.projected:
+        grad = slope * PHI.coefficient
+        if PHI.name != "identity":
+            wide = load_rows(x, stride, count, C, PHI.width, PHI.padded_width).to(tl.float32)
+            # From the token rather than from its features: those then need no registers.
+            grad = tl.where(wide > 0, grad, grad * exp(tl.minimum(wide, 0.0)) if PHI.name == "elu" else 0.0)
+        if MORE:
+            grad += load_rows(dx, row, count, C, PHI.width, PHI.padded_width).to(tl.float32)
+        store_rows(dx, row, count, grad, PHI.width, PHI.padded_width)
+    else:
+        if LEARNED:
+            store_rows(dy, PHI.rows, count, slope, PHI.rows, PHI.padded_rows)
+        total = tl.sum(slope, 1) * (PHI.scale * (1.0 if PHI.name == "favor" else 2.0))
+        m = tl.arange(0, PHI.padded_rows)
+        for first in range(0, PHI.padded_width, PHI.columns):
+            d = first + tl.arange(0, PHI.columns)
+            inside = (m < PHI.rows)[:, None] & (d < PHI.width)[None, :]
+            places = matrix + (m[:, None] * PHI.width + d[None, :])
+            part = dot(slope, tl.load(places, mask=inside, other=0.0), x.dtype.element_ty)
+            if PHI.unbounded:
+                wide = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns).to(tl.float32)
+                part -= wide * total[:, None]
+            if MORE:
+                part += load_rows(dx + first, row, count, C, PHI.width - first, PHI.columns).to(tl.float32)
+            store_rows(dx + first, row, count, part, PHI.width - first, PHI.columns)
 
 
 @triton.jit
@@ -292,51 +399,9 @@ def store_gradient(
     PHI: tl.constexpr,
     ROW: tl.constexpr = None,
     MORE: tl.constexpr = False,
-    MORE_PROJECTED: tl.constexpr = False,
 ):
-    """Store the gradient in the C tokens at `x`, rows of ROW (None: D) at `dx`, given those in the halves of `phi`.
-
-    If the projection is LEARNED, also that in the projected tokens, rows of M at `dy`: with the tokens, it is all that
-    the projection's gradient needs. With MORE and MORE_PROJECTED they are added to what stands there, from an earlier
-    launch or from before a barrier.
-    """
-    row: tl.constexpr = PHI.width if ROW is None else ROW
-    if PHI.name == "identity" or PHI.name == "relu" or PHI.name == "elu":
-        grad = grad_a * PHI.coefficient
-        if PHI.name != "identity":
-            wide = load_rows(x, stride, count, C, PHI.width, PHI.padded_width).to(tl.float32)
-            # From the token rather than from its features: those then need no registers.
-            grad = tl.where(
-                wide > 0, grad, grad * tl.exp(tl.minimum(wide, 0.0)) if PHI.name == "elu" else 0.0
-            )
-        if MORE:
-            grad += load_rows(dx, row, count, C, PHI.width, PHI.padded_width).to(tl.float32)
-        store_rows(dx, row, count, grad, PHI.width, PHI.padded_width)
-    else:
-        if PHI.name == "hedgehog":
-            rising = grad_a * a
-            falling = grad_b * b
-            grad = rising - a * (tl.sum(rising, 1) / PHI.coefficient)[:, None]
-            grad -= falling - b * (tl.sum(falling, 1) / PHI.coefficient)[:, None]
-        elif PHI.name == "rks":
-            grad = (grad_b * a - grad_a * b) * PHI.scale
-        else:
-            grad = grad_a * a * PHI.scale
-        total = tl.sum(grad, 1) * (PHI.scale * (1.0 if PHI.name == "favor" else 2.0))
-        if LEARNED:
-            whole = grad
-            if MORE_PROJECTED:
-                whole += load_rows(dy, PHI.rows, count, C, PHI.rows, PHI.padded_rows).to(tl.float32)
-            store_rows(dy, PHI.rows, count, whole, PHI.rows, PHI.padded_rows)
-        m = tl.arange(0, PHI.padded_rows)
-        for first in range(0, PHI.padded_width, PHI.columns):
-            d = first + tl.arange(0, PHI.columns)
-            inside = (m < PHI.rows)[:, None] & (d < PHI.width)[None, :]
-            places = matrix + (m[:, None] * PHI.width + d[None, :])
-            part = dot(grad, tl.load(places, mask=inside, other=0.0), x.dtype.element_ty)
-            if PHI.name == "favor" or PHI.name == "prf":
-                wide = load_rows(x + first, stride, count, C, PHI.width - first, PHI.columns).to(tl.float32)
-                part -= wide * total[:, None]
-            if MORE:
-                part += load_rows(dx + first, row, count, C, PHI.width - first, PHI.columns).to(tl.float32)
-            store_rows(dx + first, row, count, part, PHI.width - first, PHI.columns)
+    """`store_slope`, given the gradients in both halves (C, MP) of the features."""
+    slope = slope_of_half(0, grad_a, a, b, PHI)
+    if PHI.two:
+        slope += slope_of_half(1, grad_b, b, a, PHI)
+    store_slope(x, stride, count, matrix, slope, dx, dy, C, LEARNED, PHI, ROW, MORE)

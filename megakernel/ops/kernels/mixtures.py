@@ -83,53 +83,35 @@ def store_gradients_of_keys(
 ):
     """`features.store_gradient` of C positions at `k`, given the gradients in what `phi_of_keys` gave, with its logs.
 
-    dk holds rows of max(KEYS, 1) D numbers; dy of key r is r * `beside` further on. Returns `shares` (MOST_KEYS,) with
+    dk holds rows of KEYS D numbers; dy of key r is r * `beside` further on. Returns `shares` (MOST_KEYS,) with
     the gradients of the priors added: what dphi says of each key's features.
     """
-    if KEYS == 0:
-        a, b, _ = phi(k, stride, count, matrix, low, C, PHI)
+    for r in range(KEYS):
+        share = tl.load(priors + r)
+        a, b, own = phi(k + r * PHI.width, stride, count, matrix, low, C, PHI)
+        along = tl.sum(a * grad_a, 1)
+        if PHI.two:
+            along += tl.sum(b * grad_b, 1)
+        factors = tl.zeros((C,), tl.float32) + share
+        if PHI.unbounded:
+            scales = scales_of_key(share, own, logs)
+            factors *= scales
+            along *= scales
+        shares += tl.where(tl.arange(0, MOST_KEYS) == r, tl.sum(along, 0), 0.0)
         store_gradient(
-            k,
+            k + r * PHI.width,
             stride,
             count,
             matrix,
             a,
             b,
-            grad_a,
-            grad_b,
-            dk,
-            dy,
+            grad_a * factors[:, None],
+            grad_b * factors[:, None],
+            dk + r * PHI.width,
+            None if dy is None else dy + r * pack_keys,
             C,
             LEARNED,
             PHI,
+            ROW=KEYS * PHI.width,
         )
-    else:
-        for r in range(KEYS):
-            share = tl.load(priors + r)
-            a, b, own = phi(k + r * PHI.width, stride, count, matrix, low, C, PHI)
-            along = tl.sum(a * grad_a, 1)
-            if PHI.two:
-                along += tl.sum(b * grad_b, 1)
-            factors = tl.zeros((C,), tl.float32) + share
-            if PHI.unbounded:
-                scales = scales_of_key(share, own, logs)
-                factors *= scales
-                along *= scales
-            shares += tl.where(tl.arange(0, MOST_KEYS) == r, tl.sum(along, 0), 0.0)
-            store_gradient(
-                k + r * PHI.width,
-                stride,
-                count,
-                matrix,
-                a,
-                b,
-                grad_a * factors[:, None],
-                grad_b * factors[:, None],
-                dk + r * PHI.width,
-                dy + r * pack_keys,
-                C,
-                LEARNED,
-                PHI,
-                ROW=KEYS * PHI.width,
-            )
     return shares

@@ -56,11 +56,11 @@ CASES = [
 ]
 
 
-def layer(name: str, causal: bool, point: Point) -> AttentionLayer:
+def layer(name: str, causal: bool, point: Point, /, **feature_map: object) -> AttentionLayer:
     """A layer of `name`; cosines, whose sums cancel, with the smoothing that keeps them away from 0."""
-    tree = {"preset": name}
     if may_divide_by_zero(FORMS[name]):
-        tree["feature_map"] = {"smoothing": 1.0}
+        feature_map["smoothing"] = 1.0
+    tree = {"preset": name, **({"feature_map": feature_map} if feature_map else {})}
     module = build(
         tree,
         num_heads=HEADS,

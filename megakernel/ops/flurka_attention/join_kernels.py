@@ -1,0 +1,424 @@
+"""Triton kernels of FLuRKA's outputs and of the gradients of its queries: window and landmarks at once.
+
+Of query i, with the sums n_i = sum_j w_ij [v_j, 1] over its window and f_i = sum_s (phi(q_i).phi(k_s)) m_s [v_s, 1]
+over landmarks,
+
+    gated:   o_i = g_i n_i / den(n_i) + (1 - g_i) f_i / den(f_i)
+    shared:  o_i = (n_i + exp(gamma) f_i) / (den(n_i) + exp(gamma) den(f_i))
+
+Landmarks are the keys of `kernel_attention.kernels`: a state in memory for those of earlier segments, pairs for those
+of this one. With the factor c_i of their sums (`Joined.factor`) and z_i, the gradient of their normalizer,
+
+    dphi(q_i) = sum_s m_s (c_i do_i.v_s + z_i) phi(k_s)
+
+One normalizer: z_i = -c_i do_i.o_i. Gated: the same of the landmarks' own mean f_i / den(f_i).
+"""
+
+import triton
+import triton.language as tl
+
+from megakernel.ops.flurka_attention.arguments import window_start
+from megakernel.ops.flurka_attention.window_kernels import (
+    level_of,
+    near_factor,
+    products,
+    store_halves,
+    window_tile,
+    window_weights,
+)
+from megakernel.ops.kernel_attention.arguments import (
+    features_at,
+    head_at,
+    load_numbers,
+    matrix_of,
+)
+from megakernel.ops.kernel_attention.kernels import (
+    largest_logs,
+    store_features,
+    sums_of_keys,
+    tile_of_program,
+)
+from megakernel.ops.kernel_attention.query_kernels import gradient_of_half
+from megakernel.ops.kernels.features import (
+    EMPTY,
+    dot,
+    exp,
+    exp2,
+    load_rows,
+    once,
+    phi,
+    rounded,
+    slope_of_half,
+    store_rows,
+    store_slope,
+)
+from megakernel.ops.kernels.states import first_token
+
+
+@triton.jit
+def weigh_window(logs, pairs, top, visible, NEAR: tl.constexpr, PHI: tl.constexpr):
+    """Weights of a tile of keys, what sums before it shrink by, and the log that both are measured from.
+
+    logs: log2 of the weights under a softmax, of which `pairs` then are unused; else log scales of the keys.
+    """
+    if NEAR.softmax:
+        logs = tl.where(visible, logs, float("-inf"))
+        larger = tl.maximum(top, tl.max(logs, 1))
+        return exp2(logs - larger[:, None]), tl.exp2(top - larger), larger
+    if PHI.unbounded:
+        logs = tl.where(visible, logs, EMPTY)
+        larger = tl.maximum(top, tl.max(logs, 1))
+        return tl.where(visible, pairs * exp(logs - larger[:, None]), 0.0), tl.exp(top - larger), larger
+    return tl.where(visible, pairs, 0.0), tl.zeros_like(top) + 1.0, top
+
+
+@triton.jit
+def joined_parts(
+    near, den, top, far, far_den, far_log, gate, far_weight, LEAST: tl.constexpr, NEAR: tl.constexpr
+):
+    """Outputs, and `factor`, `peak` and `share` of each query: for phi's window, whose top is no power of 2, peak is r.
+
+    The sums over landmarks are measured from exp(far_log); the far weight comes on top. Weights that add up to less
+    than LEAST are nothing, and their factor is 0, with which backward leaves them out.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if NEAR.gated:
+        share = tl.sigmoid(-gate)
+        empty = tl.abs(far_den) < LEAST
+        factor = tl.where(empty, 0.0, share / tl.where(empty, 1.0, far_den))
+        out = near * ((1 - share) / den)[:, None] + far * factor[:, None]
+        return out, factor, top + tl.log2(den), share
+    if NEAR.softmax:
+        far_log = tl.where(far_den < LEAST, EMPTY, (far_log + far_weight) * LOG2E)
+        larger = tl.maximum(top, far_log)
+        of_near, of_far = tl.exp2(top - larger), tl.exp2(far_log - larger)
+        peak = larger + tl.log2(den * of_near + far_den * of_far)
+        of_near, of_far = tl.exp2(top - peak), tl.exp2(far_log - peak)
+        return near * of_near[:, None] + far * of_far[:, None], of_far, peak, far_den * of_far
+    larger = tl.maximum(top, far_log)
+    of_near, of_far = tl.exp(top - larger), tl.exp(far_log + far_weight - larger)
+    total = den * of_near + far_den * of_far
+    empty = tl.abs(total) < LEAST
+    inverse = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, total))
+    out = (near * of_near[:, None] + far * of_far[:, None]) * inverse[:, None]
+    return out, inverse * tl.exp(far_weight), larger, far_den * of_far * inverse
+
+
+@triton.jit
+def join(
+    queries,
+    window,
+    keys,
+    matrix,
+    state,
+    row,
+    shares,
+    out,
+    joined,
+    CUT: tl.constexpr,
+    NEAR: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """Outputs (B, H, N, V), and what backward knows of their weights. Program: CUT.chunk queries of a head."""
+    C: tl.constexpr = CUT.chunk
+    BK: tl.constexpr = CUT.block
+    VP: tl.constexpr = CUT.padded_values
+    head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
+    batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
+    kv = query_head // CUT.group
+    key_head = batch * row.heads + kv
+    entry = key_head * tl.cdiv(row.keys, CUT.span) + segment
+    q = head_at(queries, batch, query_head) + tl.cast(at, tl.int64) * queries.row
+    k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
+    dtype: tl.constexpr = q.dtype.element_ty
+    rows, left, stop = at + tl.arange(0, C), end - at, tl.minimum(at + C, end)
+    projection = matrix_of(matrix, kv, PHI)
+
+    starts = window_start(window, row, batch, rows, NEAR)
+    # Angles count from the oldest place that a window of the tile can reach.
+    qa, qb, _logs = window_tile(
+        q, queries.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+    )
+    near = tl.zeros((C, VP), tl.float32)
+    den = tl.zeros((C,), tl.float32)
+    top = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
+    for place in range(tl.min(starts, 0), stop, BK):
+        places, far = place + tl.arange(0, BK), tl.cast(place + window.before, tl.int64)
+        seat, count = place - at + NEAR.reach, row.length - place
+        ka, kb, key_logs = window_tile(
+            k + far * window.keys.row,
+            window.keys.row,
+            count,
+            window,
+            seat,
+            projection,
+            matrix.low,
+            BK,
+            NEAR,
+            PHI,
+        )
+        values = load_rows(v + far * window.columns.row, window.columns.row, count, BK, CUT.values, VP)
+        similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
+        logs = similar * NEAR.sharp if NEAR.softmax else key_logs[None, :]
+        seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= rows[:, None])
+        weighed, shrink, top = weigh_window(logs, similar, top, seen, NEAR, PHI)
+        near = near * shrink[:, None] + dot(weighed, values, dtype)
+        den = den * shrink + tl.sum(weighed, 1)
+    # Rows behind the last token have seen nothing.
+    den = tl.where(rows < end, den, 1.0)
+
+    first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
+    x, y, own = phi(q, queries.row, left, projection, matrix.low, C, PHI)
+    x, y = once(rounded(x, dtype)), once(rounded(y, dtype)) if PHI.two else x
+    largest = tl.zeros((C,), tl.float32)
+    if PHI.unbounded:
+        largest = largest_logs(keys, key_head, row, rows, first, begin, stop, CUT)
+    far, far_den, r = sums_of_keys(
+        x, y, keys, state, row, key_head, entry, rows, first, begin, stop, largest, CUT, PHI
+    )
+    place = head.to(tl.int64) * row.queries + at
+    seats = place + tl.arange(0, C)
+    inside = rows < end
+    logit = load_numbers(shares.gate + head.to(tl.int64) * row.queries, at, end, C) if NEAR.gated else den
+    extra = 0.0 if NEAR.gated else tl.load(shares.far_weight + query_head)
+    # Beside a softmax, phi(q) counts with its own scale; elsewhere it cancels.
+    far_log = r + own if (NEAR.softmax and PHI.unbounded) else r
+    total, factor, peak, share = joined_parts(
+        near, den, top, far, far_den, far_log, logit, extra, PHI.least, NEAR
+    )
+    store_rows(out + place * CUT.values, CUT.values, left, total, CUT.values, VP)
+    tl.store(joined.factor + seats, factor, mask=inside)
+    if NEAR.softmax:
+        tl.store(joined.peak + seats, peak, mask=inside)
+    if not NEAR.gated:
+        tl.store(joined.share + seats, share, mask=inside)
+    if PHI.unbounded and query_head % CUT.group == 0:
+        # The same for all queries of a key.
+        r = r if NEAR.softmax else peak
+        tl.store(joined.scale + key_head.to(tl.int64) * row.queries + rows, r, mask=inside)
+
+
+@triton.jit
+def window_slopes(
+    qa,
+    qb,
+    do,
+    n,
+    level,
+    shift,
+    window,
+    matrix,
+    row,
+    batch,
+    kv,
+    at,
+    rows,
+    starts,
+    end,
+    here,
+    CUT: tl.constexpr,
+    NEAR: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """Of queries (C,) and the keys of a window from `here` on (BK,): n_i w_ij do_i.v_j, ds_ij, and the keys' halves."""
+    BK: tl.constexpr = CUT.block
+    dtype: tl.constexpr = do.dtype
+    places, far = here + tl.arange(0, BK), tl.cast(here + window.before, tl.int64)
+    k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
+    seat, count = here - at + NEAR.reach, row.length - here
+    projection = matrix_of(matrix, kv, PHI)
+    ka, kb, logs = window_tile(
+        k + far * window.keys.row, window.keys.row, count, window, seat, projection, matrix.low, BK, NEAR, PHI
+    )
+    values = load_rows(
+        v + far * window.columns.row, window.columns.row, count, BK, CUT.values, CUT.padded_values
+    )
+    seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= rows[:, None]) & (rows < end)[:, None]
+    similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
+    weights, slopes = window_weights(similar, logs[None, :], level[:, None], seen, NEAR, PHI)
+    towards = dot(do, tl.trans(values), dtype) * n[:, None]
+    return weights * towards, slopes * (towards - shift[:, None]), ka, kb
+
+
+@triton.jit
+def join_backward(
+    queries,
+    window,
+    keys,
+    matrix,
+    state,
+    row,
+    shares,
+    joined,
+    dq,
+    dy,
+    means,
+    change,
+    CUT: tl.constexpr,
+    NEAR: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """Gradients of queries (B, H, N, D), of projected ones (..., M) if asked for, z, and features; programs as `join`.
+
+    Also the means (B, H, N) of `window_kernels`, and `change` (B, H, N): the gradient of the gate's logits, or each
+    query's part of the gradient of gamma.
+    """
+    C: tl.constexpr = CUT.chunk
+    BK: tl.constexpr = CUT.block
+    VP: tl.constexpr = CUT.padded_values
+    HP: tl.constexpr = NEAR.padded_half
+    MP: tl.constexpr = PHI.padded_rows
+    LEARNED: tl.constexpr = dy is not None
+    head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
+    batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
+    kv = query_head // CUT.group
+    key_head = batch * row.heads + kv
+    entry = key_head * tl.cdiv(row.keys, CUT.span) + segment
+    tokens = queries.tokens.rows
+    q = head_at(tokens, batch, query_head) + tl.cast(at, tl.int64) * tokens.row
+    dtype: tl.constexpr = q.dtype.element_ty
+    rows, left, stop = at + tl.arange(0, C), end - at, tl.minimum(at + C, end)
+    inside = rows < end
+    first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
+    starts = window_start(window, row, batch, rows, NEAR)
+    numbers = head.to(tl.int64) * row.queries
+    seats = numbers + rows
+    projection = matrix_of(matrix, kv, PHI)
+    of_token = dq + (numbers + at) * PHI.width
+    of_projected = dy + (numbers + at) * PHI.rows if LEARNED else None
+
+    if queries.tokens.features is not None:
+        fa, fb, own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
+        fa, fb = rounded(fa, dtype), rounded(fb, dtype)
+        store_features(fa, fb, own, queries.tokens, head, row.queries, at, left, PHI)
+        # They are read again below: between, the gradients take the registers.
+        tl.debug_barrier()
+    given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
+    do = load_rows(given, queries.grad.row, left, C, CUT.values, VP)
+    factor = load_numbers(queries.inverse + numbers, at, end, C)
+    n = near_factor(shares, queries.inverse, head, query_head, at, row.queries, C, NEAR)
+    level = level_of(joined, head, key_head, at, row.queries, C, NEAR, PHI)
+    r = tl.zeros((C,), tl.float32)
+    if PHI.unbounded:
+        r = load_numbers(queries.scale + key_head.to(tl.int64) * row.queries, at, end, C)
+    of_near = tl.zeros((C,), tl.float32)
+
+    # What window and landmarks have in do_i.o_i. Not from the rounded output: where few keys make up a sum, gradients
+    # are differences of nearly equal numbers.
+    fa, fb, _own = features_at(
+        queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
+    )
+    sums, _den, _r = sums_of_keys(
+        fa, fb, keys, state, row, key_head, entry, rows, first, begin, stop, r, CUT, PHI
+    )
+    of_far = factor * tl.sum(sums * do.to(tl.float32), 1)
+    qa, qb, _logs = window_tile(q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI)
+    for here in range(tl.min(starts, 0), stop, BK):
+        parts, _slopes, _ka, _kb = window_slopes(
+            qa,
+            qb,
+            do,
+            n,
+            level,
+            of_near,
+            window,
+            matrix,
+            row,
+            batch,
+            kv,
+            at,
+            rows,
+            starts,
+            end,
+            here,
+            CUT,
+            NEAR,
+            PHI,
+        )
+        of_near += tl.sum(parts, 1)
+    if NEAR.gated:
+        share = tl.sigmoid(-load_numbers(shares.gate + numbers, at, end, C))
+        excess = tl.where(share == 0, 0.0, of_far / tl.where(share == 0, 1.0, share))
+        mean = of_near
+        moved = share * of_near - (1 - share) * of_far
+    else:
+        excess = of_near + of_far
+        mean = excess if NEAR.softmax else excess * n
+        moved = of_far - load_numbers(joined.share + numbers, at, end, C) * excess
+    tl.store(means + seats, mean, mask=inside)
+    tl.store(queries.delta + seats, -factor * excess, mask=inside)
+    tl.store(change + seats, moved, mask=inside)
+
+    slope = tl.zeros((C, MP), tl.float32)
+    for half in tl.static_range(2 if PHI.two else 1):
+        grad = gradient_of_half(
+            half, do, -excess, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
+        )
+        grad *= factor[:, None]
+        if not NEAR.softmax:
+            qa, qb, _logs = window_tile(
+                q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+            )
+            for here in range(tl.min(starts, 0), stop, BK):
+                _parts, slopes, ka, kb = window_slopes(
+                    qa,
+                    qb,
+                    do,
+                    n,
+                    level,
+                    mean,
+                    window,
+                    matrix,
+                    row,
+                    batch,
+                    kv,
+                    at,
+                    rows,
+                    starts,
+                    end,
+                    here,
+                    CUT,
+                    NEAR,
+                    PHI,
+                )
+                grad += dot(slopes, kb if half else ka, dtype)
+        fa, fb, _own = features_at(
+            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
+        )
+        fa, fb = fa.to(tl.float32), fb.to(tl.float32)
+        slope += slope_of_half(half, grad, fb if half else fa, fa if half else fb, PHI)
+    store_slope(q, tokens.row, left, projection, slope, of_token, of_projected, C, LEARNED, PHI)
+
+    if NEAR.softmax:
+        # The window's part is added to what stands there now.
+        tl.debug_barrier()
+        qa, qb, _logs = window_tile(
+            q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
+        )
+        grad_a = tl.zeros((C, HP), tl.float32)
+        grad_b = tl.zeros((C, HP), tl.float32)
+        for here in range(tl.min(starts, 0), stop, BK):
+            _parts, slopes, ka, kb = window_slopes(
+                qa,
+                qb,
+                do,
+                n,
+                level,
+                mean,
+                window,
+                matrix,
+                row,
+                batch,
+                kv,
+                at,
+                rows,
+                starts,
+                end,
+                here,
+                CUT,
+                NEAR,
+                PHI,
+            )
+            grad_a += dot(slopes, ka, dtype)
+            grad_b += dot(slopes, kb, dtype)
+        store_halves(of_token, grad_a, grad_b, window, NEAR.reach, left, NEAR.rotary, True, NEAR)

@@ -1,0 +1,250 @@
+"""Arguments of kernel attention's kernels that belong together, as Triton takes them, and where in them a program is.
+
+What is not there is None, and what reads it is then left out of the compiled kernel.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megakernel.ops.kernels.features import load_rows, once, padded, phi, rounded
+from megakernel.ops.kernels.launch import rows_together, strides
+
+
+class Rows(NamedTuple):
+    """A tensor (B, H, N, width) whose rows are numbers beside each other."""
+
+    pointer: Any
+    batch: int
+    head: int
+    row: int
+
+    @staticmethod
+    def of(x: Tensor) -> "Rows":
+        """`x`, copied only where its rows are apart."""
+        x = rows_together(x)
+        return Rows(x, *strides(x))
+
+
+class State(NamedTuple):
+    """States (B, H_kv, entries, ...): sums (FP, VP), normalizers (FP) and log scales float32."""
+
+    sums: Any
+    norms: Any
+    logs: Any
+
+
+class Tokens(NamedTuple):
+    """Queries or keys, and their features where these are in memory."""
+
+    rows: Any
+    """`Rows`, None where nobody reads them beside their features."""
+
+    features: Any
+    """(B, H, N, FP) in the dtype of tokens, or None: a map of single numbers, taken again wherever it is read."""
+
+    logs: Any
+    """(B, H, N) float32 of unbounded maps."""
+
+
+class Keys(NamedTuple):
+    """All that is known of keys."""
+
+    tokens: Tokens
+    columns: Rows
+    """Of values."""
+
+    mass: Any
+    """(B, H_kv, N) float32, or None."""
+
+    priors: Any
+    """(H_kv, M) float32, or None."""
+
+
+class Queries(NamedTuple):
+    """All that backward knows of queries."""
+
+    tokens: Tokens
+    grad: Rows
+    inverse: Any
+    """1 / den (B, H, N) float32."""
+
+    delta: Any
+    """Gradient of den, -dO.O / den (B, H, N) float32, None of outputs that are not normalized."""
+
+    scale: Any
+    """r (B, H_kv, N) float32 of unbounded maps."""
+
+
+class Matrix(NamedTuple):
+    """The projection (2, H_kv, M, d), see `features.split_matrix`, or None."""
+
+    terms: Any
+
+    low: int
+    """From its first term to the second."""
+
+
+class Row(NamedTuple):
+    """What a row of tokens is."""
+
+    starts: Any
+    """(B, N) int32, the place where each token's document starts; None of rows that hold one."""
+
+    start: int
+    """The place where the one document starts."""
+
+    ends: Any
+    """(B, N / b) int32: where the landmarks of each b tokens stand, negative where there are none; None of keys that
+    are tokens, and of landmarks at the last of their b."""
+
+    heads: int
+    """Of keys."""
+
+    length: int
+    """Tokens, among which queries and keys have their places."""
+
+    queries: int
+    keys: int
+
+
+class Cut(NamedTuple):
+    """How rows are cut, at compile time."""
+
+    segment: int
+    """Tokens between two states in memory."""
+
+    chunk: int
+    """Rows of the tile whose sums a program holds."""
+
+    block: int
+    """Rows that it goes by."""
+
+    group: int
+    """Queries of a key."""
+
+    values: int
+    padded_values: int
+    keys: int
+    """Of a position in a mixture; 0 says that it has one and no prior."""
+
+    causal: bool
+    block_size: int = 1
+    """b: tokens that landmarks are of."""
+
+    rank: int = 0
+    """Landmarks of b tokens; 0: keys are tokens, which see themselves."""
+
+    @property
+    def padded_rank(self) -> int:
+        """r as the power of two that a tile has."""
+        return padded(self.rank)
+
+    @property
+    def span(self) -> int:
+        """Keys between two states."""
+        return self.segment // self.block_size * self.rank if self.rank else self.segment
+
+
+@triton.jit
+def places_of_keys(keys, row, batch, CUT: tl.constexpr):
+    """The tokens that keys of these numbers (C,) stand at."""
+    if CUT.rank == 0:
+        places = keys
+    elif row.ends is None:
+        places = keys // CUT.rank * CUT.block_size + (CUT.block_size - 1)
+    else:
+        blocks = row.keys // CUT.rank
+        own = tl.minimum(keys // CUT.rank, blocks - 1)
+        places = tl.load(row.ends + batch.to(tl.int64) * blocks + own)
+    return places
+
+
+@triton.jit
+def first_key(token, CUT: tl.constexpr):
+    """The number of the first key that belongs to the token at this place or later, a multiple of b."""
+    return token if CUT.rank == 0 else token // CUT.block_size * CUT.rank
+
+
+@triton.jit
+def token_of(key, CUT: tl.constexpr):
+    """The first token that the key of this number may stand at."""
+    return key if CUT.rank == 0 else key // CUT.rank * CUT.block_size
+
+
+@triton.jit
+def keys_before(token, row, CUT: tl.constexpr):
+    """The number of keys behind which there is none that a token before `token` sees."""
+    if CUT.rank == 0:
+        keys = token
+    elif row.ends is None:
+        keys = tl.maximum(token - 1, 0) // CUT.block_size * CUT.rank
+    else:
+        keys = tl.minimum(tl.cdiv(token, CUT.block_size) * CUT.rank, row.keys)
+    return keys
+
+
+@triton.jit
+def head_at(rows, batch, head):
+    """Where the rows of a head begin."""
+    return rows.pointer + (batch.to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head)
+
+
+@triton.jit
+def matrix_of(matrix, kv, PHI: tl.constexpr):
+    """Where the projection of a key head begins."""
+    return None if matrix.terms is None else matrix.terms + kv * PHI.rows * PHI.width
+
+
+@triton.jit
+def features_at(tokens, batch, head, heads, length, end, at, C: tl.constexpr, PHI: tl.constexpr):
+    """Features of C tokens of a head from `at` on: halves (C, MP) in the dtype of tokens, and logs (C,).
+
+    Of a head of `length`; those from `end` on are 0, also where nobody has written them.
+    """
+    MP: tl.constexpr = PHI.padded_rows
+    count = end - at
+    place = (batch * heads + head).to(tl.int64) * length + at
+    scales = tl.zeros((C,), tl.float32)
+    if tokens.features is None:
+        x = head_at(tokens.rows, batch, head) + tl.cast(at, tl.int64) * tokens.rows.row
+        a, _b, _logs = phi(x, tokens.rows.row, count, None, 0, C, PHI)
+        a = once(rounded(a, x.dtype.element_ty))
+        b = a
+    else:
+        features = tokens.features + place * PHI.padded_features
+        a = load_rows(features, PHI.padded_features, count, C, MP, MP)
+        b = a
+        if PHI.two:
+            b = load_rows(features + MP, PHI.padded_features, count, C, MP, MP)
+        if PHI.unbounded:
+            rows = tl.arange(0, C)
+            scales = tl.load(tokens.logs + place + rows, mask=rows < count, other=0.0)
+    return a, b, scales
+
+
+@triton.jit
+def load_numbers(pointer, at, length, C: tl.constexpr):
+    """C numbers from `at` on, zeros behind the last one."""
+    rows = at + tl.arange(0, C)
+    return tl.load(pointer + rows, mask=rows < length, other=0.0)
+
+
+@triton.jit
+def half_of_state(state, entry, half: tl.constexpr, PHI: tl.constexpr, VP: tl.constexpr):
+    """Half a state: its tile (MP, VP), and its normalizer (MP,)."""
+    m = half * PHI.padded_rows + tl.arange(0, PHI.padded_rows)
+    f = entry.to(tl.int64) * PHI.padded_features + m
+    return tl.load(state.sums + f[:, None] * VP + tl.arange(0, VP)[None, :]), tl.load(state.norms + f)
+
+
+@triton.jit
+def store_half_of_state(tile, norm, state, entry, half: tl.constexpr, PHI: tl.constexpr, VP: tl.constexpr):
+    """The inverse of `half_of_state`."""
+    m = half * PHI.padded_rows + tl.arange(0, PHI.padded_rows)
+    f = entry.to(tl.int64) * PHI.padded_features + m
+    places = state.sums + f[:, None] * VP + tl.arange(0, VP)[None, :]
+    tl.store(places, rounded(tile, state.sums.dtype.element_ty))
+    tl.store(state.norms + f, norm)

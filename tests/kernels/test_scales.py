@@ -1,0 +1,54 @@
+"""Kernels against float64 for queries and keys of every scale, within every backend's bounds."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.tiers import tiered
+from tests.unit.attention.test_scales import FORMS, Point, conditioning, inputs, layer, limit, run
+
+PRESETS = ("performer", "gmm_prf", "fastfood_prf", "hedgehog", "linear")
+LANDMARKS = ("flurka", "flurka_kernel", "flurka favor", "flurka_kernel favor")
+SCALES = (1.0, 5.0, 10.0, 30.0)
+POINTS = [
+    *(Point(64, scale, length, torch.bfloat16) for scale in SCALES for length in (16, 64, 256)),
+    *(Point(128, scale, 64, torch.bfloat16) for scale in SCALES),
+    *(Point(64, scale, length, torch.float32) for scale in SCALES for length in (16, 64)),
+]
+CASES = [
+    *((name, *point) for name in PRESETS for point in POINTS),
+    *((name, *point) for name in LANDMARKS for point in POINTS if point.dtype == torch.bfloat16),
+]
+FIRST = [Point(64, 10.0, 16, torch.bfloat16), Point(64, 30.0, 16, torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("name", *Point._fields),
+    tiered(CASES, [case for case in CASES if case[1:] in FIRST]),
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+def test_kernels_are_finite_and_near_float64(name, width, scale, length, dtype, monkeypatch):
+    point = Point(width, scale, length, dtype)
+    # As many features as kernels take, where the preset has more.
+    most = 64 if dtype == torch.float32 else 128
+    draws = {"performer": most, "fastfood_prf": most, "gmm_prf": most // 2}  # of each of two Gaussians
+    features = {"samples": draws[name]} if name in draws else {}
+    name, *other = name.split()
+    if other:
+        features = {"name": other[0], "samples": most}
+    module = layer(name, True, point, **features)
+    qkv, grad = inputs(name, point)
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "chunked")
+    exact = run(copy.deepcopy(module).double(), qkv, grad, torch.float64)
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "triton")
+    found = run(module, qkv, grad, dtype)
+    delta, terms = conditioning(module, qkv, grad)
+    wrong = {}
+    for key, wanted in exact.items():
+        error, size = (found[key].double() - wanted).norm().item(), wanted.norm().item()
+        bound = limit(point, delta, terms[key.split()[0]], size, FORMS[name])
+        if not error <= bound:
+            wrong[key] = f"{error:.1e} of {size:.1e}; expected at most {bound:.1e}"
+    assert not wrong
+    assert (found["out"].any(-1) | ~exact["out"].any(-1)).all()
