@@ -46,7 +46,7 @@ TILES: dict[tuple[int, int], Tile] = {
     (2, 128): Tile(128, 64, 8, 2),
     (2, 256): Tile(128, 64, 8),
     (4, 64): Tile(32, 32, 4),
-    (4, 128): Tile(32, 16, 8),
+    (4, 128): Tile(16, 16, 4),
 }
 """(bytes of a number, padded features up to this) -> what programs hold, where four warps multiply tiles of 64 rows."""
 
