@@ -84,6 +84,19 @@ def gradient_of_half(
 
 
 @triton.jit
+def across_features(slope, along, size, a, b, PHI: tl.constexpr):
+    """`slope` of a gradient that should stand across the features a, b and has `along` in their direction instead of 0.
+
+    size: squared length of the features.
+    """
+    share = (along / tl.where(size == 0, 1.0, size))[:, None]
+    slope -= slope_of_half(0, a * share, a, b, PHI)
+    if PHI.two:
+        slope -= slope_of_half(1, b * share, b, a, PHI)
+    return slope
+
+
+@triton.jit
 def bwd_dq(
     queries,
     keys,
@@ -130,8 +143,7 @@ def bwd_dq(
         r = load_numbers(queries.scale + key_head.to(tl.int64) * row.queries, at, row.queries, C)
     mean = tl.zeros((C,), tl.float32)
     if NORMALIZE:
-        # Of do_i.v_j. Not from the rounded output: a quotient does not depend on the length of phi(q), so that its
-        # gradient stands across phi(q), and would not quite, which shows where few keys make up a sum.
+        # Of do_i.v_j. Not from the rounded output, which shows where few keys make up a sum.
         qa, qb, _own = features_at(
             queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
         )
@@ -141,6 +153,8 @@ def bwd_dq(
         mean = tl.sum(sums * do.to(tl.float32), 1) * inverse
         tl.store(queries.delta + place + tl.arange(0, C), -mean * inverse, mask=rows < end)
     slope = tl.zeros((C, MP), tl.float32)
+    along = tl.zeros((C,), tl.float32)
+    size = tl.zeros((C,), tl.float32)
     for half in tl.static_range(2 if PHI.two else 1):
         # dO is divided by den behind the sums: 1 / den is small, and the quotient would have few digits in float16.
         grad = gradient_of_half(
@@ -151,7 +165,12 @@ def bwd_dq(
             queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
         )
         qa, qb = qa.to(tl.float32), qb.to(tl.float32)
+        along += tl.sum(grad * (qb if half else qa), 1)
+        size += tl.sum(qb * qb if half else qa * qa, 1)
         slope += slope_of_half(half, grad, qb if half else qa, qa if half else qb, PHI)
+    if NORMALIZE:
+        # A quotient does not depend on the length of phi(q).
+        slope = across_features(slope, along, size, qa, qb, PHI)
     of_projected = None if dy is None else dy + place * PHI.rows
     LEARNED: tl.constexpr = dy is not None
     store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, of_projected, C, LEARNED, PHI)
