@@ -391,9 +391,8 @@ def join_backward(
         along += tl.sum(grad * (fb if half else fa), 1)
         size += tl.sum(fb * fb if half else fa * fa, 1)
         slope += slope_of_half(half, grad, fb if half else fa, fa if half else fb, PHI)
-    if NEAR.gated or not NEAR.softmax:
-        # A quotient does not depend on the length of phi(q).
-        slope = across_features(slope, along, size, fa, fb, PHI)
+    if (NEAR.gated or not NEAR.softmax) and not PHI.two:
+        slope = across_features(slope, along, size, queries.tokens, batch, query_head, row, end, at, CUT, PHI)
     store_slope(q, tokens.row, left, projection, slope, of_token, of_projected, C, LEARNED, PHI)
 
     if NEAR.softmax:

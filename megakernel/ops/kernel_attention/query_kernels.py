@@ -84,16 +84,31 @@ def gradient_of_half(
 
 
 @triton.jit
-def across_features(slope, along, size, a, b, PHI: tl.constexpr):
-    """`slope` of a gradient that should stand across the features a, b and has `along` in their direction instead of 0.
+def across_features(
+    slope,
+    along,
+    size,
+    tokens,
+    batch,
+    query_head,
+    row,
+    end,
+    at,
+    CUT: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """`slope` of a gradient that should stand across the features and has `along` in their direction instead of 0.
 
-    size: squared length of the features.
+    Of features in one half, of this squared length `size`. They are loaded again: kept, they would take the registers
+    of the loops.
     """
+    tl.debug_barrier()
+    a, _b, _own = features_at(
+        tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, CUT.chunk, PHI
+    )
     share = (along / tl.where(size == 0, 1.0, size))[:, None]
-    slope -= slope_of_half(0, a * share, a, b, PHI)
-    if PHI.two:
-        slope -= slope_of_half(1, b * share, b, a, PHI)
-    return slope
+    a = a.to(tl.float32)
+    return slope - slope_of_half(0, a * share, a, a, PHI)
 
 
 @triton.jit
@@ -168,9 +183,9 @@ def bwd_dq(
         along += tl.sum(grad * (qb if half else qa), 1)
         size += tl.sum(qb * qb if half else qa * qa, 1)
         slope += slope_of_half(half, grad, qb if half else qa, qa if half else qb, PHI)
-    if NORMALIZE:
-        # A quotient does not depend on the length of phi(q).
-        slope = across_features(slope, along, size, qa, qb, PHI)
+    if NORMALIZE and not PHI.two:
+        # A quotient does not depend on the length of phi(q); of two halves, what that is off by is lost in rounding.
+        slope = across_features(slope, along, size, queries.tokens, batch, query_head, row, end, at, CUT, PHI)
     of_projected = None if dy is None else dy + place * PHI.rows
     LEARNED: tl.constexpr = dy is not None
     store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, of_projected, C, LEARNED, PHI)
