@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,25 +137,28 @@ class Code:
         self.reached = self._reached()
         self.loops = sorted(self._loops(), key=lambda body: (min(body), -len(body)))
 
-    def times(self, trips: Callable[[str], float]) -> dict[int, float]:
-        """Instruction that is run -> how often, given what a `for` statement goes through -> how many times it runs."""
-        times = dict.fromkeys(self.reached, 1.0)
-        for body in self.loops:
-            outer = {self._statement(other) for other in self.loops if body < other}
-            often = trips(self._statement(body, outer))
-            for i in body:
-                times[i] *= often
-        return times
+    def times(self, trips: Callable[[str], float | None]) -> dict[int, float]:
+        """Instruction that is run -> how often, given what a `for` statement goes through -> how many times it runs.
 
-    def _statement(self, body: set[int], without: Collection[str] = ()) -> str:
-        """What the `for` statement of the source goes through that most instructions of a loop stand in."""
-        found: Counter[str] = Counter()
-        for i in body:
-            file, line = self.lines[i]
-            found.update(text for text in _statements(file, line) if text not in without)
-        if not found:
-            raise ValueError(f"no for statement for the loop at instruction {min(body)}; look at the listing")
-        return found.most_common(1)[0][0]
+        None says that the compiler makes no loop of it.
+        """
+        times = dict.fromkeys(self.reached, 1.0)
+        taken: dict[int, str] = {}
+        for number, body in enumerate(self.loops):
+            outer = {taken[other] for other in range(number) if body < self.loops[other]}
+            # Most instructions of a loop stand in its statement; of several around all of them it is the innermost.
+            found: Counter[str] = Counter()
+            for i in body:
+                found.update(_statements(*self.lines[i]))
+            around = [text for text in reversed(found) if text not in outer and trips(text) is not None]
+            if not around:
+                raise ValueError(
+                    f"no for statement for the loop at instruction {min(body)}; look at the listing"
+                )
+            taken[number] = max(around, key=lambda text: found[text])
+            for i in body:
+                times[i] *= trips(taken[number]) or 0.0
+        return times
 
     def _next(self, i: int) -> list[int]:
         """Where an instruction may lead; functions that it calls aside."""
@@ -233,7 +236,7 @@ def _loops_of(file: str) -> tuple[tuple[int, int, str], ...]:
 
 def _statements(file: str, line: int) -> list[str]:
     """What the `for` statements around a line go through."""
-    return [text for first, last, text in _loops_of(file) if first <= line <= last]
+    return [text for first, last, text in _loops_of(file) if first <= line <= last and "static" not in text]
 
 
 def _dominators(into: list[list[int]]) -> list[set[int]]:
@@ -275,9 +278,10 @@ def _window(x: Sizes, block: int) -> float:
     return reach / block
 
 
-TRIPS: dict[str, Callable[[Sizes], float]] = {
+TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "range(0, PHI.padded_width, PHI.columns)": lambda x: x.PHI.padded_width / x.PHI.columns,
     "range(begin, end, C)": lambda x: max(1.0, x.CUT.span / x.CUT.chunk),
+    "range(begin, stop, C)": lambda x: x.CUT.segment / x.CUT.chunk,
     "range(first_key(begin, CUT), keys_before(stop, row, CUT), BK)": _pairs,
     "range(first_key(begin, CUT), keys_before(stop, row, CUT), CUT.block)": _pairs,
     "range(token_of(at, CUT), tl.minimum(stop, row.queries), BQ)": _queries,
@@ -287,7 +291,7 @@ TRIPS: dict[str, Callable[[Sizes], float]] = {
         lambda x: 1 + x.CUT.chunk / x.NEAR.block_size
     ),
     "range(part * EACH, tl.minimum(part * EACH + EACH, blocks))": lambda x: x.EACH,
-    "range(G)": lambda x: x.CUT.group,
+    "range(G)": lambda x: x.CUT.group if x.CUT.group > 1 else None,
     "range(segments)": lambda x: LENGTH / x.SEGMENT,
 }
 """What a `for` statement of a kernel goes through -> how often it runs in a row of LENGTH tokens."""

@@ -38,7 +38,7 @@ from megakernel.ops.kernel_attention.kernels import (
     sums_of_keys,
     tile_of_program,
 )
-from megakernel.ops.kernel_attention.query_kernels import gradient_of_half
+from megakernel.ops.kernel_attention.query_kernels import across_features, gradient_of_half
 from megakernel.ops.kernels.features import (
     EMPTY,
     dot,
@@ -350,6 +350,8 @@ def join_backward(
     tl.store(change + seats, moved, mask=inside)
 
     slope = tl.zeros((C, MP), tl.float32)
+    along = tl.zeros((C,), tl.float32)
+    size = tl.zeros((C,), tl.float32)
     for half in tl.static_range(2 if PHI.two else 1):
         grad = gradient_of_half(
             half, do, -excess, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
@@ -386,7 +388,11 @@ def join_backward(
             queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
         )
         fa, fb = fa.to(tl.float32), fb.to(tl.float32)
+        along += tl.sum(grad * (fb if half else fa), 1)
+        size += tl.sum(fb * fb if half else fa * fa, 1)
         slope += slope_of_half(half, grad, fb if half else fa, fa if half else fb, PHI)
+    if (NEAR.gated or not NEAR.softmax) and not PHI.two:
+        slope = across_features(slope, along, size, queries.tokens, batch, query_head, row, end, at, CUT, PHI)
     store_slope(q, tokens.row, left, projection, slope, of_token, of_projected, C, LEARNED, PHI)
 
     if NEAR.softmax:

@@ -25,7 +25,7 @@ from megakernel.ops.kernels.features import Phi, padded, phi_of, split_matrix
 from megakernel.ops.kernels.launch import capability_of
 from megakernel.ops.state import EMPTY
 
-LANDMARKS = 128
+LANDMARKS = 64
 """Landmarks between two states, at least: fewer would not fill the products of tiles."""
 
 BLOCKS_AT_ONCE = 16
@@ -61,7 +61,7 @@ def tiles_of(phi: Phi, near: Near, size: int, values: int, capability: int) -> d
             **dict.fromkeys(("join", "join_backward", "write_keys"), Tile(64, 64, 4)),
             **dict.fromkeys(("window_backward", "bwd_dkv"), Tile(64, 32, 4)),
         }
-    tiles |= {"write_keys": Tile(64, 64, 8), "bwd_dkv": Tile(64, 32, 8)}
+    tiles |= {"write_keys": Tile(64, 64, 8), "bwd_dkv": Tile(64, 64, 8)}
     if not near.softmax:
         return tiles | dict.fromkeys(("join", "join_backward", "window_backward"), Tile(32, 32, 8))
     if capability not in WARP_GROUPS:

@@ -13,10 +13,15 @@ from megakernel.ops.kernel_attention.arguments import (
     token_of,
 )
 from megakernel.ops.kernel_attention.kernels import tile_of_program, tiles_of, weights_of
-from megakernel.ops.kernel_attention.query_kernels import gradient_from_state
 from megakernel.ops.kernels.features import dot, load_rows, store_gradient, store_rows
 from megakernel.ops.kernels.mixtures import MOST_KEYS, store_gradients_of_keys
 from megakernel.ops.kernels.states import first_token
+
+
+@triton.jit
+def gradient_from_state(tile, norm, columns, weights, dtype: tl.constexpr):
+    """Columns (C, VP) times half a state (MP, VP), weights (C,) times its normalizer: gradients of features (C, MP)."""
+    return dot(columns, tl.trans(tile), dtype) + weights[:, None] * norm[None, :]
 
 
 @triton.jit

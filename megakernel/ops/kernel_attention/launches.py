@@ -46,7 +46,7 @@ TILES: dict[tuple[int, int], Tile] = {
     (2, 128): Tile(128, 64, 8, 2),
     (2, 256): Tile(128, 64, 8),
     (4, 64): Tile(32, 32, 4),
-    (4, 128): Tile(32, 16, 8),
+    (4, 128): Tile(16, 16, 4),
 }
 """(bytes of a number, padded features up to this) -> what programs hold, where four warps multiply tiles of 64 rows."""
 
@@ -56,11 +56,11 @@ EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
     ("bwd_dkv", 2, 128): Tile(128, 32, 8),
     ("write_queries", 2, 256): Tile(64, 64, 8),
     ("bwd_dkv", 2, 256): Tile(128, 32, 8),
+    ("bwd_dq", 4, 64): Tile(16, 16, 4),
 }
 """(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
 
 SMALL_TILES: dict[tuple[int, int], Tile] = {
-    **TILES,
     (2, 64): Tile(64, 32, 4),
     (2, 128): Tile(64, 32, 8),
     (2, 256): Tile(64, 32, 8),
@@ -166,9 +166,10 @@ class Call(NamedTuple):
         """What programs of the kernel of this name hold."""
         bound = max(64, self.phi.padded_features)
         size = self.dtype.itemsize
-        tile = (self.tiles or {}).get(kernel) or SMALL_TILES[size, bound]
-        if kernel not in (self.tiles or {}) and self.capability in WARP_GROUPS:
+        tile = (self.tiles or {}).get(kernel)
+        if tile is None and (self.capability in WARP_GROUPS or size == 4):
             tile = EXCEPTIONS.get((kernel, size, bound), TILES[size, bound])
+        tile = tile or SMALL_TILES[size, bound]
         most = padded(self.segment)
         return tile._replace(chunk=min(tile.chunk, most), block=min(tile.block, most))
 

@@ -162,7 +162,7 @@ def _backward(
     state = State(sums, norms, logs) if causal else State(last_sums, last_norms, last_logs)
     call.start(
         query_kernels.bwd_dq,
-        *(batch, queries, given.keys, given.matrix, state, given.row, out, dq, dy_q),
+        *(batch, queries, given.keys, given.matrix, state, given.row, dq, dy_q),
         NORMALIZE=normalize,
     )
     room = call.sums_of_segments(k, span)

@@ -18,17 +18,20 @@ from megakernel.ops.kernel_attention.kernels import (
     pairs_of,
     state_factors,
     store_features,
+    sums_of_keys,
     tile_of_program,
     weights_of,
 )
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, store_gradient
+from megakernel.ops.kernels.features import (
+    EMPTY,
+    dot,
+    load_rows,
+    phi,
+    rounded,
+    slope_of_half,
+    store_slope,
+)
 from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_addition
-
-
-@triton.jit
-def gradient_from_state(tile, norm, columns, weights, dtype: tl.constexpr):
-    """Columns (C, VP) times half a state (MP, VP), weights (C,) times its normalizer: gradients of features (C, MP)."""
-    return dot(columns, tl.trans(tile), dtype) + weights[:, None] * norm[None, :]
 
 
 @triton.jit
@@ -81,13 +84,40 @@ def gradient_of_half(
 
 
 @triton.jit
+def across_features(
+    slope,
+    along,
+    size,
+    tokens,
+    batch,
+    query_head,
+    row,
+    end,
+    at,
+    CUT: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """`slope` of a gradient that should stand across the features and has `along` in their direction instead of 0.
+
+    Of features in one half, of this squared length `size`. They are loaded again: kept, they would take the registers
+    of the loops.
+    """
+    tl.debug_barrier()
+    a, _b, _own = features_at(
+        tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, CUT.chunk, PHI
+    )
+    share = (along / tl.where(size == 0, 1.0, size))[:, None]
+    a = a.to(tl.float32)
+    return slope - slope_of_half(0, a * share, a, a, PHI)
+
+
+@triton.jit
 def bwd_dq(
     queries,
     keys,
     matrix,
     state,
     row,
-    out,
     dq,
     dy,
     CUT: tl.constexpr,
@@ -99,6 +129,7 @@ def bwd_dq(
     Program: as `kernels.read`.
     """
     C: tl.constexpr = CUT.chunk
+    MP: tl.constexpr = PHI.padded_rows
     VP: tl.constexpr = CUT.padded_values
     head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
     batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
@@ -122,65 +153,42 @@ def bwd_dq(
     given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
     do = load_rows(given, queries.grad.row, left, C, CUT.values, VP)
     inverse = load_numbers(queries.inverse + head.to(tl.int64) * row.queries, at, row.queries, C)
-    # dO is divided by den at the end alone: 1 / den is small, and the quotient would have few digits in float16.
-    delta = tl.zeros((C,), tl.float32)
-    if NORMALIZE:
-        outputs = load_rows(out + place * CUT.values, CUT.values, left, C, CUT.values, VP)
-        delta -= tl.sum(do.to(tl.float32) * outputs.to(tl.float32), 1)
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
         r = load_numbers(queries.scale + key_head.to(tl.int64) * row.queries, at, row.queries, C)
-    grad_a = gradient_of_half(
-        0, do, delta, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
-    )
-    grad_b = grad_a
-    if PHI.two:
-        grad_b = gradient_of_half(
-            1, do, delta, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
-        )
-    qa, qb, _own = features_at(
-        queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
-    )
+    mean = tl.zeros((C,), tl.float32)
     if NORMALIZE:
-        # A quotient does not depend on the length of phi(q): its gradient stands across phi(q). With a delta from the
-        # rounded `out` it does not quite, which shows where few keys make up a sum. The delta with which it does is
-        # the one that keys need too.
-        excess = tl.sum(qa.to(tl.float32) * grad_a, 1)
-        if PHI.two:
-            excess += tl.sum(qb.to(tl.float32) * grad_b, 1)
-        excess *= inverse
-        tl.store(queries.delta + place + tl.arange(0, C), (delta - excess) * inverse, mask=rows < end)
-        grad_a += gradient_of_half(
-            0, None, -excess, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
-        )
-        if PHI.two:
-            grad_b += gradient_of_half(
-                1, None, -excess, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
-            )
-        # The same again: kept, they would take the registers of the loop.
-        tl.debug_barrier()
+        # Of do_i.v_j. Not from the rounded output, which shows where few keys make up a sum.
         qa, qb, _own = features_at(
             queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
         )
-    grad_a *= inverse[:, None]
-    grad_b *= inverse[:, None]
+        sums, _den, _r = sums_of_keys(
+            qa, qb, keys, state, row, key_head, entry, rows, first, begin, stop, r, CUT, PHI
+        )
+        mean = tl.sum(sums * do.to(tl.float32), 1) * inverse
+        tl.store(queries.delta + place + tl.arange(0, C), -mean * inverse, mask=rows < end)
+    slope = tl.zeros((C, MP), tl.float32)
+    along = tl.zeros((C,), tl.float32)
+    size = tl.zeros((C,), tl.float32)
+    for half in tl.static_range(2 if PHI.two else 1):
+        # dO is divided by den behind the sums: 1 / den is small, and the quotient would have few digits in float16.
+        grad = gradient_of_half(
+            half, do, -mean, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
+        )
+        grad *= inverse[:, None]
+        qa, qb, _own = features_at(
+            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
+        )
+        qa, qb = qa.to(tl.float32), qb.to(tl.float32)
+        along += tl.sum(grad * (qb if half else qa), 1)
+        size += tl.sum(qb * qb if half else qa * qa, 1)
+        slope += slope_of_half(half, grad, qb if half else qa, qa if half else qb, PHI)
+    if NORMALIZE and not PHI.two:
+        # A quotient does not depend on the length of phi(q); of two halves, what that is off by is lost in rounding.
+        slope = across_features(slope, along, size, queries.tokens, batch, query_head, row, end, at, CUT, PHI)
     of_projected = None if dy is None else dy + place * PHI.rows
     LEARNED: tl.constexpr = dy is not None
-    store_gradient(
-        q,
-        tokens.row,
-        left,
-        projection,
-        qa.to(tl.float32),
-        qb.to(tl.float32),
-        grad_a,
-        grad_b,
-        dq + place * PHI.width,
-        of_projected,
-        C,
-        LEARNED,
-        PHI,
-    )
+    store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, of_projected, C, LEARNED, PHI)
 
 
 @triton.jit
@@ -195,20 +203,20 @@ def write_queries(queries, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
     batch, kv = head // row.heads, head % row.heads
     dtype: tl.constexpr = queries.grad.pointer.dtype.element_ty
     begin = segment * CUT.segment
-    end = tl.minimum(begin + CUT.segment, row.queries)
+    stop = tl.minimum(begin + CUT.segment, row.queries)
 
     tile = tl.zeros((MP, VP), tl.float32)
     tile2 = tile
     norm = tl.zeros((MP,), tl.float32)
     norm2 = norm
     log = EMPTY if PHI.unbounded else 0.0
-    for at in range(begin, end, C):
-        rows, left = at + tl.arange(0, C), end - at
+    for at in range(begin, stop, C):
+        rows, left = at + tl.arange(0, C), stop - at
         first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
-        reads = ((first < begin) | (not CUT.causal)) & (rows < end)
+        reads = ((first < begin) | (not CUT.causal)) & (rows < stop)
         scales = tl.zeros((C,), tl.float32)
         if PHI.unbounded:
-            r = tl.load(queries.scale + head.to(tl.int64) * row.queries + rows, mask=rows < end, other=EMPTY)
+            r = tl.load(queries.scale + head.to(tl.int64) * row.queries + rows, mask=rows < stop, other=EMPTY)
             reads = reads & (r > EMPTY)
             scales = tl.where(reads, -r, EMPTY)
         shrink, factors, log = scales_of_addition(log, scales, True, PHI.unbounded)
@@ -228,7 +236,7 @@ def write_queries(queries, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
             if queries.delta is not None:
                 of_norm = load_numbers(queries.delta + place, at, row.queries, C) * factors
             a, b, _own = features_at(
-                queries.tokens, batch, query_head, row.heads * G, row.queries, end, at, C, PHI
+                queries.tokens, batch, query_head, row.heads * G, row.queries, stop, at, C, PHI
             )
             tile, norm = add_tokens(tile, norm, 1.0, a, do, of_norm, dtype)
             if PHI.two:

@@ -23,7 +23,7 @@ from megakernel.ops.kernels.launch import Launch
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one program may take, by compute capability."""
 
-SPILL_LIMIT = 384
+SPILL_LIMIT = 320
 """Bytes of a thread that may go to local memory: smaller tiles, which spill nothing, take twice as long at best."""
 
 
