@@ -143,21 +143,23 @@ class Code:
         None says that the compiler makes no loop of it.
         """
         times = dict.fromkeys(self.reached, 1.0)
-        taken: dict[int, str] = {}
-        for number, body in enumerate(self.loops):
-            outer = {taken[other] for other in range(number) if body < self.loops[other]}
+        taken: list[tuple[set[int], str]] = []
+        for body in sorted(self.loops, key=len):
+            inner = [(other, text) for other, text in taken if other < body]
+            own = body.difference(*(other for other, _ in inner))
             # Most instructions of a loop stand in its statement; of several around all of them it is the innermost.
             found: Counter[str] = Counter()
-            for i in body:
+            for i in sorted(own):
                 found.update(_statements(*self.lines[i]))
-            around = [text for text in reversed(found) if text not in outer and trips(text) is not None]
+            known = {text for _, text in inner}
+            around = [text for text in reversed(found) if text not in known and trips(text) is not None]
             if not around:
                 raise ValueError(
                     f"no for statement for the loop at instruction {min(body)}; look at the listing"
                 )
-            taken[number] = max(around, key=lambda text: found[text])
+            taken.append((body, max(around, key=lambda text: found[text])))
             for i in body:
-                times[i] *= trips(taken[number]) or 0.0
+                times[i] *= trips(taken[-1][1]) or 0.0
         return times
 
     def _next(self, i: int) -> list[int]:

@@ -123,7 +123,7 @@ def in_range(found: Found, again: Callable[[], Found]) -> tuple[Tensor, Any]:
     """
     (out, *lost), left = found
     blind = torch.compiler.is_compiling() or out.is_meta
-    blind = blind or (out.is_cuda and torch.cuda.is_current_stream_capturing())
+    blind = blind or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     if blind or not lost or out.dtype == torch.float64 or not lost[0].any():
         return out, left
     (wide_out, *_), left = again()
