@@ -41,7 +41,7 @@ def test_instructions_run_as_often_as_the_for_statements_around_them_say(tmp_pat
     times = code.times({"range(5)": 5.0, "range(outer)": 2.0}.__getitem__)
     # What nothing leads to is not counted.
     assert times == {0: 5, 1: 10, 2: 10, 3: 10, 4: 5, 5: 5, 6: 1, 7: 1}
-    with pytest.raises(ValueError, match="no for statement for the loop at instruction 0"):
+    with pytest.raises(ValueError, match="no for statement for the loop at instruction 1"):
         Code(
             LISTING.replace("line 3", "line 1").replace("line 4", "line 1").replace("line 5", "line 1")
         ).times(lambda _: 1.0)
