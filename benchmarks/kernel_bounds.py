@@ -409,8 +409,8 @@ def page(results: dict[str, list[Bound]]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, found in results.items():
-        numbers = (f"{x:.3f}" for x in (*sums(found), *FIRST_DESIGN.get(name, ())))
-        lines.append("| " + " | ".join((name, *numbers)) + " |")
+        numbers = [f"{x:.3f}" for x in (*sums(found), *FIRST_DESIGN.get(name, ()))]
+        lines.append("| " + " | ".join((name, *numbers, *["–"] * (4 - len(numbers)))) + " |")
     header = ("case", "launch", "programs", "warps", "registers", "spilled bytes", "binds", *UNITS)
     lines += ["", "By launch, ms:", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for name, found in results.items():
