@@ -12,7 +12,7 @@ from torch import Tensor
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import join_kernels, pool_kernels, window_kernels
 from megakernel.ops.flurka_attention.arguments import Joined, Near, Pools, Shares, Window
-from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels
+from megakernel.ops.kernel_attention import kernels, key_kernels
 from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Row, Rows, State, Tokens
 from megakernel.ops.kernel_attention.launches import (
     SEGMENT,
@@ -21,9 +21,14 @@ from megakernel.ops.kernel_attention.launches import (
     Tile,
     given_or_zeros,
 )
+from megakernel.ops.kernel_attention.operators import (
+    gradient_of_first,
+    gradient_of_last,
+    gradient_of_matrix,
+    states_of_queries,
+)
 from megakernel.ops.kernels.features import Phi, padded, phi_of, split_matrix
 from megakernel.ops.kernels.launch import capability_of
-from megakernel.ops.state import EMPTY
 
 LANDMARKS = 64
 """Landmarks between two states, at least: fewer would not fill the products of tiles."""
@@ -161,6 +166,64 @@ class _Call(NamedTuple):
         self.start(kernel, batch, self.window, *arguments, programs=programs, **sizes, **options)
 
 
+class _Kept(NamedTuple):
+    """What forward leaves behind, but for the output. What nobody needs is empty."""
+
+    factor: Tensor
+    peak: Tensor
+    scale: Tensor
+    share: Tensor
+    """Of queries, see `Joined`."""
+
+    landmarks: Tensor
+    values: Tensor
+    features: Tensor
+    feature_logs: Tensor
+    mass: Tensor
+    """Of landmarks, as keys."""
+
+    sums: Tensor
+    norms: Tensor
+    logs: Tensor
+    """The states that enter segments."""
+
+    @staticmethod
+    def room(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> "_Kept":
+        """Room for what the call leaves behind."""
+        far, near, unbounded = call.far, call.near, call.far.phi.unbounded
+        factor = q.new_empty(q.shape[:3], dtype=torch.float32)
+        lead = (len(k), call.row.heads, call.row.keys)
+        return _Kept(
+            factor,
+            factor.new_empty(q.shape[:3] if near.softmax else 0),
+            factor.new_empty(*lead[:2], q.shape[2] if unbounded else 0),
+            factor.new_empty(0 if near.gated else q.shape[:3]),
+            factor.new_empty(*lead, near.width),
+            v.new_empty(*lead, far.values),
+            v.new_empty(*lead, far.phi.padded_features),
+            factor.new_empty(lead if unbounded else 0),
+            factor.new_empty(lead),
+            *far.sums_of_segments(k, call.row.length),
+        )
+
+    @property
+    def joined(self) -> Joined:
+        """Of queries, as kernels take it."""
+        return Joined(self.factor, *(x if x.numel() else None for x in self[1:4]))
+
+    @property
+    def keys(self) -> Keys:
+        """The landmarks as kernels take keys."""
+        logs = self.feature_logs if self.feature_logs.numel() else None
+        tokens = Tokens(Rows.of(self.landmarks), self.features, logs)
+        return Keys(tokens, Rows.of(self.values), self.mass, None)
+
+    @property
+    def state(self) -> State:
+        """The states that enter segments."""
+        return State(self.sums, self.norms, self.logs)
+
+
 @torch.library.custom_op("megakernel::flurka_attention", mutates_args=())
 def forward(
     q: Tensor,
@@ -204,69 +267,34 @@ def forward(
     Tensor,
     Tensor,
 ]:
-    """See `_rooms`."""
+    """Output; `_Kept`; the last state."""
     form = Form(feature_map, components, near, blocks, start, before, oldest)
     call = _Call.of(
         *(form, q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight),
         *(table, starts, windows, ends),
     )
-    rooms = _rooms(call, q, k, v)
-    out, joined, landmarks, last = _parts(rooms)
-    batch = len(k)
+    out, kept, batch = v.new_empty(*q.shape[:3], v.shape[-1]), _Kept.room(call, q, k, v), len(k)
+    landmarks = kept.keys
     call.start_pool(
         pool_kernels.pool,
-        *(batch, 1, call.pools, call.row, landmarks.tokens.rows.pointer, landmarks.columns.pointer),
-        landmarks.mass,
+        *(batch, 1, call.pools, call.row, kept.landmarks, kept.values, kept.mass),
     )
-    room = State(*rooms[10:13])
-    call.far.start(kernels.write_keys, batch, landmarks, call.wide_matrix, room, call.row, None)
+    call.far.start(kernels.write_keys, batch, landmarks, call.wide_matrix, kept.state, call.row, None)
     first = None if first_sums is None else State(first_sums, first_norms, first_logs)
-    entering, last = call.far.pass_on(room, first, starts, call.row.length, reverse=False)
+    entering, last = call.far.pass_on(kept.state, first, starts, call.row.length, reverse=False)
     call.start(
         join_kernels.join,
         *(batch, call.queries, call.window, landmarks, call.matrix, entering, call.row, call.shares),
-        *(out, joined),
+        *(out, kept.joined),
     )
-    return *rooms[:10], *entering, *last
-
-
-def _rooms(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Output; factor, peak, r and share of queries; landmarks, their values, features, log scales and masses; states.
-
-    The states that enter segments, and the last one. What nobody needs is empty.
-    """
-    far, near, unbounded = call.far, call.near, call.far.phi.unbounded
-    out = v.new_empty(*q.shape[:3], far.values)
-    factor = out.new_empty(q.shape[:3], dtype=torch.float32)
-    lead = (len(k), call.row.heads, call.row.keys)
-    landmarks = factor.new_empty(*lead, near.width)
-    return (
-        out,
-        factor,
-        factor.new_empty(q.shape[:3] if near.softmax else 0),
-        factor.new_empty(*lead[:2], q.shape[2] if unbounded else 0),
-        factor.new_empty(0 if near.gated else q.shape[:3]),
-        landmarks,
-        v.new_empty(*lead, far.values),
-        v.new_empty(*lead, far.phi.padded_features),
-        factor.new_empty(lead if unbounded else 0),
-        factor.new_empty(lead),
-        *far.sums_of_segments(k, call.row.length),
-        *far.states(k, -1),
-    )
-
-
-def _parts(rooms: tuple[Tensor, ...]) -> tuple[Tensor, Joined, Keys, State]:
-    """`_rooms` as kernels take them."""
-    out, factor, peak, scale, share, landmarks, values, features, logs, mass = rooms[:10]
-    joined = Joined(factor, *(x if x.numel() else None for x in (peak, scale, share)))
-    tokens = Tokens(Rows.of(landmarks), features, logs if logs.numel() else None)
-    return out, joined, Keys(tokens, Rows.of(values), mass, None), State(*rooms[13:])
+    return out, *kept[:-3], *entering, *last
 
 
 @forward.register_fake
 def _(q, k, v, *rest):
-    return _rooms(_Call.of(Form(*rest[13:]), q, k, v, *rest[:10]), q, k, v)
+    call = _Call.of(Form(*rest[13:]), q, k, v, *rest[:10])
+    last = call.far.states(k, -1)
+    return v.new_empty(*q.shape[:3], v.shape[-1]), *_Kept.room(call, q, k, v), *last
 
 
 @torch.library.custom_op("megakernel::flurka_attention_backward", mutates_args=())
@@ -307,47 +335,34 @@ def backward(
         *(table, starts, windows, ends),
     )
     far, row, batch = call.far, call.row, len(k)
-    _out, joined, landmarks, last = _parts(tuple(kept))
-    entering = State(*kept[10:13])
+    own, last = _Kept(*kept[:-3]), State(*kept[-3:])
+    joined, landmarks = own.joined, own.keys
     learned = learned and matrix is not None
 
     def projected(tokens: Tensor, wanted: bool = True) -> Tensor | None:
         """Room for the gradients of projected tokens."""
         return tokens.new_empty(*tokens.shape[:3], far.phi.rows) if learned and wanted else None
 
-    dq, dy_q, means, change = q.new_empty(q.shape), projected(q), torch.empty_like(joined.factor), None
+    dq, dy_q = q.new_empty(q.shape), projected(q)
+    means, change, delta = (torch.empty_like(own.factor) for _ in range(3))
     queries = Queries(
         Tokens(call.queries, *far.features(q, far.stored)),
         Rows.of(grad),
         joined.factor,
-        torch.empty_like(joined.factor),
+        delta,
         joined.scale,
     )
-    change = torch.empty_like(joined.factor)
     call.start(
         join_kernels.join_backward,
-        *(batch, queries, call.window, landmarks, call.matrix, entering, row, call.shares, joined),
+        *(batch, queries, call.window, landmarks, call.matrix, own.state, row, call.shares, joined),
         *(dq, dy_q, means, change),
     )
     if far.stored:
         # Behind their features nobody reads them.
         queries = queries._replace(tokens=queries.tokens._replace(rows=None))
-    room = far.sums_of_segments(k, row.length)
-    if row.queries:
-        far.start(query_kernels.write_queries, batch, queries, room, row)
-    else:
-        # A row without queries of its own hands the last state's gradient to its landmarks.
-        for part, nothing in zip(room, (0.0, 0.0, EMPTY)):
-            part.fill_(nothing)
-    # A last state without keys has gradients and no scale: they go to nothing.
-    empty = last.logs <= EMPTY / 2
-    outer = State(
-        grad_sums.masked_fill(empty[..., None, None], 0.0).contiguous(),
-        grad_norms.masked_fill(empty[..., None], 0.0).contiguous(),
-        torch.where(empty, EMPTY, -last.logs),
-    )
-    behind, first = far.pass_on(room, outer, starts, row.length, reverse=True)
-    marks = landmarks.tokens.rows.pointer
+    outer = gradient_of_last(grad_sums, grad_norms, last.logs)
+    behind, first = states_of_queries(far, queries, row, k, row.length, outer)
+    marks = own.landmarks
     dmarks, dpooled, dy_marks = (
         torch.empty_like(marks),
         marks.new_empty(*marks.shape[:3], far.values),
@@ -375,12 +390,11 @@ def backward(
     dkeys, dvalues = (part.sum((0, 2) if pool_keys.dim() == 3 else (0, 1, 2)) for part in dpools)
     dmatrix = q.new_empty(0)
     if learned and matrix is not None:
-        dmatrix = _of_matrix(matrix, row.heads, [(dy_q, q), (dy_k, k), (dy_marks, marks)])
-    dfirst = (q.new_empty(0), q.new_empty(0))
-    if first_logs is not None:
-        # Sums are those of the first state times exp(its log scale).
-        scaled = torch.exp(first_logs + first.logs)
-        dfirst = (first.sums * scaled[..., None, None], first.norms * scaled[..., None])
+        pairs = [(dy, x) for dy, x in ((dy_q, q), (dy_k, k), (dy_marks, marks)) if dy is not None]
+        dmatrix = gradient_of_matrix(
+            matrix, *((x.unflatten(1, (row.heads, -1)) for x in pair) for pair in pairs)
+        )
+    dfirst = gradient_of_first(first_logs, first)
     dfar_weight = torch.zeros_like(far_weight) if gate is not None else change.sum((0, 2))
     dmass = _along(last, outer) + dfar_weight.view(row.heads, -1).sum(1)
     if first_sums is not None and first_norms is not None:
@@ -396,9 +410,7 @@ def _(grad, grad_sums, grad_norms, q, k, v, matrix, pool_keys, pool_values, mass
     plain = (x.new_empty(x.shape) for x in (q, k, v))
     small = (x.new_empty(x.shape) for x in (pool_keys, pool_values, mass))
     dgate = far_weight.new_empty(0 if gate is None else gate.shape)
-    dfirst = (q.new_empty(0), q.new_empty(0))
-    if first_logs is not None:
-        dfirst = (torch.empty_like(grad_sums), torch.empty_like(grad_norms))
+    dfirst = gradient_of_first(first_logs, State(grad_sums, grad_norms, first_logs))
     return *plain, dmatrix, *small, dgate, far_weight.new_empty(far_weight.shape), *dfirst
 
 
@@ -413,28 +425,17 @@ def _along(state: tuple[Tensor, ...], slope: tuple[Tensor, ...]) -> Tensor:
     return (state[0] * slope[0]).sum((0, 2, 3)) + (state[1] * slope[1]).sum((0, 2))
 
 
-def _of_matrix(matrix: Tensor, heads: int, pairs: list[tuple[Tensor | None, Tensor]]) -> Tensor:
-    """The sum over tokens x and the gradients dy of their projections of dy x^T: (M, d) or (H_kv, M, d)."""
-    per_head = torch.zeros((heads, *matrix.shape[-2:]), dtype=torch.float32, device=matrix.device)
-    for dy, x in pairs:
-        if dy is not None:
-            grouped = (dy.unflatten(1, (heads, -1)), x.unflatten(1, (heads, -1)))
-            per_head += torch.einsum("bhgnm,bhgnd->hmd", *grouped).float()
-    per_head = per_head.to(matrix.dtype)
-    return per_head.sum(0) if matrix.dim() == 2 else per_head
-
-
 def _keep(ctx, inputs, output) -> None:
     ctx.form = inputs[16:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:13], output[-1])
-    ctx.save_for_backward(*inputs[:16], *output)
+    ctx.save_for_backward(*inputs[:16], *output[1:])
 
 
-def _pull_back(ctx, grad, *grads):
+def _gradients(ctx, grad, *grads):
     wanted, saved = ctx.needs_input_grad, ctx.saved_tensors
     inputs, kept = saved[:16], saved[16:]
-    outer = given_or_zeros((grad, grads[12], grads[13]), kept[0], *kept[13:15])
+    outer = given_or_zeros((grad, grads[12], grads[13]), inputs[0], inputs[2], *kept[-3:-1])
     *found, dsums, dnorms = backward(*outer, *inputs, list(kept), wanted[3], *ctx.form)
     return (
         *(x if needed else None for x, needed in zip(found, wanted)),
@@ -444,4 +445,4 @@ def _pull_back(ctx, grad, *grads):
     )
 
 
-forward.register_autograd(_pull_back, setup_context=_keep)
+forward.register_autograd(_gradients, setup_context=_keep)

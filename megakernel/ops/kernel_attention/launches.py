@@ -256,10 +256,13 @@ OVER_KEYS = ("write_keys", "bwd_dkv")
 
 
 def given_or_zeros(
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None], *likes: Tensor
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, v: Tensor, *last: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of the output and of the last state; autograd makes up none for what has none.
+    """Gradients of the output and of the `last` state; autograd makes up none for what has none.
 
     It would fill one for each output of an op, those that nobody differentiates included.
     """
-    return tuple(torch.zeros_like(like) if grad is None else grad for grad, like in zip(grads, likes))
+    of_out, *of_last = grads
+    if of_out is None:
+        of_out = v.new_zeros(*q.shape[:3], v.shape[-1])
+    return of_out, *(torch.zeros_like(like) if grad is None else grad for grad, like in zip(of_last, last))

@@ -3,6 +3,8 @@
 Keys k are (B, H_kv, N, d), or with priors (H_kv, M) the M keys of a position beside each other, (B, H_kv, N, M d).
 """
 
+from collections.abc import Iterable
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -121,7 +123,6 @@ def _backward(
     priors: Tensor | None,
     starts: Tensor | None,
     first_logs: Tensor | None,
-    out: Tensor,
     inverse: Tensor,
     scale: Tensor,
     features: Tensor,
@@ -165,21 +166,8 @@ def _backward(
         *(batch, queries, given.keys, given.matrix, state, given.row, dq, dy_q),
         NORMALIZE=normalize,
     )
-    room = call.sums_of_segments(k, span)
-    if q.shape[2]:
-        call.start(query_kernels.write_queries, batch, queries, room, given.row)
-    else:
-        # A row without queries of its own hands the last state's gradient to its keys, segment by segment.
-        for part, nothing in zip(room, (0.0, 0.0, EMPTY)):
-            part.fill_(nothing)
-    # A last state without keys has gradients and no scale: they go to nothing.
-    empty = last_logs <= EMPTY / 2
-    outer = State(
-        grad_sums.masked_fill(empty[..., None, None], 0.0).contiguous(),
-        grad_norms.masked_fill(empty[..., None], 0.0).contiguous(),
-        torch.where(empty, EMPTY, -last_logs),
-    )
-    entering, first = call.pass_on(room, outer, starts, span, reverse=True)
+    outer = gradient_of_last(grad_sums, grad_norms, last_logs)
+    entering, first = states_of_queries(call, queries, given.row, k, span, outer)
     dk, dv, dy_k = k.new_empty(k.shape), v.new_empty(v.shape), projected(k, max(call.keys, 1))
     dmass = None if mass is None else inverse.new_empty(k.shape[:3])
     programs = call.programs("bwd_dkv", batch)
@@ -190,35 +178,64 @@ def _backward(
     shares = q.new_empty(0) if dpriors is None else dpriors.view(batch, heads, -1, call.keys).sum((0, 2))
     dmatrix = q.new_empty(0)
     if dy_q is not None and dy_k is not None and matrix is not None:
-        dmatrix = _matrix_gradient(matrix, q, k, dy_q, dy_k)
-    dfirst = (q.new_empty(0), q.new_empty(0))
-    if first_logs is not None:
-        # Sums are those of the first state times exp(its log scale).
-        factor = torch.exp(first_logs + first.logs)
-        dfirst = (first.sums * factor[..., None, None], first.norms * factor[..., None])
+        of_keys = k.unflatten(-1, (max(call.keys, 1), -1)).movedim(3, 2)
+        of_queries = (x.unflatten(1, (heads, -1)) for x in (dy_q, q))
+        dmatrix = gradient_of_matrix(matrix, (dy_k.movedim(0, 2), of_keys), of_queries)
+    dfirst = gradient_of_first(first_logs, first)
     return dq, dk, dv, dmatrix, inverse.new_empty(0) if dmass is None else dmass, shares, *dfirst
+
+
+def states_of_queries(
+    call: Call, queries: Queries, row: Row, k: Tensor, length: int, outer: State
+) -> tuple[State, State]:
+    """The gradients of the states that leave the segments of `length` tokens of keys k, and of the first one.
+
+    outer: that of the state that leaves the row.
+    """
+    room = call.sums_of_segments(k, length)
+    if row.queries:
+        call.start(query_kernels.write_queries, len(k), queries, room, row)
+    else:
+        # A row without queries of its own hands the last state's gradient to its keys, segment by segment.
+        for part, nothing in zip(room, (0.0, 0.0, EMPTY)):
+            part.fill_(nothing)
+    return call.pass_on(room, outer, row.starts, length, reverse=True)
+
+
+def gradient_of_last(grad_sums: Tensor, grad_norms: Tensor, last_logs: Tensor) -> State:
+    """The gradient of a last state as one of queries. Without keys it has one and no scale: that goes to nothing."""
+    empty = last_logs <= EMPTY / 2
+    return State(
+        grad_sums.masked_fill(empty[..., None, None], 0.0).contiguous(),
+        grad_norms.masked_fill(empty[..., None], 0.0).contiguous(),
+        torch.where(empty, EMPTY, -last_logs),
+    )
+
+
+def gradient_of_first(first_logs: Tensor | None, found: State) -> tuple[Tensor, Tensor]:
+    """Gradients of a first state's sums and normalizers, from the state of queries; empty where there was none."""
+    if first_logs is None:
+        return found.sums.new_empty(0), found.sums.new_empty(0)
+    # Sums are those of the first state times exp(its log scale).
+    factor = torch.exp(first_logs + found.logs)
+    return found.sums * factor[..., None, None], found.norms * factor[..., None]
+
+
+def gradient_of_matrix(matrix: Tensor, *pairs: Iterable[Tensor]) -> Tensor:
+    """The sum over tokens of dy x^T, (M, d) or (H_kv, M, d); pairs: dy (B, H_kv, G, N, M) and x (B, H_kv, G, N, d)."""
+    parts = (torch.einsum("bhgnm,bhgnd->hmd", *pair).float() for pair in pairs)
+    per_head = reduce(torch.add, parts).to(matrix.dtype)
+    return per_head.sum(0) if matrix.dim() == 2 else per_head
 
 
 @_backward.register_fake
 def _(grad, grad_sums, grad_norms, q, k, v, matrix, mass, priors, starts, first_logs, *rest):
-    learned = rest[11]
+    learned = rest[10]
     dmatrix = torch.empty_like(matrix) if learned and matrix is not None else q.new_empty(0)
     dmass = q.new_empty(k.shape[:3] if mass is not None else (0,), dtype=torch.float32)
     dpriors = q.new_empty(priors.shape, dtype=torch.float32) if priors is not None else q.new_empty(0)
-    dfirst = (q.new_empty(0), q.new_empty(0))
-    if first_logs is not None:
-        dfirst = (torch.empty_like(grad_sums), torch.empty_like(grad_norms))
+    dfirst = gradient_of_first(first_logs, State(grad_sums, grad_norms, first_logs))
     return (*(x.new_empty(x.shape) for x in (q, k, v)), dmatrix, dmass, dpriors, *dfirst)
-
-
-def _matrix_gradient(matrix: Tensor, q: Tensor, k: Tensor, dy_q: Tensor, dy_k: Tensor) -> Tensor:
-    """sum over tokens of dy x^T: (M, d) or (H_kv, M, d)."""
-    heads, width = k.shape[1], q.shape[-1]
-    of_keys = torch.einsum("rbhnm,bhnrd->hmd", dy_k, k.unflatten(-1, (-1, width)))
-    grouped = (dy_q.unflatten(1, (heads, -1)), q.unflatten(1, (heads, -1)))
-    of_queries = torch.einsum("bhgnm,bhgnd->hmd", *grouped)
-    per_head = (of_keys.float() + of_queries.float()).to(matrix.dtype)
-    return per_head.sum(0) if matrix.dim() == 2 else per_head
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -226,12 +243,12 @@ def _keep(ctx, inputs, output) -> None:
     ctx.form, ctx.continues = inputs[10:], first_sums is not None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:8], output[-1])
-    ctx.save_for_backward(*tensors, first_logs, *output)
+    ctx.save_for_backward(*tensors, first_logs, *output[1:])
 
 
 def _gradients(ctx, grad, *grads):
     wanted, kept = ctx.needs_input_grad, ctx.saved_tensors
-    outer = given_or_zeros((grad, grads[7], grads[8]), kept[8], *kept[-3:-1])
+    outer = given_or_zeros((grad, grads[7], grads[8]), kept[0], kept[2], *kept[-3:-1])
     dq, dk, dv, dmatrix, dmass, dpriors, dsums, dnorms = torch.ops.megakernel.kernel_attention_backward(
         *outer, *kept, wanted[3], *ctx.form
     )
