@@ -274,21 +274,20 @@ def _queries(x: Sizes) -> float:
     return (x.CUT.segment + tokens) / 2 / x.CUT.block
 
 
-def _window(x: Sizes, block: int) -> float:
+def _window(x: Sizes) -> float:
     """Blocks of a row that a tile meets through windows."""
     reach = (x.NEAR.blocks - 1) * x.NEAR.block_size + max(x.CUT.chunk, x.NEAR.block_size)
-    return reach / block
+    return reach / x.CUT.block
 
 
 TRIPS: dict[str, Callable[[Sizes], float | None]] = {
     "range(0, PHI.padded_width, PHI.columns)": lambda x: x.PHI.padded_width / x.PHI.columns,
     "range(begin, end, C)": lambda x: max(1.0, x.CUT.span / x.CUT.chunk),
     "range(begin, stop, C)": lambda x: x.CUT.segment / x.CUT.chunk,
-    "range(first_key(begin, CUT), keys_before(stop, row, CUT), BK)": _pairs,
-    "range(first_key(begin, CUT), keys_before(stop, row, CUT), CUT.block)": _pairs,
+    "range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK)": _pairs,
     "range(token_of(at, CUT), tl.minimum(stop, row.queries), BQ)": _queries,
-    "range(tl.min(starts, 0), stop, BK)": lambda x: _window(x, x.CUT.block),
-    "range(G * steps)": lambda x: x.CUT.group * _window(x, x.CUT.block),
+    "range(oldest, tile.stop, BK)": _window,
+    "range(G * steps)": lambda x: x.CUT.group * _window(x),
     "range(tl.maximum(nearest, 0) // B, tl.minimum((nearest + C + B - 2) // B + 1, blocks))": (
         lambda x: 1 + x.CUT.chunk / x.NEAR.block_size
     ),

@@ -27,17 +27,14 @@ from megakernel.ops.flurka_attention.window_kernels import (
     window_weights,
 )
 from megakernel.ops.kernel_attention.arguments import (
-    features_at,
+    features_of_queries,
     head_at,
     load_numbers,
     matrix_of,
+    queries_of_program,
+    rows_of_queries,
 )
-from megakernel.ops.kernel_attention.kernels import (
-    largest_logs,
-    store_features,
-    sums_of_keys,
-    tile_of_program,
-)
+from megakernel.ops.kernel_attention.kernels import largest_logs, store_features, sums_of_keys
 from megakernel.ops.kernel_attention.query_kernels import across_features, gradient_of_half
 from megakernel.ops.kernels.features import (
     EMPTY,
@@ -52,7 +49,6 @@ from megakernel.ops.kernels.features import (
     store_rows,
     store_slope,
 )
-from megakernel.ops.kernels.states import first_token
 
 
 @triton.jit
@@ -123,18 +119,14 @@ def join(
     C: tl.constexpr = CUT.chunk
     BK: tl.constexpr = CUT.block
     VP: tl.constexpr = CUT.padded_values
-    head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
-    batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
-    kv = query_head // CUT.group
-    key_head = batch * row.heads + kv
-    entry = key_head * tl.cdiv(row.keys, CUT.span) + segment
-    q = head_at(queries, batch, query_head) + tl.cast(at, tl.int64) * queries.row
-    k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
+    tile = queries_of_program(row, CUT)
+    q, left = rows_of_queries(queries, tile), tile.end - tile.at
+    k, v = head_at(window.keys, tile.batch, tile.kv), head_at(window.columns, tile.batch, tile.kv)
     dtype: tl.constexpr = q.dtype.element_ty
-    rows, left, stop = at + tl.arange(0, C), end - at, tl.minimum(at + C, end)
-    projection = matrix_of(matrix, kv, PHI)
+    projection = matrix_of(matrix, tile.kv, PHI)
 
-    starts = window_start(window, row, batch, rows, NEAR)
+    starts = window_start(window, row, tile.batch, tile.rows, NEAR)
+    oldest = tl.min(starts, 0)
     # Angles count from the oldest place that a window of the tile can reach.
     qa, qb, _logs = window_tile(
         q, queries.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
@@ -142,9 +134,9 @@ def join(
     near = tl.zeros((C, VP), tl.float32)
     den = tl.zeros((C,), tl.float32)
     top = tl.full((C,), EMPTY if (NEAR.softmax or PHI.unbounded) else 0.0, tl.float32)
-    for place in range(tl.min(starts, 0), stop, BK):
+    for place in range(oldest, tile.stop, BK):
         places, far = place + tl.arange(0, BK), tl.cast(place + window.before, tl.int64)
-        seat, count = place - at + NEAR.reach, row.length - place
+        seat, count = place - tile.at + NEAR.reach, row.length - place
         ka, kb, key_logs = window_tile(
             k + far * window.keys.row,
             window.keys.row,
@@ -160,48 +152,44 @@ def join(
         values = load_rows(v + far * window.columns.row, window.columns.row, count, BK, CUT.values, VP)
         similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
         logs = similar * NEAR.sharp if NEAR.softmax else key_logs[None, :]
-        seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= rows[:, None])
+        seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= tile.rows[:, None])
         weighed, shrink, top = weigh_window(logs, similar, top, seen, NEAR, PHI)
         near = near * shrink[:, None] + dot(weighed, values, dtype)
         den = den * shrink + tl.sum(weighed, 1)
     # Rows behind the last token have seen nothing.
-    den = tl.where(rows < end, den, 1.0)
+    inside = tile.rows < tile.end
+    den = tl.where(inside, den, 1.0)
 
-    first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
     x, y, own = phi(q, queries.row, left, projection, matrix.low, C, PHI)
     x, y = once(rounded(x, dtype)), once(rounded(y, dtype)) if PHI.two else x
     largest = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
-        largest = largest_logs(keys, key_head, row, rows, first, begin, stop, CUT)
-    far, far_den, r = sums_of_keys(
-        x, y, keys, state, row, key_head, entry, rows, first, begin, stop, largest, CUT, PHI
-    )
-    place = head.to(tl.int64) * row.queries + at
-    seats = place + tl.arange(0, C)
-    inside = rows < end
-    logit = load_numbers(shares.gate + head.to(tl.int64) * row.queries, at, end, C) if NEAR.gated else den
-    extra = 0.0 if NEAR.gated else tl.load(shares.far_weight + query_head)
+        largest = largest_logs(keys, row, tile, CUT)
+    far, far_den, r = sums_of_keys(x, y, keys, state, row, tile, largest, CUT, PHI)
+    numbers = tile.head.to(tl.int64) * row.queries
+    seats = numbers + tile.rows
+    logit = load_numbers(shares.gate + numbers, tile.at, tile.end, C) if NEAR.gated else den
+    extra = 0.0 if NEAR.gated else tl.load(shares.far_weight + tile.query_head)
     # Beside a softmax, phi(q) counts with its own scale; elsewhere it cancels.
     far_log = r + own if (NEAR.softmax and PHI.unbounded) else r
     total, factor, peak, share = joined_parts(
         near, den, top, far, far_den, far_log, logit, extra, PHI.least, NEAR
     )
-    store_rows(out + place * CUT.values, CUT.values, left, total, CUT.values, VP)
+    store_rows(out + (numbers + tile.at) * CUT.values, CUT.values, left, total, CUT.values, VP)
     tl.store(joined.factor + seats, factor, mask=inside)
     if NEAR.softmax:
         tl.store(joined.peak + seats, peak, mask=inside)
     if not NEAR.gated:
         tl.store(joined.share + seats, share, mask=inside)
-    if PHI.unbounded and query_head % CUT.group == 0:
+    if PHI.unbounded and tile.query_head % CUT.group == 0:
         # The same for all queries of a key.
         r = r if NEAR.softmax else peak
-        tl.store(joined.scale + key_head.to(tl.int64) * row.queries + rows, r, mask=inside)
+        tl.store(joined.scale + tile.key_head.to(tl.int64) * row.queries + tile.rows, r, mask=inside)
 
 
 @triton.jit
 def window_slopes(
-    qa,
-    qb,
+    halves,
     do,
     n,
     level,
@@ -209,12 +197,8 @@ def window_slopes(
     window,
     matrix,
     row,
-    batch,
-    kv,
-    at,
-    rows,
+    tile,
     starts,
-    end,
     here,
     CUT: tl.constexpr,
     NEAR: tl.constexpr,
@@ -222,21 +206,20 @@ def window_slopes(
 ):
     """Of queries (C,) and the keys of a window from `here` on (BK,): n_i w_ij do_i.v_j, ds_ij, and the keys' halves."""
     BK: tl.constexpr = CUT.block
+    VP: tl.constexpr = CUT.padded_values
     dtype: tl.constexpr = do.dtype
     places, far = here + tl.arange(0, BK), tl.cast(here + window.before, tl.int64)
-    k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
-    seat, count = here - at + NEAR.reach, row.length - here
-    projection = matrix_of(matrix, kv, PHI)
-    ka, kb, logs = window_tile(
-        k + far * window.keys.row, window.keys.row, count, window, seat, projection, matrix.low, BK, NEAR, PHI
-    )
-    values = load_rows(
-        v + far * window.columns.row, window.columns.row, count, BK, CUT.values, CUT.padded_values
-    )
-    seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= rows[:, None]) & (rows < end)[:, None]
-    similar = products(qa, qb, ka, kb, dtype, NEAR, PHI)
+    k = head_at(window.keys, tile.batch, tile.kv) + far * window.keys.row
+    v = head_at(window.columns, tile.batch, tile.kv) + far * window.columns.row
+    seat, count = here - tile.at + NEAR.reach, row.length - here
+    projection = matrix_of(matrix, tile.kv, PHI)
+    ka, kb, logs = window_tile(k, window.keys.row, count, window, seat, projection, matrix.low, BK, NEAR, PHI)
+    columns = load_rows(v, window.columns.row, count, BK, CUT.values, VP)
+    seen = (places[None, :] >= starts[:, None]) & (places[None, :] <= tile.rows[:, None])
+    seen &= (tile.rows < tile.end)[:, None]
+    similar = products(halves[0], halves[1], ka, kb, dtype, NEAR, PHI)
     weights, slopes = window_weights(similar, logs[None, :], level[:, None], seen, NEAR, PHI)
-    towards = dot(do, tl.trans(values), dtype) * n[:, None]
+    towards = dot(do, tl.trans(columns), dtype) * n[:, None]
     return weights * towards, slopes * (towards - shift[:, None]), ka, kb
 
 
@@ -269,82 +252,54 @@ def join_backward(
     HP: tl.constexpr = NEAR.padded_half
     MP: tl.constexpr = PHI.padded_rows
     LEARNED: tl.constexpr = dy is not None
-    head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
-    batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
-    kv = query_head // CUT.group
-    key_head = batch * row.heads + kv
-    entry = key_head * tl.cdiv(row.keys, CUT.span) + segment
+    tile = queries_of_program(row, CUT)
     tokens = queries.tokens.rows
-    q = head_at(tokens, batch, query_head) + tl.cast(at, tl.int64) * tokens.row
+    q, left = rows_of_queries(tokens, tile), tile.end - tile.at
     dtype: tl.constexpr = q.dtype.element_ty
-    rows, left, stop = at + tl.arange(0, C), end - at, tl.minimum(at + C, end)
-    inside = rows < end
-    first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
-    starts = window_start(window, row, batch, rows, NEAR)
-    numbers = head.to(tl.int64) * row.queries
-    seats = numbers + rows
-    projection = matrix_of(matrix, kv, PHI)
-    of_token = dq + (numbers + at) * PHI.width
-    of_projected = dy + (numbers + at) * PHI.rows if LEARNED else None
+    inside = tile.rows < tile.end
+    starts = window_start(window, row, tile.batch, tile.rows, NEAR)
+    oldest = tl.min(starts, 0)
+    numbers = tile.head.to(tl.int64) * row.queries
+    seats = numbers + tile.rows
+    projection = matrix_of(matrix, tile.kv, PHI)
+    of_token = dq + (numbers + tile.at) * PHI.width
+    of_projected = dy + (numbers + tile.at) * PHI.rows if LEARNED else None
 
     if queries.tokens.features is not None:
         fa, fb, own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
         fa, fb = rounded(fa, dtype), rounded(fb, dtype)
-        store_features(fa, fb, own, queries.tokens, head, row.queries, at, left, PHI)
+        store_features(fa, fb, own, queries.tokens, tile.head, row.queries, tile.at, left, PHI)
         # They are read again below: between, the gradients take the registers.
         tl.debug_barrier()
-    given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
-    do = load_rows(given, queries.grad.row, left, C, CUT.values, VP)
-    factor = load_numbers(queries.inverse + numbers, at, end, C)
-    n = near_factor(shares, queries.inverse, head, query_head, at, row.queries, C, NEAR)
-    level = level_of(joined, head, key_head, at, row.queries, C, NEAR, PHI)
+    do = load_rows(rows_of_queries(queries.grad, tile), queries.grad.row, left, C, CUT.values, VP)
+    factor = load_numbers(queries.inverse + numbers, tile.at, tile.end, C)
+    n = near_factor(shares, queries.inverse, tile.head, tile.query_head, tile.at, row.queries, C, NEAR)
+    level = level_of(joined, tile.head, tile.key_head, tile.at, row.queries, C, NEAR, PHI)
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
-        r = load_numbers(queries.scale + key_head.to(tl.int64) * row.queries, at, end, C)
+        r = load_numbers(queries.scale + tile.key_head.to(tl.int64) * row.queries, tile.at, tile.end, C)
     of_near = tl.zeros((C,), tl.float32)
 
     # What window and landmarks have in do_i.o_i. Not from the rounded output: where few keys make up a sum, gradients
     # are differences of nearly equal numbers.
-    fa, fb, _own = features_at(
-        queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
-    )
-    sums, _den, _r = sums_of_keys(
-        fa, fb, keys, state, row, key_head, entry, rows, first, begin, stop, r, CUT, PHI
-    )
+    fa, fb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
+    sums, _den, _r = sums_of_keys(fa, fb, keys, state, row, tile, r, CUT, PHI)
     of_far = factor * tl.sum(sums * do.to(tl.float32), 1)
     qa, qb, _logs = window_tile(q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI)
-    for here in range(tl.min(starts, 0), stop, BK):
+    for here in range(oldest, tile.stop, BK):
         parts, _slopes, _ka, _kb = window_slopes(
-            qa,
-            qb,
-            do,
-            n,
-            level,
-            of_near,
-            window,
-            matrix,
-            row,
-            batch,
-            kv,
-            at,
-            rows,
-            starts,
-            end,
-            here,
-            CUT,
-            NEAR,
-            PHI,
+            (qa, qb), do, n, level, of_near, window, matrix, row, tile, starts, here, CUT, NEAR, PHI
         )
         of_near += tl.sum(parts, 1)
     if NEAR.gated:
-        share = tl.sigmoid(-load_numbers(shares.gate + numbers, at, end, C))
+        share = tl.sigmoid(-load_numbers(shares.gate + numbers, tile.at, tile.end, C))
         excess = tl.where(share == 0, 0.0, of_far / tl.where(share == 0, 1.0, share))
         mean = of_near
         moved = share * of_near - (1 - share) * of_far
     else:
         excess = of_near + of_far
         mean = excess if NEAR.softmax else excess * n
-        moved = of_far - load_numbers(joined.share + numbers, at, end, C) * excess
+        moved = of_far - load_numbers(joined.share + numbers, tile.at, tile.end, C) * excess
     tl.store(means + seats, mean, mask=inside)
     tl.store(queries.delta + seats, -factor * excess, mask=inside)
     tl.store(change + seats, moved, mask=inside)
@@ -353,46 +308,24 @@ def join_backward(
     along = tl.zeros((C,), tl.float32)
     size = tl.zeros((C,), tl.float32)
     for half in tl.static_range(2 if PHI.two else 1):
-        grad = gradient_of_half(
-            half, do, -excess, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
-        )
-        grad *= factor[:, None]
+        grad = gradient_of_half(half, do, -excess, r, keys, state, row, tile, CUT, PHI) * factor[:, None]
         if not NEAR.softmax:
             qa, qb, _logs = window_tile(
                 q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI
             )
-            for here in range(tl.min(starts, 0), stop, BK):
+            for here in range(oldest, tile.stop, BK):
                 _parts, slopes, ka, kb = window_slopes(
-                    qa,
-                    qb,
-                    do,
-                    n,
-                    level,
-                    mean,
-                    window,
-                    matrix,
-                    row,
-                    batch,
-                    kv,
-                    at,
-                    rows,
-                    starts,
-                    end,
-                    here,
-                    CUT,
-                    NEAR,
-                    PHI,
+                    (qa, qb), do, n, level, mean, window, matrix, row, tile, starts, here, CUT, NEAR, PHI
                 )
                 grad += dot(slopes, kb if half else ka, dtype)
-        fa, fb, _own = features_at(
-            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
-        )
+        fa, fb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
         fa, fb = fa.to(tl.float32), fb.to(tl.float32)
         along += tl.sum(grad * (fb if half else fa), 1)
         size += tl.sum(fb * fb if half else fa * fa, 1)
         slope += slope_of_half(half, grad, fb if half else fa, fa if half else fb, PHI)
     if (NEAR.gated or not NEAR.softmax) and not PHI.two:
-        slope = across_features(slope, along, size, queries.tokens, batch, query_head, row, end, at, CUT, PHI)
+        # Weights of phi alone do not depend on the length of phi(q), see `bwd_dq`.
+        slope = across_features(slope, along, size, queries.tokens, row, tile, CUT, PHI)
     store_slope(q, tokens.row, left, projection, slope, of_token, of_projected, C, LEARNED, PHI)
 
     if NEAR.softmax:
@@ -403,27 +336,9 @@ def join_backward(
         )
         grad_a = tl.zeros((C, HP), tl.float32)
         grad_b = tl.zeros((C, HP), tl.float32)
-        for here in range(tl.min(starts, 0), stop, BK):
+        for here in range(oldest, tile.stop, BK):
             _parts, slopes, ka, kb = window_slopes(
-                qa,
-                qb,
-                do,
-                n,
-                level,
-                mean,
-                window,
-                matrix,
-                row,
-                batch,
-                kv,
-                at,
-                rows,
-                starts,
-                end,
-                here,
-                CUT,
-                NEAR,
-                PHI,
+                (qa, qb), do, n, level, mean, window, matrix, row, tile, starts, here, CUT, NEAR, PHI
             )
             grad_a += dot(slopes, ka, dtype)
             grad_b += dot(slopes, kb, dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megakernel.ops.kernels.features import load_rows, once, padded, phi, rounded
 from megakernel.ops.kernels.launch import rows_together, strides
+from megakernel.ops.kernels.states import first_token
 
 
 class Rows(NamedTuple):
@@ -148,6 +149,74 @@ class Cut(NamedTuple):
         return self.segment // self.block_size * self.rank if self.rank else self.segment
 
 
+class Tile(NamedTuple):
+    """Where a program's tile of queries stands."""
+
+    head: Any
+    """Among the query heads of all rows."""
+
+    batch: Any
+    query_head: Any
+    """Of the row."""
+
+    kv: Any
+    """Its key head."""
+
+    key_head: Any
+    """The same among those of all rows."""
+
+    entry: Any
+    """Of the state that enters the segment."""
+
+    begin: Any
+    """Of the segment, and `end`: its last query's place + 1."""
+
+    end: Any
+    at: Any
+    """The first query of the tile, and `stop`: its last one's place + 1."""
+
+    stop: Any
+    rows: Any
+    """Places (C,) of the queries, which may reach beyond `end`."""
+
+    first: Any
+    """Where the documents of the queries start, (C,)."""
+
+
+@triton.jit
+def tiles_of(length, SPAN: tl.constexpr, C: tl.constexpr):
+    """Tiles of C in a row that is cut into segments of SPAN."""
+    whole = length // SPAN
+    return whole * ((SPAN + C - 1) // C) + tl.cdiv(length - whole * SPAN, C)
+
+
+@triton.jit
+def tile_of_program(length, SPAN: tl.constexpr, C: tl.constexpr):
+    """Head, place of the tile of C, begin and end of its segment of SPAN, and the number of the latter.
+
+    Tiles do not reach over the end of a segment: the last one of each may be short.
+    """
+    EACH: tl.constexpr = (SPAN + C - 1) // C
+    tiles = tiles_of(length, SPAN, C)
+    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    segment = tile // EACH
+    begin = segment * SPAN
+    return head, begin + tile % EACH * C, begin, tl.minimum(begin + SPAN, length), segment
+
+
+@triton.jit
+def queries_of_program(row, CUT: tl.constexpr):
+    """The `Tile` of CUT.chunk queries that this program is for."""
+    head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, CUT.chunk)
+    batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
+    kv = query_head // CUT.group
+    key_head = batch * row.heads + kv
+    entry = key_head * tl.cdiv(row.keys, CUT.span) + segment if CUT.causal else key_head
+    rows, stop = at + tl.arange(0, CUT.chunk), tl.minimum(at + CUT.chunk, end)
+    first = first_token(row.starts, batch, rows, row.length, row.start)
+    return Tile(head, batch, query_head, kv, key_head, entry, begin, end, at, stop, rows, first)
+
+
 @triton.jit
 def places_of_keys(keys, row, batch, CUT: tl.constexpr):
     """The tokens that keys of these numbers (C,) stand at."""
@@ -223,6 +292,21 @@ def features_at(tokens, batch, head, heads, length, end, at, C: tl.constexpr, PH
             rows = tl.arange(0, C)
             scales = tl.load(tokens.logs + place + rows, mask=rows < count, other=0.0)
     return a, b, scales
+
+
+@triton.jit
+def features_of_queries(tokens, row, tile, CUT: tl.constexpr, PHI: tl.constexpr):
+    """`features_at` of a tile of queries."""
+    heads = row.heads * CUT.group
+    return features_at(
+        tokens, tile.batch, tile.query_head, heads, row.queries, tile.end, tile.at, CUT.chunk, PHI
+    )
+
+
+@triton.jit
+def rows_of_queries(rows, tile):
+    """Where the rows of a tile of queries begin."""
+    return head_at(rows, tile.batch, tile.query_head) + tl.cast(tile.at, tl.int64) * rows.row
 
 
 @triton.jit

@@ -32,6 +32,8 @@ from megakernel.ops.kernel_attention.arguments import (
     load_numbers,
     matrix_of,
     places_of_keys,
+    queries_of_program,
+    rows_of_queries,
     store_half_of_state,
 )
 from megakernel.ops.kernels.features import EMPTY, dot, exp, load_rows, once, phi, rounded, store_rows
@@ -110,7 +112,7 @@ def write_keys(keys, matrix, state, row, scale, CUT: tl.constexpr, PHI: tl.const
     begin = segment * CUT.span
     end = tl.minimum(begin + CUT.span, row.keys)
     final = tl.minimum((segment + 1) * CUT.segment, row.length) - 1
-    last = first_token(row.starts, batch, final, row.length, row.start, row.starts is not None)
+    last = first_token(row.starts, batch, final, row.length, row.start)
     log = EMPTY if PHI.unbounded else 0.0
     if keys.tokens.features is not None:
         # All features before all sums: both at once would not fit into registers.
@@ -150,77 +152,43 @@ def write_keys(keys, matrix, state, row, scale, CUT: tl.constexpr, PHI: tl.const
 
 
 @triton.jit
-def tiles_of(length, SPAN: tl.constexpr, C: tl.constexpr):
-    """Tiles of C in a row that is cut into segments of SPAN."""
-    whole = length // SPAN
-    return whole * ((SPAN + C - 1) // C) + tl.cdiv(length - whole * SPAN, C)
-
-
-@triton.jit
-def tile_of_program(length, SPAN: tl.constexpr, C: tl.constexpr):
-    """Head, place of the tile of C, begin and end of its segment of SPAN, and the number of the latter.
-
-    Tiles do not reach over the end of a segment: the last one of each may be short.
-    """
-    EACH: tl.constexpr = (SPAN + C - 1) // C
-    tiles = tiles_of(length, SPAN, C)
-    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    segment = tile // EACH
-    begin = segment * SPAN
-    return head, begin + tile % EACH * C, begin, tl.minimum(begin + SPAN, length), segment
-
-
-@triton.jit
-def visible_keys(rows, first, places, row, CUT: tl.constexpr):
-    """Which keys (BK,) at these places each query (C,) sees."""
-    visible = places[None, :] <= rows[:, None] if CUT.rank == 0 else places[None, :] < rows[:, None]
+def visible_keys(here, row, tile, CUT: tl.constexpr):
+    """Which of the keys (BK,) from `here` on each query (C,) sees."""
+    places = places_of_keys(here + tl.arange(0, CUT.block), row, tile.batch, CUT)[None, :]
+    visible = places <= tile.rows[:, None] if CUT.rank == 0 else places < tile.rows[:, None]
     if row.starts is not None:
-        visible &= places[None, :] >= first[:, None]
+        visible &= places >= tile.first[:, None]
     return visible
 
 
 @triton.jit
-def largest_logs(keys, head, row, rows, first, begin, stop, CUT: tl.constexpr):
-    """The largest log scale of the keys of the segment from `begin` on that queries (C,) before `stop` see."""
-    batch = head // row.heads
+def largest_logs(keys, row, tile, CUT: tl.constexpr):
+    """The largest log scale (C,) of the keys of their segment that queries see."""
+    BK: tl.constexpr = CUT.block
     r = tl.full((CUT.chunk,), EMPTY, tl.float32)
-    for at in range(first_key(begin, CUT), keys_before(stop, row, CUT), CUT.block):
-        here = at + tl.arange(0, CUT.block)
-        scales = load_numbers(keys.tokens.logs + head.to(tl.int64) * row.keys, at, row.keys, CUT.block)
-        exists = weights_of(keys.mass, head, at, row.keys, row.keys, CUT.block) != 0
+    for here in range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK):
+        scales = load_numbers(keys.tokens.logs + tile.key_head.to(tl.int64) * row.keys, here, row.keys, BK)
+        exists = weights_of(keys.mass, tile.key_head, here, row.keys, row.keys, BK) != 0
         scales = tl.where(exists, scales, EMPTY)
-        visible = visible_keys(rows, first, places_of_keys(here, row, batch, CUT), row, CUT)
-        r = tl.maximum(r, tl.max(tl.where(visible, scales[None, :], EMPTY), 1))
+        r = tl.maximum(r, tl.max(tl.where(visible_keys(here, row, tile, CUT), scales[None, :], EMPTY), 1))
     return r
 
 
 @triton.jit
-def pairs_of(
-    products,
-    rows,
-    first,
-    places,
-    weights,
-    scales,
-    r,
-    row,
-    WEIGHTED: tl.constexpr,
-    CUT: tl.constexpr,
-    PHI: tl.constexpr,
-):
-    """Products of queries (C,) and keys (BK,) with the weights of the latter; 0 where a query does not see."""
+def pairs_of(products, keys, here, scales, r, row, tile, CUT: tl.constexpr, PHI: tl.constexpr):
+    """Products of queries (C,) and the keys (BK,) from `here` on, with the weights of the latter; 0 where not seen."""
     if PHI.unbounded:
         # A key of no weight may be larger than all that is seen.
         products *= exp(tl.minimum(scales[None, :] - r[:, None], 0.0))
-    if WEIGHTED:
-        products *= weights[None, :]
-    return tl.where(visible_keys(rows, first, places, row, CUT), products, 0.0)
+    if keys.mass is not None:
+        products *= weights_of(keys.mass, tile.key_head, here, row.keys, row.keys, CUT.block)[None, :]
+    return tl.where(visible_keys(here, row, tile, CUT), products, 0.0)
 
 
 @triton.jit
-def state_factors(first, begin, log, r, CUT: tl.constexpr, PHI: tl.constexpr):
+def state_factors(tile, log, r, CUT: tl.constexpr, PHI: tl.constexpr):
     """What queries multiply the state by that enters their segment, (C,)."""
-    reads = (first < begin) | (not CUT.causal)
+    reads = (tile.first < tile.begin) | (not CUT.causal)
     if PHI.unbounded:
         reads = reads & (r > EMPTY)
         return tl.where(reads, tl.exp(tl.minimum(log - r, 0.0)), 0.0)
@@ -228,60 +196,43 @@ def state_factors(first, begin, log, r, CUT: tl.constexpr, PHI: tl.constexpr):
 
 
 @triton.jit
-def sums_of_keys(
-    x,
-    y,
-    keys,
-    state,
-    row,
-    head,
-    entry,
-    rows,
-    first,
-    begin,
-    stop,
-    largest,
-    CUT: tl.constexpr,
-    PHI: tl.constexpr,
-):
+def sums_of_keys(x, y, keys, state, row, tile, largest, CUT: tl.constexpr, PHI: tl.constexpr):
     """Sums (C, VP) and normalizers (C,) of queries of features x, y, and r that both are measured from.
 
     Of unbounded maps, `largest` (C,) are the largest log scales of the keys of the segment that queries see.
 
-    Over the keys in the state `entry`, and where CUT.causal those that tokens `begin` .. `stop` - 1 of the segment add.
+    Over the keys in the state that enters the segment, and where CUT.causal those that its tokens before tile.stop add.
     """
     C: tl.constexpr = CUT.chunk
     BK: tl.constexpr = CUT.block
     VP: tl.constexpr = CUT.padded_values
-    batch, kv = head // row.heads, head % row.heads
-    v = head_at(keys.columns, batch, kv)
+    v = head_at(keys.columns, tile.batch, tile.kv)
     dtype: tl.constexpr = v.dtype.element_ty
-    tile, norm = half_of_state(state, entry, 0, PHI, VP)
-    total = dot(x, tile, dtype)
+    sums, norm = half_of_state(state, tile.entry, 0, PHI, VP)
+    total = dot(x, sums, dtype)
     den = tl.sum(x.to(tl.float32) * norm[None, :], 1)
     if PHI.two:
-        tile, norm = half_of_state(state, entry, 1, PHI, VP)
-        total += dot(y, tile, dtype)
+        sums, norm = half_of_state(state, tile.entry, 1, PHI, VP)
+        total += dot(y, sums, dtype)
         den += tl.sum(y.to(tl.float32) * norm[None, :], 1)
-    log = tl.load(state.logs + entry)
+    log = tl.load(state.logs + tile.entry)
     r = tl.zeros((C,), tl.float32) + log
     if CUT.causal and PHI.unbounded:
-        r = tl.maximum(tl.where(first < begin, r, EMPTY), largest)
-    factor = state_factors(first, begin, log, r, CUT, PHI)
+        r = tl.maximum(tl.where(tile.first < tile.begin, r, EMPTY), largest)
+    factor = state_factors(tile, log, r, CUT, PHI)
     total *= factor[:, None]
     den *= factor
     if CUT.causal:
-        for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
-            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, row.keys, here, BK, PHI)
+        for here in range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK):
+            a, b, scales = features_at(
+                keys.tokens, tile.batch, tile.kv, row.heads, row.keys, row.keys, here, BK, PHI
+            )
             at = tl.cast(here, tl.int64) * keys.columns.row
             columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
-            weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
             weighed = dot(x, tl.trans(a), dtype)
             if PHI.two:
                 weighed += dot(y, tl.trans(b), dtype)
-            places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
-            WEIGHTED: tl.constexpr = keys.mass is not None
-            weighed = pairs_of(weighed, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
+            weighed = pairs_of(weighed, keys, here, scales, r, row, tile, CUT, PHI)
             # Rounded before both sums: a mean of one value is that value.
             weighed = rounded(weighed, dtype)
             den += tl.sum(weighed.to(tl.float32), 1)
@@ -311,34 +262,26 @@ def read(
     """
     C: tl.constexpr = CUT.chunk
     VP: tl.constexpr = CUT.padded_values
-    head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
-    batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
-    kv = query_head // CUT.group
-    key_head = batch * row.heads + kv
-    entry = key_head * tl.cdiv(row.keys, CUT.span) + segment if CUT.causal else key_head
-    q = head_at(queries, batch, query_head) + tl.cast(at, tl.int64) * queries.row
+    tile = queries_of_program(row, CUT)
+    q, left = rows_of_queries(queries, tile), tile.end - tile.at
     dtype: tl.constexpr = q.dtype.element_ty
-    rows, left = at + tl.arange(0, C), end - at
-    first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
 
-    x, y, own = phi(q, queries.row, left, matrix_of(matrix, kv, PHI), matrix.low, C, PHI)
+    x, y, own = phi(q, queries.row, left, matrix_of(matrix, tile.kv, PHI), matrix.low, C, PHI)
     x, y = once(rounded(x, dtype)), once(rounded(y, dtype)) if PHI.two else x
-    stop = tl.minimum(at + C, end)
-    scales_at = key_head.to(tl.int64) * row.queries
+    scales_at = tile.key_head.to(tl.int64) * row.queries
     largest = tl.zeros((C,), tl.float32)
     if PHI.unbounded and CUT.causal:
         # Another query of the key may have stored r here already, of which this is the maximum once more.
-        largest = load_numbers(scale + scales_at, at, end, C)
-    total, den, r = sums_of_keys(
-        x, y, keys, state, row, key_head, entry, rows, first, begin, stop, largest, CUT, PHI
-    )
+        largest = load_numbers(scale + scales_at, tile.at, tile.end, C)
+    total, den, r = sums_of_keys(x, y, keys, state, row, tile, largest, CUT, PHI)
     if NORMALIZE:
         empty = tl.abs(den) < PHI.least
         factor = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, den))
     else:
         factor = tl.exp(own + r) if PHI.unbounded else tl.full((C,), 1.0, tl.float32)
-    place = head.to(tl.int64) * row.queries + at
-    store_rows(out + place * CUT.values, CUT.values, left, total * factor[:, None], CUT.values, VP)
-    tl.store(inverse + place + tl.arange(0, C), factor, mask=rows < end)
-    if PHI.unbounded and query_head % CUT.group == 0:
-        tl.store(scale + scales_at + rows, r, mask=rows < end)
+    numbers = tile.head.to(tl.int64) * row.queries
+    place = out + (numbers + tile.at) * CUT.values
+    store_rows(place, CUT.values, left, total * factor[:, None], CUT.values, VP)
+    tl.store(inverse + numbers + tile.rows, factor, mask=tile.rows < tile.end)
+    if PHI.unbounded and tile.query_head % CUT.group == 0:
+        tl.store(scale + scales_at + tile.rows, r, mask=tile.rows < tile.end)

@@ -10,9 +10,11 @@ from megakernel.ops.kernel_attention.arguments import (
     load_numbers,
     matrix_of,
     places_of_keys,
+    tile_of_program,
+    tiles_of,
     token_of,
 )
-from megakernel.ops.kernel_attention.kernels import tile_of_program, tiles_of, weights_of
+from megakernel.ops.kernel_attention.kernels import weights_of
 from megakernel.ops.kernels.features import dot, load_rows, store_gradient, store_rows
 from megakernel.ops.kernels.mixtures import MOST_KEYS, store_gradients_of_keys
 from megakernel.ops.kernels.states import first_token
@@ -84,7 +86,7 @@ def bwd_dkv(
     rows, left = at + tl.arange(0, C), end - at
     places = places_of_keys(rows, row, batch, CUT)
     stop = tl.minimum((segment + 1) * CUT.segment, row.length)
-    last = first_token(row.starts, batch, stop - 1, row.length, row.start, row.starts is not None)
+    last = first_token(row.starts, batch, stop - 1, row.length, row.start)
     weights = weights_of(keys.mass, head, at, row.keys, end, C)
     a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, end, at, C, PHI)
     v = head_at(keys.columns, batch, kv) + tl.cast(at, tl.int64) * keys.columns.row
@@ -122,7 +124,7 @@ def bwd_dkv(
             numbers = (head * G + g).to(tl.int64) * row.queries
             for here in range(token_of(at, CUT), tl.minimum(stop, row.queries), BQ):
                 seats = here + tl.arange(0, BQ)
-                first = first_token(row.starts, batch, seats, row.length, row.start, row.starts is not None)
+                first = first_token(row.starts, batch, seats, row.length, row.start)
                 r = tl.zeros((BQ,), tl.float32)
                 if PHI.unbounded:
                     r = load_numbers(queries.scale + head.to(tl.int64) * row.queries, here, row.queries, BQ)

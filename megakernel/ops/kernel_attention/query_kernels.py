@@ -5,107 +5,58 @@ import triton.language as tl
 
 from megakernel.ops.kernel_attention.arguments import (
     features_at,
+    features_of_queries,
     first_key,
     half_of_state,
     head_at,
     keys_before,
     load_numbers,
     matrix_of,
-    places_of_keys,
+    queries_of_program,
+    rows_of_queries,
     store_half_of_state,
 )
-from megakernel.ops.kernel_attention.kernels import (
-    pairs_of,
-    state_factors,
-    store_features,
-    sums_of_keys,
-    tile_of_program,
-    weights_of,
-)
-from megakernel.ops.kernels.features import (
-    EMPTY,
-    dot,
-    load_rows,
-    phi,
-    rounded,
-    slope_of_half,
-    store_slope,
-)
+from megakernel.ops.kernel_attention.kernels import pairs_of, state_factors, store_features, sums_of_keys
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, phi, rounded, slope_of_half, store_slope
 from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_addition
 
 
 @triton.jit
 def gradient_of_half(
-    half: tl.constexpr,
-    do,
-    delta,
-    r,
-    keys,
-    state,
-    row,
-    head,
-    entry,
-    rows,
-    first,
-    begin,
-    stop,
-    CUT: tl.constexpr,
-    PHI: tl.constexpr,
+    half: tl.constexpr, do, delta, r, keys, state, row, tile, CUT: tl.constexpr, PHI: tl.constexpr
 ):
-    """sum_j m_j (do_i.v_j + delta_i) phi(k_j) for queries (C,), a half (C, MP); arguments as in `sums_of_keys`.
-
-    Without `do`, sum_j m_j delta_i phi(k_j): what is left of a gradient whose delta was off by that.
-    """
+    """sum_j m_j (do_i.v_j + delta_i) phi(k_j) for queries (C,), a half (C, MP); arguments as in `sums_of_keys`."""
     C: tl.constexpr = CUT.chunk
     BK: tl.constexpr = CUT.block
     VP: tl.constexpr = CUT.padded_values
-    batch, kv = head // row.heads, head % row.heads
-    v = head_at(keys.columns, batch, kv)
+    v = head_at(keys.columns, tile.batch, tile.kv)
     dtype: tl.constexpr = v.dtype.element_ty
-    WEIGHTED: tl.constexpr = keys.mass is not None
-    of_state = state_factors(first, begin, tl.load(state.logs + entry), r, CUT, PHI)
-    tile, norm = half_of_state(state, entry, half, PHI, VP)
+    of_state = state_factors(tile, tl.load(state.logs + tile.entry), r, CUT, PHI)
+    sums, norm = half_of_state(state, tile.entry, half, PHI, VP)
     grad = (of_state * delta)[:, None] * norm[None, :]
-    if do is not None:
-        grad += dot(do, tl.trans(tile), dtype) * of_state[:, None]
+    grad += dot(do, tl.trans(sums), dtype) * of_state[:, None]
     if CUT.causal:
-        for here in range(first_key(begin, CUT), keys_before(stop, row, CUT), BK):
-            a, b, scales = features_at(keys.tokens, batch, kv, row.heads, row.keys, row.keys, here, BK, PHI)
-            weights = weights_of(keys.mass, head, here, row.keys, row.keys, BK)
-            along = tl.zeros((C, BK), tl.float32) + delta[:, None]
-            if do is not None:
-                at = tl.cast(here, tl.int64) * keys.columns.row
-                columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
-                along += dot(do, tl.trans(columns), dtype)
-            places = places_of_keys(here + tl.arange(0, BK), row, batch, CUT)
-            along = pairs_of(along, rows, first, places, weights, scales, r, row, WEIGHTED, CUT, PHI)
+        for here in range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK):
+            a, b, scales = features_at(
+                keys.tokens, tile.batch, tile.kv, row.heads, row.keys, row.keys, here, BK, PHI
+            )
+            at = tl.cast(here, tl.int64) * keys.columns.row
+            columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
+            along = tl.zeros((C, BK), tl.float32) + delta[:, None] + dot(do, tl.trans(columns), dtype)
+            along = pairs_of(along, keys, here, scales, r, row, tile, CUT, PHI)
             grad += dot(along, b if half else a, dtype)
     return grad
 
 
 @triton.jit
-def across_features(
-    slope,
-    along,
-    size,
-    tokens,
-    batch,
-    query_head,
-    row,
-    end,
-    at,
-    CUT: tl.constexpr,
-    PHI: tl.constexpr,
-):
+def across_features(slope, along, size, tokens, row, tile, CUT: tl.constexpr, PHI: tl.constexpr):
     """`slope` of a gradient that should stand across the features and has `along` in their direction instead of 0.
 
     Of features in one half, of this squared length `size`. They are loaded again: kept, they would take the registers
     of the loops.
     """
     tl.debug_barrier()
-    a, _b, _own = features_at(
-        tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, CUT.chunk, PHI
-    )
+    a, _b, _own = features_of_queries(tokens, row, tile, CUT, PHI)
     share = (along / tl.where(size == 0, 1.0, size))[:, None]
     a = a.to(tl.float32)
     return slope - slope_of_half(0, a * share, a, a, PHI)
@@ -131,61 +82,47 @@ def bwd_dq(
     C: tl.constexpr = CUT.chunk
     MP: tl.constexpr = PHI.padded_rows
     VP: tl.constexpr = CUT.padded_values
-    head, at, begin, end, segment = tile_of_program(row.queries, CUT.segment, C)
-    batch, query_head = head // (row.heads * CUT.group), head % (row.heads * CUT.group)
-    kv = query_head // CUT.group
-    key_head = batch * row.heads + kv
-    entry = key_head * tl.cdiv(row.keys, CUT.span) + segment if CUT.causal else key_head
+    tile = queries_of_program(row, CUT)
     tokens = queries.tokens.rows
-    q = head_at(tokens, batch, query_head) + tl.cast(at, tl.int64) * tokens.row
+    q, left = rows_of_queries(tokens, tile), tile.end - tile.at
     dtype: tl.constexpr = q.dtype.element_ty
-    rows, left, stop = at + tl.arange(0, C), end - at, tl.minimum(at + C, end)
-    first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
-    place = head.to(tl.int64) * row.queries + at
-    projection = matrix_of(matrix, kv, PHI)
+    numbers = tile.head.to(tl.int64) * row.queries
+    place = numbers + tile.at
+    projection = matrix_of(matrix, tile.kv, PHI)
 
     if queries.tokens.features is not None:
         qa, qb, own = phi(q, tokens.row, left, projection, matrix.low, C, PHI)
         qa, qb = rounded(qa, dtype), rounded(qb, dtype)
-        store_features(qa, qb, own, queries.tokens, head, row.queries, at, left, PHI)
+        store_features(qa, qb, own, queries.tokens, tile.head, row.queries, tile.at, left, PHI)
         # They are read again below: between, the gradients take the registers.
         tl.debug_barrier()
-    given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
-    do = load_rows(given, queries.grad.row, left, C, CUT.values, VP)
-    inverse = load_numbers(queries.inverse + head.to(tl.int64) * row.queries, at, row.queries, C)
+    do = load_rows(rows_of_queries(queries.grad, tile), queries.grad.row, left, C, CUT.values, VP)
+    inverse = load_numbers(queries.inverse + numbers, tile.at, row.queries, C)
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
-        r = load_numbers(queries.scale + key_head.to(tl.int64) * row.queries, at, row.queries, C)
+        scales = queries.scale + tile.key_head.to(tl.int64) * row.queries
+        r = load_numbers(scales, tile.at, row.queries, C)
     mean = tl.zeros((C,), tl.float32)
     if NORMALIZE:
         # Of do_i.v_j. Not from the rounded output, which shows where few keys make up a sum.
-        qa, qb, _own = features_at(
-            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
-        )
-        sums, _den, _r = sums_of_keys(
-            qa, qb, keys, state, row, key_head, entry, rows, first, begin, stop, r, CUT, PHI
-        )
+        qa, qb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
+        sums, _den, _r = sums_of_keys(qa, qb, keys, state, row, tile, r, CUT, PHI)
         mean = tl.sum(sums * do.to(tl.float32), 1) * inverse
-        tl.store(queries.delta + place + tl.arange(0, C), -mean * inverse, mask=rows < end)
+        tl.store(queries.delta + numbers + tile.rows, -mean * inverse, mask=tile.rows < tile.end)
     slope = tl.zeros((C, MP), tl.float32)
     along = tl.zeros((C,), tl.float32)
     size = tl.zeros((C,), tl.float32)
     for half in tl.static_range(2 if PHI.two else 1):
         # dO is divided by den behind the sums: 1 / den is small, and the quotient would have few digits in float16.
-        grad = gradient_of_half(
-            half, do, -mean, r, keys, state, row, key_head, entry, rows, first, begin, stop, CUT, PHI
-        )
-        grad *= inverse[:, None]
-        qa, qb, _own = features_at(
-            queries.tokens, batch, query_head, row.heads * CUT.group, row.queries, end, at, C, PHI
-        )
+        grad = gradient_of_half(half, do, -mean, r, keys, state, row, tile, CUT, PHI) * inverse[:, None]
+        qa, qb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
         qa, qb = qa.to(tl.float32), qb.to(tl.float32)
         along += tl.sum(grad * (qb if half else qa), 1)
         size += tl.sum(qb * qb if half else qa * qa, 1)
         slope += slope_of_half(half, grad, qb if half else qa, qa if half else qb, PHI)
     if NORMALIZE and not PHI.two:
         # A quotient does not depend on the length of phi(q); of two halves, what that is off by is lost in rounding.
-        slope = across_features(slope, along, size, queries.tokens, batch, query_head, row, end, at, CUT, PHI)
+        slope = across_features(slope, along, size, queries.tokens, row, tile, CUT, PHI)
     of_projected = None if dy is None else dy + place * PHI.rows
     LEARNED: tl.constexpr = dy is not None
     store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, of_projected, C, LEARNED, PHI)
@@ -212,7 +149,7 @@ def write_queries(queries, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
     log = EMPTY if PHI.unbounded else 0.0
     for at in range(begin, stop, C):
         rows, left = at + tl.arange(0, C), stop - at
-        first = first_token(row.starts, batch, rows, row.length, row.start, row.starts is not None)
+        first = first_token(row.starts, batch, rows, row.length, row.start)
         reads = ((first < begin) | (not CUT.causal)) & (rows < stop)
         scales = tl.zeros((C,), tl.float32)
         if PHI.unbounded:

@@ -18,12 +18,12 @@ from megakernel.ops.kernels.features import EMPTY, dot, rounded
 
 
 @triton.jit
-def first_token(starts, row, place, length, start, PACKED: tl.constexpr):
+def first_token(starts, row, place, length, start):
     """The place where the document of the token at `place` starts, negative where it began before the row.
 
-    starts: (B, N) int32 if PACKED; otherwise all tokens are of one document, which began at `start`.
+    starts: (B, N) int32, or None: all tokens are of one document, which began at `start`.
     """
-    if PACKED:
+    if starts is not None:
         # Behind the last token its document goes on.
         return tl.load(starts + row.to(tl.int64) * length + tl.minimum(place, length - 1))
     return tl.zeros_like(place) + start
@@ -97,7 +97,7 @@ def pass_states(
         segment = segments - 1 - step if REVERSE else step
         begin = segment * SEGMENT
         end = tl.minimum(begin + SEGMENT, length)
-        oldest = first_token(starts, row, end - 1, length, start, starts is not None)
+        oldest = first_token(starts, row, end - 1, length, start)
         entry = head.to(tl.int64) * entries + segment
         more = tl.load(sums + entry * FP * VP + within).to(tl.float32)
         added_norm = tl.load(norms + entry * FP + f)
