@@ -34,9 +34,9 @@ from tests.slurm.submitting import (
     until_step,
 )
 
-STEPS = 100
+STEPS = 300
 HAPPENS_AT = 15
-"""Step from which on the event happens; every tenth is saved."""
+"""Step from which on the event happens; every tenth is saved. Slurm looks at time limits twice a minute."""
 
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 LOGGED: dict[str, int] = {}
@@ -93,7 +93,7 @@ def start_slurmd() -> None:
 
 SCENARIOS = (
     Scenario("preempted by another partition", take_both_nodes),
-    Scenario("time limit", lambda run, job: scontrol("update", f"JobId={job}", "TimeLimit=3")),
+    Scenario("time limit", lambda run, job: scontrol("update", f"JobId={job}", "TimeLimit=2")),
     Scenario("`scontrol requeue`", lambda run, job: scontrol("requeue", job)),
     Scenario("`cancel --save`", lambda run, job: cancel(run, "--save"), resume=True),
     Scenario("`cancel`", lambda run, job: cancel(run), resume=True),
@@ -131,7 +131,8 @@ def row(scenario: Scenario, run: str, expected: dict[int, float]) -> str:
     if scenario.notices:
         ends = ("requeued", "ended")
         until(lambda: story(run, job)[-1] in ends or status(run)["state"] in ENDS, seconds=500)
-        until(lambda: status(run)["state"] not in ("RUNNING", "COMPLETING"))
+        # Slurm waits five minutes for a node that says nothing.
+        until(lambda: status(run)["state"] not in ("RUNNING", "COMPLETING"), seconds=500)
     says, before = shown(run), max(losses(run), default=0)
     saved = last(run, "ended")["step"] if "ended" in story(run, job) else status(run)["saved"]
     scenario.repair()
@@ -210,15 +211,15 @@ def main() -> int:
     head = (
         "# What becomes of a run on Slurm\n\n"
         f"`{typed}`, {begun}: {description()}; Slurm on two nodes of this machine "
-        "(`slurm/local_cluster`), jobs of two processes on two nodes, shipped settings. A run of 100 steps saves every "
-        f"tenth; the event happens from step {HAPPENS_AT} on. Saved: steps behind the checkpoint of those logged when "
-        "the job had ended. Bit for bit: all 100 losses equal those of a run to which nothing happened.\n\n"
+        "(`slurm/local_cluster`), jobs of two processes on two nodes, shipped settings. A run of "
+        f"{STEPS} steps saves every tenth; the event happens from step {HAPPENS_AT} on. Saved: steps behind the "
+        f"checkpoint of those logged when the job had ended. Bit for bit: all {STEPS} losses equal those of a run to which nothing happened.\n\n"
     )
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         words = "prepare --source stdlib --tokenizer byte --out corpus --max-documents 60"
         assert megakernel(words, "--validation-fraction 0.1 --workers 1").status == 0
-        Path("run.yaml").write_text(CONFIG)
+        Path("run.yaml").write_text(CONFIG.replace("steps: 100", f"steps: {STEPS}"))
         Path("runs").mkdir()
         # A disk of its own, which one of the events fills.
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256M", "none", "runs"], check=True)
