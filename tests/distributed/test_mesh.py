@@ -11,6 +11,7 @@ from megatron.core.parallel_state import RankGenerator
 from megakernel.config import Parallel, UserError
 from megakernel.parallel.mesh import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.parallel.ranks import Ranks
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 
 LAYOUTS = [
@@ -71,6 +72,21 @@ def sums_and_agreement():
 
 def test_sums_run_over_one_axis_and_agreement_over_the_world():
     assert run_ranks(sums_and_agreement, 4) == [(1, 2, 1, 0), (1, 4, 1, 1), (5, 2, 1, 2), (5, 4, 1, 3)]
+
+
+def what_rank_0_found():
+    with cpu_mesh() as mesh:
+        ranks = Ranks.of(mesh)
+        found = ranks.first(lambda: {"rank": mesh.rank, "names": ["a"] * 1000})
+        try:
+            ranks.first(lambda: int("no number"))
+        except ValueError as error:
+            return found["rank"], len(found["names"]), str(error)
+
+
+def test_what_rank_0_found_or_refused_reaches_all():
+    outcomes = run_ranks(what_rank_0_found, 3)
+    assert outcomes == [(0, 1000, "invalid literal for int() with base 10: 'no number'")] * 3
 
 
 def test_a_world_that_does_not_divide_is_refused_before_it_starts():
