@@ -48,7 +48,8 @@ def timings(store: dist.Store, place: ProcessEnvironment, node: str, mib: int) -
             _plan(store, place.world_size)
         for number, part in enumerate(json.loads(store.get(f"plan/{node}"))):
             if part is not None:
-                yield _timing(dist.PrefixStore(f"round {number}", store), place, node, *part, mib)
+                group, ranks = part
+                yield _timing(dist.PrefixStore(f"round {number}", store), place, node, group, ranks, mib)
             _arrive(store, place, f"round {number}")
         # The process that serves the store leaves last.
         _arrive(store, place, "end", wait=place.rank == 0)
@@ -74,7 +75,8 @@ def _plan(store: dist.Store, world_size: int) -> None:
                 part_of |= dict.fromkeys(group, (group, ranks) if len(group) < 3 else ([], []))
         for node, plan in plans.items():
             plan.append(part_of.get(node))
-    store.multi_set([f"plan/{node}" for node in plans], [json.dumps(plan) for plan in plans.values()])
+    for node, plan in plans.items():
+        store.set(f"plan/{node}", json.dumps(plan))
 
 
 def _timing(
