@@ -55,6 +55,7 @@ try:
     from launch.slurm_programs import SlurmRefused
     from megakernel.config import InUse, NotFinite, RunFailed, UserError
     from megakernel.config.errors import REFUSED_BY_DISK
+    from megakernel.training.events import in_job
 except KeyboardInterrupt:  # they take a moment, in which `main` can catch nothing yet
     print("megakernel: error: interrupted", file=sys.stderr, flush=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -135,10 +136,16 @@ def _of_disk(error: Exception) -> str | None:
 
 
 def _unforeseen(error: Exception, args: argparse.Namespace) -> str:
-    """One line of what a library threw, or we did by mistake; whoever has to mend it finds the traceback in a file."""
+    """One line of what a library threw, or we did by mistake; whoever has to mend it finds the traceback in a file.
+
+    In a job that is the process's own log: thousands that fail at once need not make as many files.
+    """
     said = " ".join(f"{type(error).__name__}: {error}".split())
     if len(said) > _MOST_SAID:
         said = said[: _MOST_SAID - 3] + "..."
+    if in_job():
+        traceback.print_exc()
+        return f"{said}; the traceback is above this line"
     name = f"traceback-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for folder in (lambda: Path(args.run_folder, "logs"), lambda: Path(tempfile.gettempdir())):
         with suppress(OSError, ValueError, AttributeError):  # no such folder, none of a run, a full disk

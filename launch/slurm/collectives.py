@@ -1,9 +1,10 @@
 """How long all-reduces take the processes of a job before they train: within nodes, between two, and over all."""
 
+import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,9 @@ GIVE_UP = timedelta(seconds=60)
 """For an all-reduce, connections included: one that lasts longer has failed."""
 
 _REPEATS = 3
+
+_REASON_LENGTH = 120
+"""Characters of a reason: srun keeps lines of up to 1,024 bytes whole, and tears longer ones apart."""
 
 
 def time_collectives(place: ProcessEnvironment, node: str, mib: int) -> Iterator[Timing]:
@@ -40,14 +44,12 @@ def timings(store: dist.Store, place: ProcessEnvironment, node: str, mib: int) -
     os.environ |= {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     store.set(f"node/{place.rank}", node)
     try:
-        where = [
-            name.decode() for name in store.multi_get([f"node/{rank}" for rank in range(place.world_size)])
-        ]
-        for number, groups in enumerate(rounds(list(dict.fromkeys(where)))):
-            for group in (group for group in groups if node in group):
-                ranks = [rank for rank, name in enumerate(where) if name in group]
-                if len(ranks) > 1:
-                    yield _timing(store, place, node, group, ranks, mib)
+        if place.rank == 0:
+            _plan(store, place.world_size)
+        for number, part in enumerate(json.loads(store.get(f"plan/{node}"))):
+            if part is not None:
+                group, ranks = part
+                yield _timing(dist.PrefixStore(f"round {number}", store), place, node, group, ranks, mib)
             _arrive(store, place, f"round {number}")
         # The process that serves the store leaves last.
         _arrive(store, place, "end", wait=place.rank == 0)
@@ -55,20 +57,42 @@ def timings(store: dist.Store, place: ProcessEnvironment, node: str, mib: int) -
         return  # another process is gone; what its node did not report tells whose fault that is
 
 
+def _plan(store: dist.Store, world_size: int) -> None:
+    """Tell each node which all-reduces its processes are in, so that one process reads where all are, and not each.
+
+    A list with an item for each round: nodes and ranks of the all-reduce; both empty where all take part; None where
+    the node has none.
+    """
+    members: dict[str, list[int]] = {}
+    for rank, name in enumerate(store.multi_get([f"node/{rank}" for rank in range(world_size)])):
+        members.setdefault(name.decode(), []).append(rank)
+    plans: dict[str, list[tuple[list[str], list[int]] | None]] = {node: [] for node in members}
+    for groups in rounds(list(members)):
+        part_of: dict[str, tuple[list[str], list[int]]] = {}
+        for group in groups:
+            ranks = sorted(rank for node in group for rank in members[node])
+            if len(ranks) > 1:
+                part_of |= dict.fromkeys(group, (group, ranks) if len(group) < 3 else ([], []))
+        for node, plan in plans.items():
+            plan.append(part_of.get(node))
+    for node, plan in plans.items():
+        store.set(f"plan/{node}", json.dumps(plan))
+
+
 def _timing(
-    store: dist.Store, place: ProcessEnvironment, node: str, group: list[str], ranks: Sequence[int], mib: int
+    store: dist.Store, place: ProcessEnvironment, node: str, group: list[str], ranks: list[int], mib: int
 ) -> Timing:
     try:
-        own = dist.PrefixStore("/".join(group), store)
+        own = dist.PrefixStore("+".join(group), store)
         return Timing(place.rank, node, group, _seconds(own, place, ranks, mib))
     except RuntimeError as error:  # of connections, devices and collectives alike
         return Timing(place.rank, node, group, None, _one_line(error))
 
 
-def _seconds(store: dist.Store, place: ProcessEnvironment, ranks: Sequence[int], mib: int) -> float:
+def _seconds(store: dist.Store, place: ProcessEnvironment, ranks: list[int], mib: int) -> float:
     """The median of a few, after one that makes connections."""
     # No default group: what a failed one leaves in torch.distributed would make the next one fail too.
-    member = store, ranks.index(place.rank), len(ranks)
+    member = store, *((ranks.index(place.rank), len(ranks)) if ranks else (place.rank, place.world_size))
     group: Any
     if torch.cuda.is_available():
         device = torch.device("cuda", place.local_rank)
@@ -103,4 +127,8 @@ def _arrive(store: dist.Store, place: ProcessEnvironment, where: str, wait: bool
 def _one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # PyTorch puts the place in its source, and the condition that did not hold, before the reason.
-    return re.sub(r"^\[enforce fail[^]]*\] .*?\. ", "", lines[0])[:200] if lines else type(error).__name__
+    return (
+        re.sub(r"^\[enforce fail[^]]*\] .*?\. ", "", lines[0])[:_REASON_LENGTH]
+        if lines
+        else type(error).__name__
+    )

@@ -1,8 +1,8 @@
 """Before a run's processes start: is every node fit for them? Started as they will be, one on each device.
 
 `python -m launch.slurm.preflight FOLDER` prints lines of JSON and always ends well, for only nodes side by side can be
-judged: the first process of each node says what it finds there, then all say how long all-reduces take them. With
-`--judge GPUS` it reads such lines and names the nodes that are not fit.
+judged: the first process of each node says what it finds there, then how long all-reduces take it; the others say
+which of those fail them. With `--judge GPUS` it reads such lines and names the nodes that are not fit.
 """
 
 import argparse
@@ -155,7 +155,7 @@ def _gpus() -> list[float] | None:
     except (OSError, subprocess.SubprocessError):
         return []
     pairs = [line.split(",") for line in done.stdout.splitlines() if line.strip()]
-    return [float(used) / float(total) for used, total in pairs]
+    return [round(float(used) / float(total), 3) for used, total in pairs]
 
 
 def _unwritable(submission: Path, node: str) -> str | None:
@@ -167,7 +167,7 @@ def _unwritable(submission: Path, node: str) -> str | None:
             os.fsync(file.fileno())
         probe.unlink()
     except OSError as error:
-        return str(error)
+        return error.strerror or str(error)
     return None
 
 
@@ -203,7 +203,9 @@ def _look_and_measure(folder: Path, node: str, mib: int) -> None:
         from .collectives import time_collectives  # torch takes its time to import
 
         for timing in time_collectives(place, node, mib):
-            print(json.dumps(asdict(timing)), flush=True)
+            # An all-reduce ends for all when it ends for the slowest: one process tells how long it took.
+            if place.local_rank == 0 or timing.error is not None:
+                print(json.dumps(asdict(timing)), flush=True)
 
 
 if __name__ == "__main__":

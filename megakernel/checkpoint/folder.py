@@ -90,9 +90,7 @@ class CheckpointFolder:
         try:
             if self._ranks.first(lambda: self._prepare(final, partial)):
                 shares = self._ranks.all(lambda: (write(partial), flushed(partial, written()))[1])
-                files = {name: record for share in shares for name, record in share.items()}
-                files |= self._ranks.first(lambda: flushed(partial, _others(partial, files)))
-                self._ranks.first(lambda: self._publish(partial, final, progress, files))
+                self._ranks.first(lambda: self._publish(partial, final, progress, shares))
         except OSError as error:
             reason = str(error) if isinstance(error, RankFailed) else f"rank 0: {error}"
             raise SaveFailed(self._ranks.first(lambda: self._give_up(final.name, reason))) from None
@@ -115,8 +113,12 @@ class CheckpointFolder:
         partial.mkdir(parents=True)
         return True
 
-    def _publish(self, partial: Path, final: Path, progress: Progress, files: dict[str, FileRecord]) -> None:
+    def _publish(
+        self, partial: Path, final: Path, progress: Progress, shares: Iterable[dict[str, FileRecord]]
+    ) -> None:
         """Make the written folder a checkpoint. All that needs space is written before the first rename."""
+        files = {name: record for share in shares for name, record in share.items()}
+        files |= flushed(partial, _others(partial, files))
         flush(write_manifest(partial, progress, files))
         for folder, _, _ in os.walk(partial):
             flush(Path(folder))

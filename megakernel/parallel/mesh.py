@@ -162,6 +162,13 @@ class Mesh:
         dist.all_gather_object(values, value)
         return values
 
+    def broadcast_object(self, value: Any) -> Any:
+        """The picklable value of rank 0, once every process is here."""
+        values = [value]
+        dist.broadcast_object_list(values)
+        self.barrier()
+        return values[0]
+
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
         """As many numbers of each process, in the order of ranks."""
         own = torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -22,19 +22,26 @@ class Ranks:
     rank: mine, of `size`.
     exchange: a collective that takes one picklable value of each rank and gives all of them in rank order,
     such as torch.distributed.all_gather_object; it is the barrier too. A single process needs none.
+    broadcast: a collective that gives every rank the value of rank 0, and is the barrier too. Without it `exchange`
+    does that, which takes as much memory as if every rank had such a value.
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, exchange: Callable[[Any], list[Any]] = lambda value: [value]
+        self,
+        rank: int = 0,
+        size: int = 1,
+        exchange: Callable[[Any], list[Any]] = lambda value: [value],
+        broadcast: Callable[[Any], Any] | None = None,
     ):
         self.rank = rank
         self.size = size
         self._exchange = exchange
+        self._broadcast = broadcast or (lambda value: exchange(value)[0])
 
     @classmethod
     def of(cls, mesh: "Mesh") -> "Ranks":
         """All processes of a mesh."""
-        return cls(mesh.rank, mesh.world_size, mesh.gather_objects)
+        return cls(mesh.rank, mesh.world_size, mesh.gather_objects, mesh.broadcast_object)
 
     def first(self, action: Callable[[], T]) -> T:
         """Let rank 0 act; its result, or its ValueError or OSError, is every rank's."""
@@ -44,7 +51,7 @@ class Ranks:
                 result = action()
             except (ValueError, OSError) as error:
                 result = error
-        result = self._exchange(result)[0]
+        result = self._broadcast(result)
         if isinstance(result, Exception):
             raise result
         return result

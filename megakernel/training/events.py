@@ -35,6 +35,21 @@ def record(run: Path, event: str, env: Mapping[str, str] = os.environ, **facts: 
         os.close(file)
 
 
+def is_first(run: Path, event: str, env: Mapping[str, str] = os.environ) -> bool:
+    """Whether no other process of this start of a job has asked; true without a job, and where its logs are not.
+
+    Thousands of processes fail of one cause, at once, and one line tells it.
+    """
+    if not in_job(env):
+        return True
+    logs = run / "logs" / env[JOB_VARIABLE] / env.get(RESTART_VARIABLE, "0")
+    try:
+        os.close(os.open(logs / f"first_{event}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+    except OSError as error:
+        return not isinstance(error, FileExistsError)
+    return True
+
+
 def in_job(env: Mapping[str, str] = os.environ) -> bool:
     """Whether this process belongs to a submitted job."""
     return JOB_VARIABLE in env

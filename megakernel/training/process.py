@@ -46,5 +46,8 @@ def in_mesh(config: Config, process: ProcessEnvironment, work: "Callable[[Mesh],
 
 
 def _record_failure(run: Path, rank: int, why: str) -> None:
-    with suppress(OSError):  # the disk may be what has failed
-        events.record(run, "failed", rank=rank, host=socket.gethostname(), why=" ".join(why.split())[:300])
+    if events.is_first(run, "failed"):
+        with suppress(OSError):  # the disk may be what has failed
+            events.record(
+                run, "failed", rank=rank, host=socket.gethostname(), why=" ".join(why.split())[:300]
+            )

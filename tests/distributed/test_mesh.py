@@ -1,6 +1,10 @@
 """One mesh on which Megatron-core and DeepSpeed agree."""
 
 import itertools
+import os
+import resource
+import socket
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,6 +15,8 @@ from megatron.core.parallel_state import RankGenerator
 from megakernel.config import Parallel, UserError
 from megakernel.parallel.mesh import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.parallel.ranks import Ranks
+from megakernel.parallel.rendezvous import meet
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 
 LAYOUTS = [
@@ -71,6 +77,41 @@ def sums_and_agreement():
 
 def test_sums_run_over_one_axis_and_agreement_over_the_world():
     assert run_ranks(sums_and_agreement, 4) == [(1, 2, 1, 0), (1, 4, 1, 1), (5, 2, 1, 2), (5, 4, 1, 3)]
+
+
+def serve(world_size: int):
+    """As rank 0 of so many processes, 1,000 files below the system's limit: how many more it may open than before."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        os.environ.pop(name, None)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1000, most))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    store = meet(
+        ProcessEnvironment(world_size=world_size, master_port=port), timedelta(seconds=10), wait=False
+    )
+    store.set("here", "rank 0")
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - (most - 1000)
+
+
+def test_whoever_serves_the_store_may_hold_two_connections_of_each_process():
+    assert run_ranks(serve, 1, 300) == [600]
+    assert run_ranks(serve, 1, 8192) == [1000], "no more than the system allows"
+
+
+def what_rank_0_found():
+    with cpu_mesh() as mesh:
+        ranks = Ranks.of(mesh)
+        found = ranks.first(lambda: {"rank": mesh.rank, "names": ["a"] * 1000})
+        try:
+            ranks.first(lambda: int("no number"))
+        except ValueError as error:
+            return found["rank"], len(found["names"]), str(error)
+
+
+def test_what_rank_0_found_or_refused_reaches_all():
+    outcomes = run_ranks(what_rank_0_found, 3)
+    assert outcomes == [(0, 1000, "invalid literal for int() with base 10: 'no number'")] * 3
 
 
 def test_a_world_that_does_not_divide_is_refused_before_it_starts():

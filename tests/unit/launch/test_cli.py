@@ -166,6 +166,17 @@ def test_what_nobody_has_foreseen_is_one_line_and_its_traceback_is_in_the_logs(
     assert "Traceback (most recent call last)" in Path(file).read_text()
 
 
+def test_in_a_job_the_traceback_is_in_the_processs_own_log(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run/logs").mkdir(parents=True)
+    monkeypatch.setenv("MEGAKERNEL_JOB", "7")
+    monkeypatch.setattr(COMMANDS["generate"], "run", lambda args: {}["bug"])
+    assert main(["generate", str(tmp_path / "run"), "--prompt", ""]) == ExitStatus.FAILED
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last == "megakernel: error: KeyError: 'bug'; the traceback is above this line"
+    assert not any((tmp_path / "run/logs").iterdir())
+
+
 def test_the_doctor_tells_what_sbatch_complains_of(monkeypatch, tmp_path, capsys):
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(

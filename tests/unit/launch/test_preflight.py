@@ -3,6 +3,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from launch.slurm import collectives
 from launch.slurm.preflight import Report, judge, look, read_reports, unfit
 from launch.slurm.slow_nodes import Timing
 
@@ -67,3 +68,11 @@ def test_a_node_looks_at_itself(tmp_path):
     assert here.versions["torch"] != "not installed"
     assert list(tmp_path.iterdir()) == []
     assert "No such file" in (look(tmp_path / "elsewhere", "n1").unwritable or "")
+
+
+def test_a_failure_is_told_in_a_line_that_srun_keeps_whole():
+    reason = collectives._one_line(RuntimeError("日" * 4000))
+    failed = Timing(
+        8191, "h" * 64, ["h" * 64, "i" * 64], None, reason
+    )  # the longest names that hosts may have
+    assert len(json.dumps(asdict(failed))) < 1024

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from launch.slurm.slow_nodes import Timing, rounds, slow_nodes, summary
@@ -42,6 +44,14 @@ def test_each_node_is_once_in_a_round_and_meets_two_others(count):
 )
 def test_who_is_slow_with_everybody_is_to_blame(slow, why):
     assert slow_nodes(found(FOUR | dict.fromkeys(slow, 5)), limit=2) == why
+
+
+def test_all_nodes_need_no_names():
+    named = found(FOUR | {"c": 5}) + found({"a-b-c-d": 9})
+    unnamed = [replace(one, nodes=[]) if len(one.nodes) == 4 else one for one in named]
+    assert list(summary(unnamed)) == list(summary(named))
+    left = [one for one in unnamed if one.nodes or one.node != "b"]
+    assert slow_nodes(left, limit=6) == {"b": "its processes ended in an all-reduce with other nodes"}
 
 
 def test_of_two_nodes_that_are_slow_together_neither_can_be_told_unless_another_reason_is_known():

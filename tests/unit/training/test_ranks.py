@@ -57,6 +57,14 @@ def test_a_failure_of_one_rank_is_raised_on_all_and_names_the_rank():
     assert "the disk fell over" in str(outcomes[0])
 
 
+def test_what_rank_0_found_is_broadcast_where_that_can_be():
+    def gather(value):
+        raise AssertionError("every rank would hold as much as if each had found it")
+
+    assert Ranks(0, 2, gather, lambda value: value).first(lambda: 7) == 7
+    assert Ranks(1, 2, gather, lambda value: 7).first(lambda: 8) == 7
+
+
 def test_a_single_process_needs_no_collective():
     assert Ranks().first(lambda: 7) == 7
     Ranks().all(lambda: None)
