@@ -213,7 +213,8 @@ def main() -> int:
         f"`{typed}`, {begun}: {description()}; Slurm on two nodes of this machine "
         "(`slurm/local_cluster`), jobs of two processes on two nodes, shipped settings. A run of "
         f"{STEPS} steps saves every tenth; the event happens from step {HAPPENS_AT} on. Saved: steps behind the "
-        f"checkpoint of those logged when the job had ended. Bit for bit: all {STEPS} losses equal those of a run to which nothing happened.\n\n"
+        f"checkpoint of those logged when the job had ended. Bit for bit: all {STEPS} losses equal those of a run to "
+        "which nothing happened.\n\n"
     )
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
