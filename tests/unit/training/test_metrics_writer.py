@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.summary.writer import event_file_writer
 
 from megakernel.config import Config
 from megakernel.training.observing.histograms import SIGNED, Histogram
@@ -47,7 +48,10 @@ class Folder:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(tmp_path: Path, monkeypatch) -> Folder:
+    # Readers take files by name: time in seconds, process, and how many the process opened before. A run opens one a
+    # process, which takes seconds to start. Here many are opened within a second, and the tenth would stand first.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     return Folder(tmp_path)
 
 
