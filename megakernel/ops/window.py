@@ -44,6 +44,18 @@ def empty_tail(k: Tensor, v: Tensor, count: int) -> Tail:
     return Tail(k.new_zeros(*k.shape[:2], count, k.shape[3]), v.new_zeros(*v.shape[:2], count, v.shape[3]))
 
 
+class Window(NamedTuple):
+    """The tokens that a token sees exactly: its current block of b tokens, or with blocks=2 also the one before."""
+
+    block_size: int
+    blocks: int
+    rotary: Rotary | None
+    """Rotates queries and keys as they lie in a tail: with mixtures, each of those of a position."""
+
+    far_rotary: Rotary | None = None
+    """Rotates the queries of landmarks, which come rotated; nothing where there are none."""
+
+
 class Layout(NamedTuple):
     """How a group of tokens is cut into chunks and windows."""
 
@@ -138,12 +150,9 @@ def window_sums(
     v: Tensor,
     tail: Tail,
     positions: Positions,
-    *,
-    block_size: int,
-    blocks: int,
-    rotary: Rotary | None = None,
-    priors: Tensor | None = None,
-    shift: Tensor | None = None,
+    window: Window,
+    priors: Tensor | None,
+    shift: Tensor | None,
 ) -> Sums:
     """Sums (B, H, N, D + 1) of queries (B, H, N, d) over the windows of their tokens, under softmax.
 
@@ -151,13 +160,13 @@ def window_sums(
     `window_attention`.
     """
     heads, length, dtype = q.shape[1], q.shape[2], accum_dtype(q.dtype)
-    layout = cut(positions, length, q.device, block_size=block_size, blocks=blocks)
+    layout = cut(positions, length, q.device, block_size=window.block_size, blocks=window.blocks)
     queries = q.to(dtype)
     past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
-    if rotary:
+    if window.rotary:
         rows = position_rows(positions, length, q.device)
-        queries = rotary(queries, rows)
-        past, keys = rotate_keys(rotary, past, keys, rows)
+        queries = window.rotary(queries, rows)
+        past, keys = rotate_keys(window.rotary, past, keys, rows)
     chunks, size = layout.places.shape[1:]
     sums = softmax_pairs(
         chunk_queries(queries, k.shape[1], size, chunks),

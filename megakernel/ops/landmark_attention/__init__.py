@@ -6,9 +6,9 @@ from megakernel.ops.arguments import check_heads, check_per_head, expand_tokens
 from megakernel.ops.dispatch import choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.landmark_attention import chunked, reference
-from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight
+from megakernel.ops.landmark_attention.form import Landmarks, Sight
 from megakernel.ops.mixture import first_key, pack_keys
-from megakernel.ops.window import Tail
+from megakernel.ops.window import Tail, Window
 
 IMPLEMENTATIONS = {"chunked": chunked.attend, "reference": reference.attend}
 """Backend -> implementation."""
@@ -21,7 +21,7 @@ def landmark_attention(
     landmarks: Landmarks,
     sight: Sight,
     *,
-    near: Near,
+    window: Window,
     tail: Tail,
     mass: float = 1.0,
     priors: Tensor | None = None,
@@ -39,8 +39,8 @@ def landmark_attention(
         v: (B, H_kv, N, D).
         landmarks: of every block that a query may see, whichever shard it came from.
         sight: which of them each query sees.
-        near: the window.
-        tail: at least the near.block_size * near.blocks tokens before these.
+        window: what a token sees exactly.
+        tail: at least the window.block_size * window.blocks tokens before these.
         mass: how many tokens a landmark stands for.
         priors: pi (H_kv, M) >= 0 of mixture keys: tokens and landmarks weigh sum_r pi_r exp(q.k_r / sqrt(d)).
         shift: b (H_kv, M, d), beside priors: the keys of a token are k + b_r; those of landmarks are handed in.
@@ -67,7 +67,7 @@ def landmark_attention(
         v,
         landmarks,
         sight,
-        near=near,
+        window=window,
         tail=tail,
         mass=mass,
         priors=priors,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.documents import Positions, position_rows, window_reach
-from megakernel.ops.window import Layout, Rotary, cut
+from megakernel.ops.window import Layout, cut
 
 MISSING = -(2**62)
 """The end of a block that does not exist."""
@@ -98,15 +98,3 @@ def sight(positions: Positions, length: int, device: torch.device, *, size: int,
     rows = position_rows(positions, length, device)
     places = torch.arange(length, device=device)
     return Sight(places - rows, places - window_reach(rows, size, skipped))
-
-
-class Near(NamedTuple):
-    """The exact window: a token's current block of b tokens, or with blocks=2 also the one before."""
-
-    block_size: int
-    blocks: int
-    rotary: Rotary | None
-    """Rotates queries and keys as they lie in a tail: with mixtures, each of those of a position."""
-
-    far_rotary: Rotary | None = None
-    """Rotates the queries of landmarks, which come rotated."""

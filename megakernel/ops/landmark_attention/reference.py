@@ -5,9 +5,9 @@ from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, position_rows
-from megakernel.ops.landmark_attention.form import Landmarks, Near, Sight
+from megakernel.ops.landmark_attention.form import Landmarks, Sight
 from megakernel.ops.mixture import by_component, shifted
-from megakernel.ops.window import Tail, rotate_keys
+from megakernel.ops.window import Tail, Window, rotate_keys
 
 
 def attend(
@@ -17,7 +17,7 @@ def attend(
     landmarks: Landmarks,
     sight: Sight,
     *,
-    near: Near,
+    window: Window,
     tail: Tail,
     mass: float,
     priors: Tensor | None,
@@ -33,11 +33,11 @@ def attend(
     far_q = q.to(dtype)
     past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
     near_q = far_q
-    if near.rotary:
-        near_q = near.rotary(near_q, rows)
-        past, keys = rotate_keys(near.rotary, past, keys, rows)
-    if near.far_rotary:
-        far_q = near.far_rotary(far_q, rows)
+    if window.rotary:
+        near_q = window.rotary(near_q, rows)
+        past, keys = rotate_keys(window.rotary, past, keys, rows)
+    if window.far_rotary:
+        far_q = window.far_rotary(far_q, rows)
     keys = torch.cat([past, keys], 2).repeat_interleave(group, 1)
     values = torch.cat([tail.values, v], 2).to(dtype).repeat_interleave(group, 1)
     far_keys, far_values = (x.to(dtype).repeat_interleave(group, 1).flatten(2, 3) for x in landmarks[:2])
@@ -52,10 +52,10 @@ def attend(
     outputs = []
     for row, places in enumerate(rows.expand(batch, -1).tolist()):
         for i, position in enumerate(places):
-            oldest = max(0, (position // near.block_size - near.blocks + 1) * near.block_size)
+            oldest = max(0, (position // window.block_size - window.blocks + 1) * window.block_size)
             here = past.shape[2] + i
-            window = slice(here - (position - oldest), here + 1)
-            scores = keys[:, row, :, window] @ near_q[row, :, i, :, None] * width**-0.5
+            seen_tokens = slice(here - (position - oldest), here + 1)
+            scores = keys[:, row, :, seen_tokens] @ near_q[row, :, i, :, None] * width**-0.5
             seen = [s for s, end in enumerate(ends[row]) if first[row][i] <= end < limit[row][i]]
             at = [s * rank + place for s in seen for place in range(rank)]
             far_scores = far_keys[:, row][:, :, at] @ far_q[row, :, i, :, None] * width**-0.5 + log_mass
@@ -63,7 +63,7 @@ def attend(
             largest = torch.cat([scores, far_scores], 2).detach().amax((0, 2), keepdim=True)
             own, other = ((shares * torch.exp(x - largest)).sum(0) for x in (scores, far_scores))
             share = None if gate is None or not seen else torch.sigmoid(gate[row, :, i, None].to(dtype))
-            outputs.append(_mean(own, other, values[row, :, window], far_values[row][:, at], share))
+            outputs.append(_mean(own, other, values[row, :, seen_tokens], far_values[row][:, at], share))
     out = torch.stack(outputs).view(batch, length, heads, -1).transpose(1, 2)
     return out.to(v.dtype)
 
