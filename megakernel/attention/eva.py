@@ -18,8 +18,7 @@ from megakernel.config.attention import Attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
 from megakernel.ops.eva_attention import Chunks, Windows, control_variates, eva_attention
-from megakernel.ops.landmark_attention import landmark_attention
-from megakernel.ops.landmark_attention.form import Landmarks, complete_blocks, sight
+from megakernel.ops.landmark_attention import Landmarks, complete_blocks, landmark_attention, sight
 from megakernel.ops.window import Tail, Window, empty_tail
 
 NOISE_GROUP = 64

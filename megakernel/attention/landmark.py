@@ -14,8 +14,7 @@ from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
-from megakernel.ops.landmark_attention import landmark_attention
-from megakernel.ops.landmark_attention.form import MISSING, Landmarks, complete_blocks, sight
+from megakernel.ops.landmark_attention import MISSING, Landmarks, complete_blocks, landmark_attention, sight
 from megakernel.ops.mixture import Rotary as Rotation
 from megakernel.ops.mixture import pack_keys, rotated_each, shifted
 from megakernel.ops.window import Tail, Window, empty_tail

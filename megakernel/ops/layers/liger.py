@@ -72,10 +72,10 @@ class _Rotation(torch.autograd.Function):
         return q, k
 
     @staticmethod
-    def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from liger_kernel.ops import rope_backward
 
-        dq, dk = rope_backward(*map(_tokens_first, pulls), *ctx.saved_tensors, rotary_dim=pulls[0].shape[-1])
+        dq, dk = rope_backward(*map(_tokens_first, grads), *ctx.saved_tensors, rotary_dim=grads[0].shape[-1])
         return dq, dk, None, None
 
 
@@ -157,9 +157,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
-        scale = pulls[0]
+        scale = grads[0]
         return of_hidden * scale, None if of_weight is None else of_weight * scale, *[None] * 5
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from megakernel.ops.arguments import check_heads, check_positions
 from megakernel.ops.documents import Positions
 from megakernel.ops.softmax_attention.partial import (
-    Pull,
+    OutputGradient,
     Seen,
     add_gradients,
     add_sums,
@@ -164,13 +164,13 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, documents, key_mask, out, normalizer = ctx.saved_tensors
         ring, dtype = ctx.ring, out.dtype
-        pull = Pull(grad, out, normalizer, mean=(grad.to(dtype) * out).sum(-1))
+        gradient = OutputGradient(grad, out, normalizer, mean=(grad.to(dtype) * out).sum(-1))
         of_queries = torch.zeros_like(q, dtype=dtype)
         travelling = None
         for source, seen in _arrivals(ring, _Keys(k, v, documents, key_mask), ctx.causal, ctx.window):
             of_keys, of_values = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
             if seen is not None:
-                add_gradients((of_queries, of_keys, of_values), q, seen, pull)
+                add_gradients((of_queries, of_keys, of_values), q, seen, gradient)
             if source == ring.rank:
                 mine = of_keys, of_values
                 continue

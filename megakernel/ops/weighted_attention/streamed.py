@@ -38,7 +38,7 @@ def responsibilities(q: Tensor, k: Tensor, *, form: Form, mass: Tensor, spans: S
     sums = torch.zeros_like(mass)
     for queries, keys in spans.blocks(QUERIES, KEYS):
         some = mass[..., keys]
-        logs = component_logs(form, _wide_rows(rows, queries), _wide(k[..., keys, :]), some)
+        logs = component_logs(form, _queries(rows, queries), _in_accum_dtype(k[..., keys, :]), some)
         share = logs.softmax(-2).unflatten(2, (rows.shape[2], -1))
         visible = _visible(spans, queries, keys)[:, None, None, :, None]
         seen = share.masked_fill(~visible, 0.0).sum((2, 3))
@@ -50,18 +50,18 @@ def _visible(spans: Spans, queries: slice, keys: slice) -> Tensor:
     return spans.mask(queries, keys.start, keys.stop)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _in_accum_dtype(x: Tensor) -> Tensor:
     return x.to(accum_dtype(x.dtype))
 
 
-def _wide_rows(q: Tensor, queries: slice) -> Tensor:
+def _queries(q: Tensor, queries: slice) -> Tensor:
     """(B, H_kv, G, N, d) -> (B, H_kv, G n, d), some queries."""
-    return _wide(q[:, :, :, queries]).flatten(2, 3)
+    return _in_accum_dtype(q[:, :, :, queries]).flatten(2, 3)
 
 
 def _with_ones(v: Tensor) -> Tensor:
     """Values with the normalizer's column."""
-    return with_ones(_wide(v))[:, :, None]
+    return with_ones(_in_accum_dtype(v))[:, :, None]
 
 
 class _Stream(torch.autograd.Function):
@@ -74,8 +74,8 @@ class _Stream(torch.autograd.Function):
         for queries, keys in spans.blocks(QUERIES, KEYS):
             logs = position_logs(
                 form,
-                _wide_rows(q, queries),
-                _wide(k[..., keys, :]),
+                _queries(q, queries),
+                _in_accum_dtype(k[..., keys, :]),
                 mass[..., keys],
                 _visible(spans, queries, keys),
             )
@@ -102,7 +102,7 @@ class _Stream(torch.autograd.Function):
         of_ones = (
             -(grad * out).sum(-1, keepdim=True) if ctx.form.normalize else torch.zeros_like(out[..., :1])
         )
-        pull = torch.cat([grad, of_ones], -1)
+        of_sums = torch.cat([grad, of_ones], -1)
         sums = [torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v, mass)]
         for queries, keys in ctx.spans.blocks(QUERIES, KEYS):
             places = (q[:, :, :, queries], k[..., keys, :], v[:, :, keys], mass[..., keys])
@@ -112,7 +112,7 @@ class _Stream(torch.autograd.Function):
             with torch.enable_grad():
                 logs = position_logs(ctx.form, rows.flatten(2, 3), some, weights, visible)
                 shares = torch.exp(logs - divisor[:, :, :, queries, None])
-                block = (shares @ _with_ones(values) * pull[:, :, :, queries]).sum()
+                block = (shares @ _with_ones(values) * of_sums[:, :, :, queries]).sum()
             totals = (
                 sums[0][:, :, :, queries],
                 sums[1][..., keys, :],
