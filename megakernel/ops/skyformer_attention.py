@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.arguments import check_heads
+from megakernel.ops.arguments import check_heads, expand
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.pseudo_inverse import Invert, regularized_inverse
 
@@ -39,13 +39,7 @@ def skyformer_attention(
         ValueError: shapes or dtypes that do not fit, naming the argument.
     """
     check_heads(q, k, v)
-    expected = (*q.shape[:2], landmarks.shape[-1])
-    try:
-        rows = landmarks.expand(expected)
-    except RuntimeError:
-        raise ValueError(
-            f"landmarks has shape {tuple(landmarks.shape)}; expected to broadcast to {expected}"
-        ) from None
+    rows = expand("landmarks", landmarks, (*q.shape[:2], landmarks.shape[-1]))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     return choose(IMPLEMENTATIONS, backend)(q, k, v, rows, invert, key_mask)

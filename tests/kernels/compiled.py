@@ -91,7 +91,7 @@ def reused(text: str) -> set[str]:
 
 
 def main() -> int:
-    from megakernel.ops.kernels.compiling import intermediate
+    from benchmarks.kernel_compiling import intermediate
     from megakernel.ops.kernels.launch import noting
     from tests.kernels.calls import FORWARD, one_token
 

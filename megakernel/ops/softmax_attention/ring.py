@@ -177,16 +177,7 @@ class _RingAttention(torch.autograd.Function):
             # What the shards between found for these keys comes one hop behind the keys themselves.
             travelling = ring.start_rotation(_joined((of_keys, of_values), travelling))
         of_keys, of_values = _joined(mine, travelling)
-        return (
-            of_queries.to(q.dtype),
-            of_keys.to(k.dtype),
-            of_values.to(v.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return of_queries.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), *[None] * 5
 
 
 def _joined(found: tuple[Tensor, ...], coming: PendingTensors | None) -> tuple[Tensor, ...]:

@@ -167,18 +167,6 @@ def load_tokens(tokens, batch, head, at, length, C: tl.constexpr, D, DP: tl.cons
 
 
 @triton.jit
-def load_keys(k, batch, head, at, length, META: tl.constexpr):
-    """The M keys of the positions from `at` on, tiles (BK, DP)."""
-    M: tl.constexpr = META.components
-    start = head_at(k, batch, head) + tl.cast(at, tl.int64) * k.row
-    keys = ()
-    for _ in tl.static_range(M):
-        keys = keys + (load_rows(start, k.row, length - at, META.block_kv, META.width, META.padded_width),)
-        start += k.component
-    return keys
-
-
-@triton.jit
 def load_terms(terms, entry, at, length, C: tl.constexpr, META: tl.constexpr):
     """What a or b of the head comment, (..., M, length), adds to log weights: M times (C,) from `at` on.
 
@@ -191,6 +179,21 @@ def load_terms(terms, entry, at, length, C: tl.constexpr, META: tl.constexpr):
         found = found + (load_numbers(terms, at, length, C),)
         terms += length
     return found
+
+
+@triton.jit
+def load_positions(pairs, batch, kv, at, META: tl.constexpr):
+    """The M keys of the positions from `at` on, tiles (BK, DP), their values (BK, VP), and b of the head comment."""
+    M: tl.constexpr = META.components
+    BK: tl.constexpr = META.block_kv
+    k, length = pairs.k, pairs.kv_length
+    start = head_at(k, batch, kv) + tl.cast(at, tl.int64) * k.row
+    keys = ()
+    for _ in tl.static_range(M):
+        keys = keys + (load_rows(start, k.row, length - at, BK, META.width, META.padded_width),)
+        start += k.component
+    columns = load_tokens(pairs.v, batch, kv, at, length, BK, META.value_dim, META.padded_value_dim)
+    return keys, columns, load_terms(pairs.of_keys, batch * pairs.kv_heads + kv, at, length, BK, META)
 
 
 @triton.jit
@@ -257,11 +260,10 @@ def fwd(pairs, out, NORMALIZE: tl.constexpr, META: tl.constexpr):
     BQ: tl.constexpr = META.block_q
     BK: tl.constexpr = META.block_kv
     VP: tl.constexpr = META.padded_value_dim
-    length, kv_length = pairs.length, pairs.kv_length
+    length = pairs.length
     # The last queries of a causal sequence see most: their programs start first.
     block = block_of_program(pairs.visible, pairs.kv_heads * META.group, length, True, BQ)
     kv = block.head // META.group
-    kv_entry = block.batch * pairs.kv_heads + kv
 
     queries = load_tokens(
         pairs.q, block.batch, block.head, block.start, length, BQ, META.width, META.padded_width
@@ -276,9 +278,7 @@ def fwd(pairs, out, NORMALIZE: tl.constexpr, META: tl.constexpr):
     sums = tl.zeros((BQ,), tl.float32)
     top = tl.full((BQ,), EMPTY, tl.float32)
     for at in range(tl.min(block.begin, 0), tl.max(block.end, 0) + 1, BK):
-        keys = load_keys(pairs.k, block.batch, kv, at, kv_length, META)
-        columns = load_tokens(pairs.v, block.batch, kv, at, kv_length, BK, META.value_dim, VP)
-        of_keys = load_terms(pairs.of_keys, kv_entry, at, kv_length, BK, META)
+        keys, columns, of_keys = load_positions(pairs, block.batch, kv, at, META)
         logs = log_weights(queries, keys, of_queries, of_keys, block, at, False, META)
         position = largest_of(logs)
         larger = tl.maximum(top, tl.max(position, 1))
@@ -309,10 +309,9 @@ def bwd_dq(pairs, do, out, delta, dq, NORMALIZE: tl.constexpr, META: tl.constexp
     BK: tl.constexpr = META.block_kv
     DP: tl.constexpr = META.padded_width
     VP: tl.constexpr = META.padded_value_dim
-    length, kv_length = pairs.length, pairs.kv_length
+    length = pairs.length
     block = block_of_program(pairs.visible, pairs.kv_heads * META.group, length, True, BQ)
     kv = block.head // META.group
-    kv_entry = block.batch * pairs.kv_heads + kv
 
     queries = load_tokens(pairs.q, block.batch, block.head, block.start, length, BQ, META.width, DP)
     grad = load_tokens(do, block.batch, block.head, block.start, length, BQ, META.value_dim, VP)
@@ -327,9 +326,7 @@ def bwd_dq(pairs, do, out, delta, dq, NORMALIZE: tl.constexpr, META: tl.constexp
     total = tl.zeros((BQ, DP), tl.float32)
     shares = tl.zeros((BQ,), tl.float32)
     for at in range(tl.min(block.begin, 0), tl.max(block.end, 0) + 1, BK):
-        keys = load_keys(pairs.k, block.batch, kv, at, kv_length, META)
-        columns = load_tokens(pairs.v, block.batch, kv, at, kv_length, BK, META.value_dim, VP)
-        of_keys = load_terms(pairs.of_keys, kv_entry, at, kv_length, BK, META)
+        keys, columns, of_keys = load_positions(pairs, block.batch, kv, at, META)
         logs = log_weights(queries, keys, of_queries, of_keys, block, at, False, META)
         weights = key_weights(logs, META.hard)
         slope = dot(grad, tl.trans(columns), dtype) - mean[:, None]
@@ -357,9 +354,7 @@ def bwd_dkv(pairs, do, delta, dk, dv, dlog, META: tl.constexpr):
     length, kv_length = pairs.length, pairs.kv_length
     block = block_of_program(pairs.visible, pairs.kv_heads, kv_length, False, BK)
 
-    keys = load_keys(pairs.k, block.batch, block.head, block.start, kv_length, META)
-    columns = load_tokens(pairs.v, block.batch, block.head, block.start, kv_length, BK, META.value_dim, VP)
-    of_keys = load_terms(pairs.of_keys, block.entry, block.start, kv_length, BK, META)
+    keys, columns, of_keys = load_positions(pairs, block.batch, block.head, block.start, META)
     dtype: tl.constexpr = columns.dtype
     of_values = tl.zeros((BK, VP), tl.float32)
     totals = ()
