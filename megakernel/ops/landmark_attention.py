@@ -10,14 +10,14 @@ from megakernel.ops.chunks import chunk_queries
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import Positions, position_rows, window_reach
 from megakernel.ops.groups import Tensors, scan_groups
-from megakernel.ops.mixture import by_component, first_key, pack_keys, shifted
+from megakernel.ops.mixture import by_component, first_key, pack_keys
 from megakernel.ops.sums import join, normalized, with_ones
 from megakernel.ops.window import (
     Layout,
     Tail,
     Window,
+    attended,
     cut,
-    rotate_keys,
     rows_of_queries,
     softmax_pairs,
     window_sums,
@@ -242,11 +242,7 @@ def reference(
     group, dtype, rank = heads // k.shape[1], accum_dtype(q.dtype), landmarks.keys.shape[3]
     rows = position_rows(positions, length, q.device)
     far_q = q.to(dtype)
-    past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
-    near_q = far_q
-    if window.rotary:
-        near_q = window.rotary(near_q, rows)
-        past, keys = rotate_keys(window.rotary, past, keys, rows)
+    near_q, past, keys = attended(q, k, tail, positions, window, shift)
     if window.far_rotary:
         far_q = window.far_rotary(far_q, rows)
     keys = torch.cat([past, keys], 2).repeat_interleave(group, 1)

@@ -92,16 +92,15 @@ def reference(
     """From the formula: one N x N matrix of weights for each row and head, means taken one by one."""
     batch, heads, length, _ = q.shape
     group = heads // k.shape[1]
-    wide_q, wide_k, wide_v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
     out = v.new_zeros(batch, heads, length, v.shape[-1])
+    q, k, v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
     for row, there in enumerate(real.expand(batch, -1)):
         here = segments.expand(batch, -1)[row, there]
         for head in range(heads if len(here) else 0):
             queries, keys, columns = (
-                x[row, index, there]
-                for x, index in ((wide_q, head), (wide_k, head // group), (wide_v, head // group))
+                x[row, index, there] for x, index in ((q, head), (k, head // group), (v, head // group))
             )
-            out[row, head, there] = (_weights(queries, keys, here, count, invert) @ columns).to(v.dtype)
+            out[row, head, there] = (_weights(queries, keys, here, count, invert) @ columns).to(out.dtype)
     return out
 
 

@@ -7,9 +7,9 @@ from megakernel.ops.arguments import check_choice, check_heads, check_positions
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.groups import Tensors, scan_groups
-from megakernel.ops.mixture import by_component, first_key, pack_keys, rotated_each, shifted
+from megakernel.ops.mixture import by_component, first_key, pack_keys, rotated_each
 from megakernel.ops.sums import normalized
-from megakernel.ops.window import Rotary, Tail, Window, empty_tail, rotate_keys, window_sums
+from megakernel.ops.window import Rotary, Tail, Window, attended, empty_tail, window_sums
 
 GROUP = 4096
 """Tokens whose windows exist at once; the next multiple of a block is taken."""
@@ -98,11 +98,7 @@ def reference(
     """From the formula, query by query."""
     group, dtype = q.shape[1] // k.shape[1], accum_dtype(q.dtype)
     rows = position_rows(positions, q.shape[2], q.device)
-    queries = q.to(dtype)
-    past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
-    if window.rotary:
-        queries = window.rotary(queries, rows)
-        past, keys = rotate_keys(window.rotary, past, keys, rows)
+    queries, past, keys = attended(q, k, tail, positions, window, shift)
     keys = torch.cat([past, keys], 2).repeat_interleave(group, 1)
     components, shares = by_component(keys, priors, q.shape[-1])
     values = torch.cat([tail.values, v], 2).to(dtype).repeat_interleave(group, 1)
