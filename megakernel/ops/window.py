@@ -44,7 +44,7 @@ def empty_tail(k: Tensor, v: Tensor, count: int) -> Tail:
     return Tail(k.new_zeros(*k.shape[:2], count, k.shape[3]), v.new_zeros(*v.shape[:2], count, v.shape[3]))
 
 
-class Window(NamedTuple):
+class LocalWindow(NamedTuple):
     """The tokens that a token sees exactly: its current block of b tokens, or with blocks=2 also the one before."""
 
     block_size: int
@@ -124,7 +124,7 @@ def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> t
 
 
 def attended(
-    q: Tensor, k: Tensor, tail: Tail, positions: Positions, window: Window, shift: Tensor | None
+    q: Tensor, k: Tensor, tail: Tail, positions: Positions, window: LocalWindow, shift: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys of the tail and keys as the window sees them: shifted and rotated, in float32 or better."""
     queries = q.to(accum_dtype(q.dtype))
@@ -163,7 +163,7 @@ def window_sums(
     v: Tensor,
     tail: Tail,
     positions: Positions,
-    window: Window,
+    window: LocalWindow,
     priors: Tensor | None,
     shift: Tensor | None,
 ) -> Sums:

@@ -9,7 +9,7 @@ from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import by_component, first_key, pack_keys, rotated_each
 from megakernel.ops.sums import normalized
-from megakernel.ops.window import Rotary, Tail, Window, attended, empty_tail, window_sums
+from megakernel.ops.window import LocalWindow, Rotary, Tail, attended, empty_tail, window_sums
 
 GROUP = 4096
 """Tokens whose windows exist at once; the next multiple of a block is taken."""
@@ -57,7 +57,7 @@ def window_attention(
         check_positions(positions, q)
     k = pack_keys(k)
     tail = initial_state or empty_tail(k, v, block_size * blocks)
-    window = Window(block_size, blocks, rotated_each(rotary, q.shape[-1]))
+    window = LocalWindow(block_size, blocks, rotated_each(rotary, q.shape[-1]))
     return choose(IMPLEMENTATIONS, backend)(q, k, v, tail, positions, window, priors, shift)
 
 
@@ -67,7 +67,7 @@ def chunked(
     v: Tensor,
     tail: Tail,
     positions: Positions,
-    window: Window,
+    window: LocalWindow,
     priors: Tensor | None,
     shift: Tensor | None,
 ) -> tuple[Tensor, Tail]:
@@ -91,7 +91,7 @@ def reference(
     v: Tensor,
     tail: Tail,
     positions: Positions,
-    window: Window,
+    window: LocalWindow,
     priors: Tensor | None,
     shift: Tensor | None,
 ) -> tuple[Tensor, Tail]:

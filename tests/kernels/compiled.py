@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-STRIDE = re.compile(r"%\w+_(batch|head|row|component)$")
+STRIDE = re.compile(r"%\w+_(batch|head|row)$")
 RESULT = re.compile(r"^\s*(%\w+)(?::\d+)? = (?:\"?)([\w.]+)")
 VALUE = re.compile(r"%\w+")
 SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")

@@ -29,7 +29,7 @@ class Parts(NamedTuple):
     permutation: Any
 
 
-class Meta(NamedTuple):
+class FeatureShape(NamedTuple):
     """What a launch is compiled for."""
 
     span: int

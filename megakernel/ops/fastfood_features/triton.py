@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 
 from megakernel.ops.fastfood_features import kernels
-from megakernel.ops.fastfood_features.kernels import Meta, Parts
+from megakernel.ops.fastfood_features.kernels import FeatureShape, Parts
 from megakernel.ops.feature_maps import SAMPLED, Features
 from megakernel.ops.kernels.launch import PROGRAMS, Rows, launch
 from megakernel.ops.projections import FastFood
@@ -118,7 +118,7 @@ def _parts(*parts: Tensor) -> Parts:
     return Parts(*(part.contiguous() for part in parts))
 
 
-def _launch_over(x: Tensor, scales: Tensor, feature_map: str) -> tuple[tuple[int, int], Meta]:
+def _launch_over(x: Tensor, scales: Tensor, feature_map: str) -> tuple[tuple[int, int], FeatureShape]:
     """The grid and the compile-time sizes of both kernels: as many tokens to a program as leaves PROGRAMS of them."""
     batch, heads, length, width = x.shape
     numbers = _padded_blocks(scales)
@@ -126,5 +126,5 @@ def _launch_over(x: Tensor, scales: Tensor, feature_map: str) -> tuple[tuple[int
     shared_out = triton.next_power_of_2(max(1, batch * heads * length // PROGRAMS))
     span = max(tokens, min(SPAN, shared_out))
     blocks, size = scales.shape[1:]
-    meta = Meta(span, tokens, blocks, size, numbers, width, feature_map)
+    meta = FeatureShape(span, tokens, blocks, size, numbers, width, feature_map)
     return (batch * heads, triton.cdiv(length, span)), meta

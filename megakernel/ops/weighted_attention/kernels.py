@@ -27,23 +27,7 @@ from torch import Tensor
 
 from megakernel.ops.kernel_attention.arguments import head_at, load_numbers
 from megakernel.ops.kernels.features import EMPTY, dot, load_rows, padded, rounded, store_rows
-from megakernel.ops.kernels.launch import Rows, rows_together
-
-
-class Components(NamedTuple):
-    """Keys (B, H_kv, M, S, d), the numbers of each beside each other."""
-
-    pointer: Any
-    batch: int
-    head: int
-    component: int
-    row: int
-
-    @staticmethod
-    def of(k: Tensor) -> "Components":
-        """`k`, copied only where its rows are apart."""
-        k = rows_together(k)
-        return Components(k, *k.stride()[:4])
+from megakernel.ops.kernels.launch import Rows
 
 
 class Visible(NamedTuple):
@@ -64,7 +48,9 @@ class Pairs(NamedTuple):
     """All that the weights of queries and positions depend on, and the values."""
 
     q: Rows
-    k: Components
+    k: Rows
+    """(B, H_kv M, S, d): the keys of a position are heads beside each other."""
+
     v: Rows
     of_queries: Any
     """a of the head comment, (B, H, M, N) float32."""
@@ -82,7 +68,7 @@ class Pairs(NamedTuple):
     kv_heads: int
 
 
-class Meta(NamedTuple):
+class Weighting(NamedTuple):
     """What a launch is compiled for."""
 
     precisions: tuple[float, ...]
@@ -186,12 +172,11 @@ def load_positions(pairs, batch, kv, at, META: tl.constexpr):
     """The M keys of the positions from `at` on, tiles (BK, DP), their values (BK, VP), and b of the head comment."""
     M: tl.constexpr = META.components
     BK: tl.constexpr = META.block_kv
-    k, length = pairs.k, pairs.kv_length
-    start = head_at(k, batch, kv) + tl.cast(at, tl.int64) * k.row
+    length = pairs.kv_length
     keys = ()
-    for _ in tl.static_range(M):
-        keys = keys + (load_rows(start, k.row, length - at, BK, META.width, META.padded_width),)
-        start += k.component
+    for r in tl.static_range(M):
+        key = load_tokens(pairs.k, batch, kv * M + r, at, length, BK, META.width, META.padded_width)
+        keys = keys + (key,)
     columns = load_tokens(pairs.v, batch, kv, at, length, BK, META.value_dim, META.padded_value_dim)
     return keys, columns, load_terms(pairs.of_keys, batch * pairs.kv_heads + kv, at, length, BK, META)
 

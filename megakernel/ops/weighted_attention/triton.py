@@ -13,7 +13,7 @@ from megakernel.ops.kernels.launch import Rows, launch
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.weighted_attention import kernels
 from megakernel.ops.weighted_attention.form import Form
-from megakernel.ops.weighted_attention.kernels import Components, Meta, Pairs, Visible
+from megakernel.ops.weighted_attention.kernels import Pairs, Visible, Weighting
 
 WIDEST = 256
 """The largest d and D: a program holds whole rows."""
@@ -157,14 +157,16 @@ def _meta(
     variances: Sequence[float],
     join: str,
     tile: tuple[int, int],
-) -> Meta:
+) -> Weighting:
     root, group = math.sqrt(q.shape[-1]), q.shape[1] // k.shape[1]
     precisions = tuple(1 / (variance * root * math.log(2)) for variance in variances)
-    return Meta(precisions, similarity == "gaussian", join == "max", group, q.shape[-1], v.shape[-1], *tile)
+    return Weighting(
+        precisions, similarity == "gaussian", join == "max", group, q.shape[-1], v.shape[-1], *tile
+    )
 
 
 def _pairs(
-    meta: Meta, q: Tensor, k: Tensor, v: Tensor, log_mass: Tensor, of_queries: Tensor, visible: Visible
+    meta: Weighting, q: Tensor, k: Tensor, v: Tensor, log_mass: Tensor, of_queries: Tensor, visible: Visible
 ) -> Pairs:
     of_keys = log_mass / math.log(2)
     if meta.gaussian:
@@ -172,7 +174,7 @@ def _pairs(
         squares = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).square()
         of_keys = of_keys - squares * of_keys.new_tensor(meta.precisions)[:, None] / 2
     sizes = (q.shape[2], v.shape[2], k.shape[1])
-    return Pairs(Rows.of(q), Components.of(k), Rows.of(v), of_queries, of_keys, visible, *sizes)
+    return Pairs(Rows.of(q), Rows.of(k.flatten(1, 2)), Rows.of(v), of_queries, of_keys, visible, *sizes)
 
 
 def _seen_by(first: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
