@@ -67,18 +67,6 @@ class OutputGradient(NamedTuple):
     """(B, H_kv, G, N), the inner product of the output and its gradient."""
 
 
-def no_sums(q: Tensor, value_dim: int) -> Sums:
-    """The sums over no keys of queries (B, H_kv, G, N, d), in float32 or better."""
-    values = q.new_zeros(*q.shape[:-1], value_dim + 1, dtype=accum_dtype(q.dtype))
-    return Sums(values, values.new_full(values.shape[:-1], EMPTY))
-
-
-def log_normalizer(sums: Sums) -> Tensor:
-    """Logarithm of each query's sum of weights, (B, H_kv, G, N); `EMPTY` where it saw nothing."""
-    weights = sums.values[..., -1]
-    return sums.scale_or_zero + weights.masked_fill(weights == 0, 1.0).log()
-
-
 def add_sums(total: Sums, q: Tensor, seen: Seen) -> None:
     """Add to `total`, in place, what these keys give queries q (B, H_kv, G, N, d)."""
     assert total.log_scale is not None

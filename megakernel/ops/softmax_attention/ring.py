@@ -35,11 +35,9 @@ from megakernel.ops.softmax_attention.partial import (
     Seen,
     add_gradients,
     add_sums,
-    log_normalizer,
-    no_sums,
 )
 from megakernel.ops.softmax_attention.spans import spans_among
-from megakernel.ops.sums import normalized
+from megakernel.ops.sums import log_normalizer, no_sums, normalized
 
 
 class PendingTensors(Protocol):

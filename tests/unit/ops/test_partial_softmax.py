@@ -13,11 +13,9 @@ from megakernel.ops.softmax_attention.partial import (
     Seen,
     add_gradients,
     add_sums,
-    log_normalizer,
-    no_sums,
 )
 from megakernel.ops.softmax_attention.spans import spans_among
-from megakernel.ops.sums import normalized
+from megakernel.ops.sums import log_normalizer, no_sums, normalized
 from tests.unit.ops.comparing import random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
