@@ -327,7 +327,7 @@ def bound_of(launch: Any, backward: bool) -> Bound:
     """Compile a launch and count."""
     from triton import knobs
 
-    from megakernel.ops.kernels.compiling import compiled, resources
+    from benchmarks.kernel_compiling import compiled, resources
 
     kernel = compiled(launch, 90)
     taken = resources(kernel)

@@ -40,7 +40,7 @@ def cases() -> dict:
 def row_of(task: Task) -> Row:
     """The table's row of one launch of a case for one GPU, compiled."""
     case, index, capability, source = task
-    from megakernel.ops.kernels.compiling import compile_launch
+    from benchmarks.kernel_compiling import compile_launch
 
     launch = launches_of(case, capability)[index]
     found = compile_launch(launch, capability)
@@ -60,7 +60,7 @@ def launches_of(case: str, capability: int) -> list:
 
 def tasks(names: list[str]) -> Iterator[Task]:
     """One for each launch and GPU."""
-    from megakernel.ops.kernels.compiling import fingerprint
+    from benchmarks.kernel_compiling import fingerprint
 
     seen = set()
     for case in names:
@@ -81,7 +81,7 @@ def committed() -> list[Row]:
 
 def problems(rows: list[Row]) -> list[str]:
     """Kernels that spill more than they may, or do not fit."""
-    from megakernel.ops.kernels.compiling import SHARED_LIMIT, SPILL_LIMIT
+    from benchmarks.kernel_compiling import SHARED_LIMIT, SPILL_LIMIT
 
     found = []
     for case, kernel, gpu, _, _, spilled, shared, _ in rows:

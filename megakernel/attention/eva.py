@@ -18,9 +18,8 @@ from megakernel.config.attention import Attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
 from megakernel.ops.eva_attention import Chunks, Windows, control_variates, eva_attention
-from megakernel.ops.landmark_attention import landmark_attention
-from megakernel.ops.landmark_attention.form import Landmarks, Near, complete_blocks, sight
-from megakernel.ops.window import Tail, empty_tail
+from megakernel.ops.landmark_attention import Landmarks, complete_blocks, landmark_attention, sight
+from megakernel.ops.window import LocalWindow, Tail, empty_tail
 
 NOISE_GROUP = 64
 """Chunks whose noise comes from one generator: a stretch of random numbers depends on how long a stretch is drawn."""
@@ -219,7 +218,7 @@ class CausalEvaAttention(AttentionLayer):
             v,
             landmarks,
             seen,
-            near=Near(self.form.window_size, self.blocks, None),
+            window=LocalWindow(self.form.window_size, self.blocks, None),
             tail=Tail(tail.keys[..., :width], tail.values),
             positions=positions,
         )

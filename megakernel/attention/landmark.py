@@ -14,11 +14,10 @@ from megakernel.attention.sequence import ContextParallelShard
 from megakernel.config.attention import Attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions
-from megakernel.ops.landmark_attention import landmark_attention
-from megakernel.ops.landmark_attention.form import MISSING, Landmarks, Near, complete_blocks, sight
+from megakernel.ops.landmark_attention import MISSING, Landmarks, complete_blocks, landmark_attention, sight
 from megakernel.ops.mixture import Rotary as Rotation
 from megakernel.ops.mixture import pack_keys, rotated_each, shifted
-from megakernel.ops.window import Tail, empty_tail
+from megakernel.ops.window import LocalWindow, Tail, empty_tail
 
 
 class LandmarkState(NamedTuple):
@@ -55,7 +54,7 @@ class LandmarkAttention(NearFarAttention):
             v,
             landmarks,
             sight(positions, length, q.device, size=size, skipped=self.near.blocks),
-            near=Near(size, self.near.blocks, rotate, far),
+            window=LocalWindow(size, self.near.blocks, rotate, far),
             tail=tail,
             mass=size / self.rank,
             priors=priors,

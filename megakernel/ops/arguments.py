@@ -1,5 +1,6 @@
 """Checks of what users hand to ops: name, what was given, what is expected."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -108,7 +109,12 @@ def check_positions(positions: Tensor, q: Tensor) -> None:
 
 def expand_tokens(name: str, value: Tensor, like: Tensor) -> Tensor:
     """One number per head and token: `value` expanded to the first three dimensions of `like`."""
-    expected = tuple(like.shape[:3])
+    return expand(name, value, like.shape[:3])
+
+
+def expand(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
+    """`value` expanded to `shape`."""
+    expected = tuple(shape)
     try:
         return value.expand(expected)
     except RuntimeError:

@@ -104,7 +104,7 @@ class _GroupScan(torch.autograd.Function):
             common = _leaves(shared, need_shared)
             with torch.enable_grad():
                 outputs, left = ctx.step(start, carry, parts, common)
-            grad_carry, grad_parts, grad_common = _pull_back(
+            grad_carry, grad_parts, grad_common = _gradients(
                 (*outputs, *left), (*_take(grad_outputs, start, count), *grad_carry), (carry, parts, common)
             )
             for whole, part in zip(grad_sequences, grad_parts):
@@ -117,7 +117,7 @@ class _GroupScan(torch.autograd.Function):
         return (None, None, None, None, *grad_carry, *grad_sequences, *grad_shared)
 
 
-def _pull_back(
+def _gradients(
     results: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: tuple[Tensors, Tensors, Tensors]
 ) -> tuple[tuple, tuple, tuple]:
     """Gradients of `inputs`, None where there is none."""

@@ -22,7 +22,7 @@ def pack_keys(k: Tensor) -> Tensor:
 
 
 def separate(k: Tensor, width: int) -> Tensor:
-    """The inverse of `beside`, also for one key: (B, H_kv, N, M width) as (B, H_kv, M, N, width)."""
+    """The inverse of `pack_keys`, also for one key: (B, H_kv, N, M width) as (B, H_kv, M, N, width)."""
     return k.unflatten(-1, (-1, width)).movedim(3, 2)
 
 
@@ -86,7 +86,7 @@ def each_key(keys: Tensor, visible: Tensor, priors: Tensor) -> tuple[Tensor, Ten
     return each, seen.flatten(4)
 
 
-def joined(weights: Tensor, priors: Tensor) -> Tensor:
+def merged_components(weights: Tensor, priors: Tensor) -> Tensor:
     """sum_r pi_r w_r of each position, (B, H_kv, C, R, W), from weights of each key, (B, H_kv, C, R, M W)."""
     shares = priors.to(weights.dtype)[:, None, None, :, None]
     return (weights.unflatten(-1, (priors.shape[-1], -1)) * shares).sum(-2)

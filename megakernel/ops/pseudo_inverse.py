@@ -1,7 +1,12 @@
 """Inverses of small matrices by matrix products alone, which accelerators are good at (docs/formulas.md, 5)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+Invert = Callable[[Tensor], Tensor]
+"""(..., m, m) -> its inverse."""
 
 STEPS = 6
 """Iterations of the papers. An ill-conditioned matrix is far from inverted after them, by design."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
 from megakernel.ops.state import EMPTY
 
@@ -50,6 +51,18 @@ def add(a: Sums, b: Sums) -> Sums:
     shrink_a = torch.exp(logs_a - log_scale)[..., None]
     shrink_b = torch.exp(logs_b - log_scale)[..., None]
     return Sums(a.values * shrink_a + b.values * shrink_b, log_scale)
+
+
+def no_sums(q: Tensor, value_dim: int) -> Sums:
+    """The sums over no keys of queries q (..., N, d), in float32 or better."""
+    values = q.new_zeros(*q.shape[:-1], value_dim + 1, dtype=accum_dtype(q.dtype))
+    return Sums(values, values.new_full(values.shape[:-1], EMPTY))
+
+
+def log_normalizer(sums: Sums) -> Tensor:
+    """Logarithm of each query's sum of weights, (..., N); `EMPTY` where it saw nothing."""
+    weights = sums.values[..., -1]
+    return sums.scale_or_zero + weights.masked_fill(weights == 0, 1.0).log()
 
 
 def normalized(sums: Sums) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megakernel.ops.chunks import chunk_queries, join_queries
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, ends_block, pad_positions, position_rows, window_reach
-from megakernel.ops.mixture import Rotary, each_key, joined, shifted
+from megakernel.ops.mixture import Rotary, each_key, merged_components, shifted
 from megakernel.ops.state import EMPTY
 from megakernel.ops.sums import Sums, with_ones
 
@@ -42,6 +42,18 @@ class Tail(NamedTuple):
 def empty_tail(k: Tensor, v: Tensor, count: int) -> Tail:
     """The tail before the first token."""
     return Tail(k.new_zeros(*k.shape[:2], count, k.shape[3]), v.new_zeros(*v.shape[:2], count, v.shape[3]))
+
+
+class LocalWindow(NamedTuple):
+    """The tokens that a token sees exactly: its current block of b tokens, or with blocks=2 also the one before."""
+
+    block_size: int
+    blocks: int
+    rotary: Rotary | None
+    """Rotates queries and keys as they lie in a tail: with mixtures, each of those of a position."""
+
+    far_rotary: Rotary | None = None
+    """Rotates the queries of landmarks, which come rotated; nothing where there are none."""
 
 
 class Layout(NamedTuple):
@@ -111,6 +123,19 @@ def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> t
     return both.narrow(2, 0, count), both.narrow(2, count, k.shape[2])
 
 
+def attended(
+    q: Tensor, k: Tensor, tail: Tail, positions: Positions, window: LocalWindow, shift: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys of the tail and keys as the window sees them: shifted and rotated, in float32 or better."""
+    queries = q.to(accum_dtype(q.dtype))
+    past, keys = (shifted(x.to(queries.dtype), shift) for x in (tail.keys, k))
+    if window.rotary:
+        rows = position_rows(positions, q.shape[2], q.device)
+        queries = window.rotary(queries, rows)
+        past, keys = rotate_keys(window.rotary, past, keys, rows)
+    return queries, past, keys
+
+
 def softmax_pairs(
     queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, priors: Tensor | None = None
 ) -> Sums:
@@ -128,7 +153,7 @@ def softmax_pairs(
     log_scale = scores.detach().amax(-1).clamp(min=EMPTY)
     weights = torch.exp(scores - log_scale[..., None])
     if priors is not None:
-        weights = joined(weights, priors)
+        weights = merged_components(weights, priors)
     return Sums(weights @ values, log_scale)
 
 
@@ -138,12 +163,9 @@ def window_sums(
     v: Tensor,
     tail: Tail,
     positions: Positions,
-    *,
-    block_size: int,
-    blocks: int,
-    rotary: Rotary | None = None,
-    priors: Tensor | None = None,
-    shift: Tensor | None = None,
+    window: LocalWindow,
+    priors: Tensor | None,
+    shift: Tensor | None,
 ) -> Sums:
     """Sums (B, H, N, D + 1) of queries (B, H, N, d) over the windows of their tokens, under softmax.
 
@@ -151,13 +173,8 @@ def window_sums(
     `window_attention`.
     """
     heads, length, dtype = q.shape[1], q.shape[2], accum_dtype(q.dtype)
-    layout = cut(positions, length, q.device, block_size=block_size, blocks=blocks)
-    queries = q.to(dtype)
-    past, keys = (shifted(x.to(dtype), shift) for x in (tail.keys, k))
-    if rotary:
-        rows = position_rows(positions, length, q.device)
-        queries = rotary(queries, rows)
-        past, keys = rotate_keys(rotary, past, keys, rows)
+    layout = cut(positions, length, q.device, block_size=window.block_size, blocks=window.blocks)
+    queries, past, keys = attended(q, k, tail, positions, window, shift)
     chunks, size = layout.places.shape[1:]
     sums = softmax_pairs(
         chunk_queries(queries, k.shape[1], size, chunks),

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-STRIDE = re.compile(r"%\w+_(batch|head|row|part)$")
+STRIDE = re.compile(r"%\w+_(batch|head|row)$")
 RESULT = re.compile(r"^\s*(%\w+)(?::\d+)? = (?:\"?)([\w.]+)")
 VALUE = re.compile(r"%\w+")
 SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
@@ -91,7 +91,7 @@ def reused(text: str) -> set[str]:
 
 
 def main() -> int:
-    from megakernel.ops.kernels.compiling import intermediate
+    from benchmarks.kernel_compiling import intermediate
     from megakernel.ops.kernels.launch import noting
     from tests.kernels.calls import FORWARD, one_token
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megakernel.ops.kernel_attention.arguments import Rows
 from megakernel.ops.kernel_attention.launches import FEATURES_AT_ONCE
 from megakernel.ops.kernels.features import padded
-from megakernel.ops.kernels.launch import FARTHEST, rows_together
+from megakernel.ops.kernels.launch import FARTHEST, Rows, rows_together
 from tests.kernels.compiled import products, with_names
 
 KERNELS = 17

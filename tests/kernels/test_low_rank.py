@@ -6,8 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megakernel.attention import build
 from megakernel.ops import dispatch
-from megakernel.ops.low_rank import compress
-from megakernel.ops.low_rank.product import SLICE
+from megakernel.ops.low_rank import SLICE, compress
 
 from .comparing import DEVICE, TOLERANCE, rms_ratio
 

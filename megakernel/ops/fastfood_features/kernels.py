@@ -9,6 +9,8 @@ y = factor s * z, factor = d^-1/4 n^-1/2. H and its transpose are one, so backwa
 A program takes a span of the tokens of one head. What it adds to ds, dg and db is summed over programs afterwards.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,6 +18,53 @@ from megakernel.ops.kernels.features import cos_sin, store_rows
 
 WINDOW = tl.constexpr(16)
 """Numbers of a token that one pass of butterflies combines: as many as threads hold or pass on within a warp."""
+
+
+class Parts(NamedTuple):
+    """The parts of a FastFood, contiguous (H_kv, blocks, n)."""
+
+    scales: Any
+    gaussians: Any
+    signs: Any
+    permutation: Any
+
+
+class FeatureShape(NamedTuple):
+    """What a launch is compiled for."""
+
+    span: int
+    """Tokens of a program."""
+
+    tokens: int
+    """R."""
+
+    blocks: int
+    size: int
+    """n."""
+
+    padded: int
+    """K."""
+
+    width: int
+    """d."""
+
+    name: str
+    """Of the feature map."""
+
+    @property
+    def rows(self) -> int:
+        """M."""
+        return self.blocks * self.width
+
+    @property
+    def features(self) -> int:
+        """F."""
+        return self.rows * (2 if self.name == "rks" else 1)
+
+    @property
+    def square_share(self) -> float:
+        """How much of |x|^2 exponents lose: a half estimates exp(q.k / sqrt(d)), all of it a Gaussian kernel."""
+        return (0.5 if self.name == "favor" else 1.0) * self.width**-0.5
 
 
 @triton.constexpr_function
@@ -68,176 +117,134 @@ def permute(x, order, n: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(start, stride, left, R: tl.constexpr, D: tl.constexpr, n: tl.constexpr, K: tl.constexpr):
-    """R tokens as a tile (R, K), the same in every block, zeros from column D of a block and from token `left` on."""
-    rows, columns = tl.arange(0, R), tl.arange(0, K) % n
-    inside = (rows < left)[:, None] & (columns < D)[None, :]
+def load_tokens(start, stride, left, META: tl.constexpr):
+    """R tokens as a tile (R, K), the same in every block, zeros from column d of a block and from token `left` on."""
+    rows, columns = tl.arange(0, META.tokens), tl.arange(0, META.padded) % META.size
+    inside = (rows < left)[:, None] & (columns < META.width)[None, :]
     return tl.load(start + (rows[:, None] * stride + columns[None, :]), mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_blocks(start, head, BLOCKS: tl.constexpr, n: tl.constexpr, K: tl.constexpr):
+def load_part(part, kv, META: tl.constexpr):
     """One number per place of a head's blocks, (K,), zeros in the padding."""
-    k = tl.arange(0, K)
-    return tl.load(start + head * (BLOCKS * n) + k, mask=k < BLOCKS * n, other=0)
+    k = tl.arange(0, META.padded)
+    numbers: tl.constexpr = META.blocks * META.size
+    return tl.load(part + kv * numbers + k, mask=k < numbers, other=0)
 
 
 @triton.jit
-def feature_places(BLOCKS: tl.constexpr, n: tl.constexpr, K: tl.constexpr, D: tl.constexpr):
+def load_parts(parts, kv, META: tl.constexpr):
+    """S with the factor of y, G and B of a head, (K,) float32, and Pi."""
+    factor: tl.constexpr = META.width**-0.25 * META.size**-0.5
+    s = load_part(parts.scales, kv, META).to(tl.float32) * factor
+    g = load_part(parts.gaussians, kv, META).to(tl.float32)
+    b = load_part(parts.signs, kv, META).to(tl.float32)
+    return s, g, b, load_part(parts.permutation, kv, META)
+
+
+@triton.jit
+def feature_places(META: tl.constexpr):
     """Which feature a place of the tile is, (K,), and whether it is one."""
-    k = tl.arange(0, K)
-    return k // n * D + k % n, (k % n < D) & (k < BLOCKS * n)
-
-
-@triton.constexpr_function
-def share_of_square(MAP):
-    """What of |x|^2 the exponents of a map lose: a half estimates exp(q.k / sqrt(d)), all of it a Gaussian kernel."""
-    return 0.5 if MAP == "favor" else 1.0
+    k = tl.arange(0, META.padded)
+    inside = (k % META.size < META.width) & (k < META.blocks * META.size)
+    return k // META.size * META.width + k % META.size, inside
 
 
 @triton.jit
-def exponents(x, y, inside, MAP: tl.constexpr, D: tl.constexpr, n: tl.constexpr):
+def span_of_program(x, length, heads, META: tl.constexpr):
+    """The head of a program, its first token's place, number among all tokens, and numbers in memory."""
+    head = tl.program_id(0)
+    begin = tl.program_id(1) * META.span
+    start = x.pointer + (head // heads).to(tl.int64) * x.batch + (head % heads).to(tl.int64) * x.head
+    return head, begin, head.to(tl.int64) * length + begin, start + begin * tl.cast(x.row, tl.int64)
+
+
+@triton.jit
+def exponents(x, y, inside, META: tl.constexpr):
     """y less the share of |x|^2 of tokens x (R, K), -inf in padding."""
-    share: tl.constexpr = share_of_square(MAP) * D**-0.5
-    first_block = tl.arange(0, x.shape[1]) < n
-    square = tl.sum(tl.where(first_block[None, :], x * x, 0.0), 1) * share
+    first_block = tl.arange(0, META.padded) < META.size
+    square = tl.sum(tl.where(first_block[None, :], x * x, 0.0), 1) * META.square_share
     return tl.where(inside[None, :], y - square[:, None], float("-inf"))
 
 
 @triton.jit
-def write_features(
-    x,
-    scales,
-    gaussians,
-    signs,
-    order,
-    values,
-    logs,
-    x_batch,
-    x_head,
-    x_row,
-    length,
-    heads,
-    SPAN: tl.constexpr,
-    R: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    K: tl.constexpr,
-    n: tl.constexpr,
-    D: tl.constexpr,
-    MAP: tl.constexpr,
-):
-    """Values (B, H_kv, N, F) and log scales (B, H_kv, N). Program: (head of a row of the batch, span of tokens)."""
-    head = tl.program_id(0)
-    kv = head % heads
-    M: tl.constexpr = BLOCKS * D
-    F: tl.constexpr = 2 * M if MAP == "rks" else M
-    factor: tl.constexpr = D**-0.25 * n**-0.5
-    s = load_blocks(scales, kv, BLOCKS, n, K).to(tl.float32) * factor
-    g = load_blocks(gaussians, kv, BLOCKS, n, K).to(tl.float32)
-    b = load_blocks(signs, kv, BLOCKS, n, K).to(tl.float32)
-    pi = load_blocks(order, kv, BLOCKS, n, K)
-    place, inside = feature_places(BLOCKS, n, K, D)
-    begin = tl.program_id(1) * SPAN
-    x += (head // heads).to(tl.int64) * x_batch + kv.to(tl.int64) * x_head + begin * tl.cast(x_row, tl.int64)
-    token = head.to(tl.int64) * length + begin
+def write_features(x, parts, features, logs, length, heads, META: tl.constexpr):
+    """Features (B, H_kv, N, F) and log scales (B, H_kv, N). Program: (head of a sequence, span of tokens)."""
+    R: tl.constexpr = META.tokens
+    n: tl.constexpr = META.size
+    coefficient: tl.constexpr = META.rows**-0.5
+    head, begin, token, start = span_of_program(x, length, heads, META)
+    s, g, b, pi = load_parts(parts, head % heads, META)
+    place, inside = feature_places(META)
     rows = tl.arange(0, R)
-    for at in range(0, tl.minimum(SPAN, length - begin), R):
+    for at in range(0, tl.minimum(META.span, length - begin), R):
         left = length - begin - at
-        tokens = load_tokens(x + at * tl.cast(x_row, tl.int64), x_row, left, R, D, n, K)
+        tokens = load_tokens(start + at * tl.cast(x.row, tl.int64), x.row, left, META)
         w = permute(transform(tokens * b[None, :], n), pi, n)
         y = transform(w * g[None, :], n) * s[None, :]
         stored = (rows < left)[:, None] & inside[None, :]
-        places = values + (token + at) * F + rows[:, None] * F + place[None, :]
-        if MAP == "rks":
+        places = features + (token + at) * META.features + rows[:, None] * META.features + place[None, :]
+        if META.name == "rks":
             cos, sin = cos_sin(y)
-            tl.store(places, cos * M**-0.5, mask=stored)
-            tl.store(places + M, sin * M**-0.5, mask=stored)
+            tl.store(places, cos * coefficient, mask=stored)
+            tl.store(places + META.rows, sin * coefficient, mask=stored)
         else:
-            y = exponents(tokens, y, inside, MAP, D, n)
+            y = exponents(tokens, y, inside, META)
             log = tl.max(y, 1)
-            tl.store(places, tl.exp(y - log[:, None]) * M**-0.5, mask=stored)
+            tl.store(places, tl.exp(y - log[:, None]) * coefficient, mask=stored)
             tl.store(logs + token + at + rows, log, mask=rows < left)
 
 
 @triton.jit
-def write_gradients(
-    grad,
-    x,
-    scales,
-    gaussians,
-    signs,
-    order,
-    inverse,
-    logs,
-    dx,
-    parts,
-    x_batch,
-    x_head,
-    x_row,
-    length,
-    heads,
-    part,
-    SPAN: tl.constexpr,
-    R: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    K: tl.constexpr,
-    n: tl.constexpr,
-    D: tl.constexpr,
-    MAP: tl.constexpr,
-):
-    """dx (B, H_kv, N, d), and each program's share of ds, dg and db: parts (3, B H_kv spans, blocks n).
+def write_gradients(grad, x, parts, inverse, logs, dx, shares, length, heads, META: tl.constexpr):
+    """dx (B, H_kv, N, d), and each program's share of ds, dg and db: shares (3, B H_kv spans, blocks n).
 
-    Programs as in `write_features`; grad (B, H_kv, N, F) is the gradient of its values, `part` the size of one of the
-    three parts, and `inverse` undoes `order`.
+    Programs as in `write_features`; grad (B, H_kv, N, F) is the gradient of its features, and `inverse` undoes Pi.
     """
-    head = tl.program_id(0)
-    kv = head % heads
-    M: tl.constexpr = BLOCKS * D
-    F: tl.constexpr = 2 * M if MAP == "rks" else M
-    factor: tl.constexpr = D**-0.25 * n**-0.5
-    s = load_blocks(scales, kv, BLOCKS, n, K).to(tl.float32) * factor
-    g = load_blocks(gaussians, kv, BLOCKS, n, K).to(tl.float32)
-    b = load_blocks(signs, kv, BLOCKS, n, K).to(tl.float32)
-    pi = load_blocks(order, kv, BLOCKS, n, K)
-    back = load_blocks(inverse, kv, BLOCKS, n, K)
-    place, inside = feature_places(BLOCKS, n, K, D)
+    R: tl.constexpr = META.tokens
+    K: tl.constexpr = META.padded
+    n: tl.constexpr = META.size
+    coefficient: tl.constexpr = META.rows**-0.5
+    factor: tl.constexpr = META.width**-0.25 * META.size**-0.5
+    head, begin, token, start = span_of_program(x, length, heads, META)
+    s, g, b, pi = load_parts(parts, head % heads, META)
+    back = load_part(inverse, head % heads, META)
+    place, inside = feature_places(META)
     ds = tl.zeros((K,), tl.float32)
     dg = tl.zeros((K,), tl.float32)
     db = tl.zeros((K,), tl.float32)
-    begin = tl.program_id(1) * SPAN
-    x += (head // heads).to(tl.int64) * x_batch + kv.to(tl.int64) * x_head + begin * tl.cast(x_row, tl.int64)
-    token = head.to(tl.int64) * length + begin
     rows = tl.arange(0, R)
     first_block = tl.arange(0, K) < n
-    for at in range(0, tl.minimum(SPAN, length - begin), R):
+    for at in range(0, tl.minimum(META.span, length - begin), R):
         left = length - begin - at
-        tokens = load_tokens(x + at * tl.cast(x_row, tl.int64), x_row, left, R, D, n, K)
+        tokens = load_tokens(start + at * tl.cast(x.row, tl.int64), x.row, left, META)
         w = permute(transform(tokens * b[None, :], n), pi, n)
         z = transform(w * g[None, :], n)
         stored = (rows < left)[:, None] & inside[None, :]
-        places = grad + (token + at) * F + rows[:, None] * F + place[None, :]
-        dy = tl.load(places, mask=stored, other=0.0) * M**-0.5
-        if MAP == "rks":
+        places = grad + (token + at) * META.features + rows[:, None] * META.features + place[None, :]
+        dy = tl.load(places, mask=stored, other=0.0) * coefficient
+        if META.name == "rks":
             cos, sin = cos_sin(z * s[None, :])
-            dy = tl.load(places + M, mask=stored, other=0.0) * M**-0.5 * cos - dy * sin
+            dy = tl.load(places + META.rows, mask=stored, other=0.0) * coefficient * cos - dy * sin
         else:
             log = tl.load(logs + token + at + rows, mask=rows < left, other=0.0)
-            y = exponents(tokens, z * s[None, :], inside, MAP, D, n)
-            dy = dy * tl.exp(y - log[:, None])
+            dy = dy * tl.exp(exponents(tokens, z * s[None, :], inside, META) - log[:, None])
         ds += tl.sum(dy * z, 0)
         t = transform(dy * s[None, :], n)
         dg += tl.sum(t * w, 0)
         a = transform(permute(t * g[None, :], back, n), n)
         db += tl.sum(a * tokens, 0)
         a *= b[None, :]
-        if MAP != "rks":
-            slope: tl.constexpr = -2 * share_of_square(MAP) * D**-0.5
-            a += tl.where(first_block[None, :], tokens, 0.0) * (tl.sum(dy, 1) * slope)[:, None]
+        if META.name != "rks":
+            slope = tl.sum(dy, 1) * (-2 * META.square_share)
+            a += tl.where(first_block[None, :], tokens, 0.0) * slope[:, None]
         of_token = tl.sum(tl.reshape(a, (R, K // n, n)), 1)
-        store_rows(dx + (token + at) * D, D, left, of_token, D, n)
+        store_rows(dx + (token + at) * META.width, META.width, left, of_token, META.width, n)
+    numbers: tl.constexpr = META.blocks * META.size
     k = tl.arange(0, K)
     entry = head.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    places = parts + entry * (BLOCKS * n) + k
-    tl.store(places, ds * factor, mask=k < BLOCKS * n)
-    tl.store(places + part, dg, mask=k < BLOCKS * n)
-    tl.store(places + 2 * tl.cast(part, tl.int64), db, mask=k < BLOCKS * n)
+    programs = tl.cast(tl.num_programs(0), tl.int64) * tl.num_programs(1)
+    places = shares + entry * numbers + k
+    tl.store(places, ds * factor, mask=k < numbers)
+    tl.store(places + programs * numbers, dg, mask=k < numbers)
+    tl.store(places + 2 * programs * numbers, db, mask=k < numbers)

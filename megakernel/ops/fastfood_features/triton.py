@@ -1,14 +1,13 @@
 """The features by the kernels, as two operators that torch knows: forward, and backward with what forward was given."""
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
 from megakernel.ops.fastfood_features import kernels
+from megakernel.ops.fastfood_features.kernels import FeatureShape, Parts
 from megakernel.ops.feature_maps import SAMPLED, Features
-from megakernel.ops.kernels.launch import PROGRAMS, launch, rows_together, strides
+from megakernel.ops.kernels.launch import PROGRAMS, Rows, launch
 from megakernel.ops.projections import FastFood
 
 WIDEST = 1024
@@ -43,26 +42,14 @@ def attend(x: Tensor, projection: FastFood, *, feature_map: str) -> Features:
 def _forward(
     x: Tensor, scales: Tensor, gaussians: Tensor, signs: Tensor, permutation: Tensor, feature_map: str
 ) -> tuple[Tensor, Tensor]:
-    """Values (B, H_kv, N, F) float32 of x (B, H_kv, N, d), and log scales (B, H_kv, N), of no token for rks."""
-    x = rows_together(x)
-    values, logs = _outputs(x, scales, gaussians, signs, permutation, feature_map)
-    parts = [part.contiguous() for part in (scales, gaussians, signs, permutation)]
-    grid, options = _launch_over(x, scales, feature_map)
+    """Features (B, H_kv, N, F) float32 of x (B, H_kv, N, d), and log scales (B, H_kv, N), of no token for rks."""
+    features, logs = _outputs(x, scales, gaussians, signs, permutation, feature_map)
+    parts = _parts(scales, gaussians, signs, permutation)
+    grid, meta = _launch_over(x, scales, feature_map)
     if x.numel():
-        launch(
-            kernels.write_features,
-            grid,
-            x,
-            *parts,
-            values,
-            logs,
-            *strides(x),
-            x.shape[2],
-            x.shape[1],
-            warps=4,
-            **options,
-        )
-    return values, logs
+        sizes = (x.shape[2], x.shape[1])
+        launch(kernels.write_features, grid, Rows.of(x), parts, features, logs, *sizes, META=meta, warps=4)
+    return features, logs
 
 
 @_forward.register_fake
@@ -84,33 +71,16 @@ def _backward(
     logs: Tensor,
     feature_map: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, and of the three diagonals (3, H_kv, blocks, n) float32, given that of the values."""
-    x = rows_together(x)
-    batch, heads, length, _ = x.shape
+    """Gradients of x, and of the three diagonals (3, H_kv, blocks, n) float32, given that of the features."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    diagonals = [part.contiguous() for part in (scales, gaussians, signs)]
-    permutation = permutation.contiguous()
-    grid, options = _launch_over(x, scales, feature_map)
+    parts = _parts(scales, gaussians, signs, permutation)
+    grid, meta = _launch_over(x, scales, feature_map)
+    batch, heads, length, _ = x.shape
     shares = x.new_empty(3, batch, heads, grid[1], *scales.shape[1:], dtype=torch.float32)
     if x.numel():
-        launch(
-            kernels.write_gradients,
-            grid,
-            grad.contiguous(),
-            x,
-            *diagonals,
-            permutation,
-            permutation.argsort(-1),
-            logs,
-            dx,
-            shares,
-            *strides(x),
-            length,
-            heads,
-            shares[0].numel(),
-            warps=4,
-            **options,
-        )
+        inverse = parts.permutation.argsort(-1)
+        given = (grad.contiguous(), Rows.of(x), parts, inverse, logs)
+        launch(kernels.write_gradients, grid, *given, dx, shares, length, heads, META=meta, warps=4)
     return dx, shares.sum((1, 3))
 
 
@@ -144,20 +114,17 @@ def _padded_blocks(scales: Tensor) -> int:
     return triton.next_power_of_2(scales.shape[1]) * scales.shape[2]
 
 
-def _launch_over(x: Tensor, scales: Tensor, feature_map: str) -> tuple[tuple[int, int], dict[str, Any]]:
+def _parts(*parts: Tensor) -> Parts:
+    return Parts(*(part.contiguous() for part in parts))
+
+
+def _launch_over(x: Tensor, scales: Tensor, feature_map: str) -> tuple[tuple[int, int], FeatureShape]:
     """The grid and the compile-time sizes of both kernels: as many tokens to a program as leaves PROGRAMS of them."""
     batch, heads, length, width = x.shape
     numbers = _padded_blocks(scales)
-    rows = max(1, TILE // numbers)
+    tokens = max(1, TILE // numbers)
     shared_out = triton.next_power_of_2(max(1, batch * heads * length // PROGRAMS))
-    span = max(rows, min(SPAN, shared_out))
-    options = {
-        "SPAN": span,
-        "R": rows,
-        "BLOCKS": scales.shape[1],
-        "K": numbers,
-        "n": scales.shape[2],
-        "D": width,
-        "MAP": feature_map,
-    }
-    return (batch * heads, triton.cdiv(length, span)), options
+    span = max(tokens, min(SPAN, shared_out))
+    blocks, size = scales.shape[1:]
+    meta = FeatureShape(span, tokens, blocks, size, numbers, width, feature_map)
+    return (batch * heads, triton.cdiv(length, span)), meta

@@ -7,26 +7,10 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from megakernel.ops.kernels.features import load_rows, once, padded, phi, rounded
-from megakernel.ops.kernels.launch import rows_together, strides
+from megakernel.ops.kernels.launch import Rows
 from megakernel.ops.kernels.states import first_token
-
-
-class Rows(NamedTuple):
-    """A tensor (B, H, N, width) whose rows are numbers beside each other."""
-
-    pointer: Any
-    batch: int
-    head: int
-    row: int
-
-    @staticmethod
-    def of(x: Tensor) -> "Rows":
-        """`x`, copied only where its rows are apart."""
-        x = rows_together(x)
-        return Rows(x, *strides(x))
 
 
 class State(NamedTuple):

@@ -16,14 +16,24 @@ FARTHEST = 2**20
 """Numbers between two rows of a tensor that kernels take as it is: tiles of 1,024 rows or fewer count in 32 bits."""
 
 
-def strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, head and token of (B, H, N, width) with unit stride along the width."""
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
 def rows_together(x: Tensor) -> Tensor:
     """`x` with unit stride along its last dimension and rows at most FARTHEST apart, copied only where it has not."""
     return x if x.stride(-1) == 1 and x.stride(-2) <= FARTHEST else x.contiguous()
+
+
+class Rows(NamedTuple):
+    """A tensor (B, H, N, width) whose rows are numbers beside each other."""
+
+    pointer: Any
+    batch: int
+    head: int
+    row: int
+
+    @staticmethod
+    def of(x: Tensor) -> "Rows":
+        """`x`, copied only where its rows are apart."""
+        x = rows_together(x)
+        return Rows(x, x.stride(0), x.stride(1), x.stride(2))
 
 
 class Launch(NamedTuple):

@@ -83,7 +83,7 @@ def store_gradients_of_keys(
 ):
     """`features.store_gradient` of C positions at `k`, given the gradients in what `phi_of_keys` gave, with its logs.
 
-    dk holds rows of KEYS D numbers; dy of key r is r * `beside` further on. Returns `shares` (MOST_KEYS,) with
+    dk holds rows of KEYS D numbers; dy of key r is r * `pack_keys` further on. Returns `shares` (MOST_KEYS,) with
     the gradients of the priors added: what dphi says of each key's features.
     """
     for r in range(KEYS):

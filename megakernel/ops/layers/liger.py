@@ -72,10 +72,10 @@ class _Rotation(torch.autograd.Function):
         return q, k
 
     @staticmethod
-    def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from liger_kernel.ops import rope_backward
 
-        dq, dk = rope_backward(*map(_tokens_first, pulls), *ctx.saved_tensors, rotary_dim=pulls[0].shape[-1])
+        dq, dk = rope_backward(*map(_tokens_first, grads), *ctx.saved_tensors, rotary_dim=grads[0].shape[-1])
         return dq, dk, None, None
 
 
@@ -85,7 +85,7 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 
 def summed_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, words: int, *, ignored: int = -100
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, vocab_size: int, *, ignored: int = -100
 ) -> Tensor:
     """The sum of the cross entropies of hidden W^T and the targets in nats, float32 ().
 
@@ -96,7 +96,7 @@ def summed_cross_entropy(
         weight: W (R, C), the whole vocabulary and rows that pad it.
         targets: (T,) int64.
         rows: tokens whose logits may exist at once.
-        words: rows of W that stand for a word, the first ones; the others have no part in the sum.
+        vocab_size: the first rows of W, which stand for tokens; the others have no part in the sum.
         ignored: the target that does not count.
     """
     if not len(hidden):
@@ -105,17 +105,17 @@ def summed_cross_entropy(
     # Fewer rows would do as well, but a GPU is slow with products of an odd number of columns. The price of a bias are
     # two more passes over the logits; both are unmeasured.
     padding = None
-    if words < len(weight):
+    if vocab_size < len(weight):
         padding = hidden.new_zeros(len(weight))
-        padding[words:] = -math.inf
+        padding[vocab_size:] = -math.inf
     return _SummedCrossEntropy.apply(hidden, weight, targets, rows, padding, ignored, learns)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     """Liger's fused head on stretches of tokens, each so long that its chunks are as long as they may be.
 
-    Its own choice of chunks follows the memory of `hidden` alone: at 768 columns and 50,000 words 64 tokens, which a
-    GPU cannot be busy with, and on a row of a million tokens far more than asked for.
+    Its own choice of chunks follows the memory of `hidden` alone: 64 tokens of 768 columns and a vocabulary of
+    50,000, which a GPU cannot be busy with, and of a row of a million tokens far more than asked for.
     """
 
     @staticmethod
@@ -157,9 +157,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
-        scale = pulls[0]
+        scale = grads[0]
         return of_hidden * scale, None if of_weight is None else of_weight * scale, *[None] * 5
 
 

@@ -3,16 +3,16 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.ops.arguments import check_heads, check_positions
-from megakernel.ops.dispatch import choose
+from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import Positions, position_rows
-from megakernel.ops.softmax_attention import blocked, reference
-from megakernel.ops.softmax_attention.spans import document_spans
+from megakernel.ops.softmax_attention.spans import Spans, document_spans
 
-IMPLEMENTATIONS = {"chunked": blocked.attend, "reference": reference.attend}
-"""Backend -> implementation."""
+BLOCK = 512
+"""Queries whose mask exists at once."""
 
 
 class SoftmaxState(NamedTuple):
@@ -77,8 +77,79 @@ def softmax_attention(
     is_cut = window is not None and k.shape[2] > window
     if isinstance(positions, Tensor) or (cached and q.shape[2] > 1) or is_cut:
         spans = document_spans(position_rows(positions, q.shape[2], q.device), cached, causal, window)
-    out = choose(IMPLEMENTATIONS, backend)(
-        q, k, v, spans=spans, causal=causal and cached == 0, key_mask=key_mask, mass=mass
-    )
+    out = choose(IMPLEMENTATIONS, backend)(q, k, v, spans, causal and cached == 0, key_mask, mass)
     forgotten = 0 if window is None else max(0, k.shape[2] - window + 1)
     return out, SoftmaxState(k[:, :, forgotten:], v[:, :, forgotten:])
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans | None,
+    causal: bool,
+    key_mask: Tensor | None,
+    mass: Tensor | None,
+) -> Tensor:
+    """PyTorch's fused kernels; packed rows by blocks of queries, without an N x N mask.
+
+    spans: what each query may see; None: all keys, or with `causal` those up to its own.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if spans is None:
+        mask = None if key_mask is None else key_mask[:, None, None]
+        if mass is not None:
+            # A finite logarithm of 0: rows without any key stay finite.
+            logs = mass.to(accum_dtype(q.dtype)).log().clamp(min=torch.finfo(q.dtype).min / 2)
+            mask = logs.to(q.dtype)[:, None, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    outputs = []
+    starts = range(0, q.shape[2], BLOCK)
+    for start, low, high in zip(starts, *spans.bounds(BLOCK)):
+        queries = q[:, :, start : start + BLOCK]
+        mask = spans.mask(slice(start, start + BLOCK), low, high)
+        if key_mask is not None:
+            mask = mask & key_mask[:, None, low:high]
+        outputs.append(
+            F.scaled_dot_product_attention(
+                queries, k[:, :, low:high], v[:, :, low:high], attn_mask=mask[:, None], enable_gqa=grouped
+            )
+        )
+    return torch.cat(outputs, 2)
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans | None,
+    causal: bool,
+    key_mask: Tensor | None,
+    mass: Tensor | None,
+) -> Tensor:
+    """From the formula, in one matrix."""
+    group = q.shape[1] // k.shape[1]
+    queries, keys = q.shape[2], k.shape[2]
+    k, v = (
+        k.to(accum_dtype(k.dtype)).repeat_interleave(group, 1),
+        v.to(accum_dtype(v.dtype)).repeat_interleave(group, 1),
+    )
+    visible = torch.ones(1, queries, keys, dtype=torch.bool, device=q.device)
+    if spans is not None:
+        visible = spans.mask(slice(None), 0, keys)
+    elif causal:
+        visible = visible.tril()
+    if mass is not None:
+        visible = visible & (mass > 0)[:, None]
+    if key_mask is not None:
+        visible = visible & key_mask[:, None]
+    scores = q.to(k.dtype) @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mass is not None:
+        scores = scores + mass.to(k.dtype).clamp(min=torch.finfo(k.dtype).tiny).log()[:, None, None]
+    weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+    # A row that sees nothing is 0 / 0 in the formula and 0 here.
+    return (weights.masked_fill(~visible[:, None], 0.0) @ v).to(q.dtype)
+
+
+IMPLEMENTATIONS = {"chunked": chunked, "reference": reference}
+"""Backend -> implementation."""

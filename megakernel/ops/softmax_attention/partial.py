@@ -51,8 +51,8 @@ class Seen(NamedTuple):
         return seen[:, None, None]
 
 
-class Pull(NamedTuple):
-    """What the gradient of an output asks of every pair of a query and a key."""
+class OutputGradient(NamedTuple):
+    """The gradient of an output, and what the backward of every pair of a query and a key needs beside it."""
 
     grad: Tensor
     """(B, H_kv, G, N, D), of the normalized output."""
@@ -65,18 +65,6 @@ class Pull(NamedTuple):
 
     mean: Tensor
     """(B, H_kv, G, N), the inner product of the output and its gradient."""
-
-
-def no_sums(q: Tensor, value_dim: int) -> Sums:
-    """The sums over no keys of queries (B, H_kv, G, N, d), in float32 or better."""
-    values = q.new_zeros(*q.shape[:-1], value_dim + 1, dtype=accum_dtype(q.dtype))
-    return Sums(values, values.new_full(values.shape[:-1], EMPTY))
-
-
-def log_normalizer(sums: Sums) -> Tensor:
-    """Logarithm of each query's sum of weights, (B, H_kv, G, N); `EMPTY` where it saw nothing."""
-    weights = sums.values[..., -1]
-    return sums.scale_or_zero + weights.masked_fill(weights == 0, 1.0).log()
 
 
 def add_sums(total: Sums, q: Tensor, seen: Seen) -> None:
@@ -96,11 +84,13 @@ def add_sums(total: Sums, q: Tensor, seen: Seen) -> None:
         log_scale.copy_(both.scale_or_zero)
 
 
-def add_gradients(totals: tuple[Tensor, Tensor, Tensor], q: Tensor, seen: Seen, pull: Pull) -> None:
+def add_gradients(
+    totals: tuple[Tensor, Tensor, Tensor], q: Tensor, seen: Seen, gradient: OutputGradient
+) -> None:
     """Add to `totals`, the gradients of queries, keys and values in place, what comes of these pairs."""
     for queries, keys, how in _blocks(q, seen):
         rows, k, v = q[_at(queries)], seen.keys[:, :, keys], seen.values[:, :, keys]
-        mine = Pull(*(x[_at(queries)] for x in pull))
+        mine = OutputGradient(*(x[_at(queries)] for x in gradient))
         if how == "some":
             parts = _block_gradients(rows, k, v, seen.visible(queries, keys), mine)
         else:
@@ -134,18 +124,18 @@ def _block_sums(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Sums:
 
 
 def _block_gradients(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, pull: Pull
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, gradient: OutputGradient
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v that come of these pairs.
 
     With p = exp(s - normalizer), the weights as they were after the division: dV = p^T grad, and scores have the
     gradient ds = p (grad V^T - mean). Both are sums over pairs, whoever holds the row's other keys.
     """
-    rows, k, v, grad = (x.to(accum_dtype(q.dtype)) for x in (q, k, v, pull.grad))
-    weights = torch.exp_(_scores(rows, k).sub_(pull.normalizer[..., None]))
+    rows, k, v, grad = (x.to(accum_dtype(q.dtype)) for x in (q, k, v, gradient.grad))
+    weights = torch.exp_(_scores(rows, k).sub_(gradient.normalizer[..., None]))
     weights = weights.masked_fill_(~visible, 0.0).flatten(2, 3)
     rows, grad = rows.flatten(2, 3), grad.flatten(2, 3)
-    slopes = (grad @ v.transpose(-1, -2)).sub_(pull.mean.flatten(2, 3)[..., None])
+    slopes = (grad @ v.transpose(-1, -2)).sub_(gradient.mean.flatten(2, 3)[..., None])
     slopes.mul_(weights).mul_(q.shape[-1] ** -0.5)
     return slopes @ k, slopes.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ grad
 

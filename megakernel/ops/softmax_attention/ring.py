@@ -31,15 +31,13 @@ from torch import Tensor
 from megakernel.ops.arguments import check_heads, check_positions
 from megakernel.ops.documents import Positions
 from megakernel.ops.softmax_attention.partial import (
-    Pull,
+    OutputGradient,
     Seen,
     add_gradients,
     add_sums,
-    log_normalizer,
-    no_sums,
 )
 from megakernel.ops.softmax_attention.spans import spans_among
-from megakernel.ops.sums import normalized
+from megakernel.ops.sums import log_normalizer, no_sums, normalized
 
 
 class PendingTensors(Protocol):
@@ -164,29 +162,20 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, documents, key_mask, out, normalizer = ctx.saved_tensors
         ring, dtype = ctx.ring, out.dtype
-        pull = Pull(grad, out, normalizer, mean=(grad.to(dtype) * out).sum(-1))
+        gradient = OutputGradient(grad, out, normalizer, mean=(grad.to(dtype) * out).sum(-1))
         of_queries = torch.zeros_like(q, dtype=dtype)
         travelling = None
         for source, seen in _arrivals(ring, _Keys(k, v, documents, key_mask), ctx.causal, ctx.window):
             of_keys, of_values = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
             if seen is not None:
-                add_gradients((of_queries, of_keys, of_values), q, seen, pull)
+                add_gradients((of_queries, of_keys, of_values), q, seen, gradient)
             if source == ring.rank:
                 mine = of_keys, of_values
                 continue
             # What the shards between found for these keys comes one hop behind the keys themselves.
             travelling = ring.start_rotation(_joined((of_keys, of_values), travelling))
         of_keys, of_values = _joined(mine, travelling)
-        return (
-            of_queries.to(q.dtype),
-            of_keys.to(k.dtype),
-            of_values.to(v.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return of_queries.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), *[None] * 5
 
 
 def _joined(found: tuple[Tensor, ...], coming: PendingTensors | None) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.arguments import check_choice, check_heads, check_positions
+from megakernel.ops.arguments import check_choice, check_heads, check_positions, expand
 from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
@@ -152,13 +152,9 @@ def _form(
 
 
 def _mass(mass: Tensor | None, k: Tensor) -> Tensor:
-    expected = tuple(k.shape[:4])
     if mass is None:
-        return k.new_ones(expected, dtype=accum_dtype(k.dtype))
-    try:
-        return mass.to(accum_dtype(k.dtype)).expand(expected)
-    except RuntimeError:
-        raise ValueError(f"mass has shape {tuple(mass.shape)}; expected to broadcast to {expected}") from None
+        return k.new_ones(k.shape[:4], dtype=accum_dtype(k.dtype))
+    return expand("mass", mass.to(accum_dtype(k.dtype)), k.shape[:4])
 
 
 def _every_key(q: Tensor, k: Tensor) -> Spans:

@@ -6,9 +6,9 @@ Blocks of queries meet blocks of positions, and only a tile of weights exists at
 
 with c_r the precision, b_jr the log of the key's mass, a_ir the negative log of what query i divides by, and for a
 gaussian their shares of -|q - k|^2 / 2: squares are summed in float32 and never rounded. All are in units of log 2,
-because the device has exp2. With the pull g_i of an output and delta_i = g_i.o_i (0 without normalization):
+because the device has exp2. With the gradient dO_i of an output and delta_i = dO_i.o_i (0 without normalization):
 
-    s_ijr = w_ijr (g_i.v_j - delta_i)    dv_j = sum_ir w_ijr g_i    dlog m_jr = sum_i s_ijr
+    s_ijr = w_ijr (dO_i.v_j - delta_i)    dv_j = sum_ir w_ijr dO_i    dlog m_jr = sum_i s_ijr
     dq_i = sum_jr p_r s_ijr (k_jr - q_i)    dk_jr = p_r sum_i s_ijr (q_i - k_jr)    (softmax: without the second term)
 
 Both terms of a difference are weighed by the same s, rounded as the tensor cores take it: an offset that queries and
@@ -18,28 +18,197 @@ Rows of a tile have an interval of columns that they see: keys first .. last of 
 first .. last of a key, since documents are contiguous.
 """
 
+import math
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from megakernel.ops.kernels.features import EMPTY, dot, load_rows, rounded, store_rows
+from megakernel.ops.kernel_attention.arguments import head_at, load_numbers
+from megakernel.ops.kernels.features import EMPTY, dot, load_rows, padded, rounded, store_rows
+from megakernel.ops.kernels.launch import Rows
+
+
+class Visible(NamedTuple):
+    """The first and the last column that each row of tiles sees, (B, rows) int32."""
+
+    first: Any
+    last: Any
+    batch: int
+    """Stride; 0 where sequences are alike."""
+
+    @staticmethod
+    def of(first: Tensor, last: Tensor) -> "Visible":
+        """Intervals (B, rows), or (1, rows) for sequences that are alike."""
+        return Visible(first, last, first.stride(0) if len(first) > 1 else 0)
+
+
+class Pairs(NamedTuple):
+    """All that the weights of queries and positions depend on, and the values."""
+
+    q: Rows
+    k: Rows
+    """(B, H_kv M, S, d): the keys of a position are heads beside each other."""
+
+    v: Rows
+    of_queries: Any
+    """a of the head comment, (B, H, M, N) float32."""
+
+    of_keys: Any
+    """b of the head comment, (B, H_kv, M, S) float32."""
+
+    visible: Visible
+    length: int
+    """N."""
+
+    kv_length: int
+    """S."""
+
+    kv_heads: int
+
+
+class Weighting(NamedTuple):
+    """What a launch is compiled for."""
+
+    precisions: tuple[float, ...]
+    """c of each key of a position, in units of log 2."""
+
+    gaussian: bool
+    hard: bool
+    """Whether a position weighs what its largest key does, not their sum."""
+
+    group: int
+    """Query heads of a key head."""
+
+    width: int
+    """d."""
+
+    value_dim: int
+    """D."""
+
+    block_q: int
+    """Queries of a tile."""
+
+    block_kv: int
+    """Positions of a tile."""
+
+    @property
+    def components(self) -> int:
+        """M."""
+        return len(self.precisions)
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """p of the head comment."""
+        return tuple(c * math.log(2) for c in self.precisions)
+
+    @property
+    def padded_width(self) -> int:
+        """d as the power of two that a tile has."""
+        return padded(self.width)
+
+    @property
+    def padded_value_dim(self) -> int:
+        """D likewise."""
+        return padded(self.value_dim)
+
+
+class Block(NamedTuple):
+    """The rows of tiles that a program is for."""
+
+    batch: Any
+    head: Any
+    """Of the sequence, and `entry`: among those of all sequences."""
+
+    entry: Any
+    start: Any
+    """The first row."""
+
+    rows: Any
+    begin: Any
+    """The first column that each row sees, and `end`: the last one. Rows behind the sequence's last see none."""
+
+    end: Any
 
 
 @triton.jit
-def load_span(first, last, rows, count):
-    """First and last column that each row sees; rows outside see none."""
-    inside = rows < count
-    begin = tl.load(first + rows, mask=inside, other=2147483647)
-    return begin, tl.load(last + rows, mask=inside, other=-1)
+def block_of_program(visible, heads, count, LAST_FIRST: tl.constexpr, C: tl.constexpr):
+    """The block of C of `count` rows; with LAST_FIRST the programs of the last blocks start first."""
+    blocks = tl.cdiv(count, C)
+    entry, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    start = (blocks - 1 - block if LAST_FIRST else block) * C
+    rows = start + tl.arange(0, C)
+    batch, inside = entry // heads, rows < count
+    begin = tl.load(visible.first + batch * visible.batch + rows, mask=inside, other=2147483647)
+    end = tl.load(visible.last + batch * visible.batch + rows, mask=inside, other=-1)
+    return Block(batch, entry % heads, entry, start, rows, begin, end)
 
 
 @triton.jit
-def log_weights(products, precision: tl.constexpr, of_rows, of_columns, begin, end, at):
-    """log2 of the weights of a tile of pairs whose first column is `at`, -inf where a row does not see a column."""
-    logs = products * precision + of_columns[None, :] + of_rows[:, None]
-    # Intervals move and column numbers stay: they are constants, and the intervals few.
-    columns = tl.arange(0, products.shape[1])
-    visible = (columns[None, :] >= (begin - at)[:, None]) & (columns[None, :] <= (end - at)[:, None])
-    return tl.where(visible, logs, float("-inf"))
+def load_tokens(tokens, batch, head, at, length, C: tl.constexpr, D, DP: tl.constexpr):
+    """A tile (C, DP) of the tokens of a head from the one at `at` on."""
+    start = head_at(tokens, batch, head) + tl.cast(at, tl.int64) * tokens.row
+    return load_rows(start, tokens.row, length - at, C, D, DP)
+
+
+@triton.jit
+def load_terms(terms, entry, at, length, C: tl.constexpr, META: tl.constexpr):
+    """What a or b of the head comment, (..., M, length), adds to log weights: M times (C,) from `at` on.
+
+    Anything does outside: nobody sees keys there, and queries there have no gradient.
+    """
+    M: tl.constexpr = META.components
+    terms += entry * M * length
+    found = ()
+    for _ in tl.static_range(M):
+        found = found + (load_numbers(terms, at, length, C),)
+        terms += length
+    return found
+
+
+@triton.jit
+def load_positions(pairs, batch, kv, at, META: tl.constexpr):
+    """The M keys of the positions from `at` on, tiles (BK, DP), their values (BK, VP), and b of the head comment."""
+    M: tl.constexpr = META.components
+    BK: tl.constexpr = META.block_kv
+    length = pairs.kv_length
+    keys = ()
+    for r in tl.static_range(M):
+        key = load_tokens(pairs.k, batch, kv * M + r, at, length, BK, META.width, META.padded_width)
+        keys = keys + (key,)
+    columns = load_tokens(pairs.v, batch, kv, at, length, BK, META.value_dim, META.padded_value_dim)
+    return keys, columns, load_terms(pairs.of_keys, batch * pairs.kv_heads + kv, at, length, BK, META)
+
+
+@triton.jit
+def store_tokens(start, entry, at, length, x, D, DP: tl.constexpr):
+    """Store a tile as rows of a contiguous (..., length, D) from `at` on."""
+    store_rows(start + (entry * length + at) * D, D, length - at, x, D, DP)
+
+
+@triton.jit
+def log_weights(queries, keys, of_queries, of_keys, block, at, TRANSPOSED: tl.constexpr, META: tl.constexpr):
+    """log2 of the weights of a tile of queries and positions, one tile for each key.
+
+    Rows are those of the block, queries, or TRANSPOSED positions. -inf where a row does not see a column, the first of
+    which is `at`.
+    """
+    dtype: tl.constexpr = queries.dtype
+    logs = ()
+    for r in tl.static_range(len(keys)):
+        if TRANSPOSED:
+            products = dot(keys[r], tl.trans(queries), dtype)
+            terms = of_queries[r][None, :] + of_keys[r][:, None]
+        else:
+            products = dot(queries, tl.trans(keys[r]), dtype)
+            terms = of_keys[r][None, :] + of_queries[r][:, None]
+        # Intervals move and column numbers stay: they are constants, and the intervals few.
+        columns = tl.arange(0, products.shape[1])
+        begin, end = block.begin - at, block.end - at
+        visible = (columns[None, :] >= begin[:, None]) & (columns[None, :] <= end[:, None])
+        logs = logs + (tl.where(visible, products * META.precisions[r] + terms, float("-inf")),)
+    return logs
 
 
 @triton.jit
@@ -54,333 +223,161 @@ def largest_of(logs):
 @triton.jit
 def key_weights(logs, HARD: tl.constexpr):
     """Weights of the keys of a position, whose sum is the position's: if HARD the largest alone, shared by equals."""
-    if not HARD:
-        weights = ()
+    weights = ()
+    if HARD:
+        top = largest_of(logs)
+        equals = tl.zeros_like(top)
+        for r in tl.static_range(len(logs)):
+            equals += tl.where(logs[r] == top, 1.0, 0.0)
+        share = tl.exp2(top) / equals
+        for r in tl.static_range(len(logs)):
+            weights = weights + (tl.where(logs[r] == top, share, 0.0),)
+    else:
         for r in tl.static_range(len(logs)):
             weights = weights + (tl.exp2(logs[r]),)
-        return weights
-    top = largest_of(logs)
-    equals = tl.zeros_like(top)
-    for r in tl.static_range(len(logs)):
-        equals += tl.where(logs[r] == top, 1.0, 0.0)
-    share = tl.exp2(top) / equals
-    weights = ()
-    for r in tl.static_range(len(logs)):
-        weights = weights + (tl.where(logs[r] == top, share, 0.0),)
     return weights
 
 
 @triton.jit
-def load_keys(k, part, stride, count, C: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """The M keys of C positions from the one at `k` on, tiles (C, DP)."""
-    keys = ()
-    for _ in tl.static_range(M):
-        keys = keys + (load_rows(k, stride, count, C, D, DP),)
-        k += part
-    return keys
+def fwd(pairs, out, NORMALIZE: tl.constexpr, META: tl.constexpr):
+    """Outputs (B, H, N, D), and `pairs.of_queries`. Program: a block of queries of a head."""
+    M: tl.constexpr = META.components
+    BQ: tl.constexpr = META.block_q
+    BK: tl.constexpr = META.block_kv
+    VP: tl.constexpr = META.padded_value_dim
+    length = pairs.length
+    # The last queries of a causal sequence see most: their programs start first.
+    block = block_of_program(pairs.visible, pairs.kv_heads * META.group, length, True, BQ)
+    kv = block.head // META.group
 
-
-@triton.jit
-def load_terms(terms, rows, count, M: tl.constexpr):
-    """What a and b of the head comment, (M, count), add to log weights.
-
-    Anything does outside: nobody sees keys there, and queries there pull nothing.
-    """
-    found = ()
-    for _ in tl.static_range(M):
-        found = found + (tl.load(terms + rows, mask=rows < count, other=0.0),)
-        terms += count
-    return found
-
-
-@triton.jit
-def read(
-    q,
-    k,
-    v,
-    of_keys,
-    first,
-    last,
-    out,
-    of_queries,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_part,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    span_batch,
-    length,
-    places,
-    heads,
-    blocks,
-    G: tl.constexpr,
-    PRECISIONS: tl.constexpr,
-    GAUSSIAN: tl.constexpr,
-    HARD: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    BQ: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """Outputs (B, H, N, V), and a of the head comment (B, H, M, N) float32. Program: a block of queries of a head."""
-    M: tl.constexpr = len(PRECISIONS)
-    # The last queries of a causal row see most: their programs start first.
-    start = (blocks - 1 - tl.program_id(0) % blocks) * BQ
-    rows = start + tl.arange(0, BQ)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    row, own = head // heads, head % heads
-    kv = own // G
-    far, left = start.to(tl.int64), length - start
-    k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
-    dtype: tl.constexpr = q.dtype.element_ty
-    k += row * k_batch + kv * k_head
-    v += row * v_batch + kv * v_head
-    of_keys += (row * (heads // G) + kv) * M * places
-    begin, end = load_span(first + row * span_batch, last + row * span_batch, rows, length)
-
-    queries = load_rows(q + row * q_batch + own * q_head + far * q_row, q_row, left, BQ, D, DP)
-    own_terms = ()
+    queries = load_tokens(
+        pairs.q, block.batch, block.head, block.start, length, BQ, META.width, META.padded_width
+    )
+    squares = tl.zeros((BQ,), tl.float32)
+    if META.gaussian:
+        squares = tl.sum(queries.to(tl.float32) * queries.to(tl.float32), 1)
+    of_queries = ()
     for r in tl.static_range(M):
-        if GAUSSIAN:
-            wide = queries.to(tl.float32)
-            own_terms = own_terms + (tl.sum(wide * wide, 1) * (-PRECISIONS[r] / 2),)
-        else:
-            own_terms = own_terms + (tl.zeros((BQ,), tl.float32),)
+        of_queries = of_queries + (squares * (-META.precisions[r] / 2),)
     total = tl.zeros((BQ, VP), tl.float32)
     sums = tl.zeros((BQ,), tl.float32)
     top = tl.full((BQ,), EMPTY, tl.float32)
-    for at in range(tl.min(begin, 0), tl.max(end, 0) + 1, BK):
-        columns = at + tl.arange(0, BK)
-        keys = load_keys(k + at * k_far, k_part, k_row, places - at, BK, M, D, DP)
-        values = load_rows(v + at * v_far, v_row, places - at, BK, V, VP)
-        terms = load_terms(of_keys, columns, places, M)
-        logs = ()
-        for r in tl.static_range(M):
-            products = dot(queries, tl.trans(keys[r]), dtype)
-            logs = logs + (log_weights(products, PRECISIONS[r], own_terms[r], terms[r], begin, end, at),)
+    for at in range(tl.min(block.begin, 0), tl.max(block.end, 0) + 1, BK):
+        keys, columns, of_keys = load_positions(pairs, block.batch, kv, at, META)
+        logs = log_weights(queries, keys, of_queries, of_keys, block, at, False, META)
         position = largest_of(logs)
         larger = tl.maximum(top, tl.max(position, 1))
-        if HARD:
+        if META.hard:
             weights = tl.exp2(position - larger[:, None])
         else:
             weights = tl.zeros((BQ, BK), tl.float32)
             for r in tl.static_range(M):
                 weights += tl.exp2(logs[r] - larger[:, None])
         shrink = tl.exp2(top - larger)
-        total = total * shrink[:, None] + dot(weights, values, dtype)
+        total = total * shrink[:, None] + dot(weights, columns, queries.dtype)
         sums = sums * shrink + tl.sum(weights, 1)
         top = larger
 
     exists = tl.where(sums == 0, 1.0, sums)
     factor = 1 / exists if NORMALIZE else tl.exp2(top)
     divisor = top + tl.log2(exists) if NORMALIZE else tl.zeros((BQ,), tl.float32)
-    store_rows(out + (head * length + far) * V, V, left, total * factor[:, None], V, VP)
+    store_tokens(out, block.entry, block.start, length, total * factor[:, None], META.value_dim, VP)
     for r in tl.static_range(M):
-        tl.store(of_queries + (head * M + r) * length + rows, own_terms[r] - divisor, mask=rows < length)
+        terms = pairs.of_queries + (block.entry * M + r) * length
+        tl.store(terms + block.rows, of_queries[r] - divisor, mask=block.rows < length)
 
 
 @triton.jit
-def pull_queries(
-    q,
-    k,
-    v,
-    of_keys,
-    first,
-    last,
-    out,
-    of_queries,
-    pull,
-    dq,
-    delta,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_part,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    pull_batch,
-    pull_head,
-    pull_row,
-    span_batch,
-    length,
-    places,
-    heads,
-    blocks,
-    G: tl.constexpr,
-    PRECISIONS: tl.constexpr,
-    FACTORS: tl.constexpr,
-    GAUSSIAN: tl.constexpr,
-    HARD: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    BQ: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """Gradients of queries (B, H, N, d), and delta (B, H, N) float32 for `pull_keys`. Programs as in `read`."""
-    M: tl.constexpr = len(PRECISIONS)
-    start = (blocks - 1 - tl.program_id(0) % blocks) * BQ
-    rows = start + tl.arange(0, BQ)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    row, own = head // heads, head % heads
-    kv = own // G
-    far, left = start.to(tl.int64), length - start
-    k_far, v_far = tl.cast(k_row, tl.int64), tl.cast(v_row, tl.int64)
-    dtype: tl.constexpr = q.dtype.element_ty
-    k += row * k_batch + kv * k_head
-    v += row * v_batch + kv * v_head
-    of_keys += (row * (heads // G) + kv) * M * places
-    begin, end = load_span(first + row * span_batch, last + row * span_batch, rows, length)
+def bwd_dq(pairs, do, out, delta, dq, NORMALIZE: tl.constexpr, META: tl.constexpr):
+    """Gradients of queries (B, H, N, d), and delta (B, H, N) float32 for `bwd_dkv`. Programs as in `fwd`."""
+    BQ: tl.constexpr = META.block_q
+    BK: tl.constexpr = META.block_kv
+    DP: tl.constexpr = META.padded_width
+    VP: tl.constexpr = META.padded_value_dim
+    length = pairs.length
+    block = block_of_program(pairs.visible, pairs.kv_heads * META.group, length, True, BQ)
+    kv = block.head // META.group
 
-    queries = load_rows(q + row * q_batch + own * q_head + far * q_row, q_row, left, BQ, D, DP)
-    pulls = load_rows(pull + row * pull_batch + own * pull_head + far * pull_row, pull_row, left, BQ, V, VP)
-    shift = tl.zeros((BQ,), tl.float32)
+    queries = load_tokens(pairs.q, block.batch, block.head, block.start, length, BQ, META.width, DP)
+    grad = load_tokens(do, block.batch, block.head, block.start, length, BQ, META.value_dim, VP)
+    dtype: tl.constexpr = queries.dtype
+    mean = tl.zeros((BQ,), tl.float32)
     if NORMALIZE:
-        outputs = load_rows(out + (head * length + far) * V, V, left, BQ, V, VP)
-        shift = tl.sum(pulls.to(tl.float32) * outputs.to(tl.float32), 1)
-    tl.store(delta + head * length + rows, shift, mask=rows < length)
-    own_terms = load_terms(of_queries + head * M * length, rows, length, M)
+        outputs = out + (block.entry * length + block.start) * META.value_dim
+        outputs = load_rows(outputs, META.value_dim, length - block.start, BQ, META.value_dim, VP)
+        mean = tl.sum(grad.to(tl.float32) * outputs.to(tl.float32), 1)
+    tl.store(delta + block.entry * length + block.rows, mean, mask=block.rows < length)
+    of_queries = load_terms(pairs.of_queries, block.entry, block.start, length, BQ, META)
     total = tl.zeros((BQ, DP), tl.float32)
-    pulled = tl.zeros((BQ,), tl.float32)
-    for at in range(tl.min(begin, 0), tl.max(end, 0) + 1, BK):
-        columns = at + tl.arange(0, BK)
-        keys = load_keys(k + at * k_far, k_part, k_row, places - at, BK, M, D, DP)
-        values = load_rows(v + at * v_far, v_row, places - at, BK, V, VP)
-        terms = load_terms(of_keys, columns, places, M)
-        logs = ()
-        for r in tl.static_range(M):
-            products = dot(queries, tl.trans(keys[r]), dtype)
-            logs = logs + (log_weights(products, PRECISIONS[r], own_terms[r], terms[r], begin, end, at),)
-        weights = key_weights(logs, HARD)
-        slope = dot(pulls, tl.trans(values), dtype) - shift[:, None]
-        for r in tl.static_range(M):
-            share = rounded(weights[r] * slope * FACTORS[r], dtype)
+    shares = tl.zeros((BQ,), tl.float32)
+    for at in range(tl.min(block.begin, 0), tl.max(block.end, 0) + 1, BK):
+        keys, columns, of_keys = load_positions(pairs, block.batch, kv, at, META)
+        logs = log_weights(queries, keys, of_queries, of_keys, block, at, False, META)
+        weights = key_weights(logs, META.hard)
+        slope = dot(grad, tl.trans(columns), dtype) - mean[:, None]
+        for r in tl.static_range(len(keys)):
+            share = rounded(weights[r] * slope * META.factors[r], dtype)
             total += dot(share, keys[r], dtype)
-            pulled += tl.sum(share.to(tl.float32), 1)
-    if GAUSSIAN:
-        total -= pulled[:, None] * queries.to(tl.float32)
-    store_rows(dq + (head * length + far) * D, D, left, total, D, DP)
+            shares += tl.sum(share.to(tl.float32), 1)
+    if META.gaussian:
+        total -= shares[:, None] * queries.to(tl.float32)
+    store_tokens(dq, block.entry, block.start, length, total, META.width, DP)
 
 
 @triton.jit
-def pull_keys(
-    q,
-    k,
-    v,
-    of_keys,
-    first,
-    last,
-    of_queries,
-    pull,
-    delta,
-    dk,
-    dv,
-    dlog,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_part,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    pull_batch,
-    pull_head,
-    pull_row,
-    span_batch,
-    length,
-    places,
-    heads,
-    blocks,
-    G: tl.constexpr,
-    PRECISIONS: tl.constexpr,
-    FACTORS: tl.constexpr,
-    GAUSSIAN: tl.constexpr,
-    HARD: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    BQ: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """Gradients of keys (B, H_kv, M, S, d), values (B, H_kv, S, V) and log masses (B, H_kv, M, S) float32.
+def bwd_dkv(pairs, do, delta, dk, dv, dlog, META: tl.constexpr):
+    """Gradients of keys (B, H_kv, M, S, d), values (B, H_kv, S, D) and log masses (B, H_kv, M, S) float32.
 
-    Program: a block of positions of a key head, which meets the queries of its heads one after the other. first, last
-    (B, S): the queries that see each position. Rows of tiles are keys.
+    Program: a block of positions of a key head, which meets the queries of its heads one after the other. Rows of tiles
+    are positions, and `pairs.visible` says which queries see each.
     """
-    M: tl.constexpr = len(PRECISIONS)
-    start = (tl.program_id(0) % blocks) * BK
-    rows = start + tl.arange(0, BK)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    row, kv = head // heads, head % heads
-    far, left = start.to(tl.int64), places - start
-    q_far, pull_far = tl.cast(q_row, tl.int64), tl.cast(pull_row, tl.int64)
-    dtype: tl.constexpr = q.dtype.element_ty
-    begin, end = load_span(first + row * span_batch, last + row * span_batch, rows, places)
+    M: tl.constexpr = META.components
+    BQ: tl.constexpr = META.block_q
+    BK: tl.constexpr = META.block_kv
+    DP: tl.constexpr = META.padded_width
+    VP: tl.constexpr = META.padded_value_dim
+    length, kv_length = pairs.length, pairs.kv_length
+    block = block_of_program(pairs.visible, pairs.kv_heads, kv_length, False, BK)
 
-    keys = load_keys(k + row * k_batch + kv * k_head + far * k_row, k_part, k_row, left, BK, M, D, DP)
-    values = load_rows(v + row * v_batch + kv * v_head + far * v_row, v_row, left, BK, V, VP)
-    own_terms = load_terms(of_keys + head * M * places, rows, places, M)
+    keys, columns, of_keys = load_positions(pairs, block.batch, block.head, block.start, META)
+    dtype: tl.constexpr = columns.dtype
     of_values = tl.zeros((BK, VP), tl.float32)
     totals = ()
-    pulled = ()
+    shares = ()
     for _ in tl.static_range(M):
         totals = totals + (tl.zeros((BK, DP), tl.float32),)
-        pulled = pulled + (tl.zeros((BK,), tl.float32),)
+        shares = shares + (tl.zeros((BK,), tl.float32),)
     # One loop over the queries of all heads: two inside each other would hold the addresses of both in registers.
-    low = tl.min(begin, 0)
-    steps = tl.maximum(tl.cdiv(tl.max(end, 0) + 1 - low, BQ), 0)
-    for step in range(G * steps):
-        own = kv * G + step // steps
+    low = tl.min(block.begin, 0)
+    steps = tl.maximum(tl.cdiv(tl.max(block.end, 0) + 1 - low, BQ), 0)
+    for step in range(META.group * steps):
+        head = block.head * META.group + step // steps
+        entry = block.entry * META.group + step // steps
         at = low + step % steps * BQ
-        asking = row * heads * G + own
-        columns = at + tl.arange(0, BQ)
-        queries = load_rows(q + row * q_batch + own * q_head + at * q_far, q_row, length - at, BQ, D, DP)
-        pulls = load_rows(
-            pull + row * pull_batch + own * pull_head + at * pull_far, pull_row, length - at, BQ, V, VP
-        )
-        terms = load_terms(of_queries + asking * M * length, columns, length, M)
-        shift = tl.load(delta + asking * length + columns, mask=columns < length, other=0.0)
-        logs = ()
-        for r in tl.static_range(M):
-            products = dot(keys[r], tl.trans(queries), dtype)
-            logs = logs + (log_weights(products, PRECISIONS[r], own_terms[r], terms[r], begin, end, at),)
-        weights = key_weights(logs, HARD)
-        slope = dot(values, tl.trans(pulls), dtype) - shift[None, :]
+        queries = load_tokens(pairs.q, block.batch, head, at, length, BQ, META.width, DP)
+        grad = load_tokens(do, block.batch, head, at, length, BQ, META.value_dim, VP)
+        of_queries = load_terms(pairs.of_queries, entry, at, length, BQ, META)
+        mean = load_numbers(delta + entry * length, at, length, BQ)
+        logs = log_weights(queries, keys, of_queries, of_keys, block, at, True, META)
+        weights = key_weights(logs, META.hard)
+        slope = dot(columns, tl.trans(grad), dtype) - mean[None, :]
         position = weights[0]
         for r in tl.static_range(1, M):
             position += weights[r]
-        of_values += dot(position, pulls, dtype)
+        of_values += dot(position, grad, dtype)
         new_totals = ()
-        new_pulled = ()
+        new_shares = ()
         for r in tl.static_range(M):
             share = rounded(weights[r] * slope, dtype)
             new_totals = new_totals + (totals[r] + dot(share, queries, dtype),)
-            new_pulled = new_pulled + (pulled[r] + tl.sum(share.to(tl.float32), 1),)
+            new_shares = new_shares + (shares[r] + tl.sum(share.to(tl.float32), 1),)
         totals = new_totals
-        pulled = new_pulled
-    store_rows(dv + (head * places + far) * V, V, left, of_values, V, VP)
+        shares = new_shares
+    store_tokens(dv, block.entry, block.start, kv_length, of_values, META.value_dim, VP)
     for r in tl.static_range(M):
         total = totals[r]
-        if GAUSSIAN:
-            total -= pulled[r][:, None] * keys[r].to(tl.float32)
-        component = head * M + r
-        store_rows(dk + (component * places + far) * D, D, left, total * FACTORS[r], D, DP)
-        tl.store(dlog + component * places + rows, pulled[r], mask=rows < places)
+        if META.gaussian:
+            total -= shares[r][:, None] * keys[r].to(tl.float32)
+        component = block.entry * M + r
+        store_tokens(dk, component, block.start, kv_length, total * META.factors[r], META.width, DP)
+        tl.store(dlog + component * kv_length + block.rows, shares[r], mask=block.rows < kv_length)

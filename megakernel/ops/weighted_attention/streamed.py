@@ -11,7 +11,7 @@ from torch import Tensor
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.state import EMPTY
-from megakernel.ops.sums import Sums, add, normalized, unnormalized, with_ones
+from megakernel.ops.sums import Sums, add, log_normalizer, no_sums, normalized, unnormalized, with_ones
 from megakernel.ops.weighted_attention.form import Form, component_logs, position_logs
 
 QUERIES = 256
@@ -35,10 +35,11 @@ def responsibilities(q: Tensor, k: Tensor, *, form: Form, mass: Tensor, spans: S
     Arguments as in `attend`. A query that must not count has an empty span.
     """
     rows = q.unflatten(1, (k.shape[1], -1))
-    sums = torch.zeros_like(mass)
+    sums, dtype = torch.zeros_like(mass), accum_dtype(q.dtype)
     for queries, keys in spans.blocks(QUERIES, KEYS):
         some = mass[..., keys]
-        logs = component_logs(form, _wide_rows(rows, queries), _wide(k[..., keys, :]), some)
+        asking = rows[:, :, :, queries].to(dtype).flatten(2, 3)
+        logs = component_logs(form, asking, k[..., keys, :].to(dtype), some)
         share = logs.softmax(-2).unflatten(2, (rows.shape[2], -1))
         visible = _visible(spans, queries, keys)[:, None, None, :, None]
         seen = share.masked_fill(~visible, 0.0).sum((2, 3))
@@ -50,45 +51,28 @@ def _visible(spans: Spans, queries: slice, keys: slice) -> Tensor:
     return spans.mask(queries, keys.start, keys.stop)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(accum_dtype(x.dtype))
-
-
-def _wide_rows(q: Tensor, queries: slice) -> Tensor:
-    """(B, H_kv, G, N, d) -> (B, H_kv, G n, d), some queries."""
-    return _wide(q[:, :, :, queries]).flatten(2, 3)
-
-
-def _with_ones(v: Tensor) -> Tensor:
-    """Values with the normalizer's column."""
-    return with_ones(_wide(v))[:, :, None]
+def _part(q: Tensor, k: Tensor, v: Tensor, mass: Tensor, queries: slice, keys: slice) -> tuple[Tensor, ...]:
+    """Views of these queries, and of the keys, values and masses of these positions."""
+    return q[:, :, :, queries], k[..., keys, :], v[:, :, keys], mass[..., keys]
 
 
 class _Stream(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mass, form, spans):
-        batch, kv_heads, group, count, _ = q.shape
         finish = normalized if form.normalize else unnormalized
-        total = q.new_zeros(batch, kv_heads, group, count, v.shape[-1] + 1, dtype=accum_dtype(q.dtype))
-        scale = total.new_full(total.shape[:-1], EMPTY)
+        total, scale = no_sums(q, v.shape[-1])
+        assert scale is not None
         for queries, keys in spans.blocks(QUERIES, KEYS):
-            logs = position_logs(
-                form,
-                _wide_rows(q, queries),
-                _wide(k[..., keys, :]),
-                mass[..., keys],
-                _visible(spans, queries, keys),
-            )
+            rows, some, values, weights = (x.to(total.dtype) for x in _part(q, k, v, mass, queries, keys))
+            logs = position_logs(form, rows.flatten(2, 3), some, weights, _visible(spans, queries, keys))
             largest = logs.amax(-1).clamp(min=EMPTY)
-            found = Sums(torch.exp(logs - largest[..., None]) @ _with_ones(v[:, :, keys]), largest)
+            found = Sums(torch.exp(logs - largest[..., None]) @ with_ones(values)[:, :, None], largest)
             before = Sums(total[:, :, :, queries], scale[:, :, :, queries])
-            total[:, :, :, queries], scale[:, :, :, queries] = add(before, found)
+            both = add(before, found)
+            total[:, :, :, queries], scale[:, :, :, queries] = both.values, both.scale_or_zero
         out = finish(Sums(total, scale))
         # log of what a weight is divided by: its row's sum, or nothing.
-        row_sums = total[..., -1]
-        divisor = torch.zeros_like(scale)
-        if form.normalize:
-            divisor = scale + row_sums.masked_fill(row_sums == 0, 1.0).log()
+        divisor = log_normalizer(Sums(total, scale)) if form.normalize else torch.zeros_like(scale)
         ctx.form, ctx.spans = form, spans
         ctx.save_for_backward(q, k, v, mass, out, divisor)
         return out.to(v.dtype)
@@ -102,23 +86,19 @@ class _Stream(torch.autograd.Function):
         of_ones = (
             -(grad * out).sum(-1, keepdim=True) if ctx.form.normalize else torch.zeros_like(out[..., :1])
         )
-        pull = torch.cat([grad, of_ones], -1)
-        sums = [torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v, mass)]
+        of_sums = torch.cat([grad, of_ones], -1)
+        dq, dk, dv, dmass = (torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v, mass))
         for queries, keys in ctx.spans.blocks(QUERIES, KEYS):
-            places = (q[:, :, :, queries], k[..., keys, :], v[:, :, keys], mass[..., keys])
-            leaves = [x.detach().to(out.dtype).requires_grad_() for x in places]
+            part = _part(q, k, v, mass, queries, keys)
+            leaves = [x.detach().to(out.dtype).requires_grad_() for x in part]
             rows, some, values, weights = leaves
             visible = _visible(ctx.spans, queries, keys)
             with torch.enable_grad():
                 logs = position_logs(ctx.form, rows.flatten(2, 3), some, weights, visible)
                 shares = torch.exp(logs - divisor[:, :, :, queries, None])
-                block = (shares @ _with_ones(values) * pull[:, :, :, queries]).sum()
-            totals = (
-                sums[0][:, :, :, queries],
-                sums[1][..., keys, :],
-                sums[2][:, :, keys],
-                sums[3][..., keys],
-            )
-            for total, part in zip(totals, torch.autograd.grad(block, leaves)):
-                total += part
-        return (*(x.to(like.dtype) for x, like in zip(sums, (q, k, v, mass))), None, None)
+                block = (shares @ with_ones(values)[:, :, None] * of_sums[:, :, :, queries]).sum()
+            for total, found in zip(
+                _part(dq, dk, dv, dmass, queries, keys), torch.autograd.grad(block, leaves)
+            ):
+                total += found
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmass.to(mass.dtype), None, None

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from megakernel.ops.kernels.features import padded
-from megakernel.ops.kernels.launch import launch, rows_together, strides
+from megakernel.ops.kernels.launch import Rows, launch
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.weighted_attention import kernels
-from megakernel.ops.weighted_attention.form import Form, Join, Similarity
+from megakernel.ops.weighted_attention.form import Form
+from megakernel.ops.weighted_attention.kernels import Pairs, Visible, Weighting
 
 WIDEST = 256
 """The largest d and D: a program holds whole rows."""
@@ -20,31 +21,27 @@ WIDEST = 256
 MOST_KEYS = 4
 """The largest M: a program holds the gradients of all keys of its positions."""
 
+LAUNCH = {"warps": 8, "stages": 2}
+"""Two stages: the next block of keys is on its way while one is weighed."""
+
 
 class Tiles(NamedTuple):
-    """The sizes of a launch."""
+    """The tiles (queries, positions) of each kernel."""
 
-    queries: int
-    """Of one block."""
-
-    keys: int
-    """Positions of one block."""
-
-    def options(self) -> dict[str, int]:
-        """As `launch` takes them."""
-        # Two stages: the next block of keys is on its way while one is weighed.
-        return {"BQ": self.queries, "BK": self.keys, "warps": 8, "stages": 2}
+    fwd: tuple[int, int]
+    bwd_dq: tuple[int, int]
+    bwd_dkv: tuple[int, int]
 
 
 TILES = {
-    1: (Tiles(128, 64), Tiles(128, 64), Tiles(32, 128)),
-    2: (Tiles(64, 64), Tiles(64, 64), Tiles(64, 32)),
-    4: (Tiles(64, 32), Tiles(64, 32), Tiles(64, 32)),
-    8: (Tiles(32, 32), Tiles(32, 32), Tiles(32, 16)),
-    16: (Tiles(32, 32), Tiles(16, 32), Tiles(32, 16)),
-    32: (Tiles(16, 16), Tiles(16, 16), Tiles(16, 16)),
+    1: Tiles((128, 64), (128, 64), (32, 128)),
+    2: Tiles((64, 64), (64, 64), (64, 32)),
+    4: Tiles((64, 32), (64, 32), (64, 32)),
+    8: Tiles((32, 32), (32, 32), (32, 16)),
+    16: Tiles((32, 32), (16, 32), (32, 16)),
+    32: Tiles((16, 16), (16, 16), (16, 16)),
 }
-"""Sizes of `read`, `pull_queries` and `pull_keys`, by what a position weighs in registers (`_tiles`)."""
+"""Sizes by what a position weighs in registers (`_tiles`)."""
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> str | None:
@@ -65,11 +62,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, form: Form, mass: Tensor, spans: 
     # log 0 would have no gradient: a key without mass is one that nobody sees.
     logs = torch.where(exists, mass.clamp(min=torch.finfo(mass.dtype).tiny), 1.0).log()
     first, last = (x.to(torch.int32) for x in spans)
-    return _read(q, k, v, logs.masked_fill(~exists, -torch.inf), first, last, *form)[0]
+    return _forward(q, k, v, logs.masked_fill(~exists, -torch.inf), first, last, *form)[0]
 
 
 @torch.library.custom_op("megakernel::weighted_attention", mutates_args=())
-def _read(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -82,26 +79,17 @@ def _read(
     normalize: bool,
 ) -> tuple[Tensor, Tensor]:
     """Outputs (B, H, N, D), and what each query adds to the logs of its weights (B, H, M, N) float32."""
-    form = _form(similarity, variances, join, normalize)
-    q, k, v = map(rows_together, (q, k, v))
-    out, of_queries = _empty_outputs(q, k, v)
-    tiles, _, _ = _tiles(k, v)
-    blocks = triton.cdiv(q.shape[2], tiles.queries)
-    launch(
-        kernels.read,
-        (blocks * q.shape[0] * q.shape[1],),
-        *(q, k, v, _of_keys(form, k, log_mass), first, last, out, of_queries),
-        *(*strides(q), *k.stride()[:4], *strides(v), _span_batch(first)),
-        *(q.shape[2], v.shape[2], q.shape[1], blocks),
-        NORMALIZE=normalize,
-        **_options(form, q, k, v),
-        **tiles.options(),
-    )
+    meta = _meta(q, k, v, similarity, variances, join, _tiles(k, v).fwd)
+    out, of_queries = _outputs(q, k, v)
+    pairs = _pairs(meta, q, k, v, log_mass, of_queries, Visible.of(first, last))
+    blocks = triton.cdiv(q.shape[2], meta.block_q)
+    grid = (blocks * q.shape[0] * q.shape[1],)
+    launch(kernels.fwd, grid, pairs, out, NORMALIZE=normalize, META=meta, **LAUNCH)
     return out, of_queries
 
 
 @torch.library.custom_op("megakernel::weighted_attention_backward", mutates_args=())
-def _pull(
+def _backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -117,55 +105,31 @@ def _pull(
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and log_mass."""
-    form = _form(similarity, variances, join, normalize)
-    grad, q, k, v = map(rows_together, (grad, q, k, v))
-    dq, dk, dv, dlog = _empty_like(q, k, v, log_mass)
-    of_keys = _of_keys(form, k, log_mass)
+    dq, dk, dv, dlog = _gradients(grad, q, k, v, log_mass)
     delta = q.new_empty(q.shape[:3], dtype=torch.float32)
-    steps = (*strides(q), *k.stride()[:4], *strides(v), *strides(grad), _span_batch(first))
-    options = _options(form, q, k, v) | {"FACTORS": _precisions(form, q.shape[-1])}
-
-    _, tiles, key_tiles = _tiles(k, v)
-    blocks = triton.cdiv(q.shape[2], tiles.queries)
-    launch(
-        kernels.pull_queries,
-        (blocks * q.shape[0] * q.shape[1],),
-        *(q, k, v, of_keys, first, last, out, of_queries, grad, dq, delta),
-        *(*steps, q.shape[2], v.shape[2], q.shape[1], blocks),
-        NORMALIZE=normalize,
-        **options,
-        **tiles.options(),
-    )
-    blocks = triton.cdiv(v.shape[2], key_tiles.keys)
-    launch(
-        kernels.pull_keys,
-        (blocks * v.shape[0] * v.shape[1],),
-        *(q, k, v, of_keys, *_seen_by(first, last, v.shape[2]), of_queries, grad, delta, dk, dv, dlog),
-        *(*steps, q.shape[2], v.shape[2], v.shape[1], blocks),
-        **options,
-        **key_tiles.options(),
-    )
+    do, tiles = Rows.of(grad), _tiles(k, v)
+    meta = _meta(q, k, v, similarity, variances, join, tiles.bwd_dq)
+    pairs = _pairs(meta, q, k, v, log_mass, of_queries, Visible.of(first, last))
+    grid = (triton.cdiv(q.shape[2], meta.block_q) * q.shape[0] * q.shape[1],)
+    launch(kernels.bwd_dq, grid, pairs, do, out, delta, dq, NORMALIZE=normalize, META=meta, **LAUNCH)
+    block_q, block_kv = tiles.bwd_dkv
+    meta = meta._replace(block_q=block_q, block_kv=block_kv)
+    pairs = pairs._replace(visible=Visible.of(*_seen_by(first, last, v.shape[2])))
+    grid = (triton.cdiv(v.shape[2], block_kv) * v.shape[0] * v.shape[1],)
+    launch(kernels.bwd_dkv, grid, pairs, do, delta, dk, dv, dlog, META=meta, **LAUNCH)
     return dq, dk, dv, dlog
 
 
-def _empty_outputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+@_forward.register_fake
+def _outputs(q, k, v, *_: Any) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = q.shape
     out = q.new_empty(batch, heads, length, v.shape[-1])
     return out, q.new_empty(batch, heads, k.shape[2], length, dtype=torch.float32)
 
 
-def _empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in tensors)
-
-
-@_read.register_fake
-def _(q, k, v, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_outputs(q, k, v)
-
-
-@_pull.register_fake
-def _(grad, q, k, v, log_mass, *_: Any) -> tuple[Tensor, ...]:
-    return _empty_like(q, k, v, log_mass)
+@_backward.register_fake
+def _gradients(grad, q, k, v, log_mass, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, log_mass))
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -176,44 +140,41 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 10
-    gradients = _pull(grad, *ctx.saved_tensors, *ctx.form)
-    return (*gradients, None, None, None, None, None, None)
+    return (*_backward(grad, *ctx.saved_tensors, *ctx.form), *[None] * 6)
 
 
-_read.register_autograd(_backward, setup_context=_save)
+_forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _form(similarity: str, variances: Sequence[float], join: str, normalize: bool) -> Form:
-    return Form(cast(Similarity, similarity), tuple(variances), cast(Join, join), normalize)
+def _meta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    similarity: str,
+    variances: Sequence[float],
+    join: str,
+    tile: tuple[int, int],
+) -> Weighting:
+    root, group = math.sqrt(q.shape[-1]), q.shape[1] // k.shape[1]
+    precisions = tuple(1 / (variance * root * math.log(2)) for variance in variances)
+    return Weighting(
+        precisions, similarity == "gaussian", join == "max", group, q.shape[-1], v.shape[-1], *tile
+    )
 
 
-def _precisions(form: Form, width: int) -> tuple[float, ...]:
-    """p of each key: what -|q - k|^2 / 2, or q.k, is multiplied by."""
-    return tuple(1 / (variance * math.sqrt(width)) for variance in form.variances)
-
-
-def _in_bits(precisions: Sequence[float]) -> tuple[float, ...]:
-    """In units of log 2."""
-    return tuple(p / math.log(2) for p in precisions)
-
-
-def _of_keys(form: Form, k: Tensor, log_mass: Tensor) -> Tensor:
-    """What each key adds to the log2 of its weights, (B, H_kv, M, S) float32."""
-    terms = log_mass / math.log(2)
-    if form.similarity == "gaussian":
-        precisions = terms.new_tensor(_in_bits(_precisions(form, k.shape[-1])))
+def _pairs(
+    meta: Weighting, q: Tensor, k: Tensor, v: Tensor, log_mass: Tensor, of_queries: Tensor, visible: Visible
+) -> Pairs:
+    of_keys = log_mass / math.log(2)
+    if meta.gaussian:
         # A norm sums in float32 without a copy of the keys.
         squares = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).square()
-        terms = terms - squares * precisions[:, None] / 2
-    return terms
-
-
-def _span_batch(first: Tensor) -> int:
-    """Stride between rows of the batch; rows that are alike come as one."""
-    return first.stride(0) if len(first) > 1 else 0
+        of_keys = of_keys - squares * of_keys.new_tensor(meta.precisions)[:, None] / 2
+    sizes = (q.shape[2], v.shape[2], k.shape[1])
+    return Pairs(Rows.of(q), Rows.of(k.flatten(1, 2)), Rows.of(v), of_queries, of_keys, visible, *sizes)
 
 
 def _seen_by(first: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -226,21 +187,7 @@ def _seen_by(first: Tensor, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return begin, torch.searchsorted(first.contiguous(), places, right=True, out_int32=True) - 1
 
 
-def _options(form: Form, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """Compile-time arguments of all kernels."""
-    return {
-        "G": q.shape[1] // k.shape[1],
-        "PRECISIONS": _in_bits(_precisions(form, q.shape[-1])),
-        "GAUSSIAN": form.similarity == "gaussian",
-        "HARD": form.join == "max",
-        "D": q.shape[-1],
-        "DP": padded(q.shape[-1]),
-        "V": v.shape[-1],
-        "VP": padded(v.shape[-1]),
-    }
-
-
-def _tiles(k: Tensor, v: Tensor) -> tuple[Tiles, Tiles, Tiles]:
+def _tiles(k: Tensor, v: Tensor) -> Tiles:
     """The largest tiles that stay in registers: M rows of 64 numbers of 16 bits weigh M.
 
     Numbers of 32 bits weigh eight times as much: their products are sums of three, of factors split in two.

@@ -1,13 +1,16 @@
+from importlib import import_module
+
 import pytest
 
-from megakernel.ops.eva_attention import chunked as eva
+from megakernel.ops import eva_attention as eva
+from megakernel.ops import landmark_attention as landmark
 from megakernel.ops.flurka_attention import chunked as flurka
 from megakernel.ops.kernel_attention import chunked as kernel
-from megakernel.ops.landmark_attention import chunked as landmark
-from megakernel.ops.softmax_attention import blocked as softmax
 from megakernel.ops.softmax_attention import partial
 from megakernel.ops.weighted_attention import streamed as weighted
-from megakernel.ops.window_attention import chunked as window
+
+softmax, window = (import_module(f"megakernel.ops.{name}_attention") for name in ("softmax", "window"))
+"""The modules; in `megakernel.ops` their functions have the names."""
 
 
 @pytest.fixture

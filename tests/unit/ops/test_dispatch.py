@@ -3,7 +3,7 @@
 import re
 import warnings
 from importlib import import_module
-from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from megakernel.ops import dispatch, flurka_attention, kernel_attention
 
 OPS = [
     (module, name)
-    for file in sorted(Path(ops.__file__).parent.glob("*/__init__.py"))
-    if hasattr(module := import_module(f"megakernel.ops.{file.parent.name}"), "IMPLEMENTATIONS")
+    for found in iter_modules(ops.__path__)
+    if hasattr(module := import_module(f"megakernel.ops.{found.name}"), "IMPLEMENTATIONS")
     for name, function in vars(module).items()
     if "backend:" in (getattr(function, "__doc__", None) or "")
 ]

@@ -9,15 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megakernel.ops import softmax_attention
 from megakernel.ops.softmax_attention import fused
 from megakernel.ops.softmax_attention.partial import (
-    Pull,
+    OutputGradient,
     Seen,
     add_gradients,
     add_sums,
-    log_normalizer,
-    no_sums,
 )
 from megakernel.ops.softmax_attention.spans import spans_among
-from megakernel.ops.sums import normalized
+from megakernel.ops.sums import log_normalizer, no_sums, normalized
 from tests.unit.ops.comparing import random
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -43,10 +41,10 @@ def from_parts(tensors, parts):
     for _, seen in keys:
         add_sums(total, q, seen)
     out = normalized(total)
-    pull = Pull(grad, out, log_normalizer(total), mean=(grad * out).sum(-1))
+    gradient = OutputGradient(grad, out, log_normalizer(total), mean=(grad * out).sum(-1))
     of_queries, of_keys, of_values = (torch.zeros_like(x, dtype=out.dtype) for x in (q, k, v))
     for place, seen in keys:
-        add_gradients((of_queries, of_keys[:, :, place], of_values[:, :, place]), q, seen, pull)
+        add_gradients((of_queries, of_keys[:, :, place], of_values[:, :, place]), q, seen, gradient)
     return out.flatten(1, 2), of_queries.flatten(1, 2), of_keys, of_values
 
 

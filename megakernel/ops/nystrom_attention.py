@@ -1,0 +1,124 @@
+"""Nyströmformer: softmax attention through means over segments of queries and keys (docs/formulas.md, 5)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megakernel.ops.arguments import check_heads
+from megakernel.ops.dispatch import accum_dtype, choose
+from megakernel.ops.pseudo_inverse import Invert, softmax_inverse
+
+
+def nystrom_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    segments: Tensor,
+    count: int,
+    invert: Invert = softmax_inverse,
+    key_mask: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """s(Q L_K^T) s(L_Q L_K^T)^+ s(L_Q K^T) V with s the softmax of scores over sqrt(d), L the means of segments.
+
+    Linear in the number of tokens; not causal.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, H_kv, N, d), H a multiple of H_kv.
+        v: (B, H_kv, N, D).
+        segments: int64 (B, N) or (1, N), the segment 0 .. count - 1 of each token. A segment without real tokens has no
+            landmark.
+        count: segments.
+        invert: the softmax matrix between landmarks (B, H, count, count) -> its inverse.
+        key_mask: (B, N) bool, False removes a token from means and keys.
+        backend: reference or chunked.
+
+    Returns:
+        (B, H, N, D) in the dtype of v; 0 in rows without a real token.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, naming the argument.
+    """
+    check_heads(q, k, v)
+    real = torch.ones_like(segments, dtype=torch.bool) if key_mask is None else key_mask
+    return choose(IMPLEMENTATIONS, backend)(q, k, v, segments, real, count, invert)
+
+
+def depthwise_convolution(v: Tensor, kernel: Tensor) -> Tensor:
+    """Each head's values under its own filter along the sequence, zeros beyond the ends.
+
+    v: (B, H, N, D); kernel: (H, W), W odd; the same for all channels of a head.
+    """
+    heads, width = kernel.shape
+    weight = kernel.to(v.dtype)[:, None, :, None]
+    return F.conv2d(v, weight, padding=(width // 2, 0), groups=heads)
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, real: Tensor, count: int, invert: Invert
+) -> Tensor:
+    """Means of all segments by one matrix product, and no scores between tokens."""
+    group = q.shape[1] // k.shape[1]
+    out_dtype, dtype = v.dtype, accum_dtype(q.dtype)
+    q = q.to(dtype) * q.shape[-1] ** -0.5
+    k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+    # (B, 1, count, N): who belongs to a segment.
+    members = ((segments[:, None] == torch.arange(count, device=q.device)[:, None]) & real[:, None])[:, None]
+    sizes = members.sum(-1, keepdim=True)
+    means = members.to(dtype) / sizes.clamp(min=1)
+    mean_q, mean_k = means @ q, means @ k
+    exists = (sizes > 0)[..., 0]
+
+    to_landmarks = _softmax(q, mean_k, exists)
+    between = _softmax(mean_q, mean_k, exists)
+    # A landmark that does not exist is its own inverse and reaches nobody.
+    missing = torch.diag_embed((~exists).to(dtype))
+    between = between * exists[..., None] + missing
+    from_keys = _softmax(mean_q, k, real[:, None]) * exists[..., None]
+    return (to_landmarks @ (invert(between) @ (from_keys @ v))).to(out_dtype)
+
+
+def _softmax(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+    """Row-normalized exp(q.k), over keys that exist; visible (B, 1, m). Rows that see none are 0."""
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~visible[..., None, :], torch.finfo(q.dtype).min)
+    return scores.softmax(-1).masked_fill(~visible[..., None, :], 0.0)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, real: Tensor, count: int, invert: Invert
+) -> Tensor:
+    """From the formula: one N x N matrix of weights for each row and head, means taken one by one."""
+    batch, heads, length, _ = q.shape
+    group = heads // k.shape[1]
+    out = v.new_zeros(batch, heads, length, v.shape[-1])
+    q, k, v = (x.to(accum_dtype(x.dtype)) for x in (q, k, v))
+    for row, there in enumerate(real.expand(batch, -1)):
+        here = segments.expand(batch, -1)[row, there]
+        for head in range(heads if len(here) else 0):
+            queries, keys, columns = (
+                x[row, index, there] for x, index in ((q, head), (k, head // group), (v, head // group))
+            )
+            out[row, head, there] = (_weights(queries, keys, here, count, invert) @ columns).to(out.dtype)
+    return out
+
+
+def _weights(q: Tensor, k: Tensor, segments: Tensor, count: int, invert: Invert) -> Tensor:
+    """(n, n) of one row and head, for the n real tokens q, k (n, d)."""
+
+    def softmax(q: Tensor, k: Tensor) -> Tensor:
+        # exp of a score over exp of the largest: of large queries exp alone overflows.
+        return torch.softmax(q @ k.T * q.shape[-1] ** -0.5, -1)
+
+    used = segments.unique().tolist()
+    mean_q, mean_k = (torch.stack([x[segments == s].mean(0) for s in used]) for x in (q, k))
+    # Landmarks that do not exist are their own inverse.
+    between = torch.eye(count, dtype=q.dtype, device=q.device)
+    places = torch.meshgrid(*[torch.tensor(used, device=q.device)] * 2, indexing="ij")
+    inverse = invert(between.index_put(places, softmax(mean_q, mean_k)))[places]
+    return softmax(q, mean_k) @ inverse @ softmax(mean_q, k)
+
+
+IMPLEMENTATIONS = {"chunked": chunked, "reference": reference}
+"""Backend -> implementation."""
