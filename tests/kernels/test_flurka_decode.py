@@ -1,11 +1,13 @@
 """FLuRKA one token at a time, in one launch each, is the whole sequence at once."""
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megakernel import attention
 from megakernel.attention import Rotary
@@ -13,6 +15,7 @@ from megakernel.config.rope import RopeScaling
 from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention
 from megakernel.ops.flurka_attention import chunked
 from megakernel.ops.flurka_attention.form import Form, Weights
+from megakernel.ops.flurka_attention.triton import SIGNED
 from megakernel.ops.kernels.features import SUPPORTED
 from megakernel.ops.kernels.launch import Launch, noting
 from megakernel.ops.phi import start_state
@@ -23,9 +26,6 @@ from tests.kernels.test_flurka_attention import FORMS, tokens
 from tests.tiers import tiered
 
 PER_TOKEN = ("q", "k", "v", "gate")
-
-SIGNED = [(name, "shared") for name in ("identity", "rks")]
-"""Maps and forms that no kernel takes."""
 
 
 def forbid_all_but_steps(patch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def total(state: FlurkaState) -> Tensor:
 
 
 @torch.no_grad()
-def assert_steps_agree(leaves: dict[str, Tensor], positions: Tensor, prompt: int, **options) -> FlurkaState:
+def assert_steps_agree(leaves: dict[str, Tensor], positions: Tensor, prompt: int, **options) -> None:
     """A prompt at once, then token by token: the reference's outputs in float64 and its last state."""
     length = positions.shape[1]
     whole = {name: exactly(x) for name, x in leaves.items()}
@@ -74,7 +74,6 @@ def assert_steps_agree(leaves: dict[str, Tensor], positions: Tensor, prompt: int
     assert rms_ratio(total(state), total(last)) <= TOLERANCE[torch.float32]
     assert torch.equal(state.tail.keys.double(), last.tail.keys)
     assert torch.equal(state.tail.values.double(), last.tail.values)
-    return state
 
 
 def two_rows(length: int, restart: int, device: torch.device) -> Tensor:
@@ -90,8 +89,8 @@ def two_rows(length: int, restart: int, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_token_by_token_is_the_whole_sequence(feature_map, form, blocks, dtype, draw, device):
     """Over several blocks, of grouped queries, odd sizes, and rows of different positions."""
-    if (feature_map, form) in SIGNED:
-        pytest.skip("no kernel has one normalizer for a softmax and a map of both signs")
+    if feature_map in SIGNED and form == "shared":
+        form = "gated"  # no sum of both signs shares a softmax's normalizer
     leaves = tokens(
         draw,
         device,
@@ -119,7 +118,7 @@ def test_token_by_token_is_the_whole_sequence(feature_map, form, blocks, dtype, 
     ("block", "rank", "blocks"), tiered([(1, 1, 1), (1, 1, 2), (8, 8, 1), (40, 5, 2)], [(1, 1, 1)])
 )
 def test_any_block_agrees(block, rank, blocks, draw, device):
-    """Windows of one token, and of several tiles of keys."""
+    """Windows of one token, and of several tiles of keys; all of a document but its first token one by one."""
     length = block * blocks + block + 3
     leaves = tokens(
         draw, device, form="kernel", feature_map="elu", length=length, batch=2, block=block, rank=rank
@@ -262,17 +261,51 @@ def told(x: Any) -> Any:
 def test_a_token_is_one_launch_and_nothing_of_torch():
     """No copy, no sum, no number that the host asks for: tensors are made, and looked at in other shapes, alone."""
     prepared = Prepared()
-    prepared.launches(9)  # makes the table of angles
+    assert len(prepared.launches(9)) == 1  # makes the table of angles
     torch.use_deterministic_algorithms(False)  # which fills tensors that are made
     with torch.profiler.profile() as profile:
-        launches = prepared.started()
-    computed = {event.key for event in profile.key_averages()} - {f"aten::{name}" for name in WITHOUT_NUMBERS}
-    assert len(launches) == 1
+        prepared.started()
+    without_numbers = ("as_strided", "empty", "expand", "new_empty", "reshape", "to", "view")
+    computed = {event.key for event in profile.key_averages()} - {f"aten::{name}" for name in without_numbers}
     assert computed == {"megakernel::flurka_attention_step"}
 
 
-WITHOUT_NUMBERS = ("as_strided", "empty", "expand", "new_empty", "reshape", "to", "view")
-"""Operations of torch that compute nothing."""
+class Computed(TorchDispatchMode):
+    """Counts operations of torch that compute numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and func._schema.name not in (
+            "aten::_unsafe_view",
+            "prim::device",
+            "aten::promote_types",
+        ):
+            self.counted[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_around_the_launch_of_a_layer_little_is_computed():
+    layer = attention.build("flurka", num_heads=4, num_kv_heads=2, head_dim=16).bfloat16()
+    rotary, positions = Rotary(16), torch.arange(70).expand(2, -1)
+    q, k = (torch.zeros(2, heads, 71, 16, dtype=torch.bfloat16) for heads in (4, 2))
+    prompt, token = slice(0, 70), slice(70, 71)
+    _, state = layer.extend(
+        q[:, :, prompt], k[:, :, prompt], k[:, :, prompt], positions=positions, rotary=rotary
+    )
+    q, k, positions = q[:, :, token], k[:, :, token], positions[:, -1:] + 1
+
+    for _ in range(2):  # the first one makes the table of angles
+        with noting() as launches, Computed() as operations:
+            layer.extend(q, k, k, state, positions=positions, rotary=rotary)
+    assert len(launches) == 1
+    assert operations.counted.pop("megakernel::flurka_attention_step") == 1
+    # The pools from logits in bfloat16, the gate's logit, and the next position.
+    expected = {"_to_copy": 2, "_softmax": 2, "clone": 2, "bmm": 1, "add": 2}
+    assert operations.counted == {f"aten::{name}": count for name, count in expected.items()}
 
 
 @pytest.mark.parametrize(
