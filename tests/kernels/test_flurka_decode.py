@@ -314,8 +314,10 @@ def test_around_the_launch_of_a_layer_little_is_computed():
         ({}, None),
         ({"tail": None}, "the token begins a shard"),
         ({"exchange": lambda own, carries: None}, "the token begins a shard"),
-        ({"block": 136}, r"\(16, 16, 16, 136\); expected at most 128"),
-        ({"rank": 40}, "40 landmarks; expected at most 32"),
+        ({"block": 136}, "136 tokens and 4 landmarks; expected at most 128 and 32"),
+        ({"rank": 40}, "8 tokens and 40 landmarks"),
+        ({"width": 136}, "q has width 136"),
+        ({"dtype": torch.float16}, "hedgehog has weights below float16's smallest number"),
         ({"length": 2}, "q has 2 tokens; expected 1"),
         ({"sums": torch.float64}, "the state is torch.float64"),
         ({"learns": True}, "a gradient is wanted"),
@@ -324,9 +326,18 @@ def test_around_the_launch_of_a_layer_little_is_computed():
 def test_what_the_step_cannot_take_is_refused_with_a_reason(changes, message, draw):
     from megakernel.ops.flurka_attention import decode
 
-    given = {"block": 8, "rank": 4, "length": 1, "sums": torch.float32, "learns": False, **changes}
-    sizes = {name: given[name] for name in ("block", "rank", "length")}
-    leaves = tokens(draw, torch.device("cpu"), width=16, values=16, **sizes)
+    given = {
+        "block": 8,
+        "rank": 4,
+        "length": 1,
+        "width": 16,
+        "dtype": torch.float32,
+        "sums": torch.float32,
+        "learns": False,
+        **changes,
+    }
+    sizes = {name: given[name] for name in ("block", "rank", "length", "width", "dtype")}
+    leaves = tokens(draw, torch.device("cpu"), values=16, **sizes)
     q, k, v, projection, *pools = (
         leaves[x] for x in ("q", "k", "v", "projection", "pool_keys", "pool_values")
     )

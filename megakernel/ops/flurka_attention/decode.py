@@ -19,9 +19,10 @@ from megakernel.ops.flurka_attention.arguments import Near, Pools, Shares, Windo
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.kernel_attention.arguments import Rows
 from megakernel.ops.kernel_attention.decode import TILE
+from megakernel.ops.kernel_attention.triton import unsupported_tiles
 from megakernel.ops.kernels.features import padded, phi_of
 from megakernel.ops.kernels.launch import launch
-from megakernel.ops.projections import dense, rows_of
+from megakernel.ops.projections import dense
 from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.window import Tail
 
@@ -55,11 +56,13 @@ def unsupported(
         return "the token begins a shard; expected one that continues a state of this process"
     if far.sums.dtype != torch.float32:
         return f"the state is {far.sums.dtype}; expected float32"
-    sizes = (q.shape[-1], v.shape[-1], rows_of(weights.projection, q.shape[-1]), form.block_size)
-    if max(sizes) > WIDEST:
-        return f"widths of q, v and projection and blocks are {sizes}; expected at most {WIDEST}"
-    if (rank := weights.pool_keys.shape[-2]) > HIGHEST_RANK:
-        return f"blocks have {rank} landmarks; expected at most {HIGHEST_RANK}"
+    tiles = unsupported_tiles(q, v, form.feature_map, weights.projection, WIDEST, WIDEST)
+    if tiles is not None:
+        return tiles
+    rank, block_size = weights.pool_keys.shape[-2:]
+    if block_size > WIDEST or rank > HIGHEST_RANK:
+        most = f"{WIDEST} and {HIGHEST_RANK}"
+        return f"blocks have {block_size} tokens and {rank} landmarks; expected at most {most}"
     given = (q, k, v, gate, *far, *tail, *weights)
     parts = [x for part in given for x in (part if isinstance(part, tuple) else (part,))]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in parts):
