@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NPROC ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test test-all test-others test-slurm lint format clean slurm-up slurm-down
+.PHONY: help install dev demo test test-all test-others test-slurm lint format gpu-check clean slurm-up slurm-down
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ lint: $(VENV)/installed-dev ## style, types and the direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+gpu-check: $(VENV)/installed-dev ## on a GPU: are the kernels right, how fast, how fast does a model train; 3 x 9 minutes
+	@for part in correctness speed training; do $(BIN)/python -m benchmarks.gpu_check $$part || status=$$?; done; \
+	exit $${status:-0}
 
 format: $(VENV)/installed-dev ## rewrite the sources in the project's style
 	$(BIN)/ruff check --fix .

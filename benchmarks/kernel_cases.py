@@ -9,11 +9,12 @@ from functools import partial
 import torch
 
 from megakernel.attention import Rotary
-from megakernel.ops import flurka_attention, kernel_attention, weighted_attention
+from megakernel.ops import FlurkaState, flurka_attention, kernel_attention, weighted_attention
 from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
+from megakernel.ops.window import empty_tail
 
 Case = Callable[[], None]
 
@@ -64,6 +65,42 @@ def step_case(
     state = start_state(feature_map, k, projection, width)
     kernel_attention(
         q, k, k, feature_map=feature_map, projection=projection, initial_state=state, backend="triton"
+    )
+
+
+@torch.no_grad()
+def flurka_step_case(
+    feature_map: str,
+    width: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    near: str = "softmax",
+    gated: bool = True,
+    group: int = 4,
+    blocks: int = 1,
+    rank: int = 8,
+) -> None:
+    """One token of each of 64 sequences, in blocks of 64."""
+    q = torch.empty(64, 8 * group, 1, width, dtype=dtype)
+    k = torch.empty(64, 8, 1, width, dtype=dtype)
+    projection = torch.empty(8, width, width) if FEATURE_MAPS[feature_map].projected else None
+    flurka_attention(
+        q,
+        k,
+        k,
+        feature_map=feature_map,
+        pool_keys=torch.empty(rank, 64),
+        pool_values=torch.empty(rank, 64),
+        projection=projection,
+        near=near,
+        blocks=blocks,
+        gate=torch.empty(64, 8 * group, 1) if gated and near == "softmax" else None,
+        rotary=Rotary(width),
+        positions=torch.zeros(64, 1, dtype=torch.int64),
+        initial_state=FlurkaState(
+            start_state(feature_map, k, projection, width), empty_tail(k, k, 64 * blocks)
+        ),
+        backend="triton",
     )
 
 
@@ -185,6 +222,20 @@ CASES: dict[str, Case] = {
     "FLuRKA hedgehog d=128, kernel window": _flurka("hedgehog", 128, near="kernel"),
     "FLuRKA favor d=64, one normalizer": _flurka("favor", 64, gated=False),
     "FLuRKA favor d=128": _flurka("favor", 128),
+    "FLuRKA, one token, elu d=64": partial(flurka_step_case, "elu", 64),
+    "FLuRKA, one token, hedgehog d=64": partial(flurka_step_case, "hedgehog", 64),
+    "FLuRKA, one token, hedgehog d=64, kernel window": partial(
+        flurka_step_case, "hedgehog", 64, near="kernel", group=1
+    ),
+    "FLuRKA, one token, hedgehog d=128": partial(flurka_step_case, "hedgehog", 128),
+    "FLuRKA, one token, hedgehog d=128, kernel window, 2 blocks": partial(
+        flurka_step_case, "hedgehog", 128, near="kernel", blocks=2
+    ),
+    "FLuRKA, one token, hedgehog d=128, one normalizer, 32 landmarks": partial(
+        flurka_step_case, "hedgehog", 128, gated=False, group=8, rank=32
+    ),
+    "FLuRKA, one token, favor d=128": partial(flurka_step_case, "favor", 128),
+    "FLuRKA, one token, rks d=128 float32": partial(flurka_step_case, "rks", 128, torch.float32),
     "weighted_attention softmax d=64": _weighted("softmax", 64, 1),
     "weighted_attention gaussian d=64": _weighted("gaussian", 64, 1),
     "weighted_attention gaussian d=128": _weighted("gaussian", 128, 1),

@@ -24,6 +24,7 @@ class Rotary:
         self.base = base
         self.frequencies, self.length = frequencies(head_dim, base, scaling or RopeScaling())
         self._on_device: dict[torch.device, Tensor] = {}
+        self._tables: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (B, H, N, d) at positions (B, N) or (1, N), whole or fractional; dtype of x."""
@@ -50,6 +51,14 @@ class Rotary:
         angles = positions[..., None] * self._on_device[device]
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.length == 1.0 else (self.length * cos, self.length * sin)
+
+    def table(self, first: int, count: int, device: torch.device) -> Tensor:
+        """(count, head_dim) float32: cosines, then sines, of the positions from `first` on; made once."""
+        key = (first, count, device)
+        if key not in self._tables:
+            places = torch.arange(first, first + count, device=device)
+            self._tables[key] = torch.cat(self.cos_sin(places), -1).float()
+        return self._tables[key]
 
 
 def frequencies(head_dim: int, base: float, scaling: RopeScaling) -> tuple[Tensor, float]:

@@ -6,10 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megakernel.ops import flurka_attention, kernel_attention, weighted_attention
+from megakernel.attention import Rotary
+from megakernel.ops import FlurkaState, flurka_attention, kernel_attention, weighted_attention
 from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
+from megakernel.ops.window import empty_tail
 
 BATCH, QUERY_HEADS, HEADS, LENGTH, WIDTH = 2, 4, 2, 8192, 16
 
@@ -35,10 +37,18 @@ def kernel(feature_map: str, keys: int = 0, **options) -> Tensor:
 
 @torch.no_grad()
 def one_token(feature_map: str) -> None:
+    """Of kernel attention, and of FLuRKA."""
     q, k = (tokens(heads, length=1) for heads in (QUERY_HEADS, HEADS))
     projection = parameter(HEADS, WIDTH, WIDTH)
+    state = start_state(feature_map, k, projection, WIDTH)
     options = {"feature_map": feature_map, "projection": projection, "backend": "triton"}
-    kernel_attention(q, k, k, initial_state=start_state(feature_map, k, projection, WIDTH), **options)
+    kernel_attention(q, k, k, initial_state=state, **options)
+    pools = {name: parameter(HEADS, 4, 32) for name in ("pool_keys", "pool_values")}
+    positions = torch.zeros(BATCH, 1, dtype=torch.int64)
+    entering = FlurkaState(state, empty_tail(k, k, 32))
+    flurka_attention(
+        q, k, k, initial_state=entering, positions=positions, rotary=Rotary(WIDTH), **pools, **options
+    )
 
 
 def flurka(feature_map: str, near: str, **options) -> Tensor:

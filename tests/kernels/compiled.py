@@ -72,21 +72,23 @@ def products(text: str) -> list[str]:
 
 def reused(text: str) -> set[str]:
     """The arguments of a kernel that it both loads from and stores to."""
-    roots = {name: name for name in re.findall(r"(%\w+): !tt.ptr", text)}
-    loaded, stored = set(), set()
+    roots = {name: {name} for name in re.findall(r"(%\w+): !tt.ptr", text)}
+    loaded: set[str] = set()
+    stored: set[str] = set()
     for line in text.splitlines():
         for inner, outer in re.findall(r"(%\w+) = (%\w+)", line):
             if outer in roots:
                 roots[inner] = roots[outer]
         match = RESULT.match(line)
         operands = VALUE.findall(line.split("=", 1)[1] if match else line)
-        of = next((roots[x] for x in operands if x in roots), None)
-        if match and match[2] in (*SAME, "tt.addptr") and of:
+        # A selection is of either.
+        of = set().union(*(roots.get(x, ()) for x in operands))
+        if match and match[2] in (*SAME, "tt.addptr", "arith.select") and of:
             roots[match[1]] = of
         elif match and match[2] == "tt.load":
-            loaded.add(roots[operands[0]])
+            loaded |= roots[operands[0]]
         elif line.lstrip().startswith("tt.store"):
-            stored.add(roots[operands[0]])
+            stored |= roots[operands[0]]
     return {name.removeprefix("%") for name in loaded & stored}
 
 

@@ -14,10 +14,11 @@ from megakernel.ops.kernels.features import padded
 from megakernel.ops.kernels.launch import FARTHEST, Rows, rows_together
 from tests.kernels.compiled import products, with_names
 
-KERNELS = 17
+KERNELS = 18
 """All that there are."""
 
 REUSED = {
+    ("flurka_attention.decode_kernel.step", "landmarks"): "a barrier stands between",
     ("flurka_attention.join_kernels.join_backward", "dq"): "a barrier stands between",
     ("flurka_attention.join_kernels.join_backward", "queries_tokens_features"): "a barrier stands between",
     ("flurka_attention.window_kernels.window_backward", "dk"): "a barrier stands between",

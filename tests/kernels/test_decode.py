@@ -31,7 +31,7 @@ def tokens(batch: int, heads: int, group: int, length: int, width: int, values: 
 def step(q: Tensor, k: Tensor, v: Tensor, **options):
     from megakernel.ops.kernel_attention import decode
 
-    options = {"projection": None, "normalize": True, "mass": None, **options}
+    options = {"projection": None, "normalize": True, "mass": None, "positions": 1, **options}
     with torch.no_grad():
         reason = decode.unsupported(q, k, v, **options)
         assert reason is None, reason
@@ -164,6 +164,27 @@ def test_a_key_without_mass_changes_nothing(feature_map):
     assert torch.equal(after.log_scale, state.log_scale)
 
 
+@pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
+def test_a_token_at_position_0_begins_a_document(feature_map, monkeypatch):
+    """Beside rows that go on, and through the op, which takes the step for one token."""
+    from megakernel.ops.kernel_attention import operators
+
+    q, k, v = tokens(2, 1, 2, 4, 8, 8)
+    projection = projection_of(feature_map, 1, 8, 16)
+    options = {"feature_map": feature_map, "projection": projection}
+    state = state_behind(k[:, :, :3], v[:, :, :3], **options)
+    lost = KernelState(
+        *(torch.where(torch.tensor([True, False]).view(2, *[1] * (x.dim() - 1)), x, torch.nan) for x in state)
+    )
+    options |= {"positions": torch.tensor([[3], [0]], device=DEVICE)}
+    last = [x[:, :, 3:] for x in (q, k, v)]
+    expected = reference(*last, state=state, **options)
+    monkeypatch.setattr(operators, "attend", None)
+    with torch.no_grad():
+        got = kernel_attention(*last, **options, initial_state=lost, return_state=True, backend="triton")
+    assert_same(got, expected)
+
+
 def test_the_state_handed_in_is_left_as_it_was():
     q, k, v = tokens(2, 1, 1, 3, 8, 8)
     state = state_behind(k, v, "elu", None)
@@ -188,7 +209,8 @@ def test_what_the_kernel_cannot_take_is_refused_with_a_reason():
 
     q, k, v = tokens(1, 1, 1, 2, 8, 8)
     state = start_state("elu", k, None, 8)
-    options = {"feature_map": "elu", "projection": None, "normalize": True, "mass": None, "state": state}
+    options = {"feature_map": "elu", "projection": None, "normalize": True, "mass": None}
+    options |= {"positions": 1, "state": state}
     one = [x[:, :, :1] for x in (q, k, v)]
     wide = {"feature_map": "prf", "projection": torch.zeros(600, 8)}
     assert decode.unsupported(*one, **options) is None
@@ -205,4 +227,4 @@ def test_torch_knows_the_operator():
     q, k, v = tokens(1, 2, 2, 1, 8, 8)
     projection = projection_of("rks", 2, 8)
     state = start_state("rks", k, projection, 8)
-    torch.library.opcheck(decode._step, (q, k, v, projection, None, *state, "rks", 1, True))
+    torch.library.opcheck(decode._step, (q, k, v, projection, None, None, *state, "rks", 1, True))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megakernel.ops.documents import Positions, open_documents
 from megakernel.ops.feature_maps import named
-from megakernel.ops.flurka_attention import chunked, operators
+from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.flurka_attention.places import places_of, sees_far
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
@@ -67,6 +67,10 @@ def unsupported(
     name = named(form.feature_map).name
     if name in SIGNED and form.near == "softmax" and gate is None:
         return f"feature_map {name} has no sign to share a softmax's normalizer; expected a gate"
+    token: dict[str, Any] = {"form": form, "weights": weights, "gate": gate, "positions": positions}
+    token |= {"far": far, "tail": tail, "exchange": exchange}
+    if decode.unsupported(q, k, v, **token) is None:
+        return None
     most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
     if (reason := unsupported_tiles(q, v, form.feature_map, weights.projection, most, most)) is not None:
         return reason
@@ -100,6 +104,10 @@ def attend(
 
     Of unbounded maps rows can get lost, which are then made again: see `kernel_attention.triton.attend`.
     """
+    token: dict[str, Any] = {"form": form, "weights": weights, "gate": gate, "positions": positions}
+    token |= {"far": far, "tail": tail, "exchange": exchange}
+    if decode.unsupported(q, k, v, **token) is None:
+        return decode.step(q, k, v, **token)
     b, reach = form.block_size, form.block_size * form.blocks
     left = (empty_tail(k, v, reach) if tail is None else tail).after(k, v)
     places = places_of(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)

@@ -4,6 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
+from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.kernel_attention import decode_kernel
 from megakernel.ops.kernels.features import SUPPORTED, padded, phi_of
@@ -27,6 +28,7 @@ def unsupported(
     projection: Projection | None,
     normalize: bool,
     mass: Tensor | None,
+    positions: Positions,
     state: KernelState,
 ) -> str | None:
     """Why the kernel cannot take these arguments of `step`."""
@@ -56,17 +58,20 @@ def step(
     projection: Projection | None,
     normalize: bool,
     mass: Tensor | None,
+    positions: Positions,
     state: KernelState,
 ) -> tuple[Tensor, KernelState]:
     """Outputs (B, H, 1, D) of q (B, H, 1, d), and the state with k and v (B, H_kv, 1, ...) in it.
 
-    The other arguments are those of `megakernel.ops.kernel_attention`, mass of shape (B, H_kv, 1). `state` is left as
-    it was: programs of other columns read its normalizer while one writes the new one, and a caller may go on from
-    the old state again (beams, a rejected draft).
+    The other arguments are those of `megakernel.ops.kernel_attention`, mass of shape (B, H_kv, 1), and positions one
+    number above 0 or (B, 1): a token at position 0 begins a document, which the kernel finds out on the device. `state`
+    is left as it was: programs of other columns read its normalizer while one writes the new one, and a caller may go
+    on from the old state again (beams, a rejected draft).
     """
     form = named(feature_map)
     matrix = dense(projection, q.shape[-1])
-    out, sums, log_scale = _step(q, k, v, matrix, mass, *state, form.name, form.components, normalize)
+    at = positions if isinstance(positions, Tensor) else None
+    out, sums, log_scale = _step(q, k, v, matrix, mass, at, *state, form.name, form.components, normalize)
     return out, KernelState(sums, log_scale)
 
 
@@ -77,6 +82,7 @@ def _step(
     v: Tensor,
     matrix: Tensor | None,
     mass: Tensor | None,
+    positions: Tensor | None,
     sums: Tensor,
     log_scale: Tensor,
     feature_map: str,
@@ -86,13 +92,13 @@ def _step(
     """Outputs, sums and log scales of the new state."""
     batch, heads, _, width = k.shape
     group, columns = q.shape[1] // heads, v.shape[-1]
-    # A few kilobytes in float32: exponents need exact tokens, and one row more makes the key one of them.
-    tokens = torch.cat([q.reshape(batch, heads, group, width), k], 2).float()
+    # A few kilobytes: one row more makes the key one of the queries.
+    tokens = torch.cat([q.reshape(batch, heads, group, width), k], 2)
     if matrix is not None:
         matrix = matrix.float().contiguous()
     phi = phi_of(FeatureMap(feature_map, components), width, None if matrix is None else matrix.shape[-2])
     out, new_sums, new_logs = _outputs(
-        q, k, v, matrix, mass, sums, log_scale, feature_map, components, normalize
+        q, k, v, matrix, mass, positions, sums, log_scale, feature_map, components, normalize
     )
     v = rows_together(v)
     block = max(16, min(padded(columns), TILE // phi.padded_rows))
@@ -108,10 +114,12 @@ def _step(
         out,
         new_sums,
         new_logs,
+        positions,
         v.stride(0),
         v.stride(1),
         matrix.stride(0) if matrix is not None and matrix.dim() == 3 else 0,
         heads,
+        0 if positions is None else positions.stride(0),
         warps=8 if phi.padded_rows * block > TILE // 2 else 4,
         G=group,
         C=padded(group + 1),
@@ -125,6 +133,6 @@ def _step(
 
 
 @_step.register_fake
-def _outputs(q, k, v, matrix, mass, sums, log_scale, feature_map, components, normalize):
+def _outputs(q, k, v, matrix, mass, positions, sums, log_scale, feature_map, components, normalize):
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     return out, sums.new_empty(sums.shape), log_scale.new_empty(log_scale.shape)

@@ -14,10 +14,47 @@ def row_of(x, row):
 
 
 @triton.jit
+def places_of_half(column, C: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """Where half a state has a block of columns, (C, BV), and which of these hold numbers; its normalizer, likewise."""
+    m, columns = tl.arange(0, C), column + tl.arange(0, BV)
+    inside = (m < M)[:, None] & (columns < V)[None, :]
+    return m[:, None] * (V + 1) + columns[None, :], inside, m * (V + 1) + V, m < M
+
+
+@triton.jit
+def load_half(sums, alive, column, C: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """A block of columns (C, BV) of half a state and its normalizer (C,), zeros where it is not `alive`."""
+    places, inside, normalizer, rows = places_of_half(column, C, M, V, BV)
+    tile = tl.load(sums + places, mask=inside & alive, other=0.0)
+    return tile, tl.load(sums + normalizer, mask=rows & alive, other=0.0)
+
+
+@triton.jit
+def store_half(new_sums, tile, norm, column, M: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """The inverse of `load_half`; the program of the first columns stores the normalizer."""
+    places, inside, normalizer, rows = places_of_half(column, tile.shape[0], M, V, BV)
+    tl.store(new_sums + places, tile, mask=inside)
+    if column == 0:
+        tl.store(new_sums + normalizer, norm, mask=rows)
+
+
+@triton.jit
+def read_half(features, tile, norm, G: tl.constexpr):
+    """What the first G of the features (C, MP) read of half a state: columns (C, BV) and the normalizer (C,)."""
+    # Products of few rows: tensor cores would need the tile in shared memory, and a second time in shards for float32.
+    total = tl.zeros((features.shape[0], tile.shape[1]), tl.float32)
+    for g in range(G):
+        read = tl.sum(row_of(features, g)[:, None] * tile, 0)
+        total += tl.where((tl.arange(0, features.shape[0]) == g)[:, None], read[None, :], 0.0)
+    return total, tl.sum(features * norm[None, :], 1)
+
+
+@triton.jit
 def step_half(
     features,
     sums,
     new_sums,
+    alive,
     shrink,
     addition,
     weight,
@@ -27,30 +64,17 @@ def step_half(
     V: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Add the key's features times `addition` (BV,), and times `weight` for the normalizer, to half a state.
+    """Add the key's features times `addition` (BV,), and times `weight` for the normalizer, to half an `alive` state.
 
     features (C, MP) are those of the G queries, and below them of the key. Returns what queries read from the new
-    state: a block of columns (C, BV) and the normalizer (C,).
+    state, as `read_half`.
     """
-    m = tl.arange(0, features.shape[1])
-    columns = column + tl.arange(0, BV)
     key = row_of(features, G)
-    inside = (m < M)[:, None] & (columns < V)[None, :]
-    places = m[:, None] * (V + 1) + columns[None, :]
-    normalizer = m * (V + 1) + V
-    tile = tl.load(sums + places, mask=inside, other=0.0)
+    tile, norm = load_half(sums, alive, column, features.shape[1], M, V, BV)
     tile = tile * shrink + key[:, None] * addition[None, :]
-    tl.store(new_sums + places, tile, mask=inside)
-    norm = tl.load(sums + normalizer, mask=m < M, other=0.0)
     norm = norm * shrink + key * weight
-    if column == 0:
-        tl.store(new_sums + normalizer, norm, mask=m < M)
-    # Products of few rows: tensor cores would need the tile in shared memory, and a second time in shards for float32.
-    total = tl.zeros((features.shape[0], BV), tl.float32)
-    for g in range(G):
-        read = tl.sum(row_of(features, g)[:, None] * tile, 0)
-        total += tl.where((tl.arange(0, features.shape[0]) == g)[:, None], read[None, :], 0.0)
-    return total, tl.sum(features * norm[None, :], 1)
+    store_half(new_sums, tile, norm, column, M, V, BV)
+    return read_half(features, tile, norm, G)
 
 
 @triton.jit
@@ -64,10 +88,12 @@ def step(
     out,
     new_sums,
     new_logs,
+    positions,
     v_batch,
     v_head,
     matrix_head,
     heads,
+    positions_batch,
     G: tl.constexpr,
     C: tl.constexpr,
     V: tl.constexpr,
@@ -78,20 +104,23 @@ def step(
 ):
     """Outputs (B, H, V) and the states (B, H_kv, F, V + 1) with the token in them.
 
-    tokens (B, H_kv, G + 1, D) float32 are the queries of a key head and, below them, its key. States are as
-    `KernelState` has them: the normalizer is the last column, and a map's second half lies M rows below its first.
-    Program: (key head of a sequence, block of values).
+    tokens (B, H_kv, G + 1, D) are the queries of a key head and, below them, its key. States are as
+    `KernelState` has them: the normalizer is the last column, and a map's second half lies M rows below its first. A
+    token at position 0 begins a state; without positions all go on. Program: (key head of a sequence, block of values).
     """
     head = tl.program_id(0)
     row, kv = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     column = tl.program_id(1) * BV
     tokens += head.to(tl.int64) * (G + 1) * PHI.width
     matrix += kv * matrix_head
+    alive = head >= 0
+    if positions is not None:
+        alive = tl.load(positions + row * positions_batch) > 0
     a, b, scales = phi(tokens, PHI.width, G + 1, matrix, 0, C, PHI)
 
     weights = tl.where(tl.arange(0, C) == G, tl.load(mass + head) if MASSES else 1.0, 0.0)
     added = tl.where(weights != 0, scales, EMPTY)
-    shrink, factors, log = scales_of_addition(tl.load(logs + head), added, True, PHI.unbounded)
+    shrink, factors, log = scales_of_addition(tl.load(logs + head), added, alive, PHI.unbounded)
     weight = tl.sum(weights * factors, 0)
     columns = column + tl.arange(0, BV)
     value = tl.load(v + row * v_batch + kv * v_head + columns, mask=columns < V, other=0.0)
@@ -100,10 +129,10 @@ def step(
     state = head.to(tl.int64) * (half * (2 if PHI.two else 1))
     sums += state
     new_sums += state
-    total, den = step_half(a, sums, new_sums, shrink, addition, weight, column, G, PHI.rows, V, BV)
+    total, den = step_half(a, sums, new_sums, alive, shrink, addition, weight, column, G, PHI.rows, V, BV)
     if PHI.two:
         more, of_den = step_half(
-            b, sums + half, new_sums + half, shrink, addition, weight, column, G, PHI.rows, V, BV
+            b, sums + half, new_sums + half, alive, shrink, addition, weight, column, G, PHI.rows, V, BV
         )
         total += more
         den += of_den

@@ -199,12 +199,12 @@ def _step(
     state: KernelState | None,
     exchange: Exchange | None,
 ) -> dict[str, Any] | None:
-    """The arguments of `decode.step`, if all tokens have one key and continue `state` in this process."""
-    continues = isinstance(positions, int) and positions > 0
+    """The arguments of `decode.step`, if all tokens have one key and may continue `state` in this process."""
+    continues = isinstance(positions, Tensor) or positions > 0
     if not causal or not continues or state is None or exchange is not None or priors is not None:
         return None
     options = {"feature_map": feature_map, "projection": projection, "normalize": normalize}
-    return {**options, "mass": mass, "state": state}
+    return {**options, "mass": mass, "positions": positions, "state": state}
 
 
 def _document_starts(positions: Positions, length: int) -> tuple[Tensor | None, int]:

@@ -216,11 +216,11 @@ def project(
 ):
     """C tokens at `x` times the transposed matrix (M, D), (C, MP) float32, and the squared lengths of the tokens (C,).
 
-    `low` is the distance to the matrix's second term. K columns of tokens and matrix at a time: a whole matrix would
-    take every register.
+    `low` is the distance to the second term of a matrix that is not float32. K columns of tokens and matrix at a time:
+    a whole matrix would take every register.
     """
     MP: tl.constexpr = PHI.padded_rows
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = matrix.dtype.element_ty
     m = tl.arange(0, PHI.padded_rows)
     y = tl.zeros((C, MP), tl.float32)
     square = tl.zeros((C,), tl.float32)

@@ -1,0 +1,368 @@
+"""FLuRKA one token at a time, in one launch each, is the whole sequence at once."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megakernel import attention
+from megakernel.attention import Rotary
+from megakernel.config.rope import RopeScaling
+from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention
+from megakernel.ops.flurka_attention import chunked
+from megakernel.ops.flurka_attention.form import Form, Weights
+from megakernel.ops.flurka_attention.triton import SIGNED
+from megakernel.ops.kernels.features import SUPPORTED
+from megakernel.ops.kernels.launch import Launch, noting
+from megakernel.ops.phi import start_state
+from megakernel.ops.window import empty_tail
+from tests.kernels.comparing import TOLERANCE, rms_ratio
+from tests.kernels.test_decode import exactly
+from tests.kernels.test_flurka_attention import FORMS, tokens
+from tests.tiers import tiered
+
+PER_TOKEN = ("q", "k", "v", "gate")
+
+
+def forbid_all_but_steps(patch: pytest.MonkeyPatch) -> None:
+    """Let neither the other kernels nor the chunked op run."""
+    from megakernel.ops.flurka_attention import operators
+
+    def refused(*_, **__):
+        raise AssertionError("this is no step")
+
+    patch.setattr(operators, "forward", refused)
+    patch.setattr(chunked, "_over_groups", refused)
+
+
+def options_of(leaves: dict[str, Tensor], form: str, feature_map: str, blocks: int) -> dict:
+    """The arguments of the op beside tensors."""
+    rotary = Rotary(leaves["q"].shape[-1])
+    return {"near": FORMS[form][0], "feature_map": feature_map, "blocks": blocks, "rotary": rotary}
+
+
+def call(leaves: dict[str, Tensor], first: int, stop: int, positions, state, backend: str, **options):
+    """Output and state of the tokens from `first` on."""
+    here = {name: x[:, :, first:stop] if name in PER_TOKEN else x for name, x in leaves.items()}
+    if isinstance(positions, Tensor):
+        positions = positions[:, first:stop]
+    return flurka_attention(**here, **options, positions=positions, initial_state=state, backend=backend)
+
+
+def total(state: FlurkaState) -> Tensor:
+    return state.far.sums.double() * state.far.log_scale.double().exp()[..., None, None]
+
+
+@torch.no_grad()
+def assert_steps_agree(leaves: dict[str, Tensor], positions: Tensor, prompt: int, **options) -> None:
+    """A prompt at once, then token by token: the reference's outputs in float64 and its last state."""
+    length = positions.shape[1]
+    whole = {name: exactly(x) for name, x in leaves.items()}
+    expected, last = call(whole, 0, length, positions, None, "reference", **options)
+    out, state = call(leaves, 0, prompt, positions, None, "chunked", **options)
+    outputs = [out]
+    with pytest.MonkeyPatch.context() as patch:
+        forbid_all_but_steps(patch)
+        for at in range(prompt, length):
+            out, state = call(leaves, at, at + 1, positions, state, "triton", **options)
+            outputs.append(out)
+    assert rms_ratio(torch.cat(outputs, 2), expected) <= TOLERANCE[out.dtype]
+    assert rms_ratio(total(state), total(last)) <= TOLERANCE[torch.float32]
+    assert torch.equal(state.tail.keys.double(), last.tail.keys)
+    assert torch.equal(state.tail.values.double(), last.tail.values)
+
+
+def two_rows(length: int, restart: int, device: torch.device) -> Tensor:
+    """Positions (2, length): of one document, and of two, of which the second begins at `restart`."""
+    places = torch.arange(length, device=device)
+    return torch.stack([places, torch.where(places < restart, places, places - restart)])
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("feature_map", SUPPORTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_token_by_token_is_the_whole_sequence(feature_map, form, blocks, dtype, draw, device):
+    """Over several blocks, of grouped queries, odd sizes, and rows of different positions."""
+    if feature_map in SIGNED and form == "shared":
+        form = "gated"  # no sum of both signs shares a softmax's normalizer
+    leaves = tokens(
+        draw,
+        device,
+        dtype,
+        form=form,
+        feature_map=feature_map,
+        length=14,
+        batch=2,
+        heads=6,
+        kv_heads=2,
+        block=3,
+        rank=2,
+        per_head=blocks == 2,
+    )
+    # Weights of one sign: near a denominator of 0 all digits are lost. Cosines of small angles are positive.
+    if feature_map == "identity":
+        leaves |= {name: leaves[name].abs() for name in ("q", "k")}
+    elif feature_map == "rks":
+        leaves["projection"] /= 4
+    options = options_of(leaves, form, feature_map, blocks)
+    assert_steps_agree(leaves, two_rows(14, 6, device), 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("block", "rank", "blocks"), tiered([(1, 1, 1), (1, 1, 2), (8, 8, 1), (40, 5, 2)], [(1, 1, 1)])
+)
+def test_any_block_agrees(block, rank, blocks, draw, device):
+    """Windows of one token, and of several tiles of keys; all of a document but its first token one by one."""
+    length = block * blocks + block + 3
+    leaves = tokens(
+        draw, device, form="kernel", feature_map="elu", length=length, batch=2, block=block, rank=rank
+    )
+    options = options_of(leaves, "kernel", "elu", blocks)
+    prompt = max(1, length - 6) if block > 8 else 1
+    assert_steps_agree(leaves, two_rows(length, 2, device), prompt, **options)
+
+
+def test_wide_values_are_cut_into_blocks(draw, device, monkeypatch):
+    from megakernel.ops.flurka_attention import decode
+
+    monkeypatch.setattr(decode, "TILE", 16 * 16)
+    leaves = tokens(draw, device, length=10, batch=2, values=40, block=3, rank=2)
+    assert_steps_agree(leaves, two_rows(10, 4, device), 5, **options_of(leaves, "gated", "hedgehog", 1))
+
+
+def test_a_rotation_that_scales_vectors_agrees(draw, device):
+    leaves = tokens(draw, device, form="shared", feature_map="elu", length=9, batch=2, block=3, rank=2)
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_seq_len=64)
+    options = options_of(leaves, "shared", "elu", 2) | {"rotary": Rotary(12, scaling=scaling)}
+    assert options["rotary"].length != 1
+    assert_steps_agree(leaves, two_rows(9, 9, device), 5, **options)
+
+
+@torch.no_grad()
+def test_far_along_a_document_positions_are_as_exact_as_at_its_start(draw, device):
+    """Positions beyond float32's integers, given as one number for all rows."""
+    leaves = tokens(draw, device, feature_map="elu", length=7, block=3, rank=2)
+    options = options_of(leaves, "gated", "elu", 1)
+    start = 3 * 2**24
+    _, state = call(leaves, 0, 5, start, None, "chunked", **options)
+    out, after = call(leaves, 5, 6, start + 5, state, "triton", **options)
+    exact = FlurkaState(*(exactly(part) for part in state))
+    whole = {name: exactly(x) for name, x in leaves.items()}
+    expected, last = call(whole, 5, 6, start + 5, exact, "reference", **options)
+    assert rms_ratio(out, expected) <= TOLERANCE[torch.float32]
+    assert rms_ratio(total(after), total(last)) <= TOLERANCE[torch.float32]
+
+
+@torch.no_grad()
+def test_the_state_handed_in_is_left_as_it_was(draw, device):
+    leaves = tokens(draw, device, feature_map="favor", length=6, block=3, rank=2)
+    options = options_of(leaves, "gated", "favor", 1)
+    _, state = call(leaves, 0, 5, 0, None, "chunked", **options)
+    before = FlurkaState(*(type(part)(*(x.clone() for x in part)) for part in state))
+    _, after = call(leaves, 5, 6, 5, state, "triton", **options)
+    for part, old, new in zip(state, before, after):
+        assert all(torch.equal(a, b) for a, b in zip(part, old))
+        assert not any(torch.equal(a, b) for a, b in zip(part, new) if a.dim() == 4)
+
+
+@torch.no_grad()
+def test_nothing_of_another_document_reaches_a_new_one(draw, device):
+    """Neither its state nor its tail, whatever they hold."""
+    leaves = tokens(draw, device, length=6, batch=1, block=3, rank=2)
+    options = options_of(leaves, "gated", "hedgehog", 1)
+    _, empty = call(leaves, 0, 3, 0, None, "chunked", **options)
+    lost = FlurkaState(*(type(part)(*(torch.full_like(x, torch.nan) for x in part)) for part in empty))
+    states = [empty, lost]
+    for at in range(3, 6):
+        (out, first), (other, second) = (
+            call(leaves, at, at + 1, torch.tensor([[at - 3] * 6], device=device), state, "triton", **options)
+            for state in states
+        )
+        assert torch.equal(out, other)
+        states = [first, second]
+    assert torch.equal(first.far.sums, second.far.sums)
+
+
+@torch.no_grad()
+def test_a_layer_decodes_by_the_step(draw, device, monkeypatch):
+    """Behind a prompt, with positions as generation gives them."""
+    tree = {"preset": "flurka", "compression": {"block_size": 4, "rank": 2}}
+    layer = attention.build(tree, num_heads=4, num_kv_heads=2, head_dim=8).to(device)
+    q, k, v = (torch.randn(2, heads, 11, 8, generator=draw).to(device) for heads in (4, 2, 2))
+    places, rotary = two_rows(11, 8, device), Rotary(8)
+    expected = layer.double()(*map(exactly, (q, k, v)), attention.AttentionInputs(places, rotary=rotary))
+    layer = layer.float()
+    out, state = layer.extend(q[:, :, :5], k[:, :, :5], v[:, :, :5], positions=places[:, :5], rotary=rotary)
+    outputs = [out]
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", "triton")
+    forbid_all_but_steps(monkeypatch)
+    for at in range(5, 11):
+        here, positions = slice(at, at + 1), places[:, at : at + 1]
+        token = (x[:, :, here] for x in (q, k, v))
+        out, state = layer.extend(*token, state, positions=positions, rotary=rotary)
+        outputs.append(out)
+    assert rms_ratio(torch.cat(outputs, 2), expected) <= TOLERANCE[torch.float32]
+
+
+class Prepared:
+    """A layer in bfloat16 and a token, of which only the position changes."""
+
+    def __init__(self):
+        self.q, self.k = (torch.zeros(2, heads, 1, 16, dtype=torch.bfloat16) for heads in (4, 2))
+        projection = torch.ones(2, 16, 16)
+        tail = Tail(*(torch.zeros(2, 2, 8, 16, dtype=torch.bfloat16) for _ in range(2)))
+        self.options = {
+            "feature_map": "hedgehog",
+            "projection": projection,
+            "pool_keys": torch.ones(4, 8),
+            "pool_values": torch.ones(4, 8),
+            "gate": torch.zeros(2, 4, 1),
+            "far_mass": torch.zeros(2),
+            "rotary": Rotary(16),
+            "initial_state": FlurkaState(start_state("hedgehog", self.k, projection, 16), tail),
+            "backend": "triton",
+        }
+        self.positions = torch.zeros(2, 1, dtype=torch.int64)
+
+    @torch.no_grad()
+    def launches(self, place: int) -> list[Launch]:
+        """What a token at this position starts."""
+        self.positions.fill_(place)
+        return self.started()
+
+    @torch.no_grad()
+    def started(self) -> list[Launch]:
+        with noting() as launches:
+            flurka_attention(self.q, self.k, self.k, positions=self.positions, **self.options)
+        return launches
+
+
+def test_the_host_starts_the_same_launch_for_every_token():
+    """Wherever it stands in its block: a captured CUDA graph can be replayed."""
+    prepared = Prepared()
+    first, *others = ([told(launch) for launch in prepared.launches(place)] for place in (0, 3, 7, 8, 1000))
+    assert len(first) == 1
+    assert all(other == first for other in others)
+
+
+def told(x: Any) -> Any:
+    """What the host says of a launch: of tensors their shapes and strides."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype
+    return tuple(map(told, x)) if isinstance(x, tuple) else x
+
+
+def test_a_token_is_one_launch_and_nothing_of_torch():
+    """No copy, no sum, no number that the host asks for: tensors are made, and looked at in other shapes, alone."""
+    prepared = Prepared()
+    assert len(prepared.launches(9)) == 1  # makes the table of angles
+    torch.use_deterministic_algorithms(False)  # which fills tensors that are made
+    with torch.profiler.profile() as profile:
+        prepared.started()
+    without_numbers = ("as_strided", "empty", "expand", "new_empty", "reshape", "to", "view")
+    computed = {event.key for event in profile.key_averages()} - {f"aten::{name}" for name in without_numbers}
+    assert computed == {"megakernel::flurka_attention_step"}
+
+
+class Computed(TorchDispatchMode):
+    """Counts operations of torch that compute numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and func._schema.name not in (
+            "aten::_unsafe_view",
+            "prim::device",
+            "aten::promote_types",
+        ):
+            self.counted[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_around_the_launch_of_a_layer_little_is_computed():
+    layer = attention.build("flurka", num_heads=4, num_kv_heads=2, head_dim=16).bfloat16()
+    rotary, positions = Rotary(16), torch.arange(70).expand(2, -1)
+    q, k = (torch.zeros(2, heads, 71, 16, dtype=torch.bfloat16) for heads in (4, 2))
+    prompt, token = slice(0, 70), slice(70, 71)
+    _, state = layer.extend(
+        q[:, :, prompt], k[:, :, prompt], k[:, :, prompt], positions=positions, rotary=rotary
+    )
+    q, k, positions = q[:, :, token], k[:, :, token], positions[:, -1:] + 1
+
+    for _ in range(2):  # the first one makes the table of angles
+        with noting() as launches, Computed() as operations:
+            layer.extend(q, k, k, state, positions=positions, rotary=rotary)
+    assert len(launches) == 1
+    assert operations.counted.pop("megakernel::flurka_attention_step") == 1
+    # The pools from logits in bfloat16, the gate's logit, and the next position.
+    expected = {"_to_copy": 2, "_softmax": 2, "clone": 2, "bmm": 1, "add": 2}
+    assert operations.counted == {f"aten::{name}": count for name, count in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"tail": None}, "the token begins a shard"),
+        ({"exchange": lambda own, carries: None}, "the token begins a shard"),
+        ({"block": 136}, "136 tokens and 4 landmarks; expected at most 128 and 32"),
+        ({"rank": 40}, "8 tokens and 40 landmarks"),
+        ({"width": 136}, "q has width 136"),
+        ({"dtype": torch.float16}, "hedgehog has weights below float16's smallest number"),
+        ({"length": 2}, "q has 2 tokens; expected 1"),
+        ({"sums": torch.float64}, "the state is torch.float64"),
+        ({"learns": True}, "a gradient is wanted"),
+    ],
+)
+def test_what_the_step_cannot_take_is_refused_with_a_reason(changes, message, draw):
+    from megakernel.ops.flurka_attention import decode
+
+    given = {
+        "block": 8,
+        "rank": 4,
+        "length": 1,
+        "width": 16,
+        "dtype": torch.float32,
+        "sums": torch.float32,
+        "learns": False,
+        **changes,
+    }
+    sizes = {name: given[name] for name in ("block", "rank", "length", "width", "dtype")}
+    leaves = tokens(draw, torch.device("cpu"), values=16, **sizes)
+    q, k, v, projection, *pools = (
+        leaves[x] for x in ("q", "k", "v", "projection", "pool_keys", "pool_values")
+    )
+    far = start_state("hedgehog", k, projection.requires_grad_(given["learns"]), 16)
+    options = {
+        "form": Form("hedgehog", given["block"], 1, "softmax", None, "none"),
+        "weights": Weights(projection, *pools, None, None, None, None),
+        "far": KernelState(far.sums.to(given["sums"]), far.log_scale),
+        "tail": given.get("tail", empty_tail(k, v, given["block"])),
+        "exchange": given.get("exchange"),
+    }
+    reason = decode.unsupported(q, k, v, gate=leaves["gate"], positions=3, **options)
+    assert reason is None if message is None else re.search(message, reason)
+
+
+def test_torch_knows_the_operator(draw, device):
+    from megakernel.ops.flurka_attention import decode
+
+    leaves = tokens(draw, device, length=1, batch=2, heads=4, kv_heads=2, width=8, values=8, block=4, rank=2)
+    far = start_state("hedgehog", leaves["k"], leaves["projection"], 8)
+    tail = torch.zeros(2, 2, 4, 8, device=device)
+    arguments = (
+        *(leaves[name] for name in ("q", "k", "v", "gate")),
+        *(torch.full((2, 1), 3, device=device), *far, tail, tail.clone(), leaves["projection"]),
+        *(leaves["pool_keys"], leaves["pool_values"], None, None, None),
+        *("hedgehog", 1, "softmax", 1),
+    )
+    torch.library.opcheck(decode._step, arguments)

@@ -1,0 +1,90 @@
+"""What the check on a GPU promises where there is none: its pages, its time, and programs that exist."""
+
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.attention.suites import SUITES
+from benchmarks.gpu_check import PARTS, Check, run, run_all
+from megakernel.config import load
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def program(title: str, text: str) -> Check:
+    return Check(title, (sys.executable, "-c", text))
+
+
+def test_the_page_is_written_behind_every_program(tmp_path):
+    out = tmp_path / "page.md"
+    reads = program("second", f"print(open({str(out)!r}).read())")
+    first, second = run_all("speed", [program("first", "print('one')"), reads], 60, out)
+    assert "| first | passed |" in second.output
+    assert "1 of 2 programs" in second.output
+    assert (first.verdict, second.verdict) == ("passed", "passed")
+    assert "    one" in out.read_text()
+
+
+def test_a_program_is_cut_off_in_time_with_what_it_started_and_printed(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "GRACE", 0.5)
+    text = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    start = time.monotonic()
+    cut, late = run_all("speed", [program("long", text), program("late", "")], 5, tmp_path / "page.md")
+    assert time.monotonic() - start < 60
+    assert (cut.verdict, late.verdict) == ("cut off", "no time left")
+    child = int(cut.output)
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, 9)
+        pytest.fail("the child lives on")
+    assert "| long | cut off |" in (tmp_path / "page.md").read_text()
+
+
+def test_what_failed_and_what_is_not_installed_are_told_apart():
+    failed = run(program("no", "raise SystemExit(3)"), 60)
+    missing = run(Check("tool", ("no-such-tool-anywhere",)), 60)
+    assert (failed.verdict, failed.failed) == ("failed with status 3", True)
+    assert (missing.verdict, missing.failed) == ("not installed", False)
+
+
+@pytest.mark.parametrize(
+    "check", [check for checks in PARTS.values() for check in checks], ids=lambda x: x.title
+)
+def test_programs_name_files_and_configurations_that_exist(check):
+    arguments = check.command[1:]
+    for path in (x for x in arguments if x.startswith(("tests/", "configs/"))):
+        assert (REPOSITORY / path).exists()
+    if "pretrain" in arguments:
+        load(REPOSITORY / arguments[arguments.index("pretrain") + 1], [x for x in arguments if "=" in x])
+    if "--suite" in arguments:
+        given = dict(pairwise(arguments))
+        only = [name for option, name in pairwise(arguments) if option == "--only"]
+        SUITES[given["--suite"]].narrowed(int(given["--max-tokens"]), only)
+
+
+def test_the_call_that_tools_watch_ends_in_one_token():
+    assert gpu_check.call("cpu", 70).shape == (2, 4, 1, 64)
+
+
+def test_without_a_gpu_one_line_says_so():
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "speed"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["gpu_check: no GPU is here; run it where `nvidia-smi` lists one"]
