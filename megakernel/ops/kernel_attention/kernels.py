@@ -134,9 +134,7 @@ def write_keys(keys, matrix, state, row, scale, CUT: tl.constexpr, PHI: tl.const
                 places = places_of_keys(rows, row, batch, CUT)
                 log = tl.maximum(log, tl.max(tl.where(places >= last, logs, EMPTY), 0))
                 if scale is not None:
-                    first = first_token(
-                        row.starts, batch, rows, row.length, row.start, row.starts is not None
-                    )
+                    first = first_token(row.starts, batch, rows, row.length, row.start)
                     seen, _starts = tl.associative_scan((logs, first == rows), 0, largest_of_document)
                     r = tl.maximum(tl.where(first < at, largest, EMPTY), seen)
                     tl.store(scale + head.to(tl.int64) * row.keys + rows, r, mask=rows < end)
