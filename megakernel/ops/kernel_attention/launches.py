@@ -77,7 +77,13 @@ def tiles_of(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tens
     lead = state.sums.unflatten(2, (halves, phi.rows)).to(torch.float32)
     whole = torch.nn.functional.pad(lead, (0, 0, 0, phi.padded_rows - phi.rows)).flatten(2, 3)
     sums = torch.nn.functional.pad(whole[..., :-1], (0, padded(value_dim) - value_dim))
-    return sums.contiguous(), whole[..., -1].contiguous(), state.log_scale.to(torch.float32).contiguous()
+    logs = state.log_scale.to(torch.float32)
+    # Of bounded maps only the empty state has a scale, by which window and landmarks would be compared.
+    return (
+        sums.contiguous(),
+        whole[..., -1].contiguous(),
+        logs.contiguous() if phi.unbounded else torch.zeros_like(logs),
+    )
 
 
 def state_of(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: int) -> KernelState:
