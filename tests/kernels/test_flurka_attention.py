@@ -13,6 +13,8 @@ from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import operators
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from megakernel.ops.phi import start_state
+from megakernel.ops.state import empty_state
+from megakernel.ops.window import empty_tail
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
 from tests.tiers import tiered
 
@@ -251,6 +253,18 @@ def test_shards_of_a_row_give_the_whole(form, draw, device):
         out, state = flurka_attention(**here, **shared, **options, positions=start, initial_state=state)
         parts.append(out)
     assert rms_ratio(torch.cat(parts, 2), whole) < 1e-6
+
+
+@pytest.mark.parametrize("form", ["shared", "kernel"])
+@pytest.mark.usefixtures("short_segments")
+def test_the_empty_state_that_enters_the_first_shard_changes_nothing(form, draw, device):
+    leaves = tokens(draw, device, form=form)
+    options = {"form": form, "feature_map": "hedgehog"}
+    alone = run("triton", leaves, **options)["out"]
+    k, v = leaves["k"], leaves["v"]
+    far = empty_state(start_state("hedgehog", k, leaves["projection"], v.shape[-1]))
+    entering = FlurkaState(far, empty_tail(k, v, BLOCK))
+    assert torch.equal(run("triton", leaves, initial_state=entering, **options)["out"], alone)
 
 
 @pytest.mark.usefixtures("short_segments")

@@ -3,6 +3,8 @@
 Landmarks are keys of `kernel_attention`'s kernels, which sum them up, pass their states on and give their gradients.
 """
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import join_kernels, pool_kernels, window_kernels
 from megakernel.ops.flurka_attention.arguments import Joined, Near, Pools, Shares, Window
+from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import kernels, key_kernels
 from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Row, Rows, State, Tokens
 from megakernel.ops.kernel_attention.launches import (
@@ -25,7 +28,8 @@ from megakernel.ops.kernel_attention.operators import (
     gradient_of_first,
     gradient_of_last,
     gradient_of_matrix,
-    states_of_queries,
+    products_of_queries,
+    sums_of_queries,
 )
 from megakernel.ops.kernels.features import Phi, padded, phi_of, split_matrix
 from megakernel.ops.kernels.launch import capability_of
@@ -99,30 +103,14 @@ class _Call(NamedTuple):
     """The same in that of landmarks, float32."""
 
     @staticmethod
-    def of(
-        form: Form,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        matrix: Tensor | None,
-        pool_keys: Tensor,
-        pool_values: Tensor,
-        mass: Tensor,
-        gate: Tensor | None,
-        far_weight: Tensor,
-        table: Tensor | None,
-        starts: Tensor | None,
-        windows: Tensor | None,
-        ends: Tensor | None,
-    ) -> "_Call":
-        """The call with these arguments; k and v begin with `before` tokens of the tail."""
+    def of(form: Form, q: Tensor, tensors: Tensors) -> "_Call":
+        """The call of queries q and what is given of keys, as `Shard` has it; without what `joining` says."""
+        k, v, matrix, pool_keys, pool_values, mass, starts, windows, ends = tensors
         rank, block_size = pool_keys.shape[-2:]
         heads, length = k.shape[1], k.shape[2] - form.before
         rows = None if matrix is None else matrix.shape[-2]
         phi = phi_of(FeatureMap(form.feature_map, form.components), q.shape[-1], rows)
-        near = Near(
-            form.near == "softmax", gate is not None, table is not None, form.blocks, block_size, q.shape[-1]
-        )
+        near = Near(form.near == "softmax", False, False, form.blocks, block_size, q.shape[-1])
         landmarks = triton.cdiv(length, block_size) * rank
         capability = capability_of(q.device)
         row = Row(starts, form.start, ends, heads, length, q.shape[2], landmarks)
@@ -148,11 +136,19 @@ class _Call(NamedTuple):
             near,
             row,
             Rows.of(q),
-            Window(Rows.of(k), Rows.of(v), windows, table, form.before, form.oldest),
+            Window(Rows.of(k), Rows.of(v), windows, None, form.before, form.oldest),
             Pools(pool_keys.contiguous(), pool_values.contiguous(), apart, mass.contiguous()),
-            Shares(None if gate is None else gate.contiguous(), None if gate is not None else far_weight),
+            Shares(None, None),
             narrow,
             wide,
+        )
+
+    def joining(self, gate: Tensor | None, far_weight: Tensor, table: Tensor | None) -> "_Call":
+        """The call with what outputs are joined by, and the angles of its window."""
+        return self._replace(
+            near=self.near._replace(gated=gate is not None, rotary=table is not None),
+            window=self.window._replace(table=table),
+            shares=Shares(None, far_weight) if gate is None else Shares(gate.contiguous(), None),
         )
 
     def start(self, kernel: Any, batch: int, *arguments: Any, **options: Any) -> None:
@@ -165,51 +161,118 @@ class _Call(NamedTuple):
         sizes = {"RP": padded(self.far.rank), "BP": padded(self.near.block_size)}
         self.start(kernel, batch, self.window, *arguments, programs=programs, **sizes, **options)
 
+    def write(self) -> tuple["_Kept", State]:
+        """The landmarks, and what those of each segment add."""
+        k, v = self.window.keys.pointer, self.window.columns.pointer
+        kept, room = _Kept.room(self, k, v), self.far.sums_of_segments(k, self.row.length)
+        self.start_pool(pool_kernels.pool, len(k), 1, self.pools, self.row, *kept[:2], kept.mass)
+        self.far.start(kernels.write_keys, len(k), kept.keys, self.wide_matrix, room, self.row, None)
+        return kept, room
+
+    def joins(self) -> tuple[Tensor, ...]:
+        """Room for outputs and what `Joined` says of them; empty where that is None."""
+        q, v = self.queries.pointer, self.window.columns.pointer
+        factor = q.new_empty(q.shape[:3], dtype=torch.float32)
+        return (
+            v.new_empty(*q.shape[:3], self.far.values),
+            factor,
+            factor.new_empty(q.shape[:3] if self.near.softmax else 0),
+            factor.new_empty(len(q), self.row.heads, q.shape[2] if self.far.phi.unbounded else 0),
+            factor.new_empty(0 if self.near.gated else q.shape[:3]),
+        )
+
+    def joined(self, factor: Tensor, peak: Tensor, scale: Tensor, share: Tensor) -> Joined:
+        """The same as kernels take it."""
+        near, unbounded = self.near, self.far.phi.unbounded
+        rest = (peak if near.softmax else None, scale if unbounded else None, None if near.gated else share)
+        return Joined(factor, *rest)
+
+    def join(self, kept: "_Kept", state: State) -> tuple[Tensor, ...]:
+        """Outputs and what `Joined` says of them."""
+        out, *rest = self.joins()
+        known = (self.queries, self.window, kept.keys, self.matrix, state, self.row, self.shares)
+        self.start(join_kernels.join, len(out), *known, out, self.joined(*rest))
+        return out, *rest
+
+    def bwd_dq(
+        self, grad: Tensor, joined: Joined, kept: "_Kept", state: State, learned: bool
+    ) -> tuple[Queries, Tensor, Tensor, Tensor, Tensor | None]:
+        """What is known of queries then, `means`, `change`, and the gradients of queries and of projected ones."""
+        far, q, batch = self.far, self.queries.pointer, len(grad)
+        means, change, delta = (torch.empty_like(joined.factor) for _ in range(3))
+        tokens = Tokens(self.queries, *far.features(q, far.stored))
+        queries = Queries(tokens, Rows.of(grad), joined.factor, delta, joined.scale)
+        dq, dy = q.new_empty(q.shape), self._projected(q) if learned else None
+        known = (queries, self.window, kept.keys, self.matrix, state, self.row, self.shares, joined)
+        self.start(join_kernels.join_backward, batch, *known, dq, dy, means, change)
+        if far.stored:
+            # Behind their features nobody reads them.
+            queries = queries._replace(tokens=tokens._replace(rows=None))
+        return queries, means, change, dq, dy
+
+    def bwd_dkv(
+        self,
+        queries: Queries,
+        joined: Joined,
+        means: Tensor,
+        kept: "_Kept",
+        state: State,
+        learned: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+        """Gradients of keys, values, E and F, and if `learned` what keys and landmarks add to the projection's."""
+        far, row, marks, k = self.far, self.row, kept.landmarks, self.window.keys.pointer
+        v, batch = self.window.columns.pointer, len(k)
+        dmarks, dpooled = torch.empty_like(marks), marks.new_empty(*marks.shape[:3], far.values)
+        dy_marks = self._projected(marks) if learned else None
+        found = (dmarks, dpooled, dy_marks, None, None)
+        far.start(key_kernels.bwd_dkv, batch, queries, kept.keys, self.wide_matrix, state, row, *found)
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        dy_k = self._projected(k) if learned and not self.near.softmax else None
+        self.start(
+            window_kernels.window_backward,
+            *(batch, self.queries, self.window, self.pools, self.matrix, row, self.shares, joined),
+            *(queries.grad, means, dmarks, dpooled, dk, dv, dy_k),
+            programs=triton.cdiv(k.shape[2], far.tile("window_backward").chunk) * batch * row.heads,
+        )
+        parts = triton.cdiv(row.keys // far.rank, BLOCKS_AT_ONCE)
+        pools = self.pools.of_keys
+        dpools = marks.new_empty(2, batch, row.heads, parts, *pools.shape[-2:])
+        self.start_pool(
+            pool_kernels.pool_backward,
+            *(batch, BLOCKS_AT_ONCE, row, dmarks, dpooled, *dpools),
+            EACH=BLOCKS_AT_ONCE,
+        )
+        dkeys, dvalues = (part.sum((0, 2) if pools.dim() == 3 else (0, 1, 2)) for part in dpools)
+        pairs = ((dy_k, k), (dy_marks, marks))
+        of_matrix = [products_of_queries(dy, x, row.heads) for dy, x in pairs if dy is not None]
+        return dk, dv, dkeys, dvalues, of_matrix
+
+    def _projected(self, tokens: Tensor) -> Tensor:
+        """Room for the gradients of projected tokens."""
+        return tokens.new_empty(*tokens.shape[:3], self.far.phi.rows)
+
 
 class _Kept(NamedTuple):
-    """What forward leaves behind, but for the output. What nobody needs is empty."""
-
-    factor: Tensor
-    peak: Tensor
-    scale: Tensor
-    share: Tensor
-    """Of queries, see `Joined`."""
+    """Landmarks, as keys. What nobody needs is empty."""
 
     landmarks: Tensor
     values: Tensor
     features: Tensor
     feature_logs: Tensor
     mass: Tensor
-    """Of landmarks, as keys."""
-
-    sums: Tensor
-    norms: Tensor
-    logs: Tensor
-    """The states that enter segments."""
 
     @staticmethod
-    def room(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> "_Kept":
-        """Room for what the call leaves behind."""
-        far, near, unbounded = call.far, call.near, call.far.phi.unbounded
-        factor = q.new_empty(q.shape[:3], dtype=torch.float32)
+    def room(call: _Call, k: Tensor, v: Tensor) -> "_Kept":
+        """Room for the landmarks of a call."""
         lead = (len(k), call.row.heads, call.row.keys)
+        mass = k.new_empty(lead, dtype=torch.float32)
         return _Kept(
-            factor,
-            factor.new_empty(q.shape[:3] if near.softmax else 0),
-            factor.new_empty(*lead[:2], q.shape[2] if unbounded else 0),
-            factor.new_empty(0 if near.gated else q.shape[:3]),
-            factor.new_empty(*lead, near.width),
-            v.new_empty(*lead, far.values),
-            v.new_empty(*lead, far.phi.padded_features),
-            factor.new_empty(lead if unbounded else 0),
-            factor.new_empty(lead),
-            *far.sums_of_segments(k, call.row.length),
+            mass.new_empty(*lead, call.near.width),
+            v.new_empty(*lead, call.far.values),
+            v.new_empty(*lead, call.far.phi.padded_features),
+            mass.new_empty(lead if call.far.phi.unbounded else 0),
+            mass,
         )
-
-    @property
-    def joined(self) -> Joined:
-        """Of queries, as kernels take it."""
-        return Joined(self.factor, *(x if x.numel() else None for x in self[1:4]))
 
     @property
     def keys(self) -> Keys:
@@ -217,11 +280,6 @@ class _Kept(NamedTuple):
         logs = self.feature_logs if self.feature_logs.numel() else None
         tokens = Tokens(Rows.of(self.landmarks), self.features, logs)
         return Keys(tokens, Rows.of(self.values), self.mass, None)
-
-    @property
-    def state(self) -> State:
-        """The states that enter segments."""
-        return State(self.sums, self.norms, self.logs)
 
 
 @torch.library.custom_op("megakernel::flurka_attention", mutates_args=())
@@ -267,34 +325,22 @@ def forward(
     Tensor,
     Tensor,
 ]:
-    """Output; `_Kept`; the last state."""
+    """Output; what `Joined` says of it; landmarks; the states that enter segments; the last state."""
     form = Form(feature_map, components, near, blocks, start, before, oldest)
-    call = _Call.of(
-        *(form, q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight),
-        *(table, starts, windows, ends),
-    )
-    out, kept, batch = v.new_empty(*q.shape[:3], v.shape[-1]), _Kept.room(call, q, k, v), len(k)
-    landmarks = kept.keys
-    call.start_pool(
-        pool_kernels.pool,
-        *(batch, 1, call.pools, call.row, kept.landmarks, kept.values, kept.mass),
-    )
-    call.far.start(kernels.write_keys, batch, landmarks, call.wide_matrix, kept.state, call.row, None)
+    keys = (k, v, matrix, pool_keys, pool_values, mass, starts, windows, ends)
+    call = _Call.of(form, q, keys).joining(gate, far_weight, table)
+    kept, room = call.write()
     first = None if first_sums is None else State(first_sums, first_norms, first_logs)
-    entering, last = call.far.pass_on(kept.state, first, starts, call.row.length, reverse=False)
-    call.start(
-        join_kernels.join,
-        *(batch, call.queries, call.window, landmarks, call.matrix, entering, call.row, call.shares),
-        *(out, kept.joined),
-    )
-    return out, *kept[:-3], *entering, *last
+    entering, last = call.far.pass_on(room, first, starts, call.row.length, reverse=False)
+    return *call.join(kept, entering), *kept, *entering, *last
 
 
 @forward.register_fake
-def _(q, k, v, *rest):
-    call = _Call.of(Form(*rest[13:]), q, k, v, *rest[:10])
-    last = call.far.states(k, -1)
-    return v.new_empty(*q.shape[:3], v.shape[-1]), *_Kept.room(call, q, k, v), *last
+def _(q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight, table, starts, windows, ends, *rest):
+    keys = (k, v, matrix, pool_keys, pool_values, mass, starts, windows, ends)
+    call = _Call.of(Form(*rest[3:]), q, keys).joining(gate, far_weight, table)
+    room = call.far.sums_of_segments(k, call.row.length)
+    return *call.joins(), *_Kept.room(call, k, v), *room, *call.far.states(k, -1)
 
 
 @torch.library.custom_op("megakernel::flurka_attention_backward", mutates_args=())
@@ -330,76 +376,26 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the first nine inputs, and of the first state's sums and normalizers; empty where there are none."""
     form = Form(feature_map, components, near, blocks, start, before, oldest)
-    call = _Call.of(
-        *(form, q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight),
-        *(table, starts, windows, ends),
-    )
-    far, row, batch = call.far, call.row, len(k)
-    own, last = _Kept(*kept[:-3]), State(*kept[-3:])
-    joined, landmarks = own.joined, own.keys
-    learned = learned and matrix is not None
-
-    def projected(tokens: Tensor, wanted: bool = True) -> Tensor | None:
-        """Room for the gradients of projected tokens."""
-        return tokens.new_empty(*tokens.shape[:3], far.phi.rows) if learned and wanted else None
-
-    dq, dy_q = q.new_empty(q.shape), projected(q)
-    means, change, delta = (torch.empty_like(own.factor) for _ in range(3))
-    queries = Queries(
-        Tokens(call.queries, *far.features(q, far.stored)),
-        Rows.of(grad),
-        joined.factor,
-        delta,
-        joined.scale,
-    )
-    call.start(
-        join_kernels.join_backward,
-        *(batch, queries, call.window, landmarks, call.matrix, own.state, row, call.shares, joined),
-        *(dq, dy_q, means, change),
-    )
-    if far.stored:
-        # Behind their features nobody reads them.
-        queries = queries._replace(tokens=queries.tokens._replace(rows=None))
+    keys = (k, v, matrix, pool_keys, pool_values, mass, starts, windows, ends)
+    call = _Call.of(form, q, keys).joining(gate, far_weight, table)
+    joined, own = call.joined(*kept[:4]), _Kept(*kept[4:9])
+    state, last = State(*kept[9:12]), State(*kept[12:])
+    learned, length = learned and matrix is not None, call.row.length
+    queries, means, change, dq, dy = call.bwd_dq(grad, joined, own, state, learned)
     outer = gradient_of_last(grad_sums, grad_norms, last.logs)
-    behind, first = states_of_queries(far, queries, row, k, row.length, outer)
-    marks = own.landmarks
-    dmarks, dpooled, dy_marks = (
-        torch.empty_like(marks),
-        marks.new_empty(*marks.shape[:3], far.values),
-        projected(marks),
-    )
-    far.start(
-        key_kernels.bwd_dkv,
-        *(batch, queries, landmarks, call.wide_matrix, behind, row, dmarks, dpooled, dy_marks, None, None),
-    )
-    dk, dv, dy_k = k.new_empty(k.shape), v.new_empty(v.shape), projected(k, near == "kernel")
-    tiles = triton.cdiv(k.shape[2], far.tile("window_backward").chunk)
-    call.start(
-        window_kernels.window_backward,
-        *(batch, call.queries, call.window, call.pools, call.matrix, row, call.shares, joined, queries.grad),
-        *(means, dmarks, dpooled, dk, dv, dy_k),
-        programs=tiles * batch * row.heads,
-    )
-    parts = triton.cdiv(row.keys // far.rank, BLOCKS_AT_ONCE)
-    dpools = marks.new_empty(2, batch, row.heads, parts, *pool_keys.shape[-2:])
-    call.start_pool(
-        pool_kernels.pool_backward,
-        *(batch, BLOCKS_AT_ONCE, row, dmarks, dpooled, *dpools),
-        EACH=BLOCKS_AT_ONCE,
-    )
-    dkeys, dvalues = (part.sum((0, 2) if pool_keys.dim() == 3 else (0, 1, 2)) for part in dpools)
+    room = sums_of_queries(call.far, queries, call.row, k, length)
+    behind, first = call.far.pass_on(room, outer, starts, length, reverse=True)
+    *found, of_matrix = call.bwd_dkv(queries, joined, means, own, behind, learned)
     dmatrix = q.new_empty(0)
-    if learned and matrix is not None:
-        pairs = [(dy, x) for dy, x in ((dy_q, q), (dy_k, k), (dy_marks, marks)) if dy is not None]
-        dmatrix = gradient_of_matrix(
-            matrix, *((x.unflatten(1, (row.heads, -1)) for x in pair) for pair in pairs)
-        )
+    if dy is not None and matrix is not None:
+        dmatrix = gradient_of_matrix(matrix, products_of_queries(dy, q, call.row.heads), *of_matrix)
     dfirst = gradient_of_first(first_logs, first)
     dfar_weight = torch.zeros_like(far_weight) if gate is not None else change.sum((0, 2))
-    dmass = _along(last, outer) + dfar_weight.view(row.heads, -1).sum(1)
+    dmass = _along(last, outer) + dfar_weight.view(call.row.heads, -1).sum(1)
     if first_sums is not None and first_norms is not None:
         dmass = dmass - _along((first_sums, first_norms), dfirst)
     dgate = q.new_empty(0) if gate is None else change
+    dk, dv, dkeys, dvalues = found
     return dq, dk, dv, dmatrix, dkeys, dvalues, dmass / mass, dgate, dfar_weight, *dfirst
 
 
@@ -446,3 +442,86 @@ def _gradients(ctx, grad, *grads):
 
 
 forward.register_autograd(_gradients, setup_context=_keep)
+
+
+class _Behind(NamedTuple):
+    """What backward knows of queries before it comes to keys."""
+
+    call: _Call
+    queries: Queries
+    joined: Joined
+    means: Tensor
+    room: State
+    """What each segment's queries add to the gradients of states."""
+
+    of_matrix: Callable[[], Tensor] | None
+    """What they add to that of the projection, where it is wanted."""
+
+    along: Tensor
+    """And to that of the mass, times the mass."""
+
+
+class Shard:
+    """See `kernel_attention.exchanged.Launches`.
+
+    Tensors of keys are k, v, matrix, pool_keys, pool_values, mass, starts, windows and ends; of queries q, gate,
+    far_weight and table.
+    """
+
+    written: tuple[_Call, _Kept, State]
+    behind: _Behind | None = None
+
+    def __init__(self, q: Tensor, form: Form):
+        self.q, self.form = q.detach(), form
+
+    def write(self, *keys: Any) -> tuple[State, Tensors]:
+        """See Launches."""
+        call = _Call.of(self.form, self.q, keys)
+        kept, room = call.write()
+        _, own = call.far.pass_on(room, None, call.row.starts, call.row.length, reverse=False, keep=False)
+        self.written = call, kept, room
+        # What backward takes where nobody asks for outputs.
+        self.q = self.q.new_empty(*self.q.shape[:2], 0, self.q.shape[3])
+        return own, kept
+
+    def read(self, first: State, *known: Any) -> tuple[Tensors, Tensors]:
+        """Output, and what `Joined` says of it."""
+        call, kept, room = self.written
+        del self.written
+        call = call.joining(*known[1:4])
+        entering, _ = call.far.pass_on(room, first, call.row.starts, call.row.length, reverse=False)
+        return call.join(kept, entering), (*kept, *entering)
+
+    def bwd_read(self, grad: Tensor, first: State, q: Tensor, *known: Any) -> tuple[Tensors, Tensors]:
+        """See Launches."""
+        (gate, far_weight, table), keys = known[:3], known[3:12]
+        call = _Call.of(self.form, q, keys).joining(gate, far_weight, table)
+        joined, kept, state = call.joined(*known[12:16]), _Kept(*known[16:21]), State(*known[21:])
+        matrix, row = keys[2], call.row
+        learned = matrix is not None and matrix.requires_grad
+        queries, means, change, dq, dy = call.bwd_dq(grad, joined, kept, state, learned)
+        room = sums_of_queries(call.far, queries, row, keys[0], row.length)
+        _, found = call.far.pass_on(room, None, row.starts, row.length, reverse=True, keep=False)
+        dfirst = gradient_of_first(first.logs, found)
+        dfar_weight = torch.zeros_like(far_weight) if gate is not None else change.sum((0, 2))
+        along = dfar_weight.view(row.heads, -1).sum(1) - _along(first, dfirst)
+        of_matrix = None if dy is None else cache(partial(products_of_queries, dy, q, row.heads))
+        self.behind = _Behind(call, queries, joined, means, room, of_matrix, along)
+        return dfirst, (dq, None if gate is None else change, dfar_weight, None)
+
+    def bwd_write(self, grads: tuple[Tensor, Tensor], own: State, *known: Any) -> Tensors:
+        """See Launches."""
+        keys, kept = known[:9], _Kept(*known[9:])
+        if self.behind is None:
+            given = (None, own.norms.new_zeros(self.q.shape[1]), None)
+            out, *joins = _Call.of(self.form, self.q, keys).joining(*given).joins()
+            self.bwd_read(out, own, self.q, *given, *keys, *joins, *kept, *own)
+        assert self.behind is not None
+        call, queries, joined, means, room, of_queries, along = self.behind
+        self.behind = None
+        outer = gradient_of_last(*grads, own.logs)
+        behind, _ = call.far.pass_on(room, outer, call.row.starts, call.row.length, reverse=True)
+        *found, of_keys = call.bwd_dkv(queries, joined, means, kept, behind, of_queries is not None)
+        dk, dv, *dpools = found
+        dmatrix = None if of_queries is None else gradient_of_matrix(keys[2], of_queries(), *of_keys)
+        return dk, dv, dmatrix, *dpools, (_along(own, outer) + along) / keys[5], None, None, None

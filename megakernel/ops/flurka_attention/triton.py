@@ -2,8 +2,9 @@
 
 Forward pools blocks into landmarks, sums up each segment's, passes the sums on to the states that enter the segments
 (small), and joins window and landmarks. Backward gives the gradients of queries through both, sums queries into states
-from the right, hands those to the landmarks, and through them and the windows to keys, values, E and F. Between the two
-nothing is kept but the inputs, the output, two or three numbers per token, the landmarks, and one state per segment.
+from the right, hands those to the landmarks, and through them and the windows to keys, values, E and F. An exchange
+adds a small launch to each, for the state that is handed on. Between the two nothing is kept but the inputs, the
+output, two or three numbers per token, the landmarks, and one state per segment.
 """
 
 from typing import Any
@@ -16,6 +17,8 @@ from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.flurka_attention.places import places_of, sees_far
+from megakernel.ops.groups import Tensors
+from megakernel.ops.kernel_attention import exchanged
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
 from megakernel.ops.kernel_attention.triton import unsupported_features, unsupported_tiles
 from megakernel.ops.kernels.features import phi_of
@@ -111,60 +114,62 @@ def attend(
     b, reach = form.block_size, form.block_size * form.blocks
     left = (empty_tail(k, v, reach) if tail is None else tail).after(k, v)
     places = places_of(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)
-    keys, values, logits = k, v, gate
+    keys, values = k, v
     if tail is not None and places.before:
         keys, values = torch.cat([tail.keys, k], 2), torch.cat([tail.values, v], 2)
     matrix = dense(weights.projection, q.shape[-1])
     phi = phi_of(form.feature_map, q.shape[-1], None if matrix is None else matrix.shape[-2])
     name = named(form.feature_map)
-    shape = operators.Form(
+    options = operators.Form(
         name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest
     )
     mass = torch.full((k.shape[1],), b / weights.pool_keys.shape[-2], dtype=torch.float32, device=q.device)
     if weights.far_mass is not None:
         mass = mass * torch.exp(weights.far_mass.to(torch.float32))
-    far_weight = mass.new_zeros(q.shape[1])
-    if gate is not None:
-        # Without a far block the near part alone, exactly.
-        logits = gate.to(torch.float32).masked_fill(~sees_far(positions, q, reach), torch.inf)
-    elif weights.far_weight is not None:
-        far_weight = weights.far_weight.to(torch.float32)
-    table = None
-    if form.near_rotary is not None:
-        table = torch.cat(angles_of(form, q.shape[-1])(torch.arange(reach + ANGLES, device=q.device)), -1).to(
-            torch.float32
-        )
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
-    tables = (table, places.starts, places.windows, places.ends)
 
-    def run(queries: Tensor, logits: Tensor | None, first: KernelState | None) -> tuple[Tensor, KernelState]:
+    def joining() -> Tensors:
+        """Logits of the gate, gamma, and the angles of windows."""
+        logits, far_weight, table = None, mass.new_zeros(q.shape[1]), None
+        if gate is not None:
+            # Without a far block the near part alone, exactly.
+            logits = gate.to(torch.float32).masked_fill(~sees_far(positions, q, reach), torch.inf)
+        elif weights.far_weight is not None:
+            far_weight = weights.far_weight.to(torch.float32)
+        if form.near_rotary is not None:
+            turns = angles_of(form, q.shape[-1])(torch.arange(reach + ANGLES, device=q.device))
+            table = torch.cat(turns, -1).to(torch.float32)
+        return logits, far_weight, table
+
+    of_keys = (keys, values, matrix, *pools, mass)
+    tables = (places.starts, places.windows, places.ends)
+    first = None if tail is None else far
+    if exchange is None:
         tile = (None, None, None) if first is None else tiles_of(first, phi, v.shape[-1])
         out, factor, _, scale, *_, sums, norms, logs = operators.forward(
-            queries, keys, values, matrix, *pools, mass, logits, far_weight, *tables, *tile, *shape
+            q, *of_keys, *joining(), *tables, *tile, *options
         )
         last = state_of(sums, norms, logs, phi, v.shape[-1])
-        if not phi.unbounded or is_noting():
-            return out, last
-        lost = (factor == 0) & (scale > EMPTY / 2).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    else:
+        carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
+        shard, given = operators.Shard(q, options), (*of_keys, *tables)
+        (out, factor, _, scale, _), first, last = exchanged.attend(
+            shard, given, lambda: (q, *joining()), exchange, carries, phi, v.shape[-1]
+        )
+    if not phi.unbounded or is_noting():
+        return out, last, left
+    lost = (factor == 0) & (scale > EMPTY / 2).repeat_interleave(q.shape[1] // k.shape[1], 1)
 
-        def again() -> Found:
-            wide, *_ = chunked.attend(
-                *(x.double() for x in (queries, k, v)),
-                form=form,
-                weights=weights,
-                gate=gate,
-                positions=positions,
-                far=far if first is None else first,
-                tail=tail,
-            )
-            return (wide,), last
+    def again() -> Found:
+        wide, *_ = chunked.attend(
+            *(x.double() for x in (q, k, v)),
+            form=form,
+            weights=weights,
+            gate=gate,
+            positions=positions,
+            far=first or far,
+            tail=tail,
+        )
+        return (wide,), last
 
-        return in_range(((out, lost), last), again)
-
-    if exchange is None:
-        out, state = run(q, logits, None if tail is None else far)
-        return out, state, left
-    # What these keys add, as the state behind a row without queries of its own.
-    _, own = run(q[:, :, :0], None, None)
-    pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
-    return run(q, logits, pending.wait())[0], own, left
+    return *in_range(((out, lost), last), again), left

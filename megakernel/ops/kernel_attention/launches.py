@@ -77,7 +77,13 @@ def tiles_of(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tens
     lead = state.sums.unflatten(2, (halves, phi.rows)).to(torch.float32)
     whole = torch.nn.functional.pad(lead, (0, 0, 0, phi.padded_rows - phi.rows)).flatten(2, 3)
     sums = torch.nn.functional.pad(whole[..., :-1], (0, padded(value_dim) - value_dim))
-    return sums.contiguous(), whole[..., -1].contiguous(), state.log_scale.to(torch.float32).contiguous()
+    logs = state.log_scale.to(torch.float32)
+    # Of bounded maps only the empty state has a scale, by which window and landmarks would be compared.
+    return (
+        sums.contiguous(),
+        whole[..., -1].contiguous(),
+        logs.contiguous() if phi.unbounded else torch.zeros_like(logs),
+    )
 
 
 def state_of(sums: Tensor, norms: Tensor, logs: Tensor, phi: Phi, value_dim: int) -> KernelState:
@@ -223,23 +229,34 @@ class Call(NamedTuple):
         return self.states(like, triton.cdiv(length, self.segment), dtype)
 
     def pass_on(
-        self, room: State, first: State | None, starts: Tensor | None, length: int, *, reverse: bool
+        self,
+        room: State,
+        first: State | None,
+        starts: Tensor | None,
+        length: int,
+        *,
+        reverse: bool,
+        keep: bool = True,
     ) -> tuple[State, State]:
-        """The states that enter each segment, from what each segment adds, and the last one."""
+        """The states that enter each segment, from what each segment adds, and the last one.
+
+        Without `keep` the last one alone: `room` still holds what segments add.
+        """
         entering = State(room.sums, torch.empty_like(room.norms), torch.empty_like(room.logs))
+        kept = entering[1:] if keep and self.causal else (None, None)
         last = self.states(room.norms, -1)
         launch(
             states.pass_states,
             (room.logs[:, :, 0].numel(), triton.cdiv(self.phi.padded_features, FEATURES_AT_ONCE)),
-            *(room, entering.norms, entering.logs, first, last, starts),
-            *(length, self.row.start, self.row.heads, room.logs.shape[2]),
+            *(room, *kept, first, last, starts),
+            # No document begins in a row that sees both ways.
+            *(length, self.row.start if self.causal else -1, self.row.heads, room.logs.shape[2]),
             warps=4,
             SEGMENT=self.segment,
             FP=self.phi.padded_features,
             VP=padded(self.values),
             BF=FEATURES_AT_ONCE,
             REVERSE=reverse,
-            CAUSAL=self.causal,
             UNBOUNDED=self.phi.unbounded,
         )
         return entering, last

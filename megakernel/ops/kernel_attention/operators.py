@@ -3,13 +3,14 @@
 Keys k are (B, H_kv, N, d), or with priors (H_kv, M) the M keys of a position beside each other, (B, H_kv, N, M d).
 """
 
-from collections.abc import Iterable
-from functools import reduce
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import cache, partial, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import kernels, key_kernels, query_kernels
 from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Row, Rows, State, Tokens
 from megakernel.ops.kernel_attention.launches import Call, given_or_zeros
@@ -17,32 +18,90 @@ from megakernel.ops.kernels.features import split_matrix
 from megakernel.ops.state import EMPTY
 
 
-class _Inputs(NamedTuple):
-    """A call's tensors as kernels take them."""
+class _Given(NamedTuple):
+    """A call's tensors as kernels take them, and its launches over tokens."""
 
     call: Call
     k: Tensor
+    v: Tensor
     row: Row
     keys: Keys
     matrix: Matrix
 
     @staticmethod
-    def of(
-        call: Call,
-        k: Tensor,
-        v: Tensor,
-        matrix: Tensor | None,
-        mass: Tensor | None,
-        priors: Tensor | None,
-        starts: Tensor | None,
-        features: tuple[Tensor | None, ...],
-    ) -> "_Inputs":
-        """With the room for features of keys, or what is in it."""
+    def of(call: Call, tensors: Tensors, features: Iterable[Tensor]) -> "_Given":
+        """Of k, v, matrix, mass, priors, starts, and room for features of keys: empty where they are not stored."""
+        k, v, matrix, mass, priors, starts = tensors
+        stored = (x if x.numel() else None for x in features)
         split = split_matrix(matrix, k.shape[1], k.dtype)
         masses, shares = (None if x is None else x.to(torch.float32).contiguous() for x in (mass, priors))
-        keys = Keys(Tokens(Rows.of(k), *features), Rows.of(v), masses, shares)
+        keys = Keys(Tokens(Rows.of(k), *stored), Rows.of(v), masses, shares)
         terms = Matrix(split, 0 if split is None else split.stride(0))
-        return _Inputs(call, k, call.row._replace(starts=starts), keys, terms)
+        return _Given(call, k, v, call.row._replace(starts=starts), keys, terms)
+
+    def write(self, scale: Tensor) -> State:
+        """What each segment's keys add; with features, and of unbounded maps `scale` (B, H_kv, N)."""
+        call, largest = self.call, scale if self.call.causal and scale.numel() else None
+        room = call.sums_of_segments(self.k, self.k.shape[2])
+        call.start(kernels.write_keys, len(self.k), self.keys, self.matrix, room, self.row, largest)
+        return room
+
+    def read(self, q: Tensor, state: State, rooms: Tensors, normalize: bool) -> None:
+        """Outputs, 1 / den and r."""
+        out, inverse, scale = rooms
+        self.call.start(
+            kernels.read,
+            *(len(q), Rows.of(q), self.keys, self.matrix, state, self.row),
+            *(out, inverse, scale if self.call.phi.unbounded else None),
+            NORMALIZE=normalize,
+        )
+
+    def bwd_dq(
+        self,
+        q: Tensor,
+        grad: Tensor,
+        inverse: Tensor,
+        scale: Tensor,
+        state: State,
+        normalize: bool,
+        learned: bool,
+    ) -> tuple[Queries, Tensor, Tensor | None]:
+        """What is known of queries then, and the gradients of queries and, if `learned`, of projected ones."""
+        dq, dy = q.new_empty(q.shape), self._projected(q) if learned else None
+        queries = Queries(
+            Tokens(Rows.of(q), *self.call.features(q, self.call.stored)),
+            Rows.of(grad),
+            inverse,
+            torch.empty_like(inverse) if normalize else None,
+            scale if self.call.phi.unbounded else None,
+        )
+        known = (queries, self.keys, self.matrix, state, self.row)
+        self.call.start(query_kernels.bwd_dq, len(q), *known, dq, dy, NORMALIZE=normalize)
+        return queries, dq, dy
+
+    def bwd_dkv(
+        self, queries: Queries, state: State, learned: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of keys, values, masses and priors, and if `learned` what keys add to that of the projection."""
+        call, k, batch = self.call, self.k, len(self.k)
+        dk, dv = k.new_empty(k.shape), self.v.new_empty(self.v.shape)
+        dy = self._projected(k, max(call.keys, 1)) if learned else None
+        dmass = None if self.keys.mass is None else torch.empty_like(self.keys.mass)
+        programs = call.programs("bwd_dkv", batch)
+        parts = k.new_empty(programs, call.keys, dtype=torch.float32) if call.keys else None
+        known = (queries, self.keys, self.matrix, state, self.row)
+        for wanted in call.halves((dk, dv, dy, dmass, parts)):
+            call.start(key_kernels.bwd_dkv, batch, *known, *wanted)
+        dpriors = None if parts is None else parts.view(batch, self.row.heads, -1, call.keys).sum((0, 2))
+        of_matrix = None
+        if dy is not None:
+            of_keys = k.unflatten(-1, (max(call.keys, 1), -1)).movedim(3, 2)
+            of_matrix = products_of_tokens(dy.movedim(0, 2), of_keys)
+        return dk, dv, of_matrix, dmass, dpriors
+
+    def _projected(self, tokens: Tensor, *lead: int) -> Tensor:
+        """Room for the gradients of projected tokens."""
+        return tokens.new_empty(*lead, *tokens.shape[:3], self.call.phi.rows)
 
 
 @torch.library.custom_op("megakernel::kernel_attention", mutates_args=())
@@ -66,21 +125,11 @@ def attend(
     """See `_outputs`."""
     call = Call.of(q, k, v, matrix, priors, feature_map, components, causal, start)
     out, inverse, scale, *features = _of_tokens(call, q, k, v)
-    stored = tuple(x if x.numel() else None for x in features)
-    given = _Inputs.of(call, k, v, matrix, mass, priors, starts, stored)
-    batch, length = len(k), k.shape[2]
-    room = call.sums_of_segments(k, length)
-    largest = scale if causal and scale.numel() else None
-    call.start(kernels.write_keys, batch, given.keys, given.matrix, room, given.row, largest)
+    given = _Given.of(call, (k, v, matrix, mass, priors, starts), features)
+    room = given.write(scale)
     first = None if first_sums is None else State(first_sums, first_norms, first_logs)
-    entering, last = call.pass_on(room, first, starts, length, reverse=False)
-    state = entering if causal else last
-    rest = (out, inverse, scale if call.phi.unbounded else None)
-    call.start(
-        kernels.read,
-        *(batch, Rows.of(q), given.keys, given.matrix, state, given.row, *rest),
-        NORMALIZE=normalize,
-    )
+    entering, last = call.pass_on(room, first, starts, k.shape[2], reverse=False)
+    given.read(q, entering if causal else last, (out, inverse, scale), normalize)
     kept = entering if causal else call.sums_of_segments(k, 0)
     return out, inverse, scale, *features, *kept, *last
 
@@ -142,56 +191,23 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, matrix, mass, priors, the first state's sums and normalizers; empty where unwanted."""
     call = Call.of(q, k, v, matrix, priors, feature_map, components, causal, start)
-    stored = tuple(x if x.numel() else None for x in (features, feature_logs))
-    given = _Inputs.of(call, k, v, matrix, mass, priors, starts, stored)
-    batch, heads, length = k.shape[:3]
-    span = length if causal else q.shape[2]
-    learned = learned and matrix is not None
-
-    def projected(tokens: Tensor, *lead: int) -> Tensor | None:
-        """Room for the gradients of projected tokens."""
-        return tokens.new_empty(*lead, *tokens.shape[:3], call.phi.rows) if learned else None
-
-    dq, dy_q = q.new_empty(q.shape), projected(q)
-    queries = Queries(
-        Tokens(Rows.of(q), *call.features(q, call.stored)),
-        Rows.of(grad),
-        inverse,
-        torch.empty_like(inverse) if normalize else None,
-        scale if call.phi.unbounded else None,
-    )
+    given = _Given.of(call, (k, v, matrix, mass, priors, starts), (features, feature_logs))
+    length, learned = k.shape[2] if causal else q.shape[2], learned and matrix is not None
     state = State(sums, norms, logs) if causal else State(last_sums, last_norms, last_logs)
-    call.start(
-        query_kernels.bwd_dq,
-        *(batch, queries, given.keys, given.matrix, state, given.row, dq, dy_q),
-        NORMALIZE=normalize,
-    )
+    queries, dq, dy = given.bwd_dq(q, grad, inverse, scale, state, normalize, learned)
     outer = gradient_of_last(grad_sums, grad_norms, last_logs)
-    entering, first = states_of_queries(call, queries, given.row, k, span, outer)
-    dk, dv, dy_k = k.new_empty(k.shape), v.new_empty(v.shape), projected(k, max(call.keys, 1))
-    dmass = None if mass is None else inverse.new_empty(k.shape[:3])
-    programs = call.programs("bwd_dkv", batch)
-    dpriors = inverse.new_empty(programs, call.keys) if call.keys else None
-    known = (queries, given.keys, given.matrix, entering if causal else first, given.row)
-    for wanted in call.halves((dk, dv, dy_k, dmass, dpriors)):
-        call.start(key_kernels.bwd_dkv, batch, *known, *wanted)
-    shares = q.new_empty(0) if dpriors is None else dpriors.view(batch, heads, -1, call.keys).sum((0, 2))
+    room = sums_of_queries(call, queries, given.row, k, length)
+    entering, first = call.pass_on(room, outer, starts, length, reverse=True)
+    dk, dv, of_matrix, dmass, dpriors = given.bwd_dkv(queries, entering if causal else first, learned)
     dmatrix = q.new_empty(0)
-    if dy_q is not None and dy_k is not None and matrix is not None:
-        of_keys = k.unflatten(-1, (max(call.keys, 1), -1)).movedim(3, 2)
-        of_queries = (x.unflatten(1, (heads, -1)) for x in (dy_q, q))
-        dmatrix = gradient_of_matrix(matrix, (dy_k.movedim(0, 2), of_keys), of_queries)
-    dfirst = gradient_of_first(first_logs, first)
-    return dq, dk, dv, dmatrix, inverse.new_empty(0) if dmass is None else dmass, shares, *dfirst
+    if dy is not None and of_matrix is not None and matrix is not None:
+        dmatrix = gradient_of_matrix(matrix, of_matrix, products_of_queries(dy, q, k.shape[1]))
+    dmass, dpriors = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in (dmass, dpriors))
+    return dq, dk, dv, dmatrix, dmass, dpriors, *gradient_of_first(first_logs, first)
 
 
-def states_of_queries(
-    call: Call, queries: Queries, row: Row, k: Tensor, length: int, outer: State
-) -> tuple[State, State]:
-    """The gradients of the states that leave the segments of `length` tokens of keys k, and of the first one.
-
-    outer: that of the state that leaves the row.
-    """
+def sums_of_queries(call: Call, queries: Queries, row: Row, k: Tensor, length: int) -> State:
+    """What the queries of each segment of `length` tokens of keys k add to the gradients of states."""
     room = call.sums_of_segments(k, length)
     if row.queries:
         call.start(query_kernels.write_queries, len(k), queries, room, row)
@@ -199,7 +215,7 @@ def states_of_queries(
         # A row without queries of its own hands the last state's gradient to its keys, segment by segment.
         for part, nothing in zip(room, (0.0, 0.0, EMPTY)):
             part.fill_(nothing)
-    return call.pass_on(room, outer, row.starts, length, reverse=True)
+    return room
 
 
 def gradient_of_last(grad_sums: Tensor, grad_norms: Tensor, last_logs: Tensor) -> State:
@@ -221,9 +237,18 @@ def gradient_of_first(first_logs: Tensor | None, found: State) -> tuple[Tensor, 
     return found.sums * factor[..., None, None], found.norms * factor[..., None]
 
 
-def gradient_of_matrix(matrix: Tensor, *pairs: Iterable[Tensor]) -> Tensor:
-    """The sum over tokens of dy x^T, (M, d) or (H_kv, M, d); pairs: dy (B, H_kv, G, N, M) and x (B, H_kv, G, N, d)."""
-    parts = (torch.einsum("bhgnm,bhgnd->hmd", *pair).float() for pair in pairs)
+def products_of_tokens(dy: Tensor, x: Tensor) -> Tensor:
+    """The sum over tokens of dy x^T, (H_kv, M, d) float32; dy (B, H_kv, G, N, M) and x (B, H_kv, G, N, d)."""
+    return torch.einsum("bhgnm,bhgnd->hmd", dy, x).float()
+
+
+def products_of_queries(dy: Tensor, x: Tensor, heads: int) -> Tensor:
+    """The same of dy (B, H, N, M) and x (B, H, N, d), which G heads of each of H_kv `heads` of keys have."""
+    return products_of_tokens(dy.unflatten(1, (heads, -1)), x.unflatten(1, (heads, -1)))
+
+
+def gradient_of_matrix(matrix: Tensor, *parts: Tensor) -> Tensor:
+    """The sum of parts (H_kv, M, d) as the gradient of matrix (M, d) or (H_kv, M, d)."""
     per_head = reduce(torch.add, parts).to(matrix.dtype)
     return per_head.sum(0) if matrix.dim() == 2 else per_head
 
@@ -233,7 +258,7 @@ def _(grad, grad_sums, grad_norms, q, k, v, matrix, mass, priors, starts, first_
     learned = rest[10]
     dmatrix = torch.empty_like(matrix) if learned and matrix is not None else q.new_empty(0)
     dmass = q.new_empty(k.shape[:3] if mass is not None else (0,), dtype=torch.float32)
-    dpriors = q.new_empty(priors.shape, dtype=torch.float32) if priors is not None else q.new_empty(0)
+    dpriors = q.new_empty(priors.shape if priors is not None else (0,), dtype=torch.float32)
     dfirst = gradient_of_first(first_logs, State(grad_sums, grad_norms, first_logs))
     return (*(x.new_empty(x.shape) for x in (q, k, v)), dmatrix, dmass, dpriors, *dfirst)
 
@@ -258,3 +283,82 @@ def _gradients(ctx, grad, *grads):
 
 
 attend.register_autograd(_gradients, setup_context=_keep)
+
+
+class _Behind(NamedTuple):
+    """What backward knows of queries before it comes to keys."""
+
+    given: _Given
+    queries: Queries
+    room: State
+    """What each segment's queries add to the gradients of states."""
+
+    of_matrix: Callable[[], Tensor] | None
+    """What they add to that of the projection, where it is wanted."""
+
+
+class Shard:
+    """See `exchanged.Launches`; tensors of keys are k, v, matrix, mass, priors and starts, of queries q."""
+
+    written: tuple[_Given, State, Tensors]
+    behind: _Behind | None = None
+
+    def __init__(
+        self, q: Tensor, feature_map: str, components: int, causal: bool, normalize: bool, start: int
+    ):
+        self.q, self.normalize = q.detach(), normalize
+        self.form = (feature_map, components, causal, start)
+
+    def write(self, *keys: Any) -> tuple[State, Tensors]:
+        """See `exchanged.Launches`."""
+        k, v, matrix, _, priors, starts = keys
+        call = Call.of(self.q, k, v, matrix, priors, *self.form)
+        rooms = _of_tokens(call, self.q, k, v)
+        given = _Given.of(call, keys, rooms[3:])
+        room = given.write(rooms[2])
+        _, own = call.pass_on(room, None, starts, k.shape[2], reverse=False, keep=False)
+        self.written = given, room, rooms
+        # What backward takes where nobody asks for outputs.
+        self.q = self.q.new_empty(*self.q.shape[:2], 0, self.q.shape[3])
+        return own, rooms[3:]
+
+    def read(self, first: State, *known: Any) -> tuple[Tensors, Tensors]:
+        """Output, 1 / den and r."""
+        given, room, rooms = self.written
+        del self.written
+        entering, _ = given.call.pass_on(room, first, given.row.starts, given.row.keys, reverse=False)
+        given.read(known[0], entering, rooms[:3], self.normalize)
+        return rooms[:3], (*rooms[3:], *entering)
+
+    def bwd_read(self, grad: Tensor, first: State, q: Tensor, *known: Any) -> tuple[Tensors, Tensors]:
+        """See `exchanged.Launches`."""
+        keys, (inverse, scale, *features), state = known[:6], known[6:-3], State(*known[-3:])
+        k, v, matrix, _, priors, starts = keys
+        call = Call.of(q, k, v, matrix, priors, *self.form)
+        given = _Given.of(call, keys, features)
+        learned = matrix is not None and matrix.requires_grad
+        queries, dq, dy = given.bwd_dq(q, grad, inverse, scale, state, self.normalize, learned)
+        room = sums_of_queries(call, queries, given.row, k, k.shape[2])
+        _, found = call.pass_on(room, None, starts, k.shape[2], reverse=True, keep=False)
+        of_matrix = None if dy is None else cache(partial(products_of_queries, dy, q, k.shape[1]))
+        self.behind = _Behind(given, queries, room, of_matrix)
+        return gradient_of_first(first.logs, found), (dq,)
+
+    def bwd_write(self, grads: tuple[Tensor, Tensor], own: State, *known: Any) -> Tensors:
+        """See `exchanged.Launches`."""
+        keys, features = known[:6], known[6:]
+        k, v, matrix, _, priors, starts = keys
+        if self.behind is None:
+            call = Call.of(self.q, k, v, matrix, priors, *self.form)
+            out, *rooms = _of_tokens(call, self.q, k, v)[:3]
+            self.bwd_read(out, own, self.q, *keys, *rooms, *features, *own)
+        assert self.behind is not None
+        given, queries, room, of_queries = self.behind
+        self.behind = None
+        outer = gradient_of_last(*grads, own.logs)
+        behind, _ = given.call.pass_on(room, outer, starts, k.shape[2], reverse=True)
+        dk, dv, of_keys, dmass, dpriors = given.bwd_dkv(queries, behind, of_queries is not None)
+        dmatrix = None
+        if of_queries is not None and of_keys is not None:
+            dmatrix = gradient_of_matrix(matrix, of_keys, of_queries())
+        return dk, dv, dmatrix, dmass, dpriors, None

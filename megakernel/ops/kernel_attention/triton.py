@@ -2,8 +2,9 @@
 
 Forward sums each segment's keys, passes the sums on to the states that enter the segments (small), and reads. Backward
 gives the gradients of queries, sums theirs of each segment, passes the sums on from the right, and gives the gradients
-of keys and values. Kept between the two are the inputs, the output, two numbers per token, one state per segment, and
-the features of keys where these come from a projection.
+of keys and values. An exchange adds a small launch to each, for the state that is handed on. Kept between the two are
+the inputs, the output, two numbers per token, one state per segment, and the features of keys where these come from a
+projection.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor
 from megakernel.ops.arguments import check_state
 from megakernel.ops.documents import Positions, open_documents
 from megakernel.ops.feature_maps import FeatureMap, named
-from megakernel.ops.kernel_attention import chunked, decode, operators
+from megakernel.ops.groups import Tensors
+from megakernel.ops.kernel_attention import chunked, decode, exchanged, operators
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
 from megakernel.ops.kernels.features import SUPPORTED, UNBOUNDED, phi_of
 from megakernel.ops.kernels.launch import capability_of, is_noting
@@ -135,57 +137,44 @@ def attend(
     phi = phi_of(feature_map, width, None if matrix is None else matrix.shape[-2])
     starts, start = _document_starts(positions, k.shape[2])
     form = named(feature_map)
-
-    def run(queries: Tensor, first: KernelState | None) -> tuple[Tensor, KernelState]:
+    options = (form.name, form.components, causal, normalize, start)
+    keys = (k, v, matrix, mass, priors, starts)
+    first = initial_state
+    if exchange is None:
+        tile: Tensors = (None, None, None)
         if first is not None:
             check_state(first, k, v)
-        tile = (None, None, None) if first is None else tiles_of(first, phi, value_dim)
-        out, inverse, scale, *_, sums, norms, logs = operators.attend(
-            queries,
-            k,
-            v,
-            matrix,
-            mass,
-            priors,
-            starts,
-            *tile,
-            form.name,
-            form.components,
-            causal,
-            normalize,
-            start,
-        )
+            tile = tiles_of(first, phi, value_dim)
+        out, inverse, scale, *_, sums, norms, logs = operators.attend(q, *keys, *tile, *options)
         last = state_of(sums, norms, logs, phi, value_dim)
-        if not (phi.unbounded and normalize) or is_noting():
-            return out, last
-        seen = scale > EMPTY / 2
-        if mass is not None and mass.shape[2] == queries.shape[2]:
-            # A token that is no key itself is padding, and its row nothing.
-            seen &= mass != 0
-        lost = (inverse == 0) & seen.repeat_interleave(queries.shape[1] // k.shape[1], 1)
+    else:
+        carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
+        (out, inverse, scale), first, last = exchanged.attend(
+            operators.Shard(q, *options), keys, lambda: (q,), exchange, carries, phi, value_dim
+        )
+    if not (phi.unbounded and normalize) or is_noting():
+        return out, last
+    seen = scale > EMPTY / 2
+    if mass is not None and mass.shape[2] == q.shape[2]:
+        # A token that is no key itself is padding, and its row nothing.
+        seen &= mass != 0
+    lost = (inverse == 0) & seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
-        def again() -> Found:
-            wide, _ = chunked.attend(
-                *(x.double() for x in (queries, k, v)),
-                feature_map=feature_map,
-                projection=matrix,
-                causal=causal,
-                normalize=normalize,
-                mass=mass,
-                priors=priors,
-                positions=positions,
-                initial_state=first,
-            )
-            return (wide,), last
+    def again() -> Found:
+        wide, _ = chunked.attend(
+            *(x.double() for x in (q, k, v)),
+            feature_map=feature_map,
+            projection=matrix,
+            causal=causal,
+            normalize=normalize,
+            mass=mass,
+            priors=priors,
+            positions=positions,
+            initial_state=first,
+        )
+        return (wide,), last
 
-        return in_range(((out, lost), last), again)
-
-    if exchange is None:
-        return run(q, initial_state)
-    # What these keys add, as the state behind a row without queries of its own.
-    _, own = run(q[:, :, :0], None)
-    pending = exchange(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
-    return run(q, pending.wait())[0], own
+    return in_range(((out, lost), last), again)
 
 
 def _step(

@@ -7,8 +7,8 @@ holds one state per segment, never one per chunk.
 
 Backward is the same the other way: what queries add to the gradient of a state travels from the end to the start.
 
-Layout of states: sums (B, H_kv, segments + 1, FP, VP) float32, their normalizers (B, H_kv, segments + 1, FP) and log
-scales (B, H_kv, segments + 1); the last entry is the one that leaves the row. FP holds the MP features of each half.
+Layout of states: sums (B, H_kv, segments, FP, VP), their normalizers (B, H_kv, segments, FP) and log scales (B, H_kv,
+segments) float32; the one that leaves the row has no dimension of segments. FP holds the MP features of each half.
 """
 
 import triton
@@ -66,7 +66,6 @@ def pass_states(
     VP: tl.constexpr,
     BF: tl.constexpr,
     REVERSE: tl.constexpr,
-    CAUSAL: tl.constexpr,
     UNBOUNDED: tl.constexpr,
 ):
     """Turn what segments add into the states that enter them. Program: (key head, block of features).
@@ -75,8 +74,8 @@ def pass_states(
     warps, one of which would store over what another is about to load: they go elsewhere.
 
     The states enter from the left, or with REVERSE from the right, the first one empty where `first` is None. What
-    leaves the row goes to `last`, or, None, to the entry behind those of the segments. Without CAUSAL nothing else is
-    kept. added, first, last: sums, normalizers and log scales.
+    leaves the row goes to `last`; without `entering_norms` nothing else is kept, and what segments add stays. added,
+    first, last: sums, normalizers and log scales.
     """
     sums, norms, logs = added
     head = tl.program_id(0)
@@ -92,20 +91,19 @@ def pass_states(
         tile = tl.zeros((BF, VP), tl.float32)
         norm = tl.zeros((BF,), tl.float32)
         log = EMPTY if UNBOUNDED else 0.0
-    entries = segments + 1 if last is None else segments
     for step in range(segments):
         segment = segments - 1 - step if REVERSE else step
         begin = segment * SEGMENT
         end = tl.minimum(begin + SEGMENT, length)
         oldest = first_token(starts, row, end - 1, length, start)
-        entry = head.to(tl.int64) * entries + segment
+        entry = head.to(tl.int64) * segments + segment
         more = tl.load(sums + entry * FP * VP + within).to(tl.float32)
         added_norm = tl.load(norms + entry * FP + f)
-        if CAUSAL:
+        if entering_norms is not None:
             tl.store(sums + entry * FP * VP + within, rounded(tile, sums.dtype.element_ty))
             tl.store(entering_norms + entry * FP + f, norm)
             tl.store(entering_logs + entry, log)
-        alive = (oldest < begin) | (not CAUSAL)
+        alive = oldest < begin
         if UNBOUNDED:
             added_log = tl.load(logs + entry)
             kept = tl.where(alive, log, EMPTY)
@@ -118,12 +116,6 @@ def pass_states(
         tile = tile * shrink + more * grow
         norm = norm * shrink + added_norm * grow
     entry = head.to(tl.int64)
-    if last is None:
-        entry = entry * entries + segments
-        tl.store(sums + entry * FP * VP + within, tile)
-        tl.store(entering_norms + entry * FP + f, norm)
-        tl.store(entering_logs + entry, log)
-    else:
-        tl.store(last[0] + entry * FP * VP + within, tile)
-        tl.store(last[1] + entry * FP + f, norm)
-        tl.store(last[2] + entry, log)
+    tl.store(last[0] + entry * FP * VP + within, tile)
+    tl.store(last[1] + entry * FP + f, norm)
+    tl.store(last[2] + entry, log)

@@ -1,0 +1,318 @@
+"""Shards of a row that exchange their states: the row's numbers, by launches that are made once."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from megakernel.attention import Rotary
+from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention, kernel_attention
+from megakernel.ops.documents import Positions
+from megakernel.ops.flurka_attention import operators
+from megakernel.ops.flurka_attention import triton as flurka_triton
+from megakernel.ops.kernel_attention import launches
+from megakernel.ops.kernel_attention import triton as kernel_triton
+from megakernel.ops.kernels.launch import Launch, noting
+from megakernel.ops.phi import start_state
+from megakernel.ops.state import Exchange, empty_state, keep, merge
+from tests.kernels.comparing import TOLERANCE, assert_agrees
+from tests.kernels.test_flurka_attention import BLOCK, FORMS, documents
+from tests.kernels.test_flurka_attention import tokens as flurka_tokens
+from tests.kernels.test_kernel_attention import tokens
+from tests.tiers import tiered
+
+Leaves = dict[str, Tensor]
+
+LENGTH, END = 90, 48
+"""Tokens of a row, and of its first shard: whole blocks."""
+
+REACH = 32
+"""Tokens that a shard has of its left neighbour: two blocks."""
+
+PER_TOKEN = ("q", "k", "v", "gate", "mass")
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    """So short that shards have several."""
+    monkeypatch.setattr(launches, "segment_of", lambda phi, q, v, causal: 16)
+    monkeypatch.setattr(operators, "segment_blocks", lambda *_: 1)
+
+
+class Handed:
+    """A state that has been handed over."""
+
+    def __init__(self, state: KernelState):
+        self.state = state
+
+    def wait(self) -> KernelState:
+        return self.state
+
+
+class Chain:
+    """The exchange of shards of which each one begins behind the one before."""
+
+    def __init__(self) -> None:
+        self.leaving: KernelState | None = None
+
+    def __call__(self, own: KernelState, carries: Tensor) -> Handed:
+        entering = empty_state(own) if self.leaving is None else self.leaving
+        self.leaving = merge(keep(entering, carries), own)
+        return Handed(entering)
+
+
+Attend = Callable[[Leaves, Positions, Tail | None, Exchange | None], tuple[Tensor, KernelState]]
+"""Of some tokens: the output, and the state that they leave, or with an exchange add."""
+
+
+def kernel(backend: str, feature_map: str) -> Attend:
+    def attend(here, positions, tail, exchange):
+        options = {"feature_map": feature_map, "backend": backend, "return_state": True}
+        return kernel_attention(**here, positions=positions, exchange=exchange, **options)
+
+    return attend
+
+
+def flurka(backend: str, feature_map: str, near: str, blocks: int) -> Attend:
+    def attend(here, positions, tail, exchange):
+        options = {"feature_map": feature_map, "near": near, "blocks": blocks, "rotary": Rotary(12)}
+        if tail is not None:
+            far = start_state(feature_map, here["k"], here.get("projection"), here["v"].shape[-1])
+            options["initial_state"] = FlurkaState(far, Tail(*(x[:, :, -BLOCK * blocks :] for x in tail)))
+        out, state = flurka_attention(
+            **here, positions=positions, exchange=exchange, backend=backend, **options
+        )
+        return out, state.far
+
+    return attend
+
+
+def in_shards(attend: Attend, leaves: Leaves, positions: Positions) -> Leaves:
+    """Outputs of both shards, the second one beside its left neighbour's last tokens, and the state that leaves."""
+    chain, outputs = Chain(), []
+    k, v = leaves["k"], leaves["v"]
+    for begin, end in ((0, END), (END, LENGTH)):
+        here = {name: x[:, :, begin:end] if name in PER_TOKEN else x for name, x in leaves.items()}
+        at = positions + begin if isinstance(positions, int) else positions[:, begin:end]
+        before = [
+            x[:, :, begin - REACH : begin] if begin else torch.zeros_like(x[:, :, :REACH]) for x in (k, v)
+        ]
+        outputs.append(attend(here, at, Tail(*before), chain)[0])
+    return found(torch.cat(outputs, 2), chain.leaving)
+
+
+def found(out: Tensor, state: KernelState) -> Leaves:
+    sums = state.sums * state.log_scale.exp()[..., None, None]
+    # Without a complete block there is nothing to compare.
+    return {"out": out, "state": sums} if sums.any() else {"out": out}
+
+
+def row(make: Callable[[str], Attend], positions: Positions, backend: str, leaves: Leaves) -> Leaves:
+    """The row in one piece by the reference, in two by kernels."""
+    if backend == "triton":
+        return in_shards(make(backend), leaves, positions)
+    return found(*make(backend)(leaves, positions, None, None))
+
+
+POSITIONS = {
+    "one document": 0,
+    "packed": documents(torch.device("cpu"), 0, 7, 72, LENGTH),
+    "a document begins with the shard": documents(torch.device("cpu"), 0, END, LENGTH),
+}
+every_position = pytest.mark.parametrize("positions", tiered(list(POSITIONS), ["packed"]))
+
+
+def places(name: str, device: torch.device) -> Positions:
+    at = POSITIONS[name]
+    return at if isinstance(at, int) else at.to(device)
+
+
+@every_position
+@pytest.mark.parametrize("feature_map", ["elu", "hedgehog", "favor"])
+def test_shards_of_kernel_attention_give_the_row(feature_map, positions, draw, device):
+    leaves = tokens(draw, device, torch.float32, feature_map=feature_map, length=LENGTH, heads=4, kv_heads=2)
+    leaves["mass"] = torch.rand(1, 2, LENGTH, generator=draw).to(device) + 0.1
+    run = partial(row, partial(kernel, feature_map=feature_map), places(positions, device))
+    assert_agrees(run, leaves, draw, TOLERANCE[torch.float32])
+
+
+@every_position
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("feature_map", ["hedgehog", "favor"])
+def test_shards_of_flurka_give_the_row(feature_map, form, positions, draw, device):
+    leaves = flurka_tokens(
+        draw, device, form=form, feature_map=feature_map, length=LENGTH, heads=4, kv_heads=2, per_head=True
+    )
+    # Heads that learn how much a landmark counts, beside a gate too.
+    leaves.setdefault("far_mass", 0.3 * torch.randn(2, generator=draw).to(device))
+    blocks = 2 if feature_map == "hedgehog" else 1
+    make = partial(flurka, feature_map=feature_map, near=FORMS[form][0], blocks=blocks)
+    assert_agrees(partial(row, make, places(positions, device)), leaves, draw, TOLERANCE[torch.float32])
+
+
+class Noted(torch.autograd.Function):
+    """Notes how many launches there have been, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, sums: Tensor, counts: list[int], launches: list[Launch]) -> Tensor:
+        ctx.counts, ctx.launches = counts, launches
+        counts.append(len(launches))
+        return sums.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.counts.append(len(ctx.launches))
+        return grad.clone(), None, None
+
+
+KERNEL_LEAVES = partial(tokens, dtype=torch.float32, feature_map="hedgehog", heads=4, kv_heads=2)
+FLURKA_LEAVES = partial(flurka_tokens, heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "draw_leaves", "parts"),
+    [
+        (
+            partial(kernel, feature_map="hedgehog"),
+            KERNEL_LEAVES,
+            (
+                ["write_keys", "pass_states"],
+                ["pass_states", "read"],
+                ["bwd_dq", "write_queries", "pass_states"],
+                ["pass_states", "bwd_dkv"],
+            ),
+        ),
+        (
+            partial(flurka, feature_map="hedgehog", near="softmax", blocks=2),
+            FLURKA_LEAVES,
+            (
+                ["pool", "write_keys", "pass_states"],
+                ["pass_states", "join"],
+                ["join_backward", "write_queries", "pass_states"],
+                ["pass_states", "bwd_dkv", "window_backward", "pool_backward"],
+            ),
+        ),
+    ],
+    ids=["kernel_attention", "flurka"],
+)
+def test_launches_are_made_once_before_the_exchange_starts_or_after_it_ends(
+    make, draw_leaves, parts, draw, device
+):
+    leaves = {name: x.requires_grad_() for name, x in draw_leaves(draw, device, length=LENGTH).items()}
+    counts: list[int] = []
+    with noting() as made:
+
+        class Noting:
+            def __init__(self, own: KernelState, carries: Tensor):
+                self.own = own._replace(sums=Noted.apply(own.sums, counts, made))
+
+            def wait(self) -> KernelState:
+                return self.own._replace(sums=Noted.apply(self.own.sums, counts, made))
+
+        out, _ = make("triton")(leaves, REACH, Tail(*(leaves[name][:, :, :REACH] for name in "kv")), Noting)
+        counts.append(len(made))
+        out.backward(torch.empty_like(out))
+    names = [launch.kernel.__name__ for launch in made]
+    start, end, whole, back_start, back_end = counts
+    assert (start, back_start) == (end, back_end)
+    found = (names[:start], names[start:whole], names[whole:back_start], names[back_start:])
+    assert found == parts
+
+
+def test_the_products_of_queries_for_the_projection_are_made_while_gradients_are_exchanged(draw, device):
+    leaves = {name: x.requires_grad_() for name, x in KERNEL_LEAVES(draw, device, length=40).items()}
+    events: list[str] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket.__name__ == "bmm":
+                events.append("product")
+            return function(*args, **(kwargs or {}))
+
+    class Waiting:
+        def __init__(self, own: KernelState, carries: Tensor):
+            self.sums, self.log_scale = own.sums.clone(), own.log_scale
+            self.sums.register_hook(lambda grad: events.append("end"))
+
+        def wait(self) -> KernelState:
+            sums = self.sums * 1.0
+            sums.register_hook(lambda grad: events.append("start"))
+            return KernelState(sums, self.log_scale)
+
+    with noting():
+        out, _ = kernel("triton", "hedgehog")(leaves, 7, None, Waiting)
+        with Products():
+            out.backward(torch.empty_like(out))
+    assert events == ["start", "product", "end", "product"]
+
+
+@pytest.mark.parametrize("op", ["kernel_attention", "flurka"])
+def test_rows_that_get_lost_behind_an_exchange_are_made_again(op, draw, device, monkeypatch):
+    if op == "flurka":
+        leaves, module = FLURKA_LEAVES(draw, device, feature_map="favor", length=LENGTH), flurka_triton
+        make = partial(flurka, feature_map="favor", near="softmax", blocks=1)
+    else:
+        leaves, module = KERNEL_LEAVES(draw, device, length=LENGTH), kernel_triton
+        make = partial(kernel, feature_map="favor")
+    # Queries and keys agree in no feature that is large for either: their weights are exp(-64) of the largest features.
+    leaves["projection"] = (6 * torch.eye(12)).expand(2, -1, -1).to(device)
+    for name, axis in (("q", 0), ("k", 1)):
+        leaves[name] = 0.1 * leaves[name]
+        leaves[name][..., axis] += 20
+    wide: list[torch.dtype] = []
+    chunked = module.chunked.attend
+
+    def attend(q: Tensor, *rest, **options):
+        wide.append(q.dtype)
+        return chunked(q, *rest, **options)
+
+    monkeypatch.setattr(module, "chunked", SimpleNamespace(attend=attend))
+    # Exponents of 64 and more have rounding errors of 2^-18.
+    assert_agrees(partial(row, make, 0), leaves, draw, 1e-4)
+    assert wide == [torch.float64] * 2
+
+
+@pytest.mark.parametrize("op", ["kernel_attention", "flurka"])
+def test_a_state_that_leaves_has_gradients_without_an_output(op, draw, device):
+    if op == "flurka":
+        leaves = FLURKA_LEAVES(draw, device, length=40)
+        make = partial(flurka, feature_map="hedgehog", near="softmax", blocks=1)
+    else:
+        leaves = KERNEL_LEAVES(draw, device, length=40)
+        make = partial(kernel, feature_map="hedgehog")
+
+    def run(backend: str, leaves: Leaves) -> Leaves:
+        _, state = make(backend)(leaves, 0, None, Chain() if backend == "triton" else None)
+        return {"state": found(state.sums, state)["state"]}
+
+    assert_agrees(run, leaves, draw, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("wrap", ["compiled", "recomputed", "recomputed at once"])
+def test_compilation_and_checkpointing_change_nothing(wrap, draw, device):
+    leaves = {name: x.requires_grad_() for name, x in KERNEL_LEAVES(draw, device, length=40).items()}
+
+    def attend(*tensors: Tensor) -> Tensor:
+        here = dict(zip(leaves, tensors))
+        out, own = kernel("triton", "hedgehog")(here, 7, None, Chain())
+        return out + own.sums.sum()
+
+    wrapped = {
+        "compiled": torch.compile(attend, backend="aot_eager"),
+        "recomputed": partial(checkpoint, attend, use_reentrant=False),
+        "recomputed at once": partial(checkpoint, attend, use_reentrant=True),
+    }[wrap]
+    plain, again = attend(*leaves.values()), wrapped(*leaves.values())
+    assert torch.equal(plain, again)
+    slopes = []
+    for out in (plain, again):
+        out.sum().backward()
+        slopes.append([x.grad for x in leaves.values()])
+        for x in leaves.values():
+            x.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*slopes))
