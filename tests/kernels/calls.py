@@ -10,6 +10,7 @@ from megakernel.ops import flurka_attention, kernel_attention, weighted_attentio
 from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
+from megakernel.ops.state import KernelState
 
 BATCH, QUERY_HEADS, HEADS, LENGTH, WIDTH = 2, 4, 2, 8192, 16
 
@@ -69,6 +70,16 @@ def documents() -> Tensor:
     return torch.arange(LENGTH).expand(BATCH, -1) % 100
 
 
+class Handed:
+    """An exchange of which a shard gets back what it adds."""
+
+    def __init__(self, own: KernelState, carries: Tensor):
+        self.own = own
+
+    def wait(self) -> KernelState:
+        return self.own
+
+
 FORWARD: dict[str, Callable[[], Tensor]] = {
     "kernel_attention elu": partial(kernel, "elu"),
     "kernel_attention favor, documents": lambda: kernel("favor", positions=documents()),
@@ -82,3 +93,9 @@ FORWARD: dict[str, Callable[[], Tensor]] = {
     "FastFood rks": partial(fastfood, "rks"),
 }
 """Name -> a call whose output has a gradient."""
+
+EXCHANGED: dict[str, Callable[[], Tensor]] = {
+    "kernel_attention favor": partial(kernel, "favor", positions=LENGTH, exchange=Handed),
+    "FLuRKA hedgehog": partial(flurka, "hedgehog", "softmax", positions=LENGTH, exchange=Handed),
+}
+"""The same of shards: states that are cut to size have gradients that are filled up."""
