@@ -11,6 +11,7 @@ from megakernel.ops import FlurkaState, flurka_attention, kernel_attention, weig
 from megakernel.ops.fastfood_features import fastfood_features
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
+from megakernel.ops.state import KernelState
 from megakernel.ops.window import empty_tail
 
 BATCH, QUERY_HEADS, HEADS, LENGTH, WIDTH = 2, 4, 2, 8192, 16
@@ -79,6 +80,16 @@ def documents() -> Tensor:
     return torch.arange(LENGTH).expand(BATCH, -1) % 100
 
 
+class Handed:
+    """An exchange of which a shard gets back what it adds."""
+
+    def __init__(self, own: KernelState, carries: Tensor):
+        self.own = own
+
+    def wait(self) -> KernelState:
+        return self.own
+
+
 FORWARD: dict[str, Callable[[], Tensor]] = {
     "kernel_attention elu": partial(kernel, "elu"),
     "kernel_attention favor, documents": lambda: kernel("favor", positions=documents()),
@@ -92,3 +103,9 @@ FORWARD: dict[str, Callable[[], Tensor]] = {
     "FastFood rks": partial(fastfood, "rks"),
 }
 """Name -> a call whose output has a gradient."""
+
+EXCHANGED: dict[str, Callable[[], Tensor]] = {
+    "kernel_attention favor": partial(kernel, "favor", positions=LENGTH, exchange=Handed),
+    "FLuRKA hedgehog": partial(flurka, "hedgehog", "softmax", positions=LENGTH, exchange=Handed),
+}
+"""The same of shards: states that are cut to size have gradients that are filled up."""

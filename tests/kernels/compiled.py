@@ -95,11 +95,11 @@ def reused(text: str) -> set[str]:
 def main() -> int:
     from benchmarks.kernel_compiling import intermediate
     from megakernel.ops.kernels.launch import noting
-    from tests.kernels.calls import FORWARD, one_token
+    from tests.kernels.calls import EXCHANGED, FORWARD, one_token
 
     with noting() as launches:
         one_token("favor")
-        for call in FORWARD.values():
+        for call in (*FORWARD.values(), *EXCHANGED.values()):
             out = call()
             out.backward(torch.empty_like(out))
     for launch in launches:
