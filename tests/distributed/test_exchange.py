@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megakernel.ops import kernel_attention
 from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
 from megakernel.parallel import exchange_way, state_exchange
 from tests.distributed.ranks import cpu_mesh, run_ranks
@@ -146,6 +147,40 @@ def test_exchanges_overlap_and_are_recomputed_without_changing_gradients(recompu
     for rank, (out, grad) in enumerate(run_ranks(stacked_gradients, 2, 2, recompute, way)):
         close(out, y[rank].detach(), torch.float64)
         close(grad, x.grad[rank], torch.float64)
+
+
+def attended(x, projection, positions, backend, exchange=None):
+    """Kernel attention of q, k and v, which x (3, B, H, N, d) is."""
+    options = {"positions": positions, "exchange": exchange, "backend": backend}
+    return kernel_attention(*x, feature_map="hedgehog", projection=projection, **options)
+
+
+def attended_shard(way, x, projection):
+    with cpu_mesh(context=2, state_exchange=way) as mesh:
+        here = x.chunk(2, 3)[mesh.cp.rank].clone().requires_grad_()
+        projection.requires_grad_()
+        at = mesh.cp.rank * here.shape[3]
+        out = attended(here, projection, at, "triton", mesh.cp_shard.start_prefix)
+        out.square().sum().backward()
+        return out.detach(), here.grad, projection.grad
+
+
+@pytest.mark.parametrize("way", ["gather", "ring"])
+def test_kernels_over_processes_give_the_whole_sequence(way, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    draw = torch.Generator().manual_seed(2)
+    x, projection = torch.randn(3, 1, 2, 48, 8, generator=draw), torch.randn(2, 8, 8, generator=draw)
+    shards = run_ranks(attended_shard, 2, way, x, projection)
+    x, projection = (leaf.double().requires_grad_() for leaf in (x, projection))
+    out = attended(x, projection, 0, "chunked")
+    out.square().sum().backward()
+    found, slopes, parts = zip(*shards)
+    for actual, expected in (
+        (torch.cat(found, 2), out.detach()),
+        (torch.cat(slopes, 3), x.grad),
+        (sum(parts), projection.grad),
+    ):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
 
 
 def tokens(shards, dtype):
