@@ -1,6 +1,6 @@
 """Whether the tests notice faults: each of a list of mutants is put into a copy of the sources, and tests run on it.
 
-    python -m tests.tools.mutants mutants.toml [--only NAME ...] [--all-tiers]
+    python -m tests.tools.mutants mutants.toml [--only WORD ...] [--all-tiers]
 
 The list is a TOML file of `[[mutant]]` tables: `name`, `file`, `old` (a text that the file holds once), `new`, and
 `tests`, the files or folders that should notice. The copy is a git worktree of the last commit. Without --all-tiers
@@ -70,11 +70,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("mutants", type=Path, help="the list, a TOML file")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these alone")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="those whose names hold it")
     parser.add_argument("--all-tiers", action="store_true", help="the second tier of the tests too")
     given = parser.parse_args()
     mutants = [Mutant(**each) for each in tomllib.loads(given.mutants.read_text())["mutant"]]
-    mutants = [mutant for mutant in mutants if not given.only or mutant.name in given.only]
+    mutants = [one for one in mutants if not given.only or any(word in one.name for word in given.only)]
+    if not mutants:
+        parser.error(f"--only {' '.join(given.only)}: no mutant of {given.mutants} has such a name")
     options = [] if given.all_tiers else ["-m", "not second"]
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
