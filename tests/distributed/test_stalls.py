@@ -40,12 +40,12 @@ AGREEMENT = ("Mesh.agree", 3)
 """Behind the last exchange of the third step: whether one of the ranks was asked to stop."""
 
 
-def run_with(fault, corpus, folder, place=EXCHANGE):
+def run_with(fault, corpus, folder, place=EXCHANGE, limit="parallel.stall_minutes=0.05"):
     """Train on two context ranks of which one meets a fault in a method's N-th call; exit status."""
     method, call = place
     config = write_config(folder, corpus)
     overrides = (
-        "parallel.context=2 parallel.state_exchange=gather parallel.stall_minutes=0.05 training.eval_samples=0 "
+        f"parallel.context=2 parallel.state_exchange=gather {limit} training.eval_samples=0 "
         "training.global_batch_size=2"
     )
     script = RANK.format(
@@ -82,7 +82,8 @@ def test_a_rank_that_stops_between_two_steps_is_named_by_the_others(corpus, tmp_
 
 @pytest.mark.second
 def test_a_rank_that_fails_in_an_exchange_is_named_by_the_launcher(corpus, tmp_path, capfd):
-    assert run_with("raise ValueError('out of order')", corpus, tmp_path) == 1
+    # With the limit that ships: on a busy machine a rank that fails may take seconds to leave.
+    assert run_with("raise ValueError('out of order')", corpus, tmp_path, limit="") == 1
     said = capfd.readouterr().err
     assert "rank 1 failed with exit status 1" in said
     assert "out of order" in said
