@@ -261,13 +261,18 @@ def _current(states: dict[str, JobState]) -> JobState:
 
 def _why(job: JobState, events: list[dict[str, Any]]) -> str:
     if job.is_live:
-        waits_again = job.is_pending and any(event["event"] == "ended" for event in events)
-        before = f"{_last_end(events)}; " if waits_again else ""
-        return before + (job.reason if job.is_pending else "")
+        now = job.reason if job.is_pending else _waits_for(events)
+        return "; ".join(filter(None, (_last_end(events) if job.is_pending or now else "", now)))
     said = _last_end(events)
     if job.state in _WHAT_HAPPENED and said != ENDED_ON_REQUEST:
         return f"{_WHAT_HAPPENED[job.state]}{f' ({said})' if said else ''}"
     return said
+
+
+def _waits_for(events: list[dict[str, Any]]) -> str:
+    """Why a job that runs trains nothing."""
+    last = events[-1] if events else {"event": ""}
+    return f"waits until Slurm gives up {', '.join(last['nodes'])}" if last["event"] == "waits" else ""
 
 
 def _last_end(events: list[dict[str, Any]]) -> str:

@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from megakernel.training.environment import recorded_variables
 
 from .job_folder import JobFolder, read_settings
 from .preflight import judge, read_timings
-from .restarting import Start, TaskEnds, decide, task_ends
+from .restarting import SILENT_NODE, Start, TaskEnds, decide, task_ends
 from .slow_nodes import summary
 
 _ASKED = {
@@ -85,10 +87,14 @@ def _starts(run: JobFolder, status: int, step: int) -> list[Start]:
 
 def _ends(run: JobFolder, status: int) -> TaskEnds:
     logs = run.logs(os.environ[events.JOB_VARIABLE], restart())
-    saw = logs / "srun.err"
     killed = status == 128 + signal.SIGKILL
     last_words = "".join(map(_tail, sorted(logs.glob("rank_*.err")))) if killed else ""
-    return task_ends(saw.read_text(errors="replace") if saw.exists() else "", status, last_words)
+    return task_ends(_srun_said(run), status, last_words)
+
+
+def _srun_said(run: JobFolder) -> str:
+    saw = run.logs(os.environ[events.JOB_VARIABLE], restart()) / "srun.err"
+    return saw.read_text(errors="replace") if saw.exists() else ""
 
 
 def _tail(log: Path) -> str:
@@ -164,6 +170,31 @@ def requeue(run: Path, without: Sequence[str] = ()) -> None:
         events.record(run, "requeued", without=list(without) or None)
 
 
+def await_silent_nodes(run: Path) -> None:
+    """Wait until Slurm has given up the job's nodes that do not answer, and starts the job again by itself.
+
+    A job that is put back sooner starts no sooner, for it holds those nodes until then. But Slurm 22.05 then starts it
+    without its GPUs, and takes them from all jobs until slurmctld restarts. Returns where the nodes answer.
+    """
+    shown = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
+    limit = int(shown[1]) if shown is not None else 0
+    silent: list[str] = []
+    for passed in range(0, limit + limit // 3, _LOOK_SECONDS):
+        found = ask(*_SILENT, "--nodes", os.environ["SLURM_JOB_NODELIST"]).split()
+        before, silent = silent, sorted(set(found))
+        if silent and not before:
+            print(f"== waits until Slurm gives up {', '.join(silent)}, then starts again", flush=True)
+            events.record(run, "waits", nodes=silent)
+        # Slurm asks each node three times within its limit.
+        if not silent and (before or passed > limit // 2):
+            return
+        time.sleep(_LOOK_SECONDS)
+
+
+_SILENT = ("sinfo", "--noheader", "--dead", "--Node", "--format=%N")
+_LOOK_SECONDS = 5
+
+
 @dataclass(frozen=True)
 class HereJob:
     """A job without Slurm, under the same rules: what submitit's local and debug executors pickle and call.
@@ -231,6 +262,9 @@ def _leave(submission: Path, status: int) -> int:
     run = JobFolder(submission.parents[1])
     ended, starts_again = end(submission, status)
     if starts_again:
+        if SILENT_NODE in _srun_said(run):
+            with suppress(SlurmRefused):
+                await_silent_nodes(run.path)
         requeue(run.path, _kept_off(submission) if ended == ExitStatus.UNFIT else ())
     chain = [job.id for job in run.jobs() if job.submission == submission.name]
     goes_on = ended == ExitStatus.STOPPED and chain[-1] != os.environ[events.JOB_VARIABLE]

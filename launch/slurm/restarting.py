@@ -26,8 +26,11 @@ _OVER_LIMIT = re.compile(
 _PATIENCE_ENDED = "srun: First task exited"
 """From there on srun itself ends what has not left, and that is no cause of anything."""
 
-_NO_LAUNCH = re.compile(r"srun: error: (tasks? \S+ launch failed: .+)")
+_NO_LAUNCH = re.compile(r"srun: error: (tasks? \S+ launch failed: .+|Unable to create step .+)")
 """Where not all processes could be started; srun itself may exit with 0 then."""
+
+SILENT_NODE = "srun: error: Timed out waiting for job step to complete"
+"""Where a node does not say that its processes have ended: it is gone, or they cannot be killed."""
 
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
 

@@ -129,7 +129,7 @@ def row(scenario: Scenario, run: str, expected: dict[int, float]) -> str:
     until_step(run, HAPPENS_AT)
     scenario.happen(run, job)
     if scenario.notices:
-        ends = ("requeued", "ended")
+        ends = ("requeued", "ended", "waits")
         until(lambda: story(run, job)[-1] in ends or status(run)["state"] in ENDS, seconds=500)
         # Slurm waits five minutes for a node that says nothing.
         until(lambda: status(run)["state"] not in ("RUNNING", "COMPLETING"), seconds=500)

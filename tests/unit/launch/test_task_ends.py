@@ -23,6 +23,7 @@ FAILED = STALLED.replace("86", "1")
 USR2 = (
     "srun: error: n2: tasks 2-3: User defined signal 2\nsrun: error: n1: tasks 0-1: User defined signal 2\n"
 )
+REFUSED = "srun: error: Unable to create step for job 2: Invalid generic resource (gres) specification\n"
 CRASHED = "srun: error: n1: task 0: Segmentation fault (core dumped)\nsrun: First task exited 60s ago\n"
 # Of a cluster that confines jobs to control groups, and of one with JobAcctGatherParams=OverMemoryKill.
 OUT_OF_MEMORY = "srun: error: n2: task 1: Out Of Memory\n"
@@ -42,6 +43,7 @@ srun: error: n2: task 1: Killed
             0,
             TaskEnds(1, "task 0 launch failed: Slurmd could not connect IO"),
         ),
+        (REFUSED, 1, TaskEnds(1, REFUSED.removeprefix("srun: error: ").strip())),
         (SAVED, 85, TaskEnds(85, None)),
         (KILLED, 137, TaskEnds(137, "rank 2 on n2: Killed")),
         (STALLED, 137, TaskEnds(86, None)),
