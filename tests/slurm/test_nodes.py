@@ -155,11 +155,12 @@ def test_a_run_whose_node_is_lost_goes_on(place):
 
 
 @pytest.fixture
-def impatient_slurm(place):
-    """It gives up a node that does not answer after 150 s, not after 300: srun gives up its processes after 72."""
+def impatient_slurm(place, monkeypatch):
+    """It gives up a node that does not answer after 60 s, not after 300, and srun its processes after 22 s, not 72."""
+    monkeypatch.setenv("SLURM_WAIT", "10")
     file = Path(os.environ["SLURM_CONF"])
     usual = file.read_text()
-    file.write_text(f"{usual}SlurmdTimeout=150\n")
+    file.write_text(f"{usual}SlurmdTimeout=60\n")
     scontrol("reconfigure")
     yield
     file.write_text(usual)
