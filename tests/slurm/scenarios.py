@@ -34,7 +34,7 @@ from tests.slurm.submitting import (
     until_step,
 )
 
-STEPS = 300
+STEPS = 900
 HAPPENS_AT = 15
 """Step from which on the event happens; every tenth is saved. Slurm looks at time limits twice a minute."""
 
