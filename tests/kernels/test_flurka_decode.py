@@ -317,7 +317,7 @@ def test_around_the_launch_of_a_layer_little_is_computed():
         ({"block": 136}, "136 tokens and 4 landmarks; expected at most 128 and 32"),
         ({"rank": 40}, "8 tokens and 40 landmarks"),
         ({"width": 136}, "q has width 136"),
-        ({"dtype": torch.float16}, "hedgehog has weights below float16's smallest number"),
+        ({"dtype": torch.float16}, "q is torch.float16, in which factors of products have no room"),
         ({"length": 2}, "q has 2 tokens; expected 1"),
         ({"sums": torch.float64}, "the state is torch.float64"),
         ({"learns": True}, "a gradient is wanted"),

@@ -35,9 +35,8 @@ if IS_FULL:
 
 def is_taken(name: str, point: Point) -> bool:
     """Whether kernels take such numbers, and as wide ones."""
-    if point.dtype == torch.float16:
-        return name == "linear"
-    return point.dtype == torch.bfloat16 or (point.width == 64 and name in PRESETS)
+    is_narrow = point.width == 64 and name in PRESETS
+    return point.dtype == torch.bfloat16 or (point.dtype == torch.float32 and is_narrow)
 
 
 CASES = [(name, *point) for name in (*PRESETS, *LANDMARKS) for point in POINTS if is_taken(name, point)]

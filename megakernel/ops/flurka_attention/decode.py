@@ -56,7 +56,7 @@ def unsupported(
         return "the token begins a shard; expected one that continues a state of this process"
     if far.sums.dtype != torch.float32:
         return f"the state is {far.sums.dtype}; expected float32"
-    tiles = unsupported_tiles(q, v, form.feature_map, weights.projection, WIDEST, WIDEST)
+    tiles = unsupported_tiles(q, v, weights.projection, WIDEST, WIDEST)
     if tiles is not None:
         return tiles
     rank, block_size = weights.pool_keys.shape[-2:]

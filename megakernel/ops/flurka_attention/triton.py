@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.documents import Positions, open_documents
-from megakernel.ops.feature_maps import named
+from megakernel.ops.feature_maps import FEATURE_MAPS, named
 from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.flurka_attention.places import places_of, sees_far
@@ -24,7 +24,7 @@ from megakernel.ops.kernel_attention.triton import unsupported_features, unsuppo
 from megakernel.ops.kernels.features import phi_of
 from megakernel.ops.kernels.launch import is_noting
 from megakernel.ops.projections import dense
-from megakernel.ops.state import EMPTY, Exchange, KernelState
+from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.sums import Found, in_range
 from megakernel.ops.window import Tail, empty_tail
 
@@ -75,7 +75,7 @@ def unsupported(
     if decode.unsupported(q, k, v, **token) is None:
         return None
     most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
-    if (reason := unsupported_tiles(q, v, form.feature_map, weights.projection, most, most)) is not None:
+    if (reason := unsupported_tiles(q, v, weights.projection, most, most)) is not None:
         return reason
     if form.block_size > WIDEST:
         return f"blocks have {form.block_size} tokens; expected at most {WIDEST}"
@@ -103,9 +103,9 @@ def attend(
     tail: Tail | None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, KernelState, Tail]:
-    """Arguments and results of `chunked.attend`, in bfloat16, float16 or float32.
+    """Arguments and results of `chunked.attend`, in bfloat16 or float32.
 
-    Of unbounded maps rows can get lost, which are then made again: see `kernel_attention.triton.attend`.
+    Of exponential maps rows can get lost, which are then made again: see `kernel_attention.triton.attend`.
     """
     token: dict[str, Any] = {"form": form, "weights": weights, "gate": gate, "positions": positions}
     token |= {"far": far, "tail": tail, "exchange": exchange}
@@ -127,13 +127,14 @@ def attend(
     if weights.far_mass is not None:
         mass = mass * torch.exp(weights.far_mass.to(torch.float32))
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
+    sees = None if gate is None else sees_far(positions, q, reach)
 
     def joining() -> Tensors:
         """Logits of the gate, gamma, and the angles of windows."""
         logits, far_weight, table = None, mass.new_zeros(q.shape[1]), None
-        if gate is not None:
+        if gate is not None and sees is not None:
             # Without a far block the near part alone, exactly.
-            logits = gate.to(torch.float32).masked_fill(~sees_far(positions, q, reach), torch.inf)
+            logits = gate.to(torch.float32).masked_fill(~sees, torch.inf)
         elif weights.far_weight is not None:
             far_weight = weights.far_weight.to(torch.float32)
         if form.near_rotary is not None:
@@ -146,19 +147,21 @@ def attend(
     first = None if tail is None else far
     if exchange is None:
         tile = (None, None, None) if first is None else tiles_of(first, phi, v.shape[-1])
-        out, factor, _, scale, *_, sums, norms, logs = operators.forward(
+        out, factor, *_, sums, norms, logs = operators.forward(
             q, *of_keys, *joining(), *tables, *tile, *options
         )
         last = state_of(sums, norms, logs, phi, v.shape[-1])
     else:
         carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
         shard, given = operators.Shard(q, options), (*of_keys, *tables)
-        (out, factor, _, scale, _), first, last = exchanged.attend(
+        (out, factor, *_), first, last = exchanged.attend(
             shard, given, lambda: (q, *joining()), exchange, carries, phi, v.shape[-1]
         )
-    if not phi.unbounded or is_noting():
+    # A window's softmax that shares its normalizer with the landmarks has weights that add up to 1 at least.
+    quotients = form.near == "kernel" or sees is not None
+    if not quotients or not FEATURE_MAPS[name.name].exponential or is_noting():
         return out, last, left
-    lost = (factor == 0) & (scale > EMPTY / 2).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    lost = factor == 0 if sees is None else (factor == 0) & sees
 
     def again() -> Found:
         wide, *_ = chunked.attend(

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from megakernel.ops.arguments import check_state
 from megakernel.ops.documents import Positions, open_documents
-from megakernel.ops.feature_maps import FeatureMap, named
+from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import chunked, decode, exchanged, operators
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
-from megakernel.ops.kernels.features import SUPPORTED, UNBOUNDED, phi_of
+from megakernel.ops.kernels.features import SUPPORTED, phi_of
 from megakernel.ops.kernels.launch import capability_of, is_noting
 from megakernel.ops.projections import Projection, dense, rows_of
-from megakernel.ops.state import EMPTY, Exchange, KernelState
+from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.sums import Found, in_range
 
 WIDEST = 128
@@ -48,7 +48,6 @@ def unsupported_features(q: Tensor, feature_map: FeatureMap | str) -> str | None
 def unsupported_tiles(
     q: Tensor,
     v: Tensor,
-    feature_map: FeatureMap | str,
     projection: Projection | None,
     most: int,
     most_values: int,
@@ -56,9 +55,9 @@ def unsupported_tiles(
     """Why kernels that multiply tiles do not: the GPU, float16, or more numbers in a row than `most`."""
     if (capability := capability_of(q.device)) < OLDEST:
         return f"the GPU has compute capability {capability / 10}; expected at least {OLDEST / 10}"
-    name = named(feature_map).name
-    if q.dtype == torch.float16 and name in ("hedgehog", *UNBOUNDED):
-        return f"{name} has weights below float16's smallest number; expected bfloat16 or float32"
+    if q.dtype == torch.float16:
+        # Sums over many keys are above its largest number, and weights of exponential maps below its smallest.
+        return "q is torch.float16, in which factors of products have no room; expected bfloat16 or float32"
     width = q.shape[-1]
     sizes = {
         "q": (width, most),
@@ -94,7 +93,7 @@ def unsupported(
     if step is not None and decode.unsupported(q, k, v, **step) is None:
         return None
     most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
-    if (reason := unsupported_tiles(q, v, feature_map, projection, most, WIDEST)) is not None:
+    if (reason := unsupported_tiles(q, v, projection, most, WIDEST)) is not None:
         return reason
     if not causal and isinstance(positions, Tensor):
         return "positions cut rows into documents that see both ways; expected whole rows"
@@ -119,11 +118,10 @@ def attend(
     exchange: Exchange | None = None,
     exchange_after: Exchange | None = None,
 ) -> tuple[Tensor, KernelState]:
-    """Arguments and results of `chunked.attend`, in bfloat16, float16 or float32.
+    """Arguments and results of `chunked.attend`, in bfloat16 or float32; one token at a time in float16 too.
 
-    Quotients of unbounded maps can get lost: those rows are made again by the chunked op in float64. To find out makes
-    the host wait for the GPU, once a call. A compiled or captured graph cannot look; there, lost rows are 0. float16 is
-    not for exponentials of projected tokens: it holds no weight below 6e-8, and rows would be wrong without a trace.
+    Quotients of exponential maps can get lost: those rows are made again by the chunked op in float64. To find out
+    makes the host wait for the GPU, once a call. A compiled or captured graph cannot look; there, lost rows are 0.
     """
     step = _step(feature_map, projection, causal, normalize, mass, priors, positions, initial_state, exchange)
     if step is not None and decode.unsupported(q, k, v, **step) is None:
@@ -141,20 +139,20 @@ def attend(
         if first is not None:
             check_state(first, k, v)
             tile = tiles_of(first, phi, value_dim)
-        out, inverse, scale, *_, sums, norms, logs = operators.attend(q, *keys, *tile, *options)
+        out, inverse, *_, sums, norms, logs = operators.attend(q, *keys, *tile, *options)
         last = state_of(sums, norms, logs, phi, value_dim)
     else:
         carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
-        (out, inverse, scale), first, last = exchanged.attend(
+        (out, inverse, _), first, last = exchanged.attend(
             operators.Shard(q, *options), keys, lambda: (q,), exchange, carries, phi, value_dim
         )
-    if not (phi.unbounded and normalize) or is_noting():
+    if not (FEATURE_MAPS[form.name].exponential and normalize) or is_noting():
         return out, last
-    seen = scale > EMPTY / 2
-    if mass is not None and mass.shape[2] == q.shape[2]:
-        # A token that is no key itself is padding, and its row nothing.
-        seen &= mass != 0
-    lost = (inverse == 0) & seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    lost = inverse == 0
+    if mass is not None:
+        # A token that is no key itself is padding, and its row nothing; so is a row that sees no key.
+        seen = mass != 0 if mass.shape[2] == q.shape[2] else (mass != 0).any(-1, keepdim=True)
+        lost &= seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
     def again() -> Found:
         wide, _ = chunked.attend(
