@@ -5,11 +5,10 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megakernel.config.errors import UserError
+from megakernel.config.errors import UserError, first_line
 
 
 def unreachable(name: str, repo_type: str) -> str | None:
@@ -30,7 +29,7 @@ def unreachable(name: str, repo_type: str) -> str | None:
         return None
     # Wrong names, an offline mode, name servers, proxies and certificates have types of several libraries.
     except Exception as error:
-        return (str(error).splitlines() or [type(error).__name__])[0]
+        return first_line(error)
     return None
 
 
@@ -239,7 +238,7 @@ def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
     # transformers tells a missing file, an unreachable hub and a malformed file by many types.
     except Exception as error:
         raise UserError(
-            f"tokenizer {str(folder)!r} cannot be loaded ({_first_line(error)}); give byte, bpe:SIZE, words, pixels, "
+            f"tokenizer {str(folder)!r} cannot be loaded ({first_line(error)}); give byte, bpe:SIZE, words, pixels, "
             "a directory with tokenizer.json, or a reachable hub name"
         ) from error
     if tokenizer.eos_token_id is None:
@@ -335,10 +334,6 @@ def _up_to(documents: Iterator[str], characters: int) -> Iterator[str]:
         characters -= len(document)
         if characters <= 0:
             return
-
-
-def _first_line(error: Exception) -> str:
-    return next(islice(filter(None, str(error).splitlines()), 1), type(error).__name__)
 
 
 BYTES = 256
