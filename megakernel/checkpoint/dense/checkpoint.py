@@ -15,7 +15,7 @@ from torch import Tensor
 from megakernel.config import Model, UserError, validate_section, yaml_text
 from megakernel.parallel import OneProcess
 
-from .families import FAMILIES, OWN, OWN_PREFIX, Family, model_section
+from .families import FAMILIES, OWN, OWN_PREFIX, Family, layer_parts, model_section
 from .parts import Part, Same
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class DenseCheckpoint:
 
     def _are_tied(self, family: Family) -> bool:
         """Whether the head is the embedding: `transformers`, too, ties none that differs from it in the files."""
-        (embedding,) = family.around(Model.model_construct(tie_embeddings=True))["embedding"].hf_names
+        embedding = family.around["embedding"]
         head = next((name for name in _TIED_HEADS if name in self._files), None)
         if head is None or self._found(embedding) not in self._files:
             return True
@@ -205,7 +205,6 @@ def vocabulary_names(model: Model) -> tuple[str, ...]:
 
 def our_parts(family: Family, model: Model) -> dict[str, Part]:
     """The names of `megakernel.model.LanguageModel`'s tensors -> parts."""
-    around = family.around(model)
     first = _first_layer(model)
     last = first + model.num_layers
     places = {
@@ -214,9 +213,13 @@ def our_parts(family: Family, model: Model) -> dict[str, Part]:
         "norm.bias": f"{last}.norm.bias",
         **dict(zip(("embedding", "head"), vocabulary_names(model))),
     }
-    parts = {places[place]: part for place, part in around.items()}
+    parts: dict[str, Part] = {
+        places[place]: Same((name,))
+        for place, name in family.around.items()
+        if place != "head" or not model.tie_embeddings
+    }
     for index in range(model.num_layers):
-        parts |= {f"{first + index}.{name}": part for name, part in family.layer(model, index).items()}
+        parts |= {f"{first + index}.{name}": part for name, part in layer_parts(family, model, index).items()}
     return parts
 
 
