@@ -336,9 +336,6 @@ def _up_to(documents: Iterator[str], characters: int) -> Iterator[str]:
             return
 
 
-BYTES = 256
-
-
 def byte_level(eod: int, eod_name: str) -> Any:
     """UTF-8 bytes as a byte-level BPE without merges, byte b with id b; a `PreTrainedTokenizerFast`.
 
@@ -365,6 +362,6 @@ def is_byte_level(vocabulary: Mapping[str, int], eod: int) -> bool:
 
 def _vocabulary() -> dict[str, int]:
     """What byte-level BPE writes for each byte -> the byte: itself where it is visible, else one from U+0100 on."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = iter(range(BYTES, 2 * BYTES))
-    return {chr(byte) if byte in visible else chr(next(hidden)): byte for byte in range(BYTES)}
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}

@@ -57,11 +57,6 @@ class Attention(Algebra):
         """Why a token cannot see later ones of its document; None where it can."""
         return self.spec.looks_back_only
 
-    @property
-    def changes_constants(self) -> str | None:
-        """Why values that are all alike come out as something else; None where weights add up to 1."""
-        return self.spec.changes_constants
-
     def trades_heads(self, causal: bool) -> bool:
         """Whether shards of a row trade tokens for heads, whose number must then divide over them.
 
@@ -73,11 +68,6 @@ class Attention(Algebra):
     def passes_keys_round(self) -> bool:
         """Whether shards of a row can also pass their keys and values round, whatever the number of heads."""
         return "heads or ring" in self.spec.exchanges
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether a gate of FLuRKA weighs the near window against the far part."""
-        return self.spec.is_gated
 
     def problems(self) -> Iterator[Problem]:
         """Which answers of the algebra go together."""

@@ -151,7 +151,7 @@ class Model(Section):
     @property
     def is_gated(self) -> bool:
         """Whether a layer has a gate between its near window and its far part."""
-        return any(self.layer_attention(layer).is_gated for layer in range(self.num_layers))
+        return any(self.layer_attention(layer).spec.is_gated for layer in range(self.num_layers))
 
     @property
     def rows_per_sample(self) -> int:

@@ -314,7 +314,9 @@ def _files(folder: Path) -> dict[str, Path]:
     if missing:
         others = sorted(path.name for path in folder.glob("*.bin"))
         pickled = f"; {others[0]} is pickled: save it again with `save_pretrained`" if others else ""
-        interrupted = "; its download was interrupted: run it again" if _unfinished(folder) else ""
+        # Parts of files, as `hf download --local-dir` leaves them.
+        unfinished = any(folder.rglob("*.incomplete"))
+        interrupted = "; its download was interrupted: run it again" if unfinished else ""
         raise UserError(
             f"{folder} is not whole: {_some(missing)} missing"
             f"{pickled or interrupted or '; download what is missing'}"
@@ -327,11 +329,6 @@ def _files(folder: Path) -> dict[str, Path]:
         except safetensors.SafetensorError as error:
             raise UserError(f"{path} cannot be read ({error}); download it again") from None
     return found
-
-
-def _unfinished(folder: Path) -> bool:
-    """Whether `hf download --local-dir` has left parts of files there."""
-    return any(folder.rglob("*.incomplete"))
 
 
 def _some(names: list[str]) -> str:
