@@ -26,20 +26,6 @@ Parts = dict[str, Part]
 COMMON = ("model_type", "vocab_size", "tie_word_embeddings", "initializer_range")
 """Keys that every family reads."""
 
-WITHOUT_EFFECT = (
-    *("architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label"),
-    *(
-        "is_encoder_decoder",
-        "label2id",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-    ),
-    *("transformers_version", "use_cache"),
-)
-"""Keys of every family that change no logit."""
-
 ONLY = {
     "is_causal": True,
     "per_layer_config": None,
@@ -54,10 +40,10 @@ class Family(NamedTuple):
     """One `model_type`."""
 
     keys: tuple[str, ...]
-    """Keys that change logits in `transformers`, besides `COMMON`; `section` sees these alone."""
+    """Keys that change logits in `transformers`, besides `COMMON`; `section` sees these alone.
 
-    without_effect: tuple[str, ...]
-    """The family's other keys, besides `WITHOUT_EFFECT`: they change no logit."""
+    A test shows of all others that they change none.
+    """
 
     section: Callable[[Mapping[str, Any]], dict[str, Any]]
     """Those keys of config.json, as `transformers` completes it -> what our model section has besides `common`."""
@@ -276,10 +262,9 @@ _SIZES = (
 )
 
 
-def _llama(*keys: str, without_effect: tuple[str, ...] = ()) -> Family:
+def _llama(*keys: str) -> Family:
     return Family(
         keys=(*_SIZES, "num_key_value_heads", "rms_norm_eps", *keys),
-        without_effect=("attention_dropout", *without_effect),
         section=_llama_section,
         around={
             "embedding": "model.embed_tokens.weight",
@@ -300,24 +285,17 @@ def _llama(*keys: str, without_effect: tuple[str, ...] = ()) -> Family:
     )
 
 
-# The configuration completes these two: sliding_window is null, and layer_types are full, as they ask for.
-_COMPLETED = ("use_sliding_window", "max_window_layers")
-
 FAMILIES = {
-    "llama": _llama("attention_bias", "mlp_bias", without_effect=("pretraining_tp",)),
+    "llama": _llama("attention_bias", "mlp_bias"),
     "mistral": _llama("sliding_window"),
-    "qwen2": _llama("sliding_window", "layer_types", without_effect=_COMPLETED),
-    "qwen3": _llama("sliding_window", "layer_types", "attention_bias", without_effect=_COMPLETED),
+    # Their configuration completes these two as use_sliding_window and max_window_layers ask for.
+    "qwen2": _llama("sliding_window", "layer_types"),
+    "qwen3": _llama("sliding_window", "layer_types", "attention_bias"),
     "gpt2": Family(
         keys=(
             *("n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function"),
             *("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
             "add_cross_attention",
-        ),
-        without_effect=(
-            *("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn"),
-            *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
-            "summary_first_dropout",
         ),
         section=_gpt2_section,
         around={
@@ -341,7 +319,6 @@ FAMILIES = {
     ),
     "gpt_neox": Family(
         keys=(*_SIZES, "layer_norm_eps", "use_parallel_residual", "attention_bias"),
-        without_effect=("attention_dropout", "hidden_dropout", "classifier_dropout", "is_decoder"),
         section=_neox_section,
         around={
             "embedding": "gpt_neox.embed_in.weight",
