@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -24,7 +24,7 @@ from rich.progress import (
 )
 
 from data_pipeline import tokenizers
-from data_pipeline.document import Columns, Document
+from data_pipeline.document import TEXT, Columns, Document
 from data_pipeline.encoding import batched, encode_in_processes
 from data_pipeline.labels import write_labels
 from data_pipeline.manifest import FILE as MANIFEST
@@ -120,7 +120,7 @@ def prepare(
         request.source,
         columns=request.columns,
         split=request.split,
-        include=list(request.include),
+        include=request.include,
         seed=request.seed,
         workers=workers,
     )
@@ -263,7 +263,13 @@ def appearing_whole(out: Path) -> Iterator[Path]:
 
 
 def open_source(
-    spec: list[str], *, columns: Columns, split: str, include: list[str], seed: int = 0, workers: int = 1
+    spec: list[str],
+    *,
+    columns: Columns = TEXT,
+    split: str = "train",
+    include: Sequence[str] = (),
+    seed: int = 0,
+    workers: int = 1,
 ) -> Source:
     """The source that `--source SPEC...` names.
 
@@ -307,7 +313,7 @@ def _files(files: list[Path], columns: Columns, description: dict[str, Any]) -> 
     return Files(files, columns, description)
 
 
-def _expand(path: Path, include: list[str]) -> list[Path]:
+def _expand(path: Path, include: Sequence[str]) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from data_pipeline.document import Columns, Document, Label
+from data_pipeline.document import TEXT, Columns, Document, Label
 from data_pipeline.tokenizers import Tokenizer, unreachable
 from megakernel.config.errors import UserError, first_line
 
@@ -104,7 +104,7 @@ class Files(Source):
 
     def _tabs(self, file: Path, label: str) -> Iterator[Document]:
         names, columns = tsv_names(file), self._columns
-        if columns.texts == Columns().texts and len(names) == 2 and label in names:
+        if columns.texts == TEXT.texts and len(names) == 2 and label in names:
             columns = Columns(tuple(name for name in names if name != label), label)
         _check_columns(names, columns)
         for row in tsv_rows(file, names):
