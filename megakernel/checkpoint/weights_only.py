@@ -56,7 +56,8 @@ def check(file: Path, name: str = "it") -> None:
 @contextmanager
 def enforced() -> Iterator[None]:
     """Within, torch.load is weights-only, whatever its caller asks for, as DeepSpeed's does."""
-    classes = [getattr(import_module(module), name) for module, _, name in map(_parts, _OF_DEEPSPEED)]
+    paths = (path.rpartition(".") for path in _OF_DEEPSPEED)
+    classes = [getattr(import_module(module), name) for module, _, name in paths]
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
     try:
@@ -70,10 +71,6 @@ def enforced() -> Iterator[None]:
 
 def _allowed() -> safe_globals:
     return safe_globals([(stand_in, name) for name, stand_in in _OF_DEEPSPEED.items()])
-
-
-def _parts(name: str) -> tuple[str, str, str]:
-    return name.rpartition(".")
 
 
 def _reason(file: Path, error: Exception) -> str:

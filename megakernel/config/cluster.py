@@ -183,11 +183,7 @@ def slurm_minutes(text: str) -> float | None:
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
     if match is None:
         return None
-    days, *parts = (None if part is None else int(part) for part in match.groups())
-    first, second, third = parts
-    assert first is not None
-    if days is not None:
-        return 1440 * days + 60 * first + (second or 0) + (third or 0) / 60
-    if third is not None:
-        return 60 * first + (second or 0) + third / 60
-    return first + (second or 0) / 60
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] or match[4]:  # then hours come first
+        return 1440 * days + 60 * first + second + third / 60
+    return first + second / 60

@@ -23,19 +23,10 @@ FeatureMapName = Literal[
     "generative_prf",
 ]
 
-_RANDOM = (
-    "favor",
-    "rff",
-    "gmm_rks",
-    "gmm_prf",
-    "fastfood_rks",
-    "fastfood_prf",
-    "generative_rks",
-    "generative_prf",
-)
 _GMM = ("gmm_rks", "gmm_prf")
 _FASTFOOD = ("fastfood_rks", "fastfood_prf")
 _GENERATIVE = ("generative_rks", "generative_prf")
+_RANDOM = ("favor", "rff", *_GMM, *_FASTFOOD, *_GENERATIVE)
 _TAKEN_BY: dict[str, tuple[str, ...]] = {
     "samples": _RANDOM,
     "components": _GMM,

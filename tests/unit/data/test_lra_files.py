@@ -13,6 +13,7 @@ from data_pipeline.prepare import open_source
 from data_pipeline.tokenizers import PixelTokenizer, load
 from megakernel.config.errors import UserError
 from tests import published
+from tests.hostile import Harm
 from tests.unit.data.conftest import prepared
 
 
@@ -123,12 +124,8 @@ def test_images_are_gray_and_the_last_tenth_of_training_is_for_validation(tmp_pa
 
 
 def test_a_pickle_that_names_a_function_is_refused(tmp_path: Path):
-    class Harm:
-        def __reduce__(self):
-            return Path.touch, (tmp_path / "harmed",)
-
     folder = published.cifar(tmp_path / "cifar")
-    (folder / "test_batch").write_bytes(pickle.dumps({b"data": Harm()}))
+    (folder / "test_batch").write_bytes(pickle.dumps({b"data": Harm(tmp_path / "harmed")}))
     with pytest.raises(ValueError, match=r"test_batch is no batch of CIFAR-10 \(it names "):
         list(open_source([f"lra:image:{folder}"]))
     assert not (tmp_path / "harmed").exists()
