@@ -296,17 +296,11 @@ def train_words(texts: Iterable[str]) -> HuggingFaceTokenizer:
     )
 
 
-def make(
-    spec: str,
-    documents: Iterator[str],
-    sample_characters: int = 100_000_000,
-    *,
-    add_bos: bool | None = None,
-) -> Tokenizer:
+def make(spec: str, documents: Iterator[str], *, add_bos: bool | None = None) -> Tokenizer:
     """The tokenizer that `--tokenizer SPEC` names: `byte`, `pixels`, `words`, `bpe:SIZE`, a directory or a hub name.
 
-    documents: read by `words` and `bpe:SIZE` only, up to `sample_characters`. add_bos: whether documents begin with
-    its `bos`, which only a directory or hub name has; None: as its own rule says.
+    documents: read by `words` and `bpe:SIZE` only, up to SAMPLE_CHARACTERS. add_bos: whether documents begin with its
+    `bos`, which only a directory or hub name has; None: as its own rule says.
     """
     name, _, size = spec.partition(":")
     if add_bos and (spec in ("byte", "pixels", "words") or name == "bpe"):
@@ -316,7 +310,7 @@ def make(
     if spec == "pixels":
         return PixelTokenizer()
     if spec == "words":
-        return train_words(_up_to(documents, sample_characters))
+        return train_words(_sample(documents))
     if name != "bpe":
         return load(spec, add_bos=add_bos, own_rule=True)
     if not re.fullmatch("[0-9]{1,9}", size) or not 257 <= int(size) <= MOST_MERGED:
@@ -325,10 +319,15 @@ def make(
             f"--tokenizer {shown}: a byte-level BPE needs a size of at least 257 and at most {MOST_MERGED:,}; "
             "write bpe:8192"
         )
-    return train_bpe(_up_to(documents, sample_characters), int(size))
+    return train_bpe(_sample(documents), int(size))
 
 
-def _up_to(documents: Iterator[str], characters: int) -> Iterator[str]:
+SAMPLE_CHARACTERS = 100_000_000
+"""Of the documents that a tokenizer is trained on."""
+
+
+def _sample(documents: Iterator[str]) -> Iterator[str]:
+    characters = SAMPLE_CHARACTERS
     for document in documents:
         yield document[:characters]
         characters -= len(document)
