@@ -218,7 +218,8 @@ def test_any_length_and_rows_of_padding_alone(name, causal, length):
 
 
 @pytest.mark.parametrize(
-    ("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if not FORMS[name].changes_constants]
+    ("name", "causal"),
+    [(name, causal) for name, causal in DIRECTIONS if not FORMS[name].spec.changes_constants],
 )
 @pytest.mark.parametrize(
     ("length", "positions"), [(3, None), (24, None), (24, DOCUMENTS)], ids=["3", "24", "packed"]
@@ -230,7 +231,7 @@ def test_constant_values_give_constant_output(name, causal, length, positions):
     assert_close(out, torch.full_like(q, 1.5))
 
 
-@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if FORMS[name].changes_constants])
+@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if FORMS[name].spec.changes_constants])
 def test_constant_values_change_where_a_mechanism_says_so(name):
     module = layer(name, causal=False)
     q, k, v = tokens(2, 24)
