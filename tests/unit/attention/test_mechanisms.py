@@ -313,10 +313,10 @@ def test_declared_state_size_is_what_a_sequence_carries(name):
         q, k, v = (x.detach() for x in tokens(1, length))
         _, state = module.extend(q, k, v)
         sizes.append(_numbers(state))
-    properties = module.properties
+    constant, grown = module.state_sizes
     # The log scale of each key head is bookkeeping, and not counted.
-    assert sizes == [properties.state_size + length * properties.state_size_per_token for length in lengths]
-    assert properties.recurrent == (properties.state_size_per_token == 0)
+    assert sizes == [constant + length * grown for length in lengths]
+    assert module.is_recurrent == (grown == 0)
 
 
 def _numbers(state: SequenceState) -> int:
