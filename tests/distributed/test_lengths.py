@@ -90,8 +90,8 @@ def test_killed_in_any_phase_and_continued_the_numbers_are_the_same_bit_for_bit(
     config = write_config(tmp_path, corpus)
     world_size, *overrides = (*layout(ranks), *OPTIONS)
     whole = train(config, world_size, *overrides, "run.name=whole")
+    killed = (*overrides, "run.name=killed")
     with pytest.raises(RankFailedError, match="exit status -9"):
-        killed = (*overrides, "run.name=killed")
         run_ranks(killed_at, world_size, f"step {step}/", pretrain_here, config, killed)
     continued = train(config, world_size, *overrides, "run.name=killed")
     assert_identical(continued, whole)

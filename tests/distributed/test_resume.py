@@ -26,8 +26,8 @@ def test_killed_at_any_step_and_continued_the_numbers_are_the_same_bit_for_bit(r
     config = write_config(tmp_path, corpus)
     whole = train(config, world_size, *overrides, "run.name=whole")
     step = random.Random(ranks).randrange(3, STEPS)
+    killed = (*overrides, "run.name=killed")
     with pytest.raises(RankFailedError, match="exit status -9"):
-        killed = (*overrides, "run.name=killed")
         run_ranks(killed_at, world_size, f"step {step}/", pretrain_here, config, killed)
     assert list((tmp_path / "killed/checkpoints").glob("step_*"))
     continued = train(config, world_size, *overrides, "run.name=killed")

@@ -109,6 +109,13 @@ def assert_identical(found: list[dict[str, Any]], expected: list[dict[str, Any]]
         assert scalars(found, tag) == scalars(expected, tag), tag
 
 
+def assert_continued(found: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
+    """A run that was stopped and went on learned what one did that was not, bit for bit, to its last evaluation."""
+    for tag in ("train/loss", "train/grad_norm"):
+        assert scalars(found, tag) == scalars(whole, tag), tag
+    assert scalars(found, "eval/loss")[-1] == scalars(whole, "eval/loss")[-1]
+
+
 def pretrain_here(config: Path, overrides: tuple[str, ...]) -> int:
     from launch.training import pretrain
 
