@@ -1,10 +1,7 @@
 """A dense run becomes a FLuRKA model: every stage, every interruption, on layouts that share the model."""
 
 import json
-import os
 import shutil
-import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,11 +9,10 @@ import pytest
 from data_pipeline import tokenizers
 from launch.training import providers
 from megakernel.config import load
-from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.trainer import Trainer
 from megakernel.uptraining.report import recovered
-from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
-from tests.distributed.training_run import layout, metrics, scalars, train
+from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks, this_process
+from tests.distributed.training_run import killed_at, layout, metrics, scalars, train
 from tests.tiers import tiered
 
 DENSE = """
@@ -97,8 +93,7 @@ def uptrain(config, world_size, *overrides):
 def uptrain_here(config: Path, overrides: tuple[str, ...]) -> int:
     from launch.training import uptrain
 
-    place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
-    return uptrain(load(config, overrides), ProcessEnvironment(**place))
+    return uptrain(load(config, overrides), this_process())
 
 
 def test_every_stage_is_a_run_of_its_own(finished):
@@ -212,25 +207,12 @@ def test_killed_between_and_inside_stages_it_ends_the_same(place, finished):
     for line in KILLED:
         # A start that never prints the line comes to its end, and that fails here.
         with pytest.raises(RankFailedError, match="exit status -9"):
-            run_ranks(killed_at, 1, place / "stages.yaml", ("run.name=killed",), line)
+            run_ranks(killed_at, 1, line, uptrain_here, place / "stages.yaml", ("run.name=killed",))
     uptrain(place / "stages.yaml", 1, "run.name=killed")
     for name in NAMES:
         for tag in ("train/loss", "train/grad_norm", "eval/loss"):
             left, right = (scalars(metrics(place / run / name), tag) for run in ("killed", "up"))
             assert left == right, (name, tag)
-
-
-def killed_at(config: Path, overrides: tuple[str, ...], line_start: str) -> int:
-    read, write = os.pipe()
-    os.dup2(write, 1)
-
-    def watch() -> None:
-        with os.fdopen(read) as lines:
-            next(line for line in lines if line.startswith(line_start))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-    return uptrain_here(config, overrides)
 
 
 LAYOUTS = ["tp2", "tp2 sequence parallel", "cp2", "dp2 zero 2 loss chunks", "pp2 zero 1"]

@@ -31,7 +31,7 @@ ATTENTION = {name: name for name in DECODERS} | {
 
 
 def is_recurrent(name):
-    return attention.build(ATTENTION[name], num_heads=4, head_dim=8).properties.recurrent
+    return attention.build(ATTENTION[name], num_heads=4, head_dim=8).is_recurrent
 
 
 MIXED = [ATTENTION["flurka"], "softmax", "performer", ATTENTION["local"]]
