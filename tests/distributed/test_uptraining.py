@@ -330,7 +330,7 @@ def shared(config, overrides):
             trainer = Trainer(load(config, [*overrides, f"training.steps={steps}"]), mesh, providers())
             trainer.run()
             student = trainer.engine.engine.module
-            places = {name: x.data_ptr() for name, x in student.distillation.teacher.model.named_parameters()}
+            places = {name: x.data_ptr() for name, x in student.objective.teacher.model.named_parameters()}
             found.append(
                 {
                     name: (places.get(name) == x.data_ptr(), x.requires_grad)
