@@ -18,4 +18,4 @@ def run(args: argparse.Namespace) -> int:
     if config.uptrain is not None:
         remedy = "run `megakernel uptrain`, or remove the section"
         raise ConfigError([Problem("uptrain", "{...}", "names stages, and pretraining has none", remedy)])
-    return training.run(args, config, training.pretrain)
+    return training.run(args, config)

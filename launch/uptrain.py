@@ -18,4 +18,4 @@ def run(args: argparse.Namespace) -> int:
     if config.uptrain is None:
         remedy = "add one, such as uptrain: {transfer: {steps: 100}, alpha: 0.3}"
         raise ConfigError([Problem("uptrain", None, "is missing: it names the stages", remedy)])
-    return training.run(args, config, training.uptrain)
+    return training.run(args, config)

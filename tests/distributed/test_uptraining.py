@@ -12,11 +12,10 @@ import pytest
 from data_pipeline import tokenizers
 from launch.training import providers
 from megakernel.config import load
-from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.trainer import Trainer
 from megakernel.uptraining.report import recovered
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
-from tests.distributed.training_run import layout, metrics, scalars, train
+from tests.distributed.training_run import layout, metrics, pretrain_here, scalars, train
 from tests.tiers import tiered
 
 DENSE = """
@@ -90,15 +89,8 @@ def finished(place):
 
 
 def uptrain(config, world_size, *overrides):
-    statuses = run_ranks(uptrain_here, world_size, config, overrides, timeout=280.0)
+    statuses = run_ranks(pretrain_here, world_size, config, overrides, timeout=280.0)
     assert set(statuses) == {0}, statuses
-
-
-def uptrain_here(config: Path, overrides: tuple[str, ...]) -> int:
-    from launch.training import uptrain
-
-    place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
-    return uptrain(load(config, overrides), ProcessEnvironment(**place))
 
 
 def test_every_stage_is_a_run_of_its_own(finished):
@@ -230,7 +222,7 @@ def killed_at(config: Path, overrides: tuple[str, ...], line_start: str) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-    return uptrain_here(config, overrides)
+    return pretrain_here(config, overrides)
 
 
 LAYOUTS = ["tp2", "tp2 sequence parallel", "cp2", "dp2 zero 2 loss chunks", "pp2 zero 1"]
@@ -390,7 +382,7 @@ def test_a_stop_file_in_its_folder_ends_the_stage_that_it_is_in(place):
     stopped = place / "stopped"
     stopped.mkdir()
     (stopped / "STOP").touch()
-    assert run_ranks(uptrain_here, 1, place / "stages.yaml", ("run.name=stopped",)) == [143]
+    assert run_ranks(pretrain_here, 1, place / "stages.yaml", ("run.name=stopped",)) == [143]
     assert not (stopped / "STOP").exists()
     assert [path.name for path in stopped.glob("*/checkpoints/step_*")] == ["step_1"]
 
@@ -404,4 +396,4 @@ def test_a_stop_file_in_its_folder_ends_the_stage_that_it_is_in(place):
 )
 def test_another_configuration_does_not_go_on_in_its_folder(change, reason, place, finished):
     with pytest.raises(RankFailedError, match=reason):
-        run_ranks(uptrain_here, 1, place / "stages.yaml", (change,))
+        run_ranks(pretrain_here, 1, place / "stages.yaml", (change,))

@@ -108,7 +108,7 @@ def assert_identical(found: list[dict[str, Any]], expected: list[dict[str, Any]]
 
 
 def pretrain_here(config: Path, overrides: tuple[str, ...]) -> int:
-    from launch.training import pretrain
+    from launch.training import train
 
     place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
-    return pretrain(load(config, overrides), ProcessEnvironment(**place))
+    return train(load(config, overrides), ProcessEnvironment(**place))
