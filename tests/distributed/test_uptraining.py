@@ -11,9 +11,12 @@ import pytest
 
 from data_pipeline import tokenizers
 from launch.training import providers
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import load
 from megakernel.training.trainer import Trainer
+from megakernel.uptraining.preflight import preflight
 from megakernel.uptraining.report import recovered
+from megakernel.uptraining.validation import Validation
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import layout, metrics, pretrain_here, scalars, train
 from tests.tiers import tiered
@@ -159,9 +162,6 @@ def test_the_swapped_model_of_a_hybrid_keeps_its_layers(finished):
 
 def loss_of(config, source, *overrides):
     """A configuration's model with the weights of another run, on its validation samples."""
-    from megakernel.checkpoint.weight_source import WeightSource
-    from megakernel.uptraining.validation import Validation
-
     run = load(config, overrides)
     with cpu_mesh() as mesh:
         validation = Validation(run, mesh)
@@ -176,10 +176,6 @@ def test_a_student_without_a_near_window_has_no_sliding_window_beside_it(place):
 
 
 def preflight_of(config, *overrides):
-    from megakernel.checkpoint.weight_source import WeightSource
-    from megakernel.uptraining.preflight import preflight
-    from megakernel.uptraining.validation import Validation
-
     run = load(config, overrides)
     with cpu_mesh() as mesh:
         source = WeightSource.find("init.from", run.init.source)
@@ -290,9 +286,6 @@ def test_low_rank_updates_are_all_that_moves_and_fold_into_what_they_update(plac
 
 def folded(config, overrides):
     """The loss of the run's weights without updates beside them, and which weights they do not share with the start."""
-    from megakernel.checkpoint.weight_source import WeightSource
-    from megakernel.uptraining.validation import Validation
-
     with cpu_mesh() as mesh:
         validation = Validation(load(config, overrides), mesh)
         run, dense = (WeightSource.find("init.from", config.parent / name) for name in ("lora", "dense"))
