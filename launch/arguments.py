@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megakernel.config import Config, UserError, load
+from megakernel.config import UserError
 from megakernel.config.section import check_magnitude
 
 
@@ -19,11 +19,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="section.key=value",
         help="keys to change, values as YAML: training.steps=100 model.attention=softmax",
     )
-
-
-def load_config(args: argparse.Namespace) -> Config:
-    """The configuration these arguments name; ConfigError with every problem."""
-    return load(args.config, args.overrides)
 
 
 class NotFound(UserError):

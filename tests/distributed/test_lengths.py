@@ -13,7 +13,6 @@ from tests.distributed.training_run import (
     assert_identical,
     killed_at,
     layout,
-    pretrain_here,
     scalars,
     train,
     write_config,
@@ -92,7 +91,7 @@ def test_killed_in_any_phase_and_continued_the_numbers_are_the_same_bit_for_bit(
     whole = train(config, world_size, *overrides, "run.name=whole")
     killed = (*overrides, "run.name=killed")
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(killed_at, world_size, f"step {step}/", pretrain_here, config, killed)
+        run_ranks(killed_at, world_size, f"step {step}/", config, killed)
     continued = train(config, world_size, *overrides, "run.name=killed")
     assert_identical(continued, whole)
 

@@ -9,7 +9,6 @@ from tests.distributed.training_run import (
     assert_identical,
     killed_at,
     layout,
-    pretrain_here,
     train,
     write_config,
 )
@@ -28,7 +27,7 @@ def test_killed_at_any_step_and_continued_the_numbers_are_the_same_bit_for_bit(r
     step = random.Random(ranks).randrange(3, STEPS)
     killed = (*overrides, "run.name=killed")
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(killed_at, world_size, f"step {step}/", pretrain_here, config, killed)
+        run_ranks(killed_at, world_size, f"step {step}/", config, killed)
     assert list((tmp_path / "killed/checkpoints").glob("step_*"))
     continued = train(config, world_size, *overrides, "run.name=killed")
     assert_identical(continued, whole)

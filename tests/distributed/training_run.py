@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +116,13 @@ def assert_continued(found: list[dict[str, Any]], whole: list[dict[str, Any]]) -
 
 
 def pretrain_here(config: Path, overrides: tuple[str, ...]) -> int:
-    from launch.training import pretrain
+    from launch.training import train
 
-    return pretrain(load(config, overrides), this_process())
+    return train(load(config, overrides), this_process())
 
 
-def killed_at(
-    line_start: str, work: Callable[[Path, tuple[str, ...]], int], config: Path, overrides: tuple[str, ...]
-) -> int:
-    """Do `work`, and die by SIGKILL wherever this process is when it has told a line that begins so."""
+def killed_at(line_start: str, config: Path, overrides: tuple[str, ...]) -> int:
+    """Train, and die by SIGKILL wherever this process is when it has told a line that begins so."""
     read, write = os.pipe()
     os.dup2(write, 1)
 
@@ -135,4 +132,4 @@ def killed_at(
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-    return work(config, overrides)
+    return pretrain_here(config, overrides)
