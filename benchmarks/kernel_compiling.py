@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from megakernel.ops.kernels.launch import Launch
 
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory that one program may take, by compute capability."""
 
 SPILL_LIMIT = 320

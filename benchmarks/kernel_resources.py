@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 TABLE = Path(__file__).parent / "results" / "kernel_resources.md"
-CAPABILITIES = (80, 90)
+CAPABILITIES = (80, 90, 100, 120)
 HEADER = ("case", "kernel", "GPU", "warps", "registers", "spilled bytes", "shared bytes", "source")
 
 Row = tuple[str, ...]

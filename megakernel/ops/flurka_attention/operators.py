@@ -70,10 +70,11 @@ def tiles_of(phi: Phi, near: Near, size: int, values: int, capability: int) -> d
             **dict.fromkeys(("join", "join_backward", "write_keys"), Tile(64, 64, 4)),
             **dict.fromkeys(("window_backward", "bwd_dkv"), Tile(64, 32, 4)),
         }
-    tiles |= {"write_keys": Tile(64, 64, 8), "bwd_dkv": Tile(64, 64, 8)}
+    has_groups = capability in WARP_GROUPS
+    tiles |= {"write_keys": Tile(64, 64, 8), "bwd_dkv": Tile(64, 64 if has_groups else 32, 8)}
     if not near.softmax:
         return tiles | dict.fromkeys(("join", "join_backward", "window_backward"), Tile(32, 32, 8))
-    if capability not in WARP_GROUPS:
+    if not has_groups:
         return tiles | {
             **dict.fromkeys(("join", "join_backward"), Tile(32, 32, 8)),
             "window_backward": Tile(64, 32, 8),

@@ -38,7 +38,7 @@ from megakernel.ops.kernel_attention.arguments import (
 )
 from megakernel.ops.kernels.features import EMPTY, dot, exp, load_rows, once, phi, rounded, store_rows
 from megakernel.ops.kernels.mixtures import phi_of_keys
-from megakernel.ops.kernels.states import add_tokens, first_token
+from megakernel.ops.kernels.states import add_tokens, first_token, largest_of
 
 
 @triton.jit
@@ -132,13 +132,13 @@ def write_keys(keys, matrix, state, row, scale, CUT: tl.constexpr, PHI: tl.const
             if PHI.unbounded:
                 logs = tl.where(weights_of(keys.mass, head, at, row.keys, end, C) != 0, logs, EMPTY)
                 places = places_of_keys(rows, row, batch, CUT)
-                log = tl.maximum(log, tl.max(tl.where(places >= last, logs, EMPTY), 0))
+                log = tl.maximum(log, largest_of(tl.where(places >= last, logs, EMPTY)))
                 if scale is not None:
                     first = first_token(row.starts, batch, rows, row.length, row.start)
                     seen, _starts = tl.associative_scan((logs, first == rows), 0, largest_of_document)
                     r = tl.maximum(tl.where(first < at, largest, EMPTY), seen)
                     tl.store(scale + head.to(tl.int64) * row.keys + rows, r, mask=rows < end)
-                    largest = tl.max(tl.where(rows == tl.minimum(at + C, end) - 1, r, EMPTY), 0)
+                    largest = largest_of(tl.where(rows == tl.minimum(at + C, end) - 1, r, EMPTY))
         tl.debug_barrier()
     entry = tl.program_id(0)
     tile, norm = sums_of_segment(keys, row, batch, kv, begin, end, last, log, 0, CUT, PHI)

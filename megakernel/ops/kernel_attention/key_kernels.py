@@ -16,7 +16,7 @@ from megakernel.ops.kernel_attention.arguments import (
 )
 from megakernel.ops.kernel_attention.kernels import weights_of
 from megakernel.ops.kernels.features import dot, load_rows, store_gradient, store_rows
-from megakernel.ops.kernels.mixtures import MOST_KEYS, store_gradients_of_keys
+from megakernel.ops.kernels.mixtures import store_gradients_of_keys
 from megakernel.ops.kernels.states import first_token
 
 
@@ -182,7 +182,7 @@ def bwd_dkv(
             )
         else:
             heads = tl.num_programs(0) // tiles_of(row.keys, CUT.span, C)
-            shares = store_gradients_of_keys(
+            store_gradients_of_keys(
                 k,
                 tokens.row,
                 left,
@@ -190,16 +190,14 @@ def bwd_dkv(
                 matrix.low,
                 keys.priors + kv * CUT.keys,
                 scales,
-                tl.zeros((MOST_KEYS,), tl.float32),
                 grad_a,
                 grad_b,
                 dk + place * CUT.keys * PHI.width,
                 of_projected,
                 heads.to(tl.int64) * row.keys * PHI.rows,
+                dpriors + tl.program_id(0).to(tl.int64) * CUT.keys,
                 CUT.keys,
                 C,
                 LEARNED,
                 PHI,
             )
-            r = tl.arange(0, MOST_KEYS)
-            tl.store(dpriors + tl.program_id(0).to(tl.int64) * CUT.keys + r, shares, mask=r < CUT.keys)

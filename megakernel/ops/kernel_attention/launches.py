@@ -67,8 +67,12 @@ SMALL_TILES: dict[tuple[int, int], Tile] = {
 }
 """The same for GPUs whose products take their factors from registers, and which have less shared memory."""
 
-WARP_GROUPS = (90, 100, 103)
-"""Compute capabilities of GPUs with products of four warps."""
+WARP_GROUPS = (90,)
+"""Compute capabilities of GPUs with products of four warps. For 100 and 103, whose products are others, Triton 3.7 does
+not compile all of these tiles."""
+
+ROOMY = (80, 90, 100, 103)
+"""Compute capabilities of GPUs whose programs may take 163 KiB of shared memory; those of 86, 89 and 120 have 99."""
 
 
 def tiles_of(state: KernelState, phi: Phi, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,7 +213,8 @@ class Call(NamedTuple):
 
     def halves(self, rooms: tuple[Tensor | None, ...]) -> list[tuple[Tensor | None, ...]]:
         """The rooms of `bwd_dkv` by launch: gradients of keys and of values do not fit into one of wide features."""
-        if self.phi.padded_features <= (128 if self.dtype.itemsize == 2 else 32):
+        of_half = 128 if self.capability in ROOMY else 64
+        if self.phi.padded_features <= (of_half if self.dtype.itemsize == 2 else 32):
             return [rooms]
         dk, dv, dy, dmass, dpriors = rooms
         return [(dk, None, dy, None, dpriors), (None, dv, None, dmass, None)]

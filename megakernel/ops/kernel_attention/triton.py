@@ -20,7 +20,6 @@ from megakernel.ops.kernel_attention import chunked, decode, exchanged, operator
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
 from megakernel.ops.kernels.features import SUPPORTED, UNBOUNDED, phi_of
 from megakernel.ops.kernels.launch import capability_of, is_noting
-from megakernel.ops.kernels.mixtures import MOST_KEYS
 from megakernel.ops.projections import Projection, dense, rows_of
 from megakernel.ops.state import EMPTY, Exchange, KernelState
 from megakernel.ops.sums import Found, in_range
@@ -94,9 +93,6 @@ def unsupported(
     step = _step(feature_map, projection, causal, normalize, mass, priors, positions, initial_state, exchange)
     if step is not None and decode.unsupported(q, k, v, **step) is None:
         return None
-    keys = 1 if priors is None else priors.shape[-1]
-    if keys > MOST_KEYS.value:
-        return f"priors are of {keys} keys of a position; expected at most {MOST_KEYS.value}"
     most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
     if (reason := unsupported_tiles(q, v, feature_map, projection, most, WIDEST)) is not None:
         return reason

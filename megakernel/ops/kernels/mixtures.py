@@ -9,9 +9,6 @@ import triton.language as tl
 
 from megakernel.ops.kernels.features import EMPTY, phi, store_gradient
 
-MOST_KEYS = tl.constexpr(16)
-"""Keys of a position that programs count shares of; a power of two."""
-
 
 @triton.jit
 def phi_of_keys(
@@ -70,12 +67,12 @@ def store_gradients_of_keys(
     low,
     priors,
     logs,
-    shares,
     grad_a,
     grad_b,
     dk,
     dy,
     pack_keys,
+    dpriors,
     KEYS: tl.constexpr,
     C: tl.constexpr,
     LEARNED: tl.constexpr,
@@ -83,8 +80,8 @@ def store_gradients_of_keys(
 ):
     """`features.store_gradient` of C positions at `k`, given the gradients in what `phi_of_keys` gave, with its logs.
 
-    dk holds rows of KEYS D numbers; dy of key r is r * `pack_keys` further on. Returns `shares` (MOST_KEYS,) with
-    the gradients of the priors added: what dphi says of each key's features.
+    dk holds rows of KEYS D numbers; dy of key r is r * `pack_keys` further on. dpriors gets KEYS numbers, the part of
+    these positions in the gradients of the priors.
     """
     for r in range(KEYS):
         share = tl.load(priors + r)
@@ -97,7 +94,7 @@ def store_gradients_of_keys(
             scales = scales_of_key(share, own, logs)
             factors *= scales
             along *= scales
-        shares += tl.where(tl.arange(0, MOST_KEYS) == r, tl.sum(along, 0), 0.0)
+        tl.store(dpriors + r, tl.sum(along[:, None], 0).item())  # a column, as in `states.largest_of`
         store_gradient(
             k + r * PHI.width,
             stride,
@@ -114,4 +111,3 @@ def store_gradients_of_keys(
             PHI,
             ROW=KEYS * PHI.width,
         )
-    return shares

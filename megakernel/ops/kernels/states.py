@@ -43,6 +43,13 @@ def scales_of_addition(log, logs, alive, UNBOUNDED: tl.constexpr):
 
 
 @triton.jit
+def largest_of(logs):
+    """The largest of (C,)."""
+    # As a column: Triton 3.7 compiles no sum or maximum of a vector that a product gave for compute capability 10.0.
+    return tl.max(logs[:, None], 0).item()
+
+
+@triton.jit
 def add_tokens(tile, norm, shrink, features, columns, weights, dtype: tl.constexpr):
     """Half a state, shrunk, plus features (C, MP) times columns (C, BV), and times weights (C,) for its normalizer."""
     tile = tile * shrink + dot(tl.trans(features), columns, dtype)
