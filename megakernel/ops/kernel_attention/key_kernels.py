@@ -71,7 +71,7 @@ def bwd_dkv(
 ):
     """Gradients of keys (B, H_kv, N, D), of projected ones (..., M) if asked for, values, masses and priors.
 
-    Of mixtures (B, H_kv, N, KEYS D), (KEYS, B, H_kv, N, M), and parts (programs, KEYS) of the gradient of priors. A
+    Of mixtures (B, H_kv, N, KEYS D), (KEYS, B, H_kv, N, M), and parts (B, H_kv, N, KEYS) of the gradient of priors. A
     launch without dk or without dv leaves the other half of the products out: of wide features, the two do not fit into
     registers. `state` holds states of queries. Program: CUT.chunk keys of a key head.
     """
@@ -195,7 +195,7 @@ def bwd_dkv(
                 dk + place * CUT.keys * PHI.width,
                 of_projected,
                 heads.to(tl.int64) * row.keys * PHI.rows,
-                dpriors + tl.program_id(0).to(tl.int64) * CUT.keys,
+                dpriors + place * CUT.keys,
                 CUT.keys,
                 C,
                 LEARNED,

@@ -87,12 +87,11 @@ class _Given(NamedTuple):
         dk, dv = k.new_empty(k.shape), self.v.new_empty(self.v.shape)
         dy = self._projected(k, max(call.keys, 1)) if learned else None
         dmass = None if self.keys.mass is None else torch.empty_like(self.keys.mass)
-        programs = call.programs("bwd_dkv", batch)
-        parts = k.new_empty(programs, call.keys, dtype=torch.float32) if call.keys else None
+        parts = k.new_empty(*k.shape[:3], call.keys, dtype=torch.float32) if call.keys else None
         known = (queries, self.keys, self.matrix, state, self.row)
         for wanted in call.halves((dk, dv, dy, dmass, parts)):
             call.start(key_kernels.bwd_dkv, batch, *known, *wanted)
-        dpriors = None if parts is None else parts.view(batch, self.row.heads, -1, call.keys).sum((0, 2))
+        dpriors = None if parts is None else parts.sum((0, 2))
         of_matrix = None
         if dy is not None:
             of_keys = k.unflatten(-1, (max(call.keys, 1), -1)).movedim(3, 2)

@@ -80,8 +80,8 @@ def store_gradients_of_keys(
 ):
     """`features.store_gradient` of C positions at `k`, given the gradients in what `phi_of_keys` gave, with its logs.
 
-    dk holds rows of KEYS D numbers; dy of key r is r * `pack_keys` further on. dpriors gets KEYS numbers, the part of
-    these positions in the gradients of the priors.
+    dk holds rows of KEYS D numbers; dy of key r is r * `pack_keys` further on. dpriors gets KEYS numbers of each position,
+    its part of the gradients of the priors.
     """
     for r in range(KEYS):
         share = tl.load(priors + r)
@@ -94,7 +94,8 @@ def store_gradients_of_keys(
             scales = scales_of_key(share, own, logs)
             factors *= scales
             along *= scales
-        tl.store(dpriors + r, tl.sum(along[:, None], 0).item())  # a column, as in `states.largest_of`
+        position = tl.arange(0, C)
+        tl.store(dpriors + position * KEYS + r, along, mask=position < count)
         store_gradient(
             k + r * PHI.width,
             stride,
