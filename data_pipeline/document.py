@@ -45,3 +45,7 @@ class Columns:
     def label_form(self) -> tuple[UnionType | type, str]:
         """The types that a label may have, and their name in an error."""
         return (float, "a number") if self.numbers else (int | str, "a class")
+
+
+TEXT = Columns()
+"""Column `text` alone."""

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -24,7 +24,7 @@ from rich.progress import (
 )
 
 from data_pipeline import tokenizers
-from data_pipeline.document import Columns, Document
+from data_pipeline.document import TEXT, Columns, Document
 from data_pipeline.encoding import batched, encode_in_processes
 from data_pipeline.labels import write_labels
 from data_pipeline.manifest import FILE as MANIFEST
@@ -111,16 +111,16 @@ def prepare(
         )
     with written_to("--out", out):
         is_there = out.exists()
-    if is_there:
-        _check_prepared(out)
-        if not overwrite:
-            _check_made_by(request, out)
-            return None
+    if is_there and not (out / MANIFEST).is_file():  # only what prepare made is ever replaced
+        raise UserError(f"--out {out} exists and is no prepared folder; choose another --out, or remove it")
+    if is_there and not overwrite:
+        _check_made_by(request, out)
+        return None
     source = open_source(
         request.source,
         columns=request.columns,
         split=request.split,
-        include=list(request.include),
+        include=request.include,
         seed=request.seed,
         workers=workers,
     )
@@ -128,7 +128,7 @@ def prepare(
         raise UserError(
             f"--source {' '.join(request.source)} has no end; say how many with --max-documents N"
         )
-    with written_to("--out", out), _appearing_whole(out) as folder:
+    with written_to("--out", out), appearing_whole(out) as folder:
         with console.status("tokenizer"):
             texts = (text for document in _documents(source, request) for text in document.texts)
             tokenizer = tokenizers.make(request.tokenizer, texts, add_bos=request.add_bos)
@@ -223,12 +223,6 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _check_prepared(out: Path) -> None:
-    """Only what prepare made is ever replaced."""
-    if not (out / MANIFEST).is_file():
-        raise UserError(f"--out {out} exists and is no prepared folder; choose another --out, or remove it")
-
-
 def _check_made_by(request: Request, out: Path) -> None:
     manifest = Manifest.read(out)
     wanted = request.arguments()
@@ -251,7 +245,7 @@ def _check_made_by(request: Request, out: Path) -> None:
 
 
 @contextmanager
-def _appearing_whole(out: Path) -> Iterator[Path]:
+def appearing_whole(out: Path) -> Iterator[Path]:
     """A new sibling folder that becomes `out` at the end, or nothing at all."""
     folder = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
@@ -269,7 +263,13 @@ def _appearing_whole(out: Path) -> Iterator[Path]:
 
 
 def open_source(
-    spec: list[str], *, columns: Columns, split: str, include: list[str], seed: int = 0, workers: int = 1
+    spec: list[str],
+    *,
+    columns: Columns = TEXT,
+    split: str = "train",
+    include: Sequence[str] = (),
+    seed: int = 0,
+    workers: int = 1,
 ) -> Source:
     """The source that `--source SPEC...` names.
 
@@ -284,31 +284,23 @@ def open_source(
         if columns.label is not None:
             return LibraryFunctions(columns, description)
         return _files(library_files(), columns, description)
-    if len(spec) == 1 and spec[0].partition(":")[0] in BENCHMARKS:
-        from data_pipeline.benchmark_tasks import open_benchmark  # many files, of which few commands need any
-
+    if len(spec) == 1 and spec[0].startswith(f"{HUB}:"):
+        return Hub(spec[0], split, columns)
+    is_task = spec[0].startswith("task:")
+    if len(spec) == 1 and (is_task or spec[0].partition(":")[0] in BENCHMARKS):
         if columns.label is not None:
             raise UserError(
-                f"--labels {columns.label} is a column of tables, and {spec[0]} has its own; leave it out"
+                f"--labels {columns.label} is a column of tables, and {spec[0]} is none; leave it out"
             )
+        # Many files, of which few commands need any.
+        from data_pipeline.benchmark_tasks import open_benchmark
+        from data_pipeline.synthetic.source import TaskSource
+
+        if is_task:
+            return TaskSource.named(spec[0].removeprefix("task:"))
         return open_benchmark(spec[0], seed, workers)
-    if len(spec) == 1 and spec[0].startswith(f"{HUB}:"):
-        name, _, config = spec[0].removeprefix("hf:").partition(":")
-        return Hub(name, config or None, split, columns)
-    if len(spec) == 1 and spec[0].startswith("task:"):
-        return _task(spec[0].removeprefix("task:"), columns)
     files = [file for path in spec for file in _expand(Path(path), include)]
     return _files(files, columns, {"kind": "files", "paths": [str(Path(path).resolve()) for path in spec]})
-
-
-def _task(spec: str, columns: Columns) -> Source:
-    from data_pipeline.synthetic.source import TaskSource
-
-    if columns.label is not None:
-        raise UserError(
-            f"--labels {columns.label} is a column of tables, and task:{spec} is none; leave it out"
-        )
-    return TaskSource.named(spec)
 
 
 def _files(files: list[Path], columns: Columns, description: dict[str, Any]) -> Files:
@@ -321,7 +313,7 @@ def _files(files: list[Path], columns: Columns, description: dict[str, Any]) -> 
     return Files(files, columns, description)
 
 
-def _expand(path: Path, include: list[str]) -> list[Path]:
+def _expand(path: Path, include: Sequence[str]) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():

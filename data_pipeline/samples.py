@@ -181,15 +181,11 @@ class CorpusSamples:
 
     def read(self, index: int, start: int, end: int) -> SampleShard:
         """Tokens [start, end) of sample `index`, of which there are seq_len + 1; nothing else is read."""
-        epoch, row = divmod(index, self.per_epoch)
-        plan = self._epoch(epoch)
-        place = plan.shuffle_index[row]
-        (first, offset), (last, _) = plan.sample_index[place], plan.sample_index[place + 1]
-        documents = plan.document_index[first : last + 1]
+        documents, offset = self._documents(index)
         # Places in the row's documents laid end to end, of which the first begins `offset` tokens before the row.
         ends = self._tokens.sequence_lengths[documents].cumsum(dtype=np.int64)
         begins = np.concatenate([[0], ends[:-1]])
-        start, end = start + int(offset), end + int(offset)
+        start, end = start + offset, end + offset
         begun, ended = np.searchsorted(ends, [start, end - 1], side="right")
         parts = []
         for at in range(begun, ended + 1):
@@ -197,18 +193,22 @@ class CorpusSamples:
             parts.append((documents[at], int(since - begins[at]), int(until - since)))
         tokens = torch.from_numpy(_joined(self._tokens, parts, np.int64))
         scored = None if self._scored is None else torch.from_numpy(_joined(self._scored, parts, np.bool_))
-        return SampleShard(tokens, start - max(int(begins[begun]), int(offset)), scored)
+        return SampleShard(tokens, start - max(int(begins[begun]), offset), scored)
+
+    def _documents(self, index: int) -> tuple[np.ndarray, int]:
+        """The documents that sample `index` has a part of, in order, and at which token of the first it begins."""
+        epoch, row = divmod(index, self.per_epoch)
+        plan = self._epoch(epoch)
+        place = plan.shuffle_index[row]
+        (first, offset), (last, _) = plan.sample_index[place], plan.sample_index[place + 1]
+        return plan.document_index[first : last + 1], int(offset)
 
     def others(self, index: int, length: int, rng: np.random.Generator) -> Tensor:
         """So many tokens (length,) of documents drawn among those that sample `index` has no part of.
 
         Without BOS and ends. Raises UserError where the sample has a part of each.
         """
-        epoch, row = divmod(index, self.per_epoch)
-        plan = self._epoch(epoch)
-        place = plan.shuffle_index[row]
-        (first, _), (last, _) = plan.sample_index[place], plan.sample_index[place + 1]
-        own = set(plan.document_index[first : last + 1].tolist())
+        own = set(self._documents(index)[0].tolist())
         first_token = int(self.bos is not None)
         # A document may have no token of its own.
         if not (np.delete(self._tokens.sequence_lengths, list(own)) > first_token + 1).any():

@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from data_pipeline.document import Columns, Document, Label
+from data_pipeline.document import TEXT, Columns, Document, Label
 from data_pipeline.tokenizers import Tokenizer, unreachable
-from megakernel.config.errors import UserError
+from megakernel.config.errors import UserError, first_line
 
 TABLES = {
     ".jsonl": "json",
@@ -104,7 +104,7 @@ class Files(Source):
 
     def _tabs(self, file: Path, label: str) -> Iterator[Document]:
         names, columns = tsv_names(file), self._columns
-        if columns.texts == Columns().texts and len(names) == 2 and label in names:
+        if columns.texts == TEXT.texts and len(names) == 2 and label in names:
             columns = Columns(tuple(name for name in names if name != label), label)
         _check_columns(names, columns)
         for row in tsv_rows(file, names):
@@ -126,10 +126,10 @@ class Files(Source):
 class Hub(Source):
     """A dataset `datasets.load_dataset` knows by name, streamed."""
 
-    def __init__(self, name: str, config: str | None, split: str, columns: Columns):
-        """Open nothing yet."""
+    def __init__(self, spec: str, split: str, columns: Columns):
+        """Open nothing yet; spec: hf:NAME[:CONFIG]."""
         super().__init__()
-        self._where = {"path": name, "name": config, "split": split}
+        self._where = _hub(spec, split)
         self._columns = columns
 
     def describe(self) -> dict[str, Any]:
@@ -229,8 +229,7 @@ def _streamed(where: dict[str, Any], name: str) -> Any:
 
 
 def _unreadable(name: str, error: Exception) -> UserError:
-    first_line = (str(error).splitlines() or [""])[0]
-    return UserError(f"--source {name} cannot be read: {first_line or type(error).__name__}")
+    return UserError(f"--source {name} cannot be read: {first_line(error)}")
 
 
 def _documents(rows: Mapping[str, Sequence[Any]], columns: Columns) -> Iterator[Document]:

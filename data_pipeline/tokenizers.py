@@ -5,11 +5,10 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megakernel.config.errors import UserError
+from megakernel.config.errors import UserError, first_line
 
 
 def unreachable(name: str, repo_type: str) -> str | None:
@@ -30,7 +29,7 @@ def unreachable(name: str, repo_type: str) -> str | None:
         return None
     # Wrong names, an offline mode, name servers, proxies and certificates have types of several libraries.
     except Exception as error:
-        return (str(error).splitlines() or [type(error).__name__])[0]
+        return first_line(error)
     return None
 
 
@@ -239,7 +238,7 @@ def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
     # transformers tells a missing file, an unreachable hub and a malformed file by many types.
     except Exception as error:
         raise UserError(
-            f"tokenizer {str(folder)!r} cannot be loaded ({_first_line(error)}); give byte, bpe:SIZE, words, pixels, "
+            f"tokenizer {str(folder)!r} cannot be loaded ({first_line(error)}); give byte, bpe:SIZE, words, pixels, "
             "a directory with tokenizer.json, or a reachable hub name"
         ) from error
     if tokenizer.eos_token_id is None:
@@ -297,17 +296,11 @@ def train_words(texts: Iterable[str]) -> HuggingFaceTokenizer:
     )
 
 
-def make(
-    spec: str,
-    documents: Iterator[str],
-    sample_characters: int = 100_000_000,
-    *,
-    add_bos: bool | None = None,
-) -> Tokenizer:
+def make(spec: str, documents: Iterator[str], *, add_bos: bool | None = None) -> Tokenizer:
     """The tokenizer that `--tokenizer SPEC` names: `byte`, `pixels`, `words`, `bpe:SIZE`, a directory or a hub name.
 
-    documents: read by `words` and `bpe:SIZE` only, up to `sample_characters`. add_bos: whether documents begin with
-    its `bos`, which only a directory or hub name has; None: as its own rule says.
+    documents: read by `words` and `bpe:SIZE` only, up to SAMPLE_CHARACTERS. add_bos: whether documents begin with its
+    `bos`, which only a directory or hub name has; None: as its own rule says.
     """
     name, _, size = spec.partition(":")
     if add_bos and (spec in ("byte", "pixels", "words") or name == "bpe"):
@@ -317,7 +310,7 @@ def make(
     if spec == "pixels":
         return PixelTokenizer()
     if spec == "words":
-        return train_words(_up_to(documents, sample_characters))
+        return train_words(_sample(documents))
     if name != "bpe":
         return load(spec, add_bos=add_bos, own_rule=True)
     if not re.fullmatch("[0-9]{1,9}", size) or not 257 <= int(size) <= MOST_MERGED:
@@ -326,22 +319,20 @@ def make(
             f"--tokenizer {shown}: a byte-level BPE needs a size of at least 257 and at most {MOST_MERGED:,}; "
             "write bpe:8192"
         )
-    return train_bpe(_up_to(documents, sample_characters), int(size))
+    return train_bpe(_sample(documents), int(size))
 
 
-def _up_to(documents: Iterator[str], characters: int) -> Iterator[str]:
+SAMPLE_CHARACTERS = 100_000_000
+"""Of the documents that a tokenizer is trained on."""
+
+
+def _sample(documents: Iterator[str]) -> Iterator[str]:
+    characters = SAMPLE_CHARACTERS
     for document in documents:
         yield document[:characters]
         characters -= len(document)
         if characters <= 0:
             return
-
-
-def _first_line(error: Exception) -> str:
-    return next(islice(filter(None, str(error).splitlines()), 1), type(error).__name__)
-
-
-BYTES = 256
 
 
 def byte_level(eod: int, eod_name: str) -> Any:
@@ -370,6 +361,6 @@ def is_byte_level(vocabulary: Mapping[str, int], eod: int) -> bool:
 
 def _vocabulary() -> dict[str, int]:
     """What byte-level BPE writes for each byte -> the byte: itself where it is visible, else one from U+0100 on."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = iter(range(BYTES, 2 * BYTES))
-    return {chr(byte) if byte in visible else chr(next(hidden)): byte for byte in range(BYTES)}
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}

@@ -5,25 +5,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megakernel.config import Config, UserError, load
+from megakernel.config import UserError
 from megakernel.config.section import check_magnitude
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare CONFIG and its overrides."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/demo.yaml")
+def add_config_arguments(
+    parser: argparse.ArgumentParser,
+    config: str = "YAML file, such as configs/demo.yaml",
+    overrides: str = "keys to change, values as YAML: training.steps=100 model.attention=softmax",
+) -> None:
+    """Declare CONFIG and its overrides, with these helps."""
+    parser.add_argument("config", metavar="CONFIG", help=config)
     parser.add_argument(
         "overrides",
         nargs="*",
         default=[],  # else argparse names it among what is required
         metavar="section.key=value",
-        help="keys to change, values as YAML: training.steps=100 model.attention=softmax",
+        help=overrides,
     )
-
-
-def load_config(args: argparse.Namespace) -> Config:
-    """The configuration these arguments name; ConfigError with every problem."""
-    return load(args.config, args.overrides)
 
 
 class NotFound(UserError):

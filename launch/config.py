@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from launch.arguments import add_config_arguments, load_config
+from launch.arguments import add_config_arguments
 from launch.messages import console
-from megakernel.config import Config, UserError, to_yaml
+from megakernel.config import Config, UserError, load, to_yaml
 from megakernel.config.section import Section
 
 HELP = "print the configuration of a run, every key with its value"
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the configuration, and print it as YAML that loads to an equal one, or what its keys mean."""
-    config = load_config(args)
+    config = load(args.config, args.overrides)
     if args.explain is not None:
         print("\n".join(_explained(config, args.explain)))
         return 0

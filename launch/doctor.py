@@ -32,6 +32,7 @@ class Finding:
     found: str
     state: State = "good"
     remedy: str = ""
+    """Shown where it is not good."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print every finding; 1 where something that is needed is missing."""
-    findings = [
-        finding for look in (_python, _packages, _devices, _collectives, _system) for finding in look()
-    ]
+    findings = [finding for look in (_python, _packages, _devices, _system) for finding in look()]
     table = Table(box=None, pad_edge=False, show_header=False)
     marks = {"good": ("ok", "green"), "optional": ("-", "yellow"), "missing": ("missing", "bold red")}
     for finding in findings:
         mark, style = marks[finding.state]
-        table.add_row(Text(mark, style), finding.what, finding.found, Text(finding.remedy, style))
+        remedy = "" if finding.state == "good" else finding.remedy
+        table.add_row(Text(mark, style), finding.what, finding.found, Text(remedy, style))
     console().print(table)
     return 1 if any(finding.state == "missing" for finding in findings) else 0
 
@@ -81,14 +81,14 @@ def _package(wanted: Requirement, otherwise: State) -> Finding:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
         return Finding(wanted.name, "none", otherwise, remedy)
-    if not wanted.specifier.contains(version, prereleases=True):
-        return Finding(wanted.name, version, otherwise, remedy)
-    return Finding(wanted.name, version)
+    fits = wanted.specifier.contains(version, prereleases=True)
+    return Finding(wanted.name, version, "good" if fits else otherwise, remedy)
 
 
 def _devices() -> Iterator[Finding]:
     try:
         import torch
+        from torch import distributed
     except (ImportError, OSError):
         return  # reported among the packages, or broken in a way that only reinstalling mends
     for index in range(torch.cuda.device_count()):
@@ -106,13 +106,6 @@ def _devices() -> Iterator[Finding]:
         remedy = "reinstall torch with CUDA to use the GPU" if has_gpu else "training runs on the CPU"
         yield Finding("cuda", f"no device ({built})", "optional", remedy)
     yield Finding("cpu", f"{len(os.sched_getaffinity(0))} cores")
-
-
-def _collectives() -> Iterator[Finding]:
-    try:
-        from torch import distributed
-    except (ImportError, OSError):
-        return
     any_there = distributed.is_available()
     has_gloo = any_there and distributed.is_gloo_available()
     yield Finding("gloo", "yes") if has_gloo else Finding("gloo", "no", "missing", "reinstall torch")
@@ -123,14 +116,10 @@ def _collectives() -> Iterator[Finding]:
 def _system() -> Iterator[Finding]:
     compiler = shutil.which("c++") or shutil.which("g++")
     remedy = "Triton kernels need one on a GPU machine: apt-get install g++"
-    yield Finding(
-        "C++ compiler", compiler or "none", "good" if compiler else "optional", "" if compiler else remedy
-    )
+    yield Finding("C++ compiler", compiler or "none", "good" if compiler else "optional", remedy)
     free = shutil.disk_usage(".").free / 2**30
     remedy = "a checkpoint needs about 14 bytes per parameter; set run.root to a larger disk"
-    yield Finding(
-        "disk here", f"{free:.0f} GiB free", "good" if free >= 5 else "optional", "" if free >= 5 else remedy
-    )
+    yield Finding("disk here", f"{free:.0f} GiB free", "good" if free >= 5 else "optional", remedy)
     yield _slurm()
 
 

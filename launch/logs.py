@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     readers = [LogReader(run, choice) for run in runs]
     found = [reader.show_last(args.n) for reader in readers]
     if args.follow:
-        follow(readers)
+        follow(readers, {run: run.jobs() for run in runs})
     elif not any(found):
         raise NotFound(f"{runs[0].path} has no such log yet; {_what_there_is(runs[0].path)}")
     return 0

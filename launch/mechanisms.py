@@ -78,7 +78,10 @@ def page(entries: "list[Entry]") -> str:
 
     papers = ", ".join(f"*{paper}*" for paper in PAPERS)
     overview, layouts = ("\n".join(_markdown(table(entries))) + "\n" for table in (_overview, _layouts))
-    snippets = "".join(f"\n### {entry.name}\n\n```yaml\n{_snippet(entry)}```\n" for entry in entries)
+    trees = {entry.name: {"model": {"attention": entry.tree}} for entry in entries}
+    snippets = "".join(
+        f"\n### {name}\n\n```yaml\n{yaml_text.write(tree, compact=True)}```\n" for name, tree in trees.items()
+    )
     introduction = _INTRODUCTION.replace("{papers}", papers)
     return "".join([introduction, overview, _LAYOUTS, layouts, _SNIPPETS, snippets])
 
@@ -119,10 +122,6 @@ def _layouts(entries: "list[Entry]") -> list[list[str]]:
             for entry in entries
         ),
     ]
-
-
-def _snippet(entry: "Entry") -> str:
-    return yaml_text.write({"model": {"attention": entry.tree}}, compact=True)
 
 
 def _markdown(rows: list[list[str]]) -> Iterator[str]:

@@ -7,11 +7,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from launch.arguments import Number, add_config_arguments, load_config
+from launch.arguments import Number, add_config_arguments
 from launch.messages import console
 from megakernel.analysis import planning
 from megakernel.analysis.planning import Gpu
-from megakernel.config import Config, UserError
+from megakernel.config import Config, UserError, load
 
 HELP = "predict memory, traffic and step time on GPUs, and rank the layouts"
 EXAMPLE = "megakernel plan configs/pretrain-7b.yaml --gpus 64 --gpu h100"
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan every number of devices, and print the layouts or, of several, how the best ones scale."""
-    config = load_config(args)
+    config = load(args.config, args.overrides)
     counts, gpu = device_counts(args.gpus), _gpu(args)
     if args.top < 1:
         raise UserError(f"--top {args.top} shows nothing; set at least 1")

@@ -3,8 +3,7 @@
 import argparse
 
 from launch import training
-from launch.arguments import load_config
-from megakernel.config import ConfigError, Problem
+from megakernel.config import ConfigError, Problem, load
 
 HELP = "train a model from scratch, or go on with a run that was stopped"
 EXAMPLE = "megakernel pretrain configs/demo.yaml training.steps=100 --nproc 2"
@@ -14,8 +13,8 @@ add_arguments = training.add_arguments
 
 def run(args: argparse.Namespace) -> int:
     """Train as one process of a world, or start one."""
-    config = load_config(args)
+    config = load(args.config, args.overrides)
     if config.uptrain is not None:
         remedy = "run `megakernel uptrain`, or remove the section"
         raise ConfigError([Problem("uptrain", "{...}", "names stages, and pretraining has none", remedy)])
-    return training.run(args, config, training.pretrain)
+    return training.run(args, config)

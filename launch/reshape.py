@@ -8,9 +8,7 @@ HELP = "convert a checkpoint so that a run goes on with another parallel layout"
 EXAMPLE = "megakernel dev reshape runs/demo"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
-    add_run_arguments(parser)
+add_arguments = add_run_arguments
 
 
 def run(args: argparse.Namespace) -> int:

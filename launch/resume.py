@@ -11,6 +11,7 @@ from launch.slurm.job_folder import JobFolder, find_runs
 from launch.slurm.options import add_cluster_options, cluster_of
 from launch.slurm.states import live_jobs
 from launch.submit import add_chain_option, add_job_options, carry_out, training_request
+from megakernel.checkpoint.manifest import step_of
 from megakernel.config import UserError, load
 
 if TYPE_CHECKING:
@@ -103,8 +104,7 @@ def _going_back(run: JobFolder, step: int) -> Iterator[None]:
 
 
 def _steps(root: Path) -> dict[int, Path]:
-    names = {path: path.name.removeprefix("step_") for path in root.glob("step_*")}
-    return {int(name): path for path, name in names.items() if name.isdigit()}
+    return {step: path for path in root.glob("step_*") if (step := step_of(path)) is not None}
 
 
 def _free(path: Path) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.arguments import Number
+from launch.arguments import Number, add_config_arguments
 from launch.slurm.options import add_cluster_options, cluster_of, cores_per_task
 from launch.slurm.script import INDEX
 from launch.slurm_programs import require
@@ -41,18 +41,11 @@ MOST_MEMBERS = 1000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        help="YAML file to train, in stages where it has an uptrain section, or behind `--` another command with its "
+    add_config_arguments(
+        parser,
+        "YAML file to train, in stages where it has an uptrain section, or behind `--` another command with its "
         "arguments: " + ", ".join(COMMANDS),
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],  # else argparse names it among what is required
-        metavar="section.key=value",
-        help=f"keys to change, or the other command's arguments; in an array %{INDEX} stands for the member's index",
+        f"keys to change, or the other command's arguments; in an array %{INDEX} stands for the member's index",
     )
     parser.add_argument("--name", help="of the run, and of the job")
     add_cluster_options(parser)

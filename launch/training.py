@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, config: Config, work: Callable[[Config, ProcessEnvironment], int]) -> int:
-    """Check the configuration against the world, then do `work` as one process of it or start one that does."""
+def run(args: argparse.Namespace, config: Config) -> int:
+    """Check the configuration against the world, then train as one process of it or start one that does."""
     process = joined()
     nproc = 1 if args.nproc is None else args.nproc
     world_size = nproc if process is None else process.world_size
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, config: Config, work: Callable[[Config, Proces
     hold_requests()
     make_courtesies("stdout")  # a run needs no console
     os.environ.update(process.variables())  # DeepSpeed and torch.distributed read them
-    return work(config, process)
+    return train(config, process)
 
 
 def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
@@ -77,27 +77,17 @@ def _start(config: Config, args: argparse.Namespace, world_size: int) -> int:
     return local.run_ranks(command, world_size, logs)
 
 
-def pretrain(config: Config, process: ProcessEnvironment) -> int:
-    """Train until the last step or a request to stop; returns the exit status (0, 85 or 143).
+def train(config: Config, process: ProcessEnvironment) -> int:
+    """Train until the last step, of an uptrain section that of the last stage, or a request to stop.
 
-    Raises UserError for what the user can mend.
+    Returns the exit status (0, 85 or 143). Raises UserError for what the user can mend.
     """
 
     def work(mesh) -> int:
-        from megakernel.training.trainer import Trainer
+        if config.uptrain is None:
+            from megakernel.training.trainer import Trainer
 
-        return Trainer(config, mesh, providers()).run().exit_status
-
-    return in_mesh(config, process, work)
-
-
-def uptrain(config: Config, process: ProcessEnvironment) -> int:
-    """Go through the stages until the last is done or a request to stop; the exit status (0, 85 or 143).
-
-    Raises UserError for what the user can mend.
-    """
-
-    def work(mesh) -> int:
+            return Trainer(config, mesh, providers()).run().exit_status
         from megakernel.uptraining.run import Uptraining
         from megakernel.uptraining.stages import check_stages
 

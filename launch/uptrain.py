@@ -3,8 +3,7 @@
 import argparse
 
 from launch import training
-from launch.arguments import load_config
-from megakernel.config import ConfigError, Problem
+from megakernel.config import ConfigError, Problem, load
 
 HELP = "turn a dense model into a kernelized or FLuRKA model, stage by stage, or go on where that was stopped"
 EXAMPLE = "megakernel uptrain configs/uptrain/flurka.yaml init.from=models/Llama-3.2-1B --nproc 2"
@@ -14,8 +13,8 @@ add_arguments = training.add_arguments
 
 def run(args: argparse.Namespace) -> int:
     """Train all stages as one process of a world, or start one."""
-    config = load_config(args)
+    config = load(args.config, args.overrides)
     if config.uptrain is None:
         remedy = "add one, such as uptrain: {transfer: {steps: 100}, alpha: 0.3}"
         raise ConfigError([Problem("uptrain", None, "is missing: it names the stages", remedy)])
-    return training.run(args, config, training.uptrain)
+    return training.run(args, config)

@@ -59,6 +59,18 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="module")
+def mesh():
+    """Of this process alone, on its CPU."""
+    from megakernel.config import Parallel
+    from megakernel.parallel import Mesh, prepare_device
+    from megakernel.parallel.processes import ProcessEnvironment
+
+    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("cpu", 0))
+    yield mesh
+    mesh.destroy()
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A prepared corpus: part of the standard library's source files."""

@@ -92,3 +92,8 @@ def save(name: str, folder: Path, **options: Any) -> Any:
     model = dense_model(name)
     model.save_pretrained(folder, **options)
     return model
+
+
+def tokens() -> torch.Tensor:
+    """A row (1, LENGTH), the same at every call."""
+    return torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(1))

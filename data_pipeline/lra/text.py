@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data_pipeline.document import Columns, Document
 from data_pipeline.published import Published
-from data_pipeline.sources import hub_documents
+from data_pipeline.sources import hub_documents, tsv_rows
 
 _SPLITS = {"train": "train", "test": "validation"}
 """As published -> as prepared."""
@@ -65,21 +65,8 @@ class Retrieval(Published):
 
     def _read_files(self, folder: Path) -> Iterator[Document]:
         for split, name in _FILES.items():
-            with (folder / name).open("rb") as lines:
-                for line in lines:
-                    document = _pair(line)
-                    if document is None:
-                        self.skipped["no pair of papers"] += 1
-                    else:
-                        yield document._replace(split=split)
-
-
-def _pair(line: bytes) -> Document | None:
-    """None where a line is not UTF-8, or has other fields."""
-    try:
-        fields = line.decode().rstrip("\r\n").split("\t")
-    except UnicodeDecodeError:
-        return None
-    if len(fields) != 5 or fields[0] not in ("0", "1", "0.0", "1.0"):
-        return None
-    return Document((fields[3], fields[4]), int(float(fields[0])))
+            for row in tsv_rows(folder / name, ("label", "id1", "id2", "text1", "text2"), headed=False):
+                if row is None or row["label"] not in ("0", "1", "0.0", "1.0"):
+                    self.skipped["no pair of papers"] += 1
+                else:
+                    yield Document((row["text1"], row["text2"]), int(float(row["label"])), split)

@@ -14,7 +14,14 @@ from .haystack import depth_of
 from .task import Example, Task, Writing
 
 
-class Mqar(Task):
+class Recall(Task):
+    """A short row of symbols."""
+
+    length: int = Field(default=128, ge=2, le=1_000_000_000)
+    """Tokens of an example, the end of its document among them."""
+
+
+class Mqar(Recall):
     """Multi-query associative recall (Zoology, section 4): keys with values, then keys that ask for their values.
 
     Keys are small letters, values large ones, and digits fill what is left between the queries, whose gaps are
@@ -22,9 +29,6 @@ class Mqar(Task):
     """
 
     NAME: ClassVar[str] = "mqar"
-
-    length: int = Field(default=128, ge=2, le=1_000_000_000)
-    """Tokens of an example, the end of its document among them."""
 
     pairs: int = Field(default=8, ge=1)
     """Keys with their values."""
@@ -84,13 +88,10 @@ class Mqar(Task):
         return writing.example()
 
 
-class Copy(Task):
+class Copy(Recall):
     """Random letters, a bar, and the same letters again."""
 
     NAME: ClassVar[str] = "copy"
-
-    length: int = Field(default=128, ge=2, le=1_000_000_000)
-    """Tokens of an example, the end of its document among them."""
 
     alphabet: int = Field(default=26, ge=2, le=26)
     """Different letters."""
@@ -115,13 +116,10 @@ class Copy(Task):
         return writing.example()
 
 
-class Induction(Task):
+class Induction(Recall):
     """Random letters and, once, a star: what followed it has to follow it again (induction heads, as in H3)."""
 
     NAME: ClassVar[str] = "induction"
-
-    length: int = Field(default=128, ge=2, le=1_000_000_000)
-    """Tokens of an example, the end of its document among them."""
 
     alphabet: int = Field(default=26, ge=2, le=26)
     """Different letters."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from launch.arguments import NotFound, folders_of
 from launch.run_progress import UNREADABLE, saved_step, why_unreadable
+from megakernel.checkpoint.trained_run import stage_folders
 from megakernel.config import UserError
 from megakernel.config.cluster import Cluster
 from megakernel.config.errors import nearest_first
@@ -117,12 +118,7 @@ class JobFolder:
 
     def stages(self) -> list[Path]:
         """The folders of an up-training's stages that have begun, in order; none of another run."""
-        numbered = [
-            (int(number), file.parent)
-            for file in self.path.glob("*/config.yaml")
-            if (number := file.parent.name.partition("-")[0]).isdigit()
-        ]
-        return [path for _, path in sorted(numbered)]
+        return stage_folders(self.path, "config.yaml")
 
     @property
     def training(self) -> Path:

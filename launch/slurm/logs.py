@@ -3,11 +3,11 @@
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .job_folder import JobFolder
+from .job_folder import Job, JobFolder
 from .states import wait_until_ended
 
 BATCH = "batch"
@@ -96,11 +96,11 @@ class LogReader:
         print(f"{name}{rank}{line}")
 
 
-def follow(readers: Sequence[LogReader]) -> None:
-    """Print what is written until no job of these runs waits or runs."""
+def follow(readers: Sequence[LogReader], jobs: Mapping[JobFolder, Sequence[Job]]) -> None:
+    """Print what is written until none of these jobs waits or runs."""
 
     def show() -> None:
         for reader in readers:
             reader.show_new()
 
-    wait_until_ended({reader.run: reader.run.jobs() for reader in readers}, show)
+    wait_until_ended(jobs, show)

@@ -16,7 +16,7 @@ class _Refusal:
     key: str
     """The options it is about, with spaces."""
 
-    remedy: Callable[[], str]
+    remedy: str | Callable[[], str]
 
 
 def _listed(what: str, *command: str) -> Callable[[], str]:
@@ -31,10 +31,6 @@ def _listed(what: str, *command: str) -> Callable[[], str]:
     return remedy
 
 
-def _say(text: str) -> Callable[[], str]:
-    return lambda: text
-
-
 _PARTITIONS = _listed("one of the partitions", "sinfo", "-h", "-o", "%R")
 _NODES = _listed(
     "nodes of this cluster, none of them both wanted and excluded", "sinfo", "-h", "-N", "-o", "%N"
@@ -42,27 +38,27 @@ _NODES = _listed(
 
 _REFUSALS = (
     _Refusal("invalid partition", "partition", _PARTITIONS),
-    _Refusal("Invalid account", "account", _say("see `sacctmgr show associations user=$USER`")),
-    _Refusal("Invalid qos", "qos", _say("see `sacctmgr show qos`")),
+    _Refusal("Invalid account", "account", "see `sacctmgr show associations user=$USER`"),
+    _Refusal("Invalid qos", "qos", "see `sacctmgr show qos`"),
     _Refusal("Invalid feature", "constraint", _listed("features that nodes have", "sinfo", "-h", "-o", "%f")),
-    _Refusal("reservation is invalid", "reservation", _say("see `scontrol show reservation`")),
+    _Refusal("reservation is invalid", "reservation", "see `scontrol show reservation`"),
     _Refusal("Invalid node name", "nodelist exclude", _NODES),
-    _Refusal("--time specification", "time", _say("write hours:minutes:seconds")),
+    _Refusal("--time specification", "time", "write hours:minutes:seconds"),
     _Refusal("time limit", "time", _listed("a limit within the partitions'", "sinfo", "-h", "-o", "%l")),
-    _Refusal("--mem", "mem", _say("write a number and a unit, such as 200G")),
-    _Refusal("dependency", "dependency", _say("write TYPE:RUN or TYPE:JOB, such as afterok:17")),
+    _Refusal("--mem", "mem", "write a number and a unit, such as 200G"),
+    _Refusal("dependency", "dependency", "write TYPE:RUN or TYPE:JOB, such as afterok:17"),
     _Refusal(
         "generic resource|gres",
         "gpus_per_node gpu_type",
         _listed("GPUs of a node", "sinfo", "-h", "-o", "%G"),
     ),
-    _Refusal("job array", "array", _say("give fewer indices; `scontrol show config` has MaxArraySize")),
+    _Refusal("job array", "array", "give fewer indices; `scontrol show config` has MaxArraySize"),
     _Refusal(
         "[Nn]ode count|number of nodes|node configuration|Memory spec",
         "nodes gpus_per_node gpu_type mem nodelist constraint",
-        _say("ask for less; `sinfo -o '%D %G %m'` shows nodes, GPUs and memory"),
+        "ask for less; `sinfo -o '%D %G %m'` shows nodes, GPUs and memory",
     ),
-    _Refusal("unrecognized option|ambiguous", "", _say("see `sbatch --help` for its options")),
+    _Refusal("unrecognized option|ambiguous", "", "see `sbatch --help` for its options"),
 )
 
 
@@ -77,5 +73,6 @@ def explained(stderr: str, cluster: Cluster, more: dict[str, str | None]) -> str
             given = [f"{key}={values[key]}" for key in refusal.key.split() if values[key] is not None]
             named = f"{', '.join(given)}: " if given else ""
             reason = text.removeprefix("sbatch: ").replace("Batch job submission failed: ", "")
-            return f"{named}Slurm refuses the job ({reason}); {refusal.remedy()}"
+            remedy = refusal.remedy if isinstance(refusal.remedy, str) else refusal.remedy()
+            return f"{named}Slurm refuses the job ({reason}); {remedy}"
     return f"Slurm refuses the job ({text}); --dry-run shows what it was given"

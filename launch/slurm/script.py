@@ -79,15 +79,7 @@ class Script:
             "nodes": cluster.nodes,
             "ntasks-per-node": cluster.tasks_per_node,
             "gpus-per-node": cluster.gpus or None,
-            "time": cluster.time,
-            "partition": cluster.partition,
-            "account": cluster.account,
-            "qos": cluster.qos,
-            "constraint": cluster.constraint,
-            "exclude": cluster.exclude,
-            "nodelist": cluster.nodelist,
-            "reservation": cluster.reservation,
-            "mem": cluster.mem,
+            **{key: getattr(cluster, key) for key in _ALIKE},
             "requeue" if cluster.requeue else "no-requeue": True,
             "signal": f"USR2@{cluster.signal_delay}",
             "array": self.array,
@@ -100,6 +92,12 @@ class Script:
             **cluster.sbatch,
         }
         return {key: value for key, value in wanted.items() if value is not None and value is not False}
+
+
+_ALIKE = (
+    *("time", "partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation", "mem"),
+)
+"""Settings of a cluster under sbatch's own names."""
 
 
 def _variables(cluster: Cluster) -> Iterator[str]:

@@ -22,12 +22,12 @@ from megakernel.training import events
 from megakernel.training.environment import REVISION, git, revision
 from megakernel.training.run_folder import LEASE_SECONDS, RunLock
 
+from . import logs
 from .attempt import HereJob
 from .job_folder import Job, JobFolder, Settings, write_settings
-from .logs import Choice, LogReader
 from .refusals import explained
 from .script import REPOSITORY, Script
-from .states import live_jobs, states_of, wait_until_ended
+from .states import live_jobs, states_of
 
 CONFIG = "config.yaml"
 
@@ -306,14 +306,9 @@ def _first_missing(folder: Path) -> Path | None:
 def wait(request: Request, jobs: Sequence[Job], follow: bool) -> int:
     """Wait until all have ended, with their logs or without; 0 where all have done what they were to do, else 1."""
     runs = [JobFolder(member.run) for member in request.members]
-    readers = [LogReader(run, Choice()) for run in runs] if follow else []
+    readers = [logs.LogReader(run, logs.Choice()) for run in runs] if follow else []
     ids = {job.id for job in jobs}
-
-    def show() -> None:
-        for reader in readers:
-            reader.show_new()
-
-    wait_until_ended({run: [job for job in run.jobs() if job.id in ids] for run in runs}, show)
+    logs.follow(readers, {run: [job for job in run.jobs() if job.id in ids] for run in runs})
     # Of a chain the last link tells.
     last = {job.id for job in (jobs if request.chain == 1 else jobs[-1:])}
     ends = [state for run in runs for job, state in states_of(run).items() if job in last]

@@ -123,11 +123,11 @@ def entry(name: str) -> Entry:
         decodes=kinds["decoder"],
         encodes=kinds["encoder"],
         growth=_growth(form, kinds["decoder"]),
-        state=layer.properties.state_size if layer.properties.recurrent else None,
+        state=layer.state_sizes[0] if layer.is_recurrent else None,
         parameters=sum(parameter.numel() for parameter in parameters.values()),
         shared=sum(parameter.numel() for key, parameter in parameters.items() if key not in cut),
         compresses_input=form.compresses_input,
-        exchanges={kind: layer.properties.exchanges for kind, layer in layers.items()},
+        exchanges={kind: layer.spec.exchanged(layer.causal) for kind, layer in layers.items()},
     )
 
 

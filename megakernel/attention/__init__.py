@@ -3,7 +3,7 @@
 from megakernel.attention.build import build
 from megakernel.attention.heads import ALL_HEADS, HeadShard
 from megakernel.attention.inputs import AttentionInputs
-from megakernel.attention.layer import AttentionLayer, Properties, SequenceState, finish_step
+from megakernel.attention.layer import AttentionLayer, SequenceState, finish_step
 from megakernel.attention.noise import redraw
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import WHOLE, ContextParallelShard
@@ -15,7 +15,6 @@ __all__ = [
     "AttentionLayer",
     "ContextParallelShard",
     "HeadShard",
-    "Properties",
     "Rotary",
     "SequenceState",
     "build",

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakernel.attention.heads import HeadShard, LayerSettings, Seed, generator
+from megakernel.attention.heads import LayerSettings, generator
 from megakernel.attention.layer import FullPrecision
 from megakernel.attention.noise import Noise
 from megakernel.config.errors import ConfigError
@@ -28,12 +28,10 @@ Draw = Callable[[torch.Generator], Tensor]
 class Projection(FullPrecision):
     """Called without arguments, gives the projection of the op's feature map; of a map that has none, None."""
 
-    def __init__(self, form: FeatureMap, head_dim: int):
+    def __init__(self, form: FeatureMap, settings: LayerSettings):
         super().__init__()
         self.feature_map = op_map(form)
         """What the op is told besides the projection."""
-        self.features = form.width(head_dim)
-        """F, features of one token."""
 
     def sharded_parameters(self) -> dict[str, int]:
         """Name -> dimension that counts heads, of parameters and buffers that belong to heads."""
@@ -47,9 +45,9 @@ class Projection(FullPrecision):
 class Hedgehog(Projection):
     """W per key head, from the identity."""
 
-    def __init__(self, form: FeatureMap, kv_heads: range, head_dim: int):
-        super().__init__(form, head_dim)
-        self.matrix = nn.Parameter(torch.eye(head_dim).repeat(len(kv_heads), 1, 1))
+    def __init__(self, form: FeatureMap, settings: LayerSettings):
+        super().__init__(form, settings)
+        self.matrix = nn.Parameter(torch.eye(settings.head_dim).repeat(len(settings.kv_heads), 1, 1))
 
     def forward(self) -> Tensor:
         """W, (H_kv, d, d)."""
@@ -60,11 +58,11 @@ class Hedgehog(Projection):
 class RandomMatrix(Projection):
     """Gaussian omega that nothing learns: orthogonal rows for favor, independent ones for rff."""
 
-    def __init__(self, form: FeatureMap, kv_heads: range, head_dim: int, seed: Seed):
-        super().__init__(form, head_dim)
+    def __init__(self, form: FeatureMap, settings: LayerSettings):
+        super().__init__(form, settings)
         rows = orthogonal_gaussian if form.name == "favor" else gaussian
-        samples = form.sample_count(head_dim)
-        draw = drawn_per_head(kv_heads, seed, lambda stream: rows(samples, head_dim, stream))
+        samples = form.sample_count(settings.head_dim)
+        draw = drawn_per_head(settings, lambda stream: rows(samples, settings.head_dim, stream))
         self.matrix = Noise(draw, form.redraw_interval)
 
     def forward(self) -> Tensor:
@@ -80,13 +78,13 @@ def op_map(form: FeatureMap) -> ops.FeatureMap:
     return ops.FeatureMap(name, form.components if form.is_gmm else 1, form.smoothing)
 
 
-def drawn_per_head(kv_heads: range, seed: Seed, draw: Draw) -> Callable[[int], Tensor]:
+def drawn_per_head(settings: LayerSettings, draw: Draw) -> Callable[[int], Tensor]:
     """From a draw's number to (H_kv, ...), each head's part from a stream of its own."""
 
     def numbered(number: int) -> Tensor:
         # Number 0 is the stream of the head itself, from which a map without redraws takes its one draw.
         place = (number,) if number else ()
-        return torch.stack([draw(generator(seed, head, *place)) for head in kv_heads])
+        return torch.stack([draw(generator(settings.seed, head, *place)) for head in settings.kv_heads])
 
     return numbered
 
@@ -201,23 +199,23 @@ class GaussianMixture(Projection):
     standard deviations sigma_c in place of S_c. Initial values are KL's, whose laws count the key heads of the layer.
     """
 
-    def __init__(self, form: FeatureMap, kv_heads: range, head_dim: int, seed: Seed, heads: HeadShard):
-        super().__init__(form, head_dim)
+    def __init__(self, form: FeatureMap, settings: LayerSettings):
+        super().__init__(form, settings)
+        head_dim, total_heads = settings.head_dim, settings.num_kv_heads
         self.full = form.name == "gmm_rks"
         self.tied = form.is_tied
         samples, components = form.sample_count(head_dim), 1 if self.tied else form.components
-        draw = drawn_per_head(kv_heads, seed, lambda stream: gaussian(samples, head_dim, stream))
+        draw = drawn_per_head(settings, lambda stream: gaussian(samples, head_dim, stream))
         self.noise = Noise(draw, form.redraw_interval)
 
-        total_heads = len(kv_heads) * heads.size
         shape: tuple[int, ...] = (components, head_dim)
-        self.mean = _uniform(head_dim ** (-1 if self.full else -0.5), shape, kv_heads, seed, "mean")
+        self.mean = _uniform(head_dim ** (-1 if self.full else -0.5), shape, settings, "mean")
         if self.full:
             bound = math.sqrt(6 / (head_dim * (head_dim + total_heads)))
-            self.factor = _uniform(bound, (*shape, head_dim), kv_heads, seed, "factor")
+            self.factor = _uniform(bound, (*shape, head_dim), settings, "factor")
         else:
             bound = math.sqrt(6 / (head_dim + total_heads))
-            self.log_variance = _uniform(bound, shape, kv_heads, seed, "variance")
+            self.log_variance = _uniform(bound, shape, settings, "variance")
 
     def forward(self) -> Tensor:
         """omega, (H_kv, C M, d), one component after the other."""
@@ -234,12 +232,13 @@ class GaussianMixture(Projection):
 class FastFoodProjection(Projection):
     """Blocks S H G Pi H B / sqrt(n) of each key head (KL eq. 6); the diagonals named in `learn` are parameters."""
 
-    def __init__(self, form: FeatureMap, kv_heads: range, head_dim: int, seed: Seed):
-        super().__init__(form, head_dim)
+    def __init__(self, form: FeatureMap, settings: LayerSettings):
+        super().__init__(form, settings)
+        head_dim = settings.head_dim
         blocks, size = form.sample_count(head_dim) // head_dim, padded_width(head_dim)
         learned = {"SGB": ("scales", "gaussians", "signs"), "S": ("scales",), "fixed": ()}[form.learn]
         for index, name in enumerate(FastFood._fields):
-            fixed = Noise(drawn_per_head(kv_heads, seed, partial(fast_food_part, index, blocks, size)))
+            fixed = Noise(drawn_per_head(settings, partial(fast_food_part, index, blocks, size)))
             setattr(self, name, nn.Parameter(fixed.values) if name in learned else fixed)
 
     def forward(self) -> FastFood:
@@ -251,9 +250,9 @@ class FastFoodProjection(Projection):
 class GenerativeProjection(Projection):
     """omega = g(n), g and the noise n shared by the heads of a layer (KL eq. 7)."""
 
-    def __init__(self, form: FeatureMap, head_dim: int, seed: Seed, heads: HeadShard):
-        super().__init__(form, head_dim)
-        self.heads = heads
+    def __init__(self, form: FeatureMap, settings: LayerSettings):
+        super().__init__(form, settings)
+        self.heads, seed, head_dim = settings.heads, settings.seed, settings.head_dim
         samples = form.sample_count(head_dim)
         self.noise = Noise(
             lambda number: gaussian(samples, head_dim, generator(seed, SHARED, number)), form.redraw_interval
@@ -283,10 +282,22 @@ def fast_food_part(index: int, blocks: int, size: int, stream: torch.Generator) 
     return FastFood(lengths / gaussians.norm(dim=1, keepdim=True), gaussians, signs, permutation)[index]
 
 
-def _uniform(bound: float, shape: tuple[int, ...], kv_heads: range, seed: Seed, name: str) -> nn.Parameter:
+def _uniform(bound: float, shape: tuple[int, ...], settings: LayerSettings, name: str) -> nn.Parameter:
     """(H_kv, *shape), uniform within `bound` of 0."""
-    draws = [torch.rand(shape, generator=generator(seed, head, name), device="cpu") for head in kv_heads]
-    return nn.Parameter(((2 * torch.stack(draws) - 1) * bound).to(torch.get_default_device()))
+    streams = [generator(settings.seed, head, name) for head in settings.kv_heads]
+    draws = torch.stack([torch.rand(shape, generator=stream, device="cpu") for stream in streams])
+    return nn.Parameter(((2 * draws - 1) * bound).to(torch.get_default_device()))
+
+
+_KINDS: dict[str, type[Projection]] = {
+    "hedgehog": Hedgehog,
+    "favor": RandomMatrix,
+    "rff": RandomMatrix,
+    "gmm": GaussianMixture,
+    "fastfood": FastFoodProjection,
+    "generative": GenerativeProjection,
+}
+"""By the beginning of a map's name; the others hold nothing."""
 
 
 def build_projection(form: FeatureMap, settings: LayerSettings) -> Projection:
@@ -294,17 +305,6 @@ def build_projection(form: FeatureMap, settings: LayerSettings) -> Projection:
 
     Everything random is a function of (seed, head, draw). Raises ValueError for options that do not fit head_dim.
     """
-    kv_heads, head_dim, seed, heads = settings.kv_heads, settings.head_dim, settings.seed, settings.heads
-    if problems := list(form.problems_at(head_dim)):
+    if problems := list(form.problems_at(settings.head_dim)):
         raise ConfigError(problems)
-    if form.name == "hedgehog":
-        return Hedgehog(form, kv_heads, head_dim)
-    if form.name in ("favor", "rff"):
-        return RandomMatrix(form, kv_heads, head_dim, seed)
-    if form.is_gmm:
-        return GaussianMixture(form, kv_heads, head_dim, seed, heads)
-    if form.is_fastfood:
-        return FastFoodProjection(form, kv_heads, head_dim, seed)
-    if form.is_generative:
-        return GenerativeProjection(form, head_dim, seed, heads)
-    return Projection(form, head_dim)
+    return _KINDS.get(form.name.partition("_")[0], Projection)(form, settings)

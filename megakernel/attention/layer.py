@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -12,7 +12,7 @@ from megakernel.attention.heads import LayerSettings
 from megakernel.attention.inputs import WHOLE_ROWS, AttentionInputs
 from megakernel.attention.rotary import Rotary
 from megakernel.config.attention import Attention
-from megakernel.config.mechanisms import Exchange, Shape
+from megakernel.config.mechanisms import Shape
 from megakernel.ops.arguments import check_not_empty
 from megakernel.ops.documents import Positions
 
@@ -32,26 +32,6 @@ class FullPrecision(nn.Module):
             return x.to(y.device) if narrowed else y
 
         return super()._apply(kept, recurse)
-
-
-@dataclass(frozen=True)
-class Properties:
-    """What a mechanism can do."""
-
-    causal: bool
-    """Whether this layer is causal."""
-
-    recurrent: bool
-    """Whether a sequence continues from a state of constant size."""
-
-    state_size: int
-    """Numbers one sequence carries from token to token, whatever its length."""
-
-    state_size_per_token: int
-    """Numbers that each token adds to it."""
-
-    exchanges: tuple[Exchange, ...]
-    """What shards of a sequence exchange."""
 
 
 class SequenceState(NamedTuple):
@@ -106,12 +86,15 @@ class AttentionLayer(nn.Module, ABC):
         self.keys_per_head, self.keys_at_position = form.keys_per_head, form.keys_at_position
 
     @property
-    def properties(self) -> Properties:
-        """What this layer can do."""
-        shape = Shape(len(self.query_heads), len(self.kv_heads), self.head_dim)
-        size, grown = self.spec.state_sizes(shape) if self.causal else (0, 0)
-        exchanges = self.spec.exchanged(self.causal)
-        return Properties(self.causal, self.causal and grown == 0, size, grown, exchanges)
+    def state_sizes(self) -> tuple[int, int]:
+        """Numbers one sequence carries from token to token, whatever its length, and those that each token adds."""
+        assert self.causal
+        return self.spec.state_sizes(Shape(len(self.query_heads), len(self.kv_heads), self.head_dim))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a sequence continues from a state of constant size."""
+        return self.causal and self.state_sizes[1] == 0
 
     def sharded_parameters(self) -> dict[str, int]:
         """Name -> dimension that counts heads, of parameters and buffers that are cut over shards of heads."""

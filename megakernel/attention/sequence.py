@@ -5,13 +5,15 @@ knowing of processes: `parallel/` answers over a process group, `WHOLE` answers 
 everything. `Ulysses` has whole rows of some heads in place of a shard of the rows of all heads.
 """
 
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.softmax_attention.ring import PendingTensors
 from megakernel.ops.state import KernelState, PendingState, empty_state
+
+Result = TypeVar("Result")
 
 
 class ContextParallelShard(Protocol):
@@ -68,20 +70,15 @@ class ContextParallelShard(Protocol):
         ...
 
 
-class _Nothing:
-    def __init__(self, state: KernelState):
-        self.state = state
+class Arrived(Generic[Result]):
+    """The result of an exchange that is over."""
 
-    def wait(self) -> KernelState:
-        return empty_state(self.state)
+    def __init__(self, result: Result):
+        self._result = result
 
-
-class _Same:
-    def __init__(self, tensors: tuple[Tensor, ...]):
-        self.tensors = tensors
-
-    def wait(self) -> tuple[Tensor, ...]:
-        return self.tensors
+    def wait(self) -> Result:
+        """The result, at once."""
+        return self._result
 
 
 class WholeSequence:
@@ -96,11 +93,11 @@ class WholeSequence:
 
     def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
         """The empty state: nothing enters the whole sequence."""
-        return _Nothing(state)
+        return Arrived(empty_state(state))
 
     def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
         """The empty state: nothing lies behind the whole sequence."""
-        return _Nothing(state)
+        return Arrived(empty_state(state))
 
     def total(self, x: Tensor) -> Tensor:
         """Mine is all there is."""
@@ -120,7 +117,7 @@ class WholeSequence:
 
     def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingTensors:
         """My neighbour is myself."""
-        return _Same(tensors)
+        return Arrived(tensors)
 
 
 WHOLE = WholeSequence()

@@ -1,10 +1,7 @@
 """A run's model as a folder that `transformers` loads: a plain architecture where one fits, else our own class."""
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data_pipeline import tokenizers
+from data_pipeline.prepare import appearing_whole
 from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import Config, ConfigError, Model, UserError
 from megakernel.config.errors import written_to
@@ -54,7 +52,7 @@ def export(
         raise UserError(f"--to {to} is in use; name a new folder")
     tokenizer = tokenizers.load(tokenizer_folder(run_folder), add_bos=run.config.data.add_bos)
     source = _Source(run, tokenizer, _DTYPES[dtype or run.config.training.dtype])
-    with written_to("--to", to), _appearing_whole(to) as folder:
+    with written_to("--to", to), appearing_whole(to) as folder:
         save_tokenizer(tokenizer, folder)
         config = source.write_plain(folder) or source.write_own(folder)
         settings = generation_config(run.config, tokenizer, source.words)
@@ -62,19 +60,6 @@ def export(
             settings.pop("cache_implementation", None)  # of keys and values, of which its state is none
         _write(folder / FILE, settings)
     return config
-
-
-@contextmanager
-def _appearing_whole(to: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `to` at the end."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{to.name}-", dir=to.parent) as partial:
-        folder = Path(partial) / "model"
-        folder.mkdir()
-        yield folder
-        if to.exists():
-            to.rmdir()
-        os.replace(folder, to)
 
 
 class _Source:

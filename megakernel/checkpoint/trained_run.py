@@ -108,14 +108,14 @@ def is_done(folder: Path, done: int, steps: int) -> str:
     return f"{folder} is done: {done} of {steps} steps; raise training.steps to train on"
 
 
-def stage_folders(folder: Path) -> list[Path]:
-    """The runs inside the folder of an up-training that have saved, in order; empty for any other folder."""
-    saved = {
-        path: int(number)
-        for path in folder.glob("*-*")
-        if (number := path.name.partition("-")[0]).isdigit() and any(path.glob("checkpoints/step_*"))
-    }
-    return sorted(saved, key=lambda path: saved[path])
+def stage_folders(folder: Path, holding: str = "checkpoints/step_*") -> list[Path]:
+    """The runs inside the folder of an up-training, in order; empty for any other folder.
+
+    holding: what a run has in it that counts, by default a checkpoint.
+    """
+    numbers = {path: path.name.partition("-")[0] for path in folder.glob("*-*")}
+    found = [path for path, number in numbers.items() if number.isdigit() and any(path.glob(holding))]
+    return sorted(found, key=lambda path: int(numbers[path]))
 
 
 _CONTROLS = ("-scratch", "-dense")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from megakernel.config import UserError
+from megakernel.config.errors import UserError, first_line
 
 _OF_DEEPSPEED = {
     "deepspeed.utils.tensor_fragment.fragment_address": SimpleNamespace,
@@ -47,7 +47,7 @@ def check(file: Path, name: str = "it") -> None:
     except OSError:
         raise
     except Exception as error:
-        raise UserError(f"{name} is damaged ({_first_line(error)})") from None
+        raise UserError(f"{name} is damaged ({first_line(error)})") from None
     if foreign:
         found = ", ".join(sorted(foreign))
         raise UserError(f"{name} names {found}, which is code and no tensor: loading it could run anything")
@@ -56,7 +56,8 @@ def check(file: Path, name: str = "it") -> None:
 @contextmanager
 def enforced() -> Iterator[None]:
     """Within, torch.load is weights-only, whatever its caller asks for, as DeepSpeed's does."""
-    classes = [getattr(import_module(module), name) for module, _, name in map(_parts, _OF_DEEPSPEED)]
+    paths = (path.rpartition(".") for path in _OF_DEEPSPEED)
+    classes = [getattr(import_module(module), name) for module, _, name in paths]
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
     try:
@@ -72,17 +73,9 @@ def _allowed() -> safe_globals:
     return safe_globals([(stand_in, name) for name, stand_in in _OF_DEEPSPEED.items()])
 
 
-def _parts(name: str) -> tuple[str, str, str]:
-    return name.rpartition(".")
-
-
 def _reason(file: Path, error: Exception) -> str:
     try:
         check(file)
     except UserError as refusal:
         return str(refusal)
-    return f"it is damaged ({_first_line(error)})"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+    return f"it is damaged ({first_line(error)})"

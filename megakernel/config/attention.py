@@ -57,11 +57,6 @@ class Attention(Algebra):
         """Why a token cannot see later ones of its document; None where it can."""
         return self.spec.looks_back_only
 
-    @property
-    def changes_constants(self) -> str | None:
-        """Why values that are all alike come out as something else; None where weights add up to 1."""
-        return self.spec.changes_constants
-
     def trades_heads(self, causal: bool) -> bool:
         """Whether shards of a row trade tokens for heads, whose number must then divide over them.
 
@@ -74,11 +69,6 @@ class Attention(Algebra):
         """Whether shards of a row can also pass their keys and values round, whatever the number of heads."""
         return "heads or ring" in self.spec.exchanges
 
-    @property
-    def is_gated(self) -> bool:
-        """Whether a gate of FLuRKA weighs the near window against the far part."""
-        return self.spec.is_gated
-
     def problems(self) -> Iterator[Problem]:
         """Which answers of the algebra go together."""
         if self.similarity == "kernel" and self.feature_map is None:
@@ -88,14 +78,7 @@ class Attention(Algebra):
                 "is missing beside similarity: kernel",
                 "add feature_map: {name: hedgehog}",
             )
-        if self.similarity != "kernel" and self.feature_map is not None:
-            remedy = "remove it or take similarity: kernel"
-            yield Problem(
-                "feature_map",
-                self.feature_map.name,
-                f"has no effect on similarity: {self.similarity}",
-                remedy,
-            )
+        yield from self.without_effect("similarity", {"feature_map": ("kernel",)})
         if self.similarity == "gaussian" and self.compression is not None:
             remedy = "take similarity: softmax or kernel with it"
             yield Problem("compression", self.compression.kind, "is not available under gaussian", remedy)
@@ -120,10 +103,8 @@ class Attention(Algebra):
             yield from self._mixture_problems(self.mixture)
         if self.mechanism != "algebra":
             yield from self._mechanism_problems()
-        for name in ("skyformer", "nystromformer", "eva", "simple_gla"):
-            if getattr(self, name) is not None and self.mechanism != name:
-                reason = f"has no effect on mechanism: {self.mechanism}"
-                yield Problem(name, getattr(self, name), reason, f"remove it or take mechanism: {name}")
+        sections = ("skyformer", "nystromformer", "eva", "simple_gla")
+        yield from self.without_effect("mechanism", {name: (name,) for name in sections})
 
     def _compression_problems(self, compression: Compression) -> Iterator[Problem]:
         if self.far_rope == "centroid" and compression.kind == "linformer":

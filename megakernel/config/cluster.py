@@ -11,7 +11,7 @@ from pydantic import Field
 from .errors import Problem
 from .load import interpolate, merged, read_composed
 from .section import Section
-from .validation import validate_section
+from .validation import texts_of, validate_section
 
 
 class Container(Section):
@@ -145,7 +145,7 @@ class Cluster(Section):
                 yield Problem(
                     "sbatch", repr(name), "is no name of an option", "write its long name without --"
                 )
-        for key, text in _texts(self.model_dump(exclude={"setup"})):
+        for key, text in texts_of(self.model_dump(exclude={"setup"})):
             if not text.isprintable():
                 reason = "has a character that cannot be printed, where a script would break"
                 yield Problem(key, repr(text), reason, "write it on one plain line")
@@ -163,15 +163,6 @@ class Cluster(Section):
             for key, given in ignored.items():
                 if given:
                     yield Problem(key, given, reason, "leave it out or set executor to slurm")
-
-
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a tree, with its key."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict | list):
-        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(inner, f"{key}.{name}" if key else str(name))
 
 
 def load_cluster(path: Path, changes: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Cluster:
@@ -192,11 +183,7 @@ def slurm_minutes(text: str) -> float | None:
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text, re.ASCII)
     if match is None:
         return None
-    days, *parts = (None if part is None else int(part) for part in match.groups())
-    first, second, third = parts
-    assert first is not None
-    if days is not None:
-        return 1440 * days + 60 * first + (second or 0) + (third or 0) / 60
-    if third is not None:
-        return 60 * first + (second or 0) + third / 60
-    return first + (second or 0) / 60
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] or match[4]:  # then hours come first
+        return 1440 * days + 60 * first + second + third / 60
+    return first + second / 60

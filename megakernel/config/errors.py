@@ -101,6 +101,11 @@ def written_to(key: str, place: object) -> Iterator[None]:
         ) from None
 
 
+def first_line(error: Exception) -> str:
+    """What an error says first, or its type where it says nothing."""
+    return next(filter(None, str(error).splitlines()), type(error).__name__)
+
+
 def nearest_first(word: str, known: Iterable[str], most: int | None = None) -> str:
     """The known words as a list for a remedy, those most like `word` first, and `most` of them at most."""
     likeness = {item: difflib.SequenceMatcher(None, word, item).ratio() for item in known}

@@ -23,19 +23,10 @@ FeatureMapName = Literal[
     "generative_prf",
 ]
 
-_RANDOM = (
-    "favor",
-    "rff",
-    "gmm_rks",
-    "gmm_prf",
-    "fastfood_rks",
-    "fastfood_prf",
-    "generative_rks",
-    "generative_prf",
-)
 _GMM = ("gmm_rks", "gmm_prf")
 _FASTFOOD = ("fastfood_rks", "fastfood_prf")
 _GENERATIVE = ("generative_rks", "generative_prf")
+_RANDOM = ("favor", "rff", *_GMM, *_FASTFOOD, *_GENERATIVE)
 _TAKEN_BY: dict[str, tuple[str, ...]] = {
     "samples": _RANDOM,
     "components": _GMM,
@@ -72,11 +63,7 @@ class FeatureMap(Section):
 
     def problems(self) -> Iterator[Problem]:
         """Options that other maps have."""
-        for key, takers in _TAKEN_BY.items():
-            value = getattr(self, key)
-            if value != type(self).model_fields[key].default and self.name not in takers:
-                remedy = f"remove it or take name: {' or '.join(takers)}"
-                yield Problem(key, value, f"has no effect on {self.name}", remedy)
+        yield from self.without_effect("name", _TAKEN_BY)
         if self.is_tied and self.components != 2:
             reason = "components cannot be a pair +mu, -mu"
             yield Problem("components", self.components, reason, "set components: 2 or tied: false")

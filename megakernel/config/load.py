@@ -16,12 +16,11 @@ from .validation import validate
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 
 
-def read_composed(path: Path) -> dict[str, Any]:
-    """One file laid over the files its `extends` names, later ones over earlier ones."""
-    return _read_composed(path, ())
+def read_composed(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """One file laid over the files its `extends` names, later ones over earlier ones.
 
-
-def _read_composed(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    readers: the files that it is read for.
+    """
     resolved = path.resolve()
     if resolved in readers:
         circle = " -> ".join(reader.name for reader in (*readers[readers.index(resolved) :], resolved))
@@ -34,7 +33,7 @@ def _read_composed(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError([Problem(f"{path}: extends", extends, "names no files", remedy)])
     out: dict[str, Any] = {}
     for base in bases:
-        out = lay_over(out, _read_composed(path.parent / base, (*readers, resolved)))
+        out = lay_over(out, read_composed(path.parent / base, (*readers, resolved)))
     return lay_over(out, tree)
 
 

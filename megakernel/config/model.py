@@ -151,7 +151,7 @@ class Model(Section):
     @property
     def is_gated(self) -> bool:
         """Whether a layer has a gate between its near window and its far part."""
-        return any(self.layer_attention(layer).is_gated for layer in range(self.num_layers))
+        return any(self.layer_attention(layer).spec.is_gated for layer in range(self.num_layers))
 
     @property
     def rows_per_sample(self) -> int:
@@ -200,9 +200,7 @@ class Model(Section):
         if self.kind == "classifier" and self.classifier is None:
             remedy = "add classifier: {num_classes: 2}, or as many as the data has"
             yield Problem("classifier", None, "is missing beside kind: classifier", remedy)
-        if self.kind != "classifier" and self.classifier is not None:
-            reason = f"has no effect on kind: {self.kind}"
-            yield Problem("classifier", "{...}", reason, "remove it or take kind: classifier")
+        yield from self.without_effect("kind", {"classifier": ("classifier",)})
         if self.head_dim is None and self.hidden_size % self.num_heads:
             reason = f"is not a multiple of num_heads={self.num_heads}"
             yield Problem("hidden_size", self.hidden_size, reason, "change one of them or set head_dim")
@@ -210,17 +208,12 @@ class Model(Section):
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             reason, choice = f"does not divide num_heads={self.num_heads}", ", ".join(map(str, divisors))
             yield Problem("num_kv_heads", self.kv_heads, reason, f"choose one of {choice}")
-        if self.position != "rope" and self.rope_scaling.kind != "none":
-            reason = f"has no effect on position: {self.position}"
-            yield Problem("rope_scaling", self.rope_scaling.kind, reason, "remove it or take position: rope")
+        yield from self.without_effect("position", dict.fromkeys(("rope_scaling", "rotary_share"), ("rope",)))
         if self.position == "rope" and self.rotary_size % 2:
             reason = f"rotates pairs, and {self.rotary_size} numbers of a head are to be rotated"
             yield Problem(
                 "position", self.position, reason, "set an even head_dim and rotary_share x head_dim"
             )
-        if self.position != "rope" and self.rotary_share != 1.0:
-            reason = f"has no effect on position: {self.position}"
-            yield Problem("rotary_share", self.rotary_share, reason, "remove it or take position: rope")
         if self.normalized_residual and self.parallel_residual:
             reason = "leaves no unnormalized input for parallel_residual"
             yield Problem("normalized_residual", True, reason, "remove one of them")

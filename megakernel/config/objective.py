@@ -10,6 +10,7 @@ from .errors import Problem
 from .section import Section
 
 _KEYS = {
+    "teacher": ("distill", "transfer"),
     "kl": ("distill",),
     "cross_entropy": ("distill", "transfer"),
     "temperature": ("distill",),
@@ -44,13 +45,6 @@ class Objective(Section):
         if self.kind != "labels" and self.teacher is None:
             remedy = "give the folder of a run or of a dense model"
             yield Problem("teacher", None, f"is missing beside kind: {self.kind}", remedy)
-        if self.kind == "labels" and self.teacher is not None:
-            remedy = "remove it or take kind: distill or transfer"
-            yield Problem("teacher", self.teacher, "has no effect on kind: labels", remedy)
-        for key, kinds in _KEYS.items():
-            value = getattr(self, key)
-            if self.kind not in kinds and value != type(self).model_fields[key].default:
-                remedy = f"remove it or take kind: {' or '.join(kinds)}"
-                yield Problem(key, value, f"has no effect on kind: {self.kind}", remedy)
+        yield from self.without_effect("kind", _KEYS)
         if self.kind == "distill" and self.kl == self.cross_entropy == 0:
             yield Problem("kl", 0.0, "leaves nothing to learn beside cross_entropy=0", "set one above 0")

@@ -9,12 +9,13 @@ from .errors import Problem
 from .section import Section
 
 _KEYS = {
-    "none": (),
-    "linear": ("factor",),
-    "ntk": ("factor",),
-    "yarn": ("factor", "original_seq_len", "beta_fast", "beta_slow", "attention_factor"),
-    "llama3": ("factor", "original_seq_len", "low_freq_factor", "high_freq_factor"),
+    "factor": ("linear", "ntk", "yarn", "llama3"),
+    "original_seq_len": ("yarn", "llama3"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), ("yarn",)),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
 }
+"""Key -> the kinds that have a use for it."""
+
 _REQUIRED = ("factor", "original_seq_len")
 
 
@@ -47,15 +48,10 @@ class RopeScaling(Section):
 
     def problems(self) -> Iterator[Problem]:
         """Keys that the kind needs, and keys that it has no use for."""
-        takes = _KEYS[self.kind]
-        for key in dict.fromkeys(key for keys in _KEYS.values() for key in keys):
-            value = getattr(self, key)
-            if value is None and key in takes and key in _REQUIRED:
+        for key in _REQUIRED:
+            if getattr(self, key) is None and self.kind in _KEYS[key]:
                 yield Problem(key, None, f"is missing beside kind: {self.kind}", f"add {key}")
-            if value is not None and key not in takes:
-                kinds = " or ".join(kind for kind, keys in _KEYS.items() if key in keys)
-                reason = f"has no effect on kind: {self.kind}"
-                yield Problem(key, value, reason, f"remove it or take kind: {kinds}")
+        yield from self.without_effect("kind", _KEYS)
         yield from _ordered(self, "beta_slow", 1.0, "beta_fast", 32.0)
         yield from _ordered(self, "low_freq_factor", 1.0, "high_freq_factor", 4.0)
 

@@ -31,6 +31,19 @@ class Section(BaseModel):
         """What this section's keys contradict in each other; keys are relative to the section."""
         yield from ()
 
+    def without_effect(self, choice: str, takers: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
+        """Problems of keys that are set beside a choice that has no use for them.
+
+        takers: key -> the choices that have.
+        """
+        chosen = getattr(self, choice)
+        for key, choices in takers.items():
+            value = getattr(self, key)
+            if chosen not in choices and value != type(self).model_fields[key].default:
+                shown = "{...}" if isinstance(value, Section) else value
+                remedy = f"remove it or take {choice}: {' or '.join(choices)}"
+                yield Problem(key, shown, f"has no effect on {choice}: {chosen}", remedy)
+
     @field_validator("*", mode="before")
     @classmethod
     def _takes_no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:

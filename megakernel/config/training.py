@@ -67,9 +67,7 @@ class Optimizer(Section):
 
     def problems(self) -> Iterator[Problem]:
         """Updates that nothing trains."""
-        if self.lora is not None and self.trained != "lora":
-            remedy = "remove it or take trained: lora"
-            yield Problem("lora", "{...}", f"has no effect on trained: {self.trained}", remedy)
+        yield from self.without_effect("trained", {"lora": ("lora",)})
 
 
 class Schedule(Section):
@@ -98,9 +96,7 @@ class Schedule(Section):
 
     def problems(self) -> Iterator[Problem]:
         """A length for a decay that has none."""
-        if self.decay_steps is not None and self.name in ("inverse_sqrt", "constant"):
-            remedy = "remove it or take name: cosine, linear or wsd"
-            yield Problem("decay_steps", self.decay_steps, f"has no effect on name: {self.name}", remedy)
+        yield from self.without_effect("name", {"decay_steps": ("cosine", "linear", "wsd")})
 
 
 class NearDropout(Section):
@@ -121,6 +117,9 @@ class Profile(Section):
 
     steps: int = Field(default=3, gt=0)
     """Steps that are recorded."""
+
+
+_OF_PHASE = {"seq_len", "global_batch_size", "micro_batch_size"}
 
 
 class LengthPhase(Section):
@@ -243,8 +242,36 @@ class Training(Section):
 
     @property
     def phases(self) -> list[Phase]:
-        """Which steps read rows of which length; one phase where there is no schedule."""
-        return phases_of(self)
+        """Which steps read rows of which length, in order; one phase where there is no schedule.
+
+        The last lasts as long as training does, however many steps that are.
+        """
+        phases: list[Phase] = []
+        written: Sequence[LengthPhase | None] = [*self.seq_len_schedule, None]
+        for index, entry in enumerate(written):
+            before = phases[-1] if phases else None
+            changes = {} if entry is None else entry.model_dump(exclude_none=True, include=_OF_PHASE)
+            now = self.model_copy(update={**changes, "seq_len_schedule": []})
+            first = 0 if before is None else before.end_step
+            consumed = 0 if before is None else before.samples_before(first)
+            continues = before is not None and before.training.seq_len == now.seq_len
+            phases.append(
+                Phase(
+                    key="training" if entry is None else f"training.seq_len_schedule.{index}",
+                    first_step=first,
+                    end_step=max(self.steps, first) if entry is None else entry.until_step,
+                    first_sample=consumed,
+                    stream_start=before.stream_start if before is not None and continues else consumed,
+                    stream_end=None,
+                    training=now,
+                    written=entry,
+                )
+            )
+        ends: dict[int, int | None] = {
+            phase.stream_start: phase.samples_before(phase.end_step) for phase in phases
+        }
+        ends[phases[-1].stream_start] = None
+        return [replace(phase, stream_end=ends[phase.stream_start]) for phase in phases]
 
     @property
     def evaluation_len(self) -> int:
@@ -355,36 +382,3 @@ class Logging(Section):
             if (value := getattr(self, key)) is not None:
                 reason = "goes to TensorBoard alone, and logging.tensorboard is false"
                 yield Problem(key, value, reason, "remove it or set tensorboard: true")
-
-
-_OF_PHASE = {"seq_len", "global_batch_size", "micro_batch_size"}
-
-
-def phases_of(training: "Training") -> list[Phase]:
-    """The phases in order; the last lasts as long as training does, however many steps that are."""
-    phases: list[Phase] = []
-    written: Sequence[LengthPhase | None] = [*training.seq_len_schedule, None]
-    for index, entry in enumerate(written):
-        before = phases[-1] if phases else None
-        changes = {} if entry is None else entry.model_dump(exclude_none=True, include=_OF_PHASE)
-        now = training.model_copy(update={**changes, "seq_len_schedule": []})
-        first = 0 if before is None else before.end_step
-        consumed = 0 if before is None else before.samples_before(first)
-        continues = before is not None and before.training.seq_len == now.seq_len
-        phases.append(
-            Phase(
-                key="training" if entry is None else f"training.seq_len_schedule.{index}",
-                first_step=first,
-                end_step=max(training.steps, first) if entry is None else entry.until_step,
-                first_sample=consumed,
-                stream_start=before.stream_start if before is not None and continues else consumed,
-                stream_end=None,
-                training=now,
-                written=entry,
-            )
-        )
-    ends: dict[int, int | None] = {
-        phase.stream_start: phase.samples_before(phase.end_step) for phase in phases
-    }
-    ends[phases[-1].stream_start] = None
-    return [replace(phase, stream_end=ends[phase.stream_start]) for phase in phases]

@@ -21,7 +21,7 @@ def validate(tree: Mapping[str, Any], known_problems: Sequence[Problem] = ()) ->
     Sections are validated one by one, so that one with a problem hides no disagreement between the others.
     """
     sections: dict[str, Any] = {}
-    found: list[Problem] = list(_of_no_file(tree, ""))
+    found: list[Problem] = list(_of_no_file(tree))
     found += [
         _unknown_key(Config, str(key), str(key), tree[key]) for key in tree if key not in Config.model_fields
     ]
@@ -72,19 +72,22 @@ _LONGEST_NAME = 255
 """Bytes of a file's name on the file systems of Linux."""
 
 
-def _of_no_file(value: Any, key: str) -> Iterator[Problem]:
+def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a tree, with its key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping | list):
+        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from texts_of(inner, f"{key}.{name}" if key else str(name))
+
+
+def _of_no_file(tree: Mapping[str, Any]) -> Iterator[Problem]:
     """Texts that no file system takes as a path; every text of a configuration may become one."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _of_no_file(item, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _of_no_file(item, f"{key}.{index}")
-    elif isinstance(value, str):
-        if "\0" in value:
-            yield Problem(key, value.replace("\0", "\\0"), "holds a NUL character", "remove it")
-        elif any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in value.split("/")):
-            yield Problem(key, value, f"has a name of more than {_LONGEST_NAME} bytes", "shorten it")
+    for key, text in texts_of(tree):
+        if "\0" in text:
+            yield Problem(key, text.replace("\0", "\\0"), "holds a NUL character", "remove it")
+        elif any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in text.split("/")):
+            yield Problem(key, text, f"has a name of more than {_LONGEST_NAME} bytes", "shorten it")
 
 
 def _problems_of(detail: ErrorDetails, annotation: Any, value: Any) -> Iterator[Problem]:

@@ -10,11 +10,10 @@ from torch import Tensor
 from data_pipeline.order import Share
 from data_pipeline.packed_text import NextTokens
 from data_pipeline.samples import BlendedSamples
-from megakernel.model import LanguageModel
 
 from .perplexity import STARTS, predict
 from .result import Table, number
-from .subject import Progress
+from .subject import Progress, Subject
 
 
 @dataclass(frozen=True)
@@ -102,22 +101,14 @@ def bucket_starts(near: int, seq_len: int) -> list[int]:
 
 
 def measure_far(
-    model: LanguageModel,
-    samples: BlendedSamples,
-    count: int,
-    rows: int,
-    near: int,
-    eod: int,
-    isolate_documents: bool,
-    vocab_size: int,
-    device: torch.device,
-    progress: Progress,
+    subject: Subject, samples: BlendedSamples, count: int, rows: int, near: int, progress: Progress
 ) -> list[FarBucket]:
     """The buckets, over the first `count` samples, whose index is built; `rows` of them in a forward pass.
 
     Raises UserError where a sample's corpus has no other document.
     """
-    objective = NextTokens(samples, eod, isolate_documents)
+    vocab_size = subject.tokenizer.vocab_size
+    objective = NextTokens(samples, subject.tokenizer.eod, subject.config.data.isolate_documents)
     bos = -1 if samples.corpora[0].bos is None else samples.corpora[0].bos
     starts = bucket_starts(near, samples.seq_len)
     sums = {start: np.zeros(2) for start in starts}
@@ -143,8 +134,8 @@ def measure_far(
             seen = (batch.tokens, others.where(far, batch.tokens))
             rest = (batch.positions, batch.labels, scored)
             for which, given in enumerate(seen):
-                inputs = (part[:, :end].to(device) for part in (given, *rest))
-                losses = predict(model, vocab_size, *inputs).losses
+                inputs = (part[:, :end].to(subject.device) for part in (given, *rest))
+                losses = predict(subject.model, vocab_size, *inputs).losses
                 sums[start][which] += float(losses.double().sum())
             tokens[start] += int(scored.sum())
             last[start] = max(last[start], int(batch.positions[scored].max()))

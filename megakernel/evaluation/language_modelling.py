@@ -151,25 +151,14 @@ class LanguageModelling:
 
         from .far_context import FarContext, measure_far
 
-        corpora, data, training = subject.text, config.data, config.training
+        data, training = config.data, config.training
         cache = data.index_cache or data.train[0].path / ".index_cache"
         keys = ("data.validation" if data.validation else "data.train", "seq_len")
-        samples = BlendedSamples(corpora.validation, "validation", training.seq_len, 0, cache, keys)
+        samples = BlendedSamples(subject.text.validation, "validation", training.seq_len, 0, cache, keys)
         count = min(training.eval_samples, samples.one_pass)
         samples.build(count)
         near = self._near(training.seq_len)
-        buckets = measure_far(
-            subject.model,
-            samples,
-            count,
-            training.micro_batch_size,
-            near,
-            corpora.eod,
-            data.isolate_documents,
-            corpora.vocab_size,
-            subject.device,
-            progress,
-        )
+        buckets = measure_far(subject, samples, count, training.micro_batch_size, near, progress)
         place = (str(subject.folder), subject.run.checkpoint.step)
         return FarContext(self.spec, *place, count, training.seq_len, near, buckets)
 

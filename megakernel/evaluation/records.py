@@ -12,13 +12,12 @@ import re
 import shutil
 from pathlib import Path
 
+from megakernel.checkpoint.manifest import step_of
 from megakernel.training.observing.event_files import add_png
 from megakernel.training.run_folder import write_whole
 
 from .answer_counts import AnswerCounts, heat_map
 from .subject import Result
-
-_STEP = re.compile(r"step_(\d+)")
 
 
 def file_name(spec: str) -> str:
@@ -73,8 +72,5 @@ def _write_events(folder: Path) -> None:
 
 def _results(folder: Path) -> list[tuple[int, Path]]:
     """Every JSON file with its step, in order of steps."""
-    found = []
-    for place in (folder / "evaluation").glob("step_*"):
-        if match := _STEP.fullmatch(place.name):
-            found += [(int(match[1]), file) for file in place.glob("*.json")]
-    return sorted(found)
+    files = (folder / "evaluation").glob("step_*/*.json")
+    return sorted((step, file) for file in files if (step := step_of(file.parent)) is not None)

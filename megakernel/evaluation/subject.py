@@ -111,7 +111,7 @@ def opened(source: Source) -> Subject:
 
     device = choose_device("cpu" if source.config.training.device == "cpu" else "auto")
     model = one_process_model(source.run, source.tokenizer.vocab_size, device)
-    return Subject(source.folder, source.run, source.tokenizer, source.corpora, model, device)
+    return Subject(**vars(source), model=model, device=device)
 
 
 def check_positions(config: Config, seq_len: int, key: str) -> None:

@@ -14,7 +14,7 @@ from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.layers import load_liger
 
 from .layer_inputs import IGNORED, LayerInputs
-from .linear import column_linear
+from .linear import column_input, column_linear
 from .norm import Norm
 from .settings import ModelSettings, drawn_from
 from .vocabulary_loss import DistillationTarget, summed_distillation, summed_loss
@@ -65,7 +65,7 @@ def mean_loss(
     hidden, _, labels, num_targets = inputs
     tp, rows, words = settings.mesh.tp, settings.loss_chunk_size, settings.local_vocab_size
     group = None if tp.size == 1 else tp.group
-    hidden = for_vocabulary(hidden, settings).flatten(0, 1)
+    hidden = column_input(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
     # Of a causal model nearly all tokens count; finding out waits for the device.
     counts = None if settings.model.is_causal and distillation is None else targets != IGNORED
@@ -73,7 +73,7 @@ def mean_loss(
         hidden, targets = hidden[counts], targets[counts]
     if distillation is not None:
         assert counts is not None
-        teacher_hidden = for_vocabulary(distillation.hidden, settings).flatten(0, 1)[counts]
+        teacher_hidden = column_input(distillation.hidden, settings).flatten(0, 1)[counts]
         own = replace(distillation, hidden=teacher_hidden)
         summed, parts = summed_distillation(hidden, weight, targets, rows, words, group, own)
         distillation.parts = torch.cat([parts, counts.sum()[None]])
@@ -87,7 +87,7 @@ def mean_loss(
 
 def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: ModelSettings) -> Tensor:
     """Cross entropy of each token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED."""
-    hidden = for_vocabulary(hidden, settings).flatten(0, 1)
+    hidden = column_input(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
     is_cut = settings.mesh.tp.size > 1
     return _losses(weight, hidden, targets, settings.loss_chunk_size, settings.local_vocab_size, is_cut)
@@ -115,24 +115,6 @@ def _losses(weight: Tensor, hidden: Tensor, targets: Tensor, rows: int, words: i
     """
     chunks = zip(hidden.split(rows), targets.split(rows))
     return torch.cat([_chunk_losses(weight, chunk, target, words, is_cut) for chunk, target in chunks])
-
-
-def for_vocabulary(hidden: Tensor, settings: ModelSettings) -> Tensor:
-    """All tokens' hidden states (N, B, C), so that a product with this rank's vocabulary rows has right gradients.
-
-    Each tensor rank's rows give part of the hidden states' gradient: backward sums the parts.
-    """
-    group = settings.mesh.tp.group
-    if settings.mesh.tp.size == 1:
-        return hidden
-    from megatron.core.tensor_parallel import (
-        copy_to_tensor_model_parallel_region,
-        gather_from_sequence_parallel_region,
-    )
-
-    if settings.mesh.sequence_parallel:
-        return gather_from_sequence_parallel_region(hidden, group=group)
-    return copy_to_tensor_model_parallel_region(hidden, group=group)
 
 
 def _chunk_losses(weight: Tensor, hidden: Tensor, target: Tensor, words: int, is_cut: bool) -> Tensor:

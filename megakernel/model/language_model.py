@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
-from .head import ClassifierHead, FinalNorm, OutputHead, for_vocabulary, mean_loss, token_losses
+from .head import ClassifierHead, FinalNorm, OutputHead, mean_loss, token_losses
 from .layer import TransformerLayer
 from .layer_inputs import LayerInputs
+from .linear import column_input
 from .settings import ModelSettings
 from .vocabulary_loss import DistillationTarget
 
@@ -151,7 +152,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (N, B, C) -> logits (B, N, V) of the words that may follow."""
-        rows = for_vocabulary(hidden, self.settings).transpose(0, 1)
+        rows = column_input(hidden, self.settings).transpose(0, 1)
         logits = F.linear(rows, self.output_matrix)
         if self.settings.mesh.tp.size > 1:
             from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region

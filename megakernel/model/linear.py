@@ -66,6 +66,21 @@ def row_linear(settings: ModelSettings, inputs: int, outputs: int, *, bias: bool
     )
 
 
+def column_input(x: Tensor, settings: ModelSettings) -> Tensor:
+    """All tokens (N, B, C) of x, so that a product with this tensor rank's rows of a matrix has right gradients.
+
+    Each rank's rows give part of the gradient of x: backward sums the parts.
+    """
+    tp = settings.mesh.tp
+    if tp.size == 1:
+        return x
+    from megatron.core import tensor_parallel
+
+    if settings.mesh.sequence_parallel:
+        return tensor_parallel.gather_from_sequence_parallel_region(x, group=tp.group)
+    return tensor_parallel.copy_to_tensor_model_parallel_region(x, group=tp.group)
+
+
 def apply(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """x (..., inputs) -> (..., outputs), and the bias that is still to be added, which Megatron-core's hand out."""
     output = linear(x)
@@ -122,10 +137,8 @@ class LowRankUpdate(nn.Module):
     def __init__(self, settings: ModelSettings, lora: Lora, inputs: int, outputs: int, cut: str):
         super().__init__()
         tp = settings.mesh.tp
-        self.group = None if tp.size == 1 else tp.group
-        self.sequence_parallel = settings.mesh.sequence_parallel
-        self.shard_group = tp.group if self.sequence_parallel else None
-        self.cut = cut
+        self.settings, self.cut = settings, cut
+        self.shard_group = tp.group if settings.mesh.sequence_parallel else None
         self.scale = lora.alpha / lora.rank
         bound = 1 / math.sqrt(inputs)
         down = torch.empty(lora.rank, inputs).uniform_(-bound, bound)  # whole, then cut
@@ -140,20 +153,15 @@ class LowRankUpdate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, B, inputs), its tokens or its columns cut -> (N, B, outputs), cut the other way."""
-        if self.group is None:
-            return self.scale * F.linear(F.linear(x, self.down), self.up)
-        from megatron.core import tensor_parallel
-
         if self.cut == "outputs":
-            small = F.linear(x, replicated(self.down, self.shard_group))
-            if self.sequence_parallel:
-                small = tensor_parallel.gather_from_sequence_parallel_region(small, group=self.group)
-            else:
-                small = tensor_parallel.copy_to_tensor_model_parallel_region(small, group=self.group)
+            small = column_input(F.linear(x, replicated(self.down, self.shard_group)), self.settings)
             return self.scale * F.linear(small, self.up)
         small = F.linear(x, self.down)
-        if self.sequence_parallel:
-            small = tensor_parallel.reduce_scatter_to_sequence_parallel_region(small, group=self.group)
-        else:
-            small = tensor_parallel.reduce_from_tensor_model_parallel_region(small, group=self.group)
+        if (tp := self.settings.mesh.tp).size > 1:
+            from megatron.core import tensor_parallel
+
+            if self.settings.mesh.sequence_parallel:
+                small = tensor_parallel.reduce_scatter_to_sequence_parallel_region(small, group=tp.group)
+            else:
+                small = tensor_parallel.reduce_from_tensor_model_parallel_region(small, group=tp.group)
         return self.scale * F.linear(small, replicated(self.up, self.shard_group))

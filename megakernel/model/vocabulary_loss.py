@@ -63,8 +63,7 @@ def summed_loss(
         words: how many of the rank's rows stand for a word; those behind them are padding.
         group: the ranks that share the vocabulary, in order of its words; None: this one has all.
     """
-    loss, _ = _sums(hidden, weight, targets, rows, words, group, None)
-    return loss
+    return summed_distillation(hidden, weight, targets, rows, words, group, None)[0]
 
 
 def summed_distillation(
@@ -74,18 +73,16 @@ def summed_distillation(
     rows: int,
     words: int,
     group: ProcessGroup | None,
-    distillation: DistillationTarget,
+    distillation: DistillationTarget | None,
 ) -> tuple[Tensor, Tensor]:
     """The same for a loss with distillation, and its parts (2,) without gradients.
 
     The parts are sums over tokens of the cross entropy and of KL(teacher || model), before they are weighed.
     """
-    return _sums(hidden, weight, targets, rows, words, group, distillation)
-
-
-def _sums(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    sums: tuple[Tensor, Tensor] = _SummedLoss.apply(hidden, weight, *rest, learns)
+    sums: tuple[Tensor, Tensor] = _SummedLoss.apply(
+        hidden, weight, targets, rows, words, group, distillation, learns
+    )
     return sums
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import deepspeed
@@ -41,13 +40,9 @@ class ModelParallelUnit:
         }
         for name, axis in axes.items():
             for what, value in (("group", axis.group), ("rank", axis.rank), ("world_size", axis.size)):
-                setattr(self, f"get_{name}_{what}", partial(_known, value))
-        self.get_data_parallel_group_ranks = partial(_known, list(gradient.ranks))
-        self.get_tensor_model_parallel_src_rank = partial(_known, tp.ranks[0])
-
-
-def _known(value: Any) -> Any:
-    return value
+                setattr(self, f"get_{name}_{what}", lambda value=value: value)
+        self.get_data_parallel_group_ranks = lambda: list(gradient.ranks)
+        self.get_tensor_model_parallel_src_rank = lambda: tp.ranks[0]
 
 
 class Mesh:

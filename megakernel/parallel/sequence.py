@@ -53,30 +53,6 @@ class PendingRotation:
         return received
 
 
-def start_rotation(
-    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, traffic: Traffic
-) -> PendingRotation:
-    """Begin to send `tensors` to the next process of `group` and to receive as many from the one before.
-
-    Only neighbours send and receive, so that over a network each link carries one message at a time.
-
-    Every process of the group calls this in the same order, with tensors of the same shapes, dtypes and device, so
-    nothing about them needs to be sent. Each process sends the bytes of its `tensors`, which `traffic` counts, and
-    receives as many. Not differentiable.
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    sent = tuple(x.detach().contiguous() for x in tensors)
-    received = tuple(torch.empty_like(x) for x in sent)
-    operations = []
-    # Tags tell the messages of one rotation apart, and from those of other exchanges, which have 0. gloo keeps the
-    # order of one tag, NCCL that of all between two processes.
-    for tag, (own, buffer) in enumerate(zip(sent, received), start=1):
-        operations.append(dist.P2POp(dist.isend, own, group=group, tag=tag, group_peer=(rank + 1) % size))
-        operations.append(dist.P2POp(dist.irecv, buffer, group=group, tag=tag, group_peer=(rank - 1) % size))
-        traffic.sends("keys", own)
-    return PendingRotation(dist.batch_isend_irecv(operations), sent, received, traffic)
-
-
 class GroupShard:
     """Shard `rank` of `size`, the others being held by the processes of one axis (a `ContextParallelShard`).
 
@@ -177,5 +153,19 @@ class GroupShard:
         return by_sender
 
     def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingRotation:
-        """Begin to hand `tensors` to the right neighbour and to receive the left one's."""
-        return start_rotation(tensors, self._group, self.traffic)
+        """Begin to send `tensors` to the right neighbour and to receive the left one's.
+
+        Only neighbours send and receive, so that over a network each link carries one message at a time. Every process
+        asks with tensors of the same shapes, dtypes and device, so nothing about them needs to be sent.
+        """
+        sent = tuple(x.detach().contiguous() for x in tensors)
+        received = tuple(torch.empty_like(x) for x in sent)
+        right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        operations = []
+        # Tags tell the messages of one rotation apart, and from those of other exchanges, which have 0. gloo keeps the
+        # order of one tag, NCCL that of all between two processes.
+        for tag, (own, buffer) in enumerate(zip(sent, received), start=1):
+            operations.append(dist.P2POp(dist.isend, own, group=self._group, tag=tag, group_peer=right))
+            operations.append(dist.P2POp(dist.irecv, buffer, group=self._group, tag=tag, group_peer=left))
+            self.traffic.sends("keys", own)
+        return PendingRotation(dist.batch_isend_irecv(operations), sent, received, self.traffic)

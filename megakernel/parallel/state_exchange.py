@@ -152,23 +152,18 @@ class Passed:
         """See Exchange."""
         self._run = self.background.run(lambda: self._forward(sums.contiguous(), log_scale, carries))
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """See Exchange."""
-        return self._result()
-
     def start_backward(self, grad: Tensor) -> None:
         """See Exchange."""
         self._run = self.background.run(lambda: self._backward(grad.contiguous()))
 
-    def finish_backward(self) -> Tensor:
-        """See Exchange."""
-        return self._result()
-
-    def _result(self) -> Any:
+    def finish(self) -> Any:
+        """See Exchange: what runs, forward or backward, leaves."""
         with self.traffic.waiting("state", self._run.done()):
             result = self._run.result()
         del self._run
         return result
+
+    finish_backward = finish
 
     def _forward(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> tuple[Tensor, Tensor]:
         entering_log = torch.full_like(log_scale, EMPTY)

@@ -52,16 +52,11 @@ class _SummedBackward(torch.autograd.Function):
         return _sum(grad, ctx.group), None  # type: ignore[attr-defined]
 
 
-class _Total(torch.autograd.Function):
+class _Total(_SummedBackward):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group  # type: ignore[attr-defined]
         return _sum(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None  # type: ignore[attr-defined]
 
 
 def head_shard(tp: Axis) -> HeadShard:

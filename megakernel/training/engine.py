@@ -204,11 +204,6 @@ class Engine:
         attention.redraw(self.engine.module, step)
         self.engine.module.begin_step(step)
 
-    def model_scalars(self) -> dict[str, float]:
-        """What the model has to say besides its loss, by TensorBoard tag, since the last call; on all ranks."""
-        scalars: dict[str, float] = self.engine.module.scalars()
-        return scalars
-
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """One update from this rank's micro-batches of a global batch."""
         for group in self.optimizer.param_groups:

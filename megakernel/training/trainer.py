@@ -214,11 +214,11 @@ class Trainer:
             "train/seq_len": float(self.phase.training.seq_len),
             "train/skipped_steps": float(self.engine.skipped_steps),
         }
-        scalars |= self.engine.model_scalars()
+        scalars |= self.engine.engine.module.scalars()
         scalars |= self._bits("train", result.loss, "train")
         self.entry.scalars |= scalars
         if self.mesh.rank == 0:
-            self.console.step(step, scalars, self.engine.skipped_steps)
+            self.console.step(step, scalars)
 
     def _after_step(self, step: int, stop: Stop) -> None:
         training, every = self.config.training, self.config.checkpoint.every
@@ -308,7 +308,7 @@ class Trainer:
     def _write(self, step: int) -> None:
         """What logging and evaluating found out about a step, as one entry."""
         if self.writer is not None:
-            self.writer.write_entry(step, self.entry)
+            self.writer.write(step, self.entry)
         self.entry = Entry()
 
     def _record(self, event: str, **facts: Any) -> None:

@@ -1,13 +1,12 @@
-"""A model that learns from a frozen teacher's probabilities and from the labels."""
+"""A frozen teacher, and the loss of a model that learns from its probabilities and from the labels."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from megakernel.config import Config, Objective
-from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline
+from megakernel.config import Config
+from megakernel.model import LanguageModel, Parted
 from megakernel.model.layer_inputs import LayerInputs, as_bits, from_bits
 from megakernel.model.settings import DTYPES
 from megakernel.model.vocabulary_loss import DistillationTarget
@@ -53,25 +52,39 @@ class Teacher:
 class Distillation:
     """The loss kl T^2 KL(teacher || model) + cross_entropy x the labels' cross entropy, and its parts' means."""
 
-    def __init__(self, teacher: Teacher, objective: Objective, mesh: Mesh):
-        """objective: says how much each part weighs."""
-        self.teacher, self.objective, self.mesh = teacher, objective, mesh
+    def __init__(self, student: Parted, teacher: Teacher, config: Config, mesh: Mesh):
+        """config: its objective says how much each part weighs."""
+        self.student, self.teacher, self.mesh = student, teacher, mesh
+        self.objective, self.dtype = config.objective, DTYPES[config.training.dtype]
         self._parts: Tensor | None = None
 
-    def hidden(self, inputs: LayerInputs) -> Tensor | None:
-        """The teacher's states (N, B, C) as they leave this stage; None: no divergence is wanted."""
-        return self.teacher.hidden(inputs) if self.objective.kl else None
+    def __call__(self, inputs: LayerInputs) -> LayerInputs | Tensor:
+        """What a stage hands on: the model's states, and the teacher's as bits behind; of the last one the loss."""
+        entering, teacher_hidden = inputs, None
+        if self.objective.kl:
+            if not self.mesh.is_first_stage:
+                inputs, bits = inputs[:-1], inputs[-1]
+                entering = (from_bits(bits, self.dtype), *inputs[1:])
+            teacher_hidden = self.teacher.hidden(entering)
+        leaving = self.student.body(inputs)
+        if self.mesh.is_last_stage:
+            return self._loss(leaving, teacher_hidden)
+        return leaving if teacher_hidden is None else (*leaving, as_bits(teacher_hidden))
 
-    def loss(self, model: Parted, leaving: LayerInputs, teacher_hidden: Tensor | None) -> Tensor:
-        """Of the inputs that enter both heads."""
+    def _loss(self, leaving: LayerInputs, teacher_hidden: Tensor | None) -> Tensor:
+        """Of the inputs that enter both heads; without the teacher's states no divergence is wanted."""
         if teacher_hidden is None:
-            return self.objective.cross_entropy * model.loss(leaving)
+            return self.objective.cross_entropy * self.student.loss(leaving)
         weights = self.objective.temperature, self.objective.kl, self.objective.cross_entropy
         distillation = DistillationTarget(teacher_hidden, self.teacher.output_matrix, *weights)
-        loss = model.loss(leaving, distillation)
+        loss = self.student.loss(leaving, distillation)
         assert distillation.parts is not None
         self._parts = distillation.parts if self._parts is None else self._parts + distillation.parts
         return loss
+
+    def begin_step(self, step: int) -> None:
+        """As of a `LanguageModel`."""
+        self.teacher.share(self.student)
 
     def scalars(self) -> dict[str, float]:
         """Means per token since the last call, over all processes, in nats; called on all ranks."""
@@ -86,64 +99,3 @@ class Distillation:
             "train/cross_entropy": cross_entropy / max(tokens, 1),
             "train/divergence": divergence / max(tokens, 1),
         }
-
-
-class _Distilled:
-    """What `DistilledModel` and `DistilledPipeline` are told and tell alike."""
-
-    distillation: Distillation
-
-    def begin_step(self, step: int) -> None:
-        """As of a `LanguageModel`."""
-        assert isinstance(self, nn.Module)
-        self.distillation.teacher.share(self)
-
-    def scalars(self) -> dict[str, float]:
-        """See `Distillation`."""
-        return self.distillation.scalars()
-
-
-class DistilledModel(_Distilled, LanguageModel):
-    """In training its loss is that of a `Distillation`; outside training it is the model alone.
-
-    The teacher is no part of the module: neither the optimizer nor a checkpoint knows it.
-    """
-
-    def __init__(self, settings: ModelSettings, config: Config, teacher: Teacher):
-        """config: see `Distillation`."""
-        super().__init__(settings)
-        assert isinstance(settings.mesh, Mesh)
-        self.distillation = Distillation(teacher, config.objective, settings.mesh)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """As a LanguageModel, but for the loss."""
-        if not self.training:
-            return super().forward(*inputs)
-        teacher_hidden = self.distillation.hidden(inputs)
-        return self.distillation.loss(self, self.body(inputs), teacher_hidden)
-
-
-class DistilledPipeline(_Distilled, Pipeline):
-    """The same for a stage. In training the teacher's states go from stage to stage with the model's, as bits."""
-
-    def __init__(
-        self, settings: ModelSettings, loss_scale: Callable[[], float], config: Config, teacher: Teacher
-    ):
-        """loss_scale: see `Pipeline`. config: see `Distillation`. teacher: has this stage's layers."""
-        super().__init__(settings, loss_scale)
-        self.dtype = DTYPES[config.training.dtype]
-        self.distillation = Distillation(teacher, config.objective, self.mesh)
-
-    def forward(self, inputs: LayerInputs) -> LayerInputs | Tensor:
-        """What the stage hands on; of the last one the loss."""
-        if not self.training:
-            return super().forward(inputs)
-        entering = inputs
-        if self.distillation.objective.kl and not self.mesh.is_first_stage:
-            inputs, bits = inputs[:-1], inputs[-1]
-            entering = (from_bits(bits, self.dtype), *inputs[1:])
-        teacher_hidden = self.distillation.hidden(entering)
-        leaving = self.body(inputs)
-        if self.mesh.is_last_stage:
-            return self.distillation.loss(self, leaving, teacher_hidden)
-        return leaving if teacher_hidden is None else (*leaving, as_bits(teacher_hidden))

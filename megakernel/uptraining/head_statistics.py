@@ -30,15 +30,6 @@ class HeadTag(NamedTuple):
         return cls(match[1], int(match[2]), int(match[3]))
 
 
-class Place(NamedTuple):
-    """Whose number it is."""
-
-    name: str
-    layer: int
-    first_head: int
-    """Of the consecutive heads that a process holds."""
-
-
 class HeadSums:
     """Sums of numbers of each head and what they are sums over.
 
@@ -47,29 +38,31 @@ class HeadSums:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[Place, Tensor] = {}
+        self._sums: dict[HeadTag, Tensor] = {}
 
-    def add(self, place: Place, sums: Tensor, counts: Tensor) -> None:
-        """Sums (H,) over something of which (H,) or one `counts` says how much; nothing waits for the device."""
+    def add(self, first: HeadTag, sums: Tensor, counts: Tensor) -> None:
+        """Sums (H,) over something of which (H,) or one `counts` says how much; nothing waits for the device.
+
+        first: the first of the consecutive heads that this process holds.
+        """
         both = torch.stack([sums.double(), counts.double().expand(sums.shape)])
-        self._sums[place] = self._sums[place] + both if place in self._sums else both
+        self._sums[first] = self._sums[first] + both if first in self._sums else both
 
     def means(self, gather: Callable[[Any], list[Any]]) -> dict[str, dict[int, Tensor]]:
         """Name -> layer -> (H,) of all heads, float64 on the CPU; nan where nothing was counted.
 
         gather: one value of every process -> those of all, such as `Mesh.gather_objects`.
         """
-        whole: dict[Place, Tensor] = {}
-        for part in gather({tuple(place): sums.cpu() for place, sums in self._sums.items()}):
-            for key, sums in part.items():
-                place = Place(*key)
-                whole[place] = whole[place] + sums if place in whole else sums
+        whole: dict[HeadTag, Tensor] = {}
+        for part in gather({first: sums.cpu() for first, sums in self._sums.items()}):
+            for first, sums in part.items():
+                whole[first] = whole[first] + sums if first in whole else sums
         found: dict[str, dict[int, Tensor]] = {}
-        for place in sorted(whole):
-            sums, counts = whole[place]
-            layers = found.setdefault(place.name, {})
-            heads = [layers[place.layer]] if place.layer in layers else []
-            layers[place.layer] = torch.cat([*heads, sums / counts])
+        for name, layer, head in sorted(whole):
+            sums, counts = whole[HeadTag(name, layer, head)]
+            layers = found.setdefault(name, {})
+            heads = [layers[layer]] if layer in layers else []
+            layers[layer] = torch.cat([*heads, sums / counts])
         return found
 
     def clear(self) -> None:

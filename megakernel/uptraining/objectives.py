@@ -2,18 +2,22 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from data_pipeline.corpus import Corpora
 from megakernel.checkpoint.frozen import frozen_model
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Config
-from megakernel.model import ModelSettings, Parted, build_model
+from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline, build_model
+from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.settings import DTYPES
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
-from .distilled import DistilledModel, DistilledPipeline, Teacher
-from .transferred import TransferModel, TransferPipeline
+from .distilled import Distillation, Teacher
+from .transferred import LayerTransfer
 
 
 def model_maker(
@@ -36,8 +40,38 @@ def _with_teacher(
 ) -> Parted:
     teacher = Teacher(frozen_model(settings, source.model(), source, DTYPES[config.training.dtype]))
     assert isinstance(settings.mesh, Mesh)
-    transfers = config.objective.kind == "transfer"
-    if settings.mesh.pp.size > 1:
-        stage = TransferPipeline if transfers else DistilledPipeline
-        return stage(settings, loss_scale, config, teacher)
-    return (TransferModel if transfers else DistilledModel)(settings, config, teacher)
+    model = TaughtPipeline(settings, loss_scale) if settings.mesh.pp.size > 1 else TaughtModel(settings)
+    objective = LayerTransfer if config.objective.kind == "transfer" else Distillation
+    model.objective = objective(model, teacher, config, settings.mesh)
+    return model
+
+
+class _Taught:
+    """What both models below are told and tell alike."""
+
+    objective: Distillation | LayerTransfer
+    """What is lowered in training. No part of the module: neither the optimizer nor a checkpoint knows its teacher."""
+
+    def begin_step(self, step: int) -> None:
+        """As of a `LanguageModel`."""
+        self.objective.begin_step(step)
+
+    def scalars(self) -> dict[str, float]:
+        """As of a `LanguageModel`."""
+        return self.objective.scalars()
+
+
+class TaughtModel(_Taught, LanguageModel):
+    """In training its loss is that of its objective; outside training it is the model alone."""
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """As a LanguageModel, but for the loss."""
+        return self.objective(inputs) if self.training else super().forward(*inputs)
+
+
+class TaughtPipeline(_Taught, Pipeline):
+    """The same for a stage; the teacher has this stage's layers."""
+
+    def forward(self, inputs: LayerInputs) -> Any:
+        """What the stage hands on; of the last one the loss."""
+        return self.objective(inputs) if self.training else super().forward(inputs)

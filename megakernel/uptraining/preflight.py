@@ -139,13 +139,8 @@ def preflight(validation: Validation, source: WeightSource, student: Model) -> P
 def near_window(config: Config) -> int:
     """Tokens of the largest near window of the configured layers; 0 where there is none."""
     attentions = (config.model.layer_attention(layer) for layer in range(config.model.num_layers))
-    return max((_window(attention) for attention in attentions), default=0)
-
-
-def _window(attention: Attention) -> int:
-    if attention.near is None:
-        return 0
-    return (attention.block_size or 0) * attention.near.blocks
+    windows = ((found.block_size or 0) * found.near.blocks for found in attentions if found.near is not None)
+    return max(windows, default=0)
 
 
 def check(found: Preflight, config: Config, source: WeightSource) -> None:

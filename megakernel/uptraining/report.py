@@ -40,11 +40,6 @@ class Measured:
     spent: Spent | None = None
     """What its training took; None for what is no run."""
 
-    @classmethod
-    def untrained(cls, name: str, losses: tuple[float, float]) -> "Measured":
-        """What no step was spent on; losses of all tokens, and of those beyond the window."""
-        return cls(name, *losses)
-
     @property
     def perplexity(self) -> float:
         """exp(loss)."""

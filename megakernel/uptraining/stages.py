@@ -90,7 +90,7 @@ def stages(config: Config, kept: Sequence[int] | None = None, dense: Model | Non
         elif follows and passed and not control:
             own["training"] = {"skip_samples": [(0, passed), *config.training.skip_samples]}
         try:
-            run = validate(merged(merged(_tree(config), changes), own))
+            run = validate(merged(merged(config.model_dump(mode="json"), changes), own))
         except ConfigError as error:
             where = f"(stage {number}-{kind} of uptrain)"
             raise ConfigError(
@@ -301,7 +301,3 @@ def _pattern(kept: Sequence[int], num_layers: int, dense: Model | None) -> list[
 
 def _plain(attention: Attention) -> dict[str, Any]:
     return attention.model_dump(mode="json")
-
-
-def _tree(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json")

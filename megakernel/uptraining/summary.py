@@ -82,7 +82,7 @@ def summarize(
             ablations.append(measured(name, model, rows[-1].tokens, None))
     if before.sliding is not None:
         name = f"dense, sliding window of {window} tokens and {SINKS} sinks, untrained"
-        ablations.append(Measured.untrained(name, before.sliding))
+        ablations.append(Measured(name, *before.sliding))
     transfer = next((stage for stage in plan if stage.config.objective.kind == "transfer"), None)
     return Report(
         config=str(config.run.folder),
@@ -90,8 +90,8 @@ def summarize(
         parity=before.parity.difference,
         parity_reason=before.parity.reason,
         identity=before.identity,
-        dense=Measured.untrained("dense", before.dense),
-        swapped=Measured.untrained("swapped, untrained", swapped),
+        dense=Measured("dense", *before.dense),
+        swapped=Measured("swapped, untrained", *swapped),
         stages=rows,
         ablations=ablations,
         heads={} if transfer is None else head_scalars(transfer.config.run.folder),

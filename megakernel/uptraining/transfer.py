@@ -15,7 +15,7 @@ from megakernel.config import UserError
 from megakernel.model.layer import attention_cores
 from megakernel.ops.dispatch import accum_dtype
 
-from .head_statistics import HeadSums, Place, head_statistics
+from .head_statistics import HeadSums, HeadTag, head_statistics
 from .query_rows import AttentionInputs, QueryRows, sample_queries
 
 
@@ -117,7 +117,7 @@ class AttentionTransfer:
         self, index: int, student: AttentionLayer, inputs: AttentionInputs, output: Tensor
     ) -> Tensor:
         """This shard's and these heads' part of the loss; notes down what it is made of."""
-        place = partial(Place, layer=index, first_head=student.query_heads.start)
+        place = partial(HeadTag, layer=index, head=student.query_heads.start)
         # Rows are whole on every shard, and count once.
         rows = torch.full((), float(len(inputs.q) if inputs.cp_shard.rank == 0 else 0), device=output.device)
         errors = normalized_errors(inputs.run(student), output, inputs.cp_shard)
@@ -132,7 +132,7 @@ class AttentionTransfer:
         teacher: AttentionLayer,
         student: AttentionLayer,
         inputs: AttentionInputs,
-        place: "partial[Place]",
+        place: "partial[HeadTag]",
     ) -> Tensor:
         """The part of the loss that sampled queries have, before it is a mean; notes down what they see."""
         queries = sample_queries(inputs.length, self._query_rows, self._seed, self._step)

@@ -55,6 +55,13 @@ MODELS: list[dict[str, Any]] = [
     {"attention": "flurka_kernel"},
     {"attention": {"preset": "flurka", "near": {"join": "shared"}, "compression": {"per_head": True}}},
     {"attention": {"preset": "flurka", "near": {"gate": "head"}}, "attention_pattern": ["main", "softmax"]},
+    {"attention": "linear", "kind": "masked_lm", "tie_embeddings": False, "position": "sinusoidal"},
+    {"attention": "linear", "kind": "classifier", "classifier": {"num_classes": 5}},
+    {
+        "attention": "linear",
+        "kind": "classifier",
+        "classifier": {"num_classes": 5, "documents": 2, "head": "mlp"},
+    },
 ]
 
 
@@ -63,9 +70,11 @@ def parameters_and_flops(models: list[Model]) -> list[tuple[int, int]]:
     with cpu_mesh() as mesh:
         for model in models:
             built = LanguageModel(ModelSettings(model, VOCAB + model.special_ids, mesh))
-            tokens = torch.zeros(1, SEQ_LEN, dtype=torch.long)
+            documents = 1 if model.classifier is None else model.classifier.documents
+            tokens = torch.zeros(documents, SEQ_LEN, dtype=torch.long)
+            labels = tokens if model.classifier is None else tokens[0, :1]
             with FlopCounterMode(display=False) as counter, torch.no_grad():
-                built(tokens, torch.arange(SEQ_LEN)[None], tokens, torch.ones(1))
+                built(tokens, torch.arange(SEQ_LEN).expand(documents, -1), labels, torch.ones(1))
             parameters = {id(p): p.numel() for p in built.parameters()}
             counted.append((sum(parameters.values()), counter.get_total_flops()))
     return counted

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests import dense_models
+from tests.dense_models import tokens
 from tests.distributed.ranks import cpu_mesh, run_ranks
 
 LAYERS = 24
@@ -75,12 +76,6 @@ def reading(folder, mesh):
     weights = sum(x.nbytes for x in model.parameters())
     largest = max(4 * torch.Size(checkpoint.shape(name)).numel() for name in checkpoint.names)
     return most, weights, largest
-
-
-def tokens():
-    return torch.randint(
-        dense_models.VOCABULARY, (1, dense_models.LENGTH), generator=torch.Generator().manual_seed(1)
-    )
 
 
 def labels(name):

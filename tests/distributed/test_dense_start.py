@@ -17,6 +17,7 @@ from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import load
 from tests import dense_models
+from tests.dense_models import tokens
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import layout, train, write_config
 from tests.tiers import tiered
@@ -44,11 +45,6 @@ def logits(names, folder, dtype):
             hidden = model.to(dtype).hidden(tokens(), torch.arange(dense_models.LENGTH)[None])
             found[name] = model.logits(hidden)
     return found
-
-
-def tokens():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(dense_models.VOCABULARY, (1, dense_models.LENGTH), generator=generator)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=str)

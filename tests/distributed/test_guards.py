@@ -1,7 +1,6 @@
 """Steps whose gradients are not finite leave no trace, on any layout."""
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 
 from megakernel.config import RunFailed, load
-from megakernel.parallel.processes import ProcessEnvironment
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import cpu_mesh, run_ranks
 from tests.distributed.training_run import layout, train, write_config
 from tests.tiers import tiered
 
@@ -25,16 +23,11 @@ LAYOUTS = [
 def trainer(config: Path, overrides: tuple[str, ...]) -> Iterator[Any]:
     """The trainer of this rank, inside `run_ranks`."""
     from launch.training import providers
-    from megakernel.parallel import Mesh, prepare_device
     from megakernel.training.trainer import Trainer
 
     loaded = load(config, overrides)
-    place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
-    mesh = Mesh.create(
-        loaded.parallel, ProcessEnvironment(**place), prepare_device("cpu", place["local_rank"])
-    )
-    yield Trainer(loaded, mesh, providers())
-    mesh.destroy()
+    with cpu_mesh(**loaded.parallel.model_dump()) as mesh:
+        yield Trainer(loaded, mesh, providers())
 
 
 def spoil(trainer: Any, value: float) -> Any:

@@ -4,7 +4,14 @@ from functools import cache
 
 import pytest
 
-from tests.distributed.training_run import assert_alike, layout, train, write_config
+from tests.distributed.training_run import (
+    assert_alike,
+    assert_continued,
+    layout,
+    scalars,
+    train,
+    write_config,
+)
 from tests.tiers import tiered
 
 LAYOUTS = [
@@ -26,8 +33,8 @@ LAYOUTS = [
     "dp2 zero 1",
     "dp2 zero 2",
     "dp2 zero 3",
-    "tp2 dp2 zero 1",
-    "cp2 dp2 zero 2",
+    *("tp2 dp2 zero 1", "tp2 dp2 zero 2", "tp2 dp2 zero 3"),
+    *("cp2 dp2 zero 1", "cp2 dp2 zero 2"),
     "cp2 zero 3",
     "tp2 sequence parallel cp2 zero 3",
     "pp2 dp2 zero 1",
@@ -42,16 +49,39 @@ LAYOUTS = [
 ]
 
 OTHER_PARTS = (
-    "model.tie_embeddings=false model.position=learned model.activation=gelu model.norm=layernorm "
-    "model.bias=true model.qkv_bias=true model.num_kv_heads=2"
+    *(
+        "model.tie_embeddings=false",
+        "model.position=learned",
+        "model.activation=gelu",
+        "model.norm=layernorm",
+    ),
+    *("model.bias=true", "model.qkv_bias=true", "model.num_kv_heads=2"),
 )
 """The parts that the default model has not, where they meet tensor ranks and stages."""
 
-SIX_HEADS = "model.hidden_size=96 model.num_heads=6 model.num_kv_heads=2"
+SIX_HEADS = ("model.hidden_size=96", "model.num_heads=6", "model.num_kv_heads=2")
 """Heads that divide over neither four context ranks nor, on each of two tensor ranks, over two."""
 
+MIXTURES = (
+    *("model.attention=mgk", "model.num_layers=6", "model.num_kv_heads=2"),
+    "model.attention_pattern=[main, {preset: smgk, mixture: {m_step: true}}, {preset: mlk, feature_map: {name: favor}},"
+    "{preset: mgk, similarity: softmax, mixture: {estep: hard}},"
+    "{preset: flurka, compression: {block_size: 16, rank: 4}, mixture: {}},"
+    "{preset: flurka_kernel, compression: {block_size: 16, rank: 4}, mixture: {kind: shifted}}]",
+)
+"""Layers with mixture keys; what an M-step learns is the same on every process."""
+
+LEARNED_KERNELS = (
+    "model.attention={preset: gmm_rks, feature_map: {smoothing: 1.0, resample_every: 2}}",
+    "model.attention_pattern=[main, {preset: generative_prf, feature_map: {resample_every: 2}}, "
+    "{preset: fastfood_rks, feature_map: {smoothing: 1.0}}, "
+    "{preset: flurka, compression: {block_size: 16, rank: 4}, feature_map: {name: gmm_prf, resample_every: 2}}]",
+    *("schedule.name=constant", "training.micro_batch_size=4"),
+)
+"""Every learned kernel in a layer, with three draws of noise in five steps, whatever their number."""
+
 VARIANTS = {
-    "tied rope swiglu rmsnorm": ("", LAYOUTS),
+    "tied rope swiglu rmsnorm": ((), LAYOUTS),
     "untied learned gelu layernorm biases": (
         OTHER_PARTS,
         [
@@ -67,6 +97,11 @@ VARIANTS = {
     "six heads": (
         SIX_HEADS,
         ["cp4 states passed on", "cp4 full recompute", "tp2 cp2", "tp2 sequence parallel cp2 zero 3"],
+    ),
+    "mixtures": (MIXTURES, ["tp2", "cp2", "tp2 cp2", "dp2 zero 2", "dp2 zero 3", "pp2 full recompute"]),
+    "learned kernels": (
+        LEARNED_KERNELS,
+        ["tp2", "cp2", "tp2 pp2 selective recompute", "dp2 zero 3", "dp2 zero 1 full recompute"],
     ),
 }
 LONG = [(variant, name, 5) for variant, (_, names) in VARIANTS.items() for name in names]
@@ -87,6 +122,11 @@ FIRST = {
 }
 """Of the first tier: every way to share out a model with every other, and each option once, for two steps."""
 SHORT = [(variant, name, 2) for variant, names in FIRST.items() for name in names]
+# Steps in which an M-step counts, and noise is drawn again.
+SHORT += [
+    ("mixtures", "tp2 cp2", 5),
+    *(("learned kernels", name, 5) for name in ("tp2", "cp2", "dp2 zero 3")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +136,27 @@ def one_process(tmp_path_factory, corpus):
     @cache
     def measured(variant, steps):
         config = write_config(tmp_path_factory.mktemp("one"), corpus)
-        return config, train(config, 1, *VARIANTS[variant][0].split(), f"training.steps={steps}")
+        return config, train(config, 1, *VARIANTS[variant][0], f"training.steps={steps}")
 
     return measured
 
 
-@pytest.mark.parametrize(("variant", "ranks", "steps"), tiered([*SHORT, *LONG], SHORT))
+@pytest.mark.parametrize(("variant", "ranks", "steps"), tiered(dict.fromkeys([*SHORT, *LONG]), SHORT))
 def test_layout_gives_the_losses_of_one_process(variant, ranks, steps, one_process, tmp_path):
     config, expected = one_process(variant, steps)
-    changes = f"{VARIANTS[variant][0]} training.steps={steps} run.root={tmp_path}"
-    found = train(config, *layout(ranks), *changes.split())
+    changes = (*VARIANTS[variant][0], f"training.steps={steps}", f"run.root={tmp_path}")
+    found = train(config, *layout(ranks), *changes)
     assert_alike(found, expected)
+
+
+def test_mixtures_learn(one_process):
+    losses = scalars(one_process("mixtures", 3)[1], "train/loss")
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("steps", tiered([3, 4], [4]))
+def test_a_restart_between_and_at_a_redraw_changes_no_bit(steps, one_process, tmp_path):
+    config, expected = one_process("learned kernels", 5)
+    here = (*LEARNED_KERNELS, f"run.root={tmp_path}")
+    train(config, 1, *here, f"training.steps={steps}")
+    assert_continued(train(config, 1, *here), expected)

@@ -8,10 +8,10 @@ from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.config import load
 from megakernel.evaluation.run import evaluate_run
 from tests.distributed.ranks import RankFailedError, run_ranks
-from tests.distributed.test_resume import killed_at
 from tests.distributed.training_run import (
     assert_alike,
     assert_identical,
+    killed_at,
     layout,
     scalars,
     train,
@@ -89,8 +89,9 @@ def test_killed_in_any_phase_and_continued_the_numbers_are_the_same_bit_for_bit(
     config = write_config(tmp_path, corpus)
     world_size, *overrides = (*layout(ranks), *OPTIONS)
     whole = train(config, world_size, *overrides, "run.name=whole")
+    killed = (*overrides, "run.name=killed")
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(killed_at, world_size, config, (*overrides, "run.name=killed"), step)
+        run_ranks(killed_at, world_size, f"step {step}/", config, killed)
     continued = train(config, world_size, *overrides, "run.name=killed")
     assert_identical(continued, whole)
 

@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core.parallel_state import RankGenerator
 
 from megakernel.config import Parallel, UserError
+from megakernel.parallel import replicated
 from megakernel.parallel.mesh import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.ranks import Ranks
@@ -77,6 +78,19 @@ def sums_and_agreement():
 
 def test_sums_run_over_one_axis_and_agreement_over_the_world():
     assert run_ranks(sums_and_agreement, 4) == [(1, 2, 1, 0), (1, 4, 1, 1), (5, 2, 1, 2), (5, 4, 1, 3)]
+
+
+def shared_by_heads():
+    with cpu_mesh(tensor=2) as mesh:
+        shared = torch.ones(3, requires_grad=True)
+        own = torch.ones(3, requires_grad=True)
+        head = torch.arange(3.0) + mesh.tp.rank
+        (replicated(shared, mesh.tp.group) * head + replicated(own, None) * head).sum().backward()
+        return shared.grad.tolist(), own.grad.tolist()
+
+
+def test_what_heads_share_gets_the_gradients_of_all_heads():
+    assert run_ranks(shared_by_heads, 2) == [([1, 3, 5], [0, 1, 2]), ([1, 3, 5], [1, 2, 3])]
 
 
 def serve(world_size: int):

@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 
-from megakernel.analysis.planning import CPU, Job, Layout
 from megakernel.analysis.planning.traffic import traffic
 from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.test_planned_memory import VOCAB, job
 
 from ..unit.config import trees
 
 pytestmark = pytest.mark.second
 
-VOCAB = 384
 BOOKKEEPING = 64
 """Bytes of norms, flags and counts that DeepSpeed and the loss exchange once a step, beside tensors."""
 
@@ -34,20 +33,8 @@ def measured(changes: dict[str, Any]) -> dict[tuple[str, str], int]:
 
 
 def planned(changes: dict[str, Any], world: int, stage: int = 0) -> Counter[tuple[str, str]]:
-    config = trees.config(**changes)
-    parallel, training = config.parallel, config.training
-    layout = Layout(
-        parallel.tensor,
-        parallel.sequence_parallel,
-        parallel.context,
-        world // parallel.model_size,
-        parallel.pipeline,
-        parallel.zero_stage,
-        training.micro_batch_size,
-        training.activation_checkpointing,
-    )
     sums: Counter[tuple[str, str]] = Counter()
-    for one in traffic(Job(config, VOCAB, layout, CPU), stage):
+    for one in traffic(job(changes, world), stage):
         sums[one.group, one.operation] += round(one.bytes)
     return sums
 

@@ -1,15 +1,17 @@
 """A run that was killed goes on as if nothing had happened."""
 
-import os
 import random
-import signal
-import threading
-from pathlib import Path
 
 import pytest
 
 from tests.distributed.ranks import RankFailedError, run_ranks
-from tests.distributed.training_run import assert_identical, layout, pretrain_here, train, write_config
+from tests.distributed.training_run import (
+    assert_identical,
+    killed_at,
+    layout,
+    train,
+    write_config,
+)
 from tests.tiers import tiered
 
 STEPS = 6
@@ -23,22 +25,9 @@ def test_killed_at_any_step_and_continued_the_numbers_are_the_same_bit_for_bit(r
     config = write_config(tmp_path, corpus)
     whole = train(config, world_size, *overrides, "run.name=whole")
     step = random.Random(ranks).randrange(3, STEPS)
+    killed = (*overrides, "run.name=killed")
     with pytest.raises(RankFailedError, match="exit status -9"):
-        run_ranks(killed_at, world_size, config, (*overrides, "run.name=killed"), step)
+        run_ranks(killed_at, world_size, f"step {step}/", config, killed)
     assert list((tmp_path / "killed/checkpoints").glob("step_*"))
     continued = train(config, world_size, *overrides, "run.name=killed")
     assert_identical(continued, whole)
-
-
-def killed_at(config: Path, overrides: tuple[str, ...], step: int) -> int:
-    """Train, and die by SIGKILL wherever this process is when it has told of a step."""
-    read, write = os.pipe()
-    os.dup2(write, 1)
-    threading.Thread(target=_kill_me_at, args=(read, f"step {step}/"), daemon=True).start()
-    return pretrain_here(config, overrides)
-
-
-def _kill_me_at(console: int, line_start: str) -> None:
-    with os.fdopen(console) as lines:
-        next(line for line in lines if line.startswith(line_start))
-    os.kill(os.getpid(), signal.SIGKILL)

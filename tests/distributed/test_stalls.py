@@ -30,8 +30,8 @@ def meet_a_fault(self, *arguments):
 
 {method} = meet_a_fault
 
-from launch.training import pretrain
-sys.exit(pretrain(config, ProcessEnvironment(**place, master_port=int(os.environ["MASTER_PORT"]))))
+from launch.training import train
+sys.exit(train(config, ProcessEnvironment(**place, master_port=int(os.environ["MASTER_PORT"]))))
 """
 EXCHANGE = ("Gathered.start", 2 * 3 + 2)
 """In the third step: three layers exchange a state, the softmax layer trades heads instead."""

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from megakernel.checkpoint.frozen import before_head
-from megakernel.config import Model, Parallel
+from megakernel.config import Model
 from megakernel.model import IGNORED, LanguageModel, ModelSettings, stage_layers
 from megakernel.model.layer import attention_cores, converted_cores
-from megakernel.parallel import Mesh, prepare_device
-from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.optimizer import freeze
 from megakernel.uptraining.transfer import AttentionTransfer
 from tests.distributed.ranks import cpu_mesh, run_ranks
@@ -60,10 +58,8 @@ def on_ranks(sizes):
 
 
 @pytest.fixture(scope="module")
-def one_process():
-    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("cpu", 0))
-    yield transferred(mesh)
-    mesh.destroy()
+def one_process(mesh):
+    return transferred(mesh)
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,20 @@
 """A dense run becomes a FLuRKA model: every stage, every interruption, on layouts that share the model."""
 
 import json
-import os
 import shutil
-import signal
-import threading
-from pathlib import Path
 
 import pytest
 
 from data_pipeline import tokenizers
 from launch.training import providers
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import load
-from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.trainer import Trainer
+from megakernel.uptraining.preflight import preflight
 from megakernel.uptraining.report import recovered
+from megakernel.uptraining.validation import Validation
 from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
-from tests.distributed.training_run import layout, metrics, scalars, train
+from tests.distributed.training_run import killed_at, layout, metrics, pretrain_here, scalars, train
 from tests.tiers import tiered
 
 DENSE = """
@@ -90,15 +88,8 @@ def finished(place):
 
 
 def uptrain(config, world_size, *overrides):
-    statuses = run_ranks(uptrain_here, world_size, config, overrides, timeout=280.0)
+    statuses = run_ranks(pretrain_here, world_size, config, overrides, timeout=280.0)
     assert set(statuses) == {0}, statuses
-
-
-def uptrain_here(config: Path, overrides: tuple[str, ...]) -> int:
-    from launch.training import uptrain
-
-    place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
-    return uptrain(load(config, overrides), ProcessEnvironment(**place))
 
 
 def test_every_stage_is_a_run_of_its_own(finished):
@@ -167,9 +158,6 @@ def test_the_swapped_model_of_a_hybrid_keeps_its_layers(finished):
 
 def loss_of(config, source, *overrides):
     """A configuration's model with the weights of another run, on its validation samples."""
-    from megakernel.checkpoint.weight_source import WeightSource
-    from megakernel.uptraining.validation import Validation
-
     run = load(config, overrides)
     with cpu_mesh() as mesh:
         validation = Validation(run, mesh)
@@ -184,10 +172,6 @@ def test_a_student_without_a_near_window_has_no_sliding_window_beside_it(place):
 
 
 def preflight_of(config, *overrides):
-    from megakernel.checkpoint.weight_source import WeightSource
-    from megakernel.uptraining.preflight import preflight
-    from megakernel.uptraining.validation import Validation
-
     run = load(config, overrides)
     with cpu_mesh() as mesh:
         source = WeightSource.find("init.from", run.init.source)
@@ -212,25 +196,12 @@ def test_killed_between_and_inside_stages_it_ends_the_same(place, finished):
     for line in KILLED:
         # A start that never prints the line comes to its end, and that fails here.
         with pytest.raises(RankFailedError, match="exit status -9"):
-            run_ranks(killed_at, 1, place / "stages.yaml", ("run.name=killed",), line)
+            run_ranks(killed_at, 1, line, place / "stages.yaml", ("run.name=killed",))
     uptrain(place / "stages.yaml", 1, "run.name=killed")
     for name in NAMES:
         for tag in ("train/loss", "train/grad_norm", "eval/loss"):
             left, right = (scalars(metrics(place / run / name), tag) for run in ("killed", "up"))
             assert left == right, (name, tag)
-
-
-def killed_at(config: Path, overrides: tuple[str, ...], line_start: str) -> int:
-    read, write = os.pipe()
-    os.dup2(write, 1)
-
-    def watch() -> None:
-        with os.fdopen(read) as lines:
-            next(line for line in lines if line.startswith(line_start))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-    return uptrain_here(config, overrides)
 
 
 LAYOUTS = ["tp2", "tp2 sequence parallel", "cp2", "dp2 zero 2 loss chunks", "pp2 zero 1"]
@@ -298,9 +269,6 @@ def test_low_rank_updates_are_all_that_moves_and_fold_into_what_they_update(plac
 
 def folded(config, overrides):
     """The loss of the run's weights without updates beside them, and which weights they do not share with the start."""
-    from megakernel.checkpoint.weight_source import WeightSource
-    from megakernel.uptraining.validation import Validation
-
     with cpu_mesh() as mesh:
         validation = Validation(load(config, overrides), mesh)
         run, dense = (WeightSource.find("init.from", config.parent / name) for name in ("lora", "dense"))
@@ -330,7 +298,7 @@ def shared(config, overrides):
             trainer = Trainer(load(config, [*overrides, f"training.steps={steps}"]), mesh, providers())
             trainer.run()
             student = trainer.engine.engine.module
-            places = {name: x.data_ptr() for name, x in student.distillation.teacher.model.named_parameters()}
+            places = {name: x.data_ptr() for name, x in student.objective.teacher.model.named_parameters()}
             found.append(
                 {
                     name: (places.get(name) == x.data_ptr(), x.requires_grad)
@@ -390,7 +358,7 @@ def test_a_stop_file_in_its_folder_ends_the_stage_that_it_is_in(place):
     stopped = place / "stopped"
     stopped.mkdir()
     (stopped / "STOP").touch()
-    assert run_ranks(uptrain_here, 1, place / "stages.yaml", ("run.name=stopped",)) == [143]
+    assert run_ranks(pretrain_here, 1, place / "stages.yaml", ("run.name=stopped",)) == [143]
     assert not (stopped / "STOP").exists()
     assert [path.name for path in stopped.glob("*/checkpoints/step_*")] == ["step_1"]
 
@@ -404,4 +372,4 @@ def test_a_stop_file_in_its_folder_ends_the_stage_that_it_is_in(place):
 )
 def test_another_configuration_does_not_go_on_in_its_folder(change, reason, place, finished):
     with pytest.raises(RankFailedError, match=reason):
-        run_ranks(uptrain_here, 1, place / "stages.yaml", (change,))
+        run_ranks(pretrain_here, 1, place / "stages.yaml", (change,))

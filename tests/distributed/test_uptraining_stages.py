@@ -9,7 +9,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from launch.training import providers
+from megakernel.checkpoint.dense import DenseCheckpoint
+from megakernel.checkpoint.files import CheckpointTensors
+from megakernel.checkpoint.parity import parity
+from megakernel.checkpoint.trained_run import find_checkpoint
+from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError, load, yaml_text
+from megakernel.training.process import in_mesh
+from megakernel.training.trainer import Trainer
+from megakernel.uptraining.run import Uptraining
+from megakernel.uptraining.validation import Validation
 from tests import dense_models
 from tests.distributed.ranks import run_ranks, this_process
 from tests.distributed.training_run import metrics, scalars
@@ -61,8 +71,6 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, corpus):
     """An up-training of a dense model of `transformers` with random weights."""
-    from megakernel.checkpoint.dense import DenseCheckpoint
-
     folder = tmp_path_factory.mktemp("stages")
     # Tied: the first and the last stage have a copy each, which the transfer does not train.
     changes = {"num_hidden_layers": LAYERS, "tie_word_embeddings": True}
@@ -100,14 +108,9 @@ def staged(config):
 
 
 def up_trained(config, overrides, refused):
-    from launch.training import providers
-    from megakernel.training.process import in_mesh
-
     run = load(config, overrides)
 
     def work(mesh):
-        from megakernel.uptraining.run import Uptraining
-
         assert Uptraining(run, mesh, providers()).run() == 0
         told = [refusal(load(config, (*overrides, *more)), mesh) for more in refused]
         return told, parities(run, mesh)
@@ -117,10 +120,6 @@ def up_trained(config, overrides, refused):
 
 def parities(run, mesh):
     """Of a model that predicts no number, and what is said where transformers cannot load the folder."""
-    from megakernel.checkpoint.parity import parity
-    from megakernel.checkpoint.weight_source import WeightSource
-    from megakernel.uptraining.validation import Validation
-
     source = WeightSource.find("init.from", run.init.source)
     model = Validation(run, mesh).model(source.model(), source)
     if mesh.is_last_stage:
@@ -132,9 +131,6 @@ def parities(run, mesh):
 
 
 def refusal(config, mesh):
-    from launch.training import providers
-    from megakernel.training.trainer import Trainer
-
     with pytest.raises(UserError) as refused:
         Trainer(config, mesh, providers())
     return str(refused.value)
@@ -155,9 +151,6 @@ def test_stages_learn_what_one_process_learns(stage, whole, staged):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_their_checkpoints_hold_the_weights_of_one_process(stage, whole, staged):
-    from megakernel.checkpoint.files import CheckpointTensors
-    from megakernel.checkpoint.trained_run import find_checkpoint
-
     expected, found = (CheckpointTensors(find_checkpoint(run / stage)) for run in (whole, staged[0]))
     assert found.names == expected.names
     for name in expected.names:

@@ -127,18 +127,14 @@ def test_the_rank_that_works_longest_is_named_on_all():
     assert first["health/data_share"] == pytest.approx(0.2)
 
 
-def test_the_slowest_rank_is_compared_with_the_median():
-    assert slowest([1.0, 1.1, 3.3, 1.0, 1.1]) == (2, pytest.approx(3.0))
-
-
-def test_of_two_ranks_the_faster_one_is_the_measure():
-    assert slowest([1.5, 1.0]) == (0, 1.5)
-
-
-def test_stages_are_compared_with_their_like():
-    """The second stage has twice the work; what is amiss is rank 1."""
-    assert slowest([1.0, 1.4, 2.0, 2.1], stages=2) == (1, pytest.approx(1.4))
-
-
-def test_a_rank_without_its_like_is_as_fast_as_itself():
-    assert slowest([1.0, 5.0], stages=2) == (0, 1.0)
+@pytest.mark.parametrize(
+    ("seconds", "stages", "found"),
+    [
+        ([1.0, 1.1, 3.3, 1.0, 1.1], 1, (2, 3.0)),
+        ([1.5, 1.0], 1, (0, 1.5)),  # of two the faster one is the measure
+        ([1.0, 1.4, 2.0, 2.1], 2, (1, 1.4)),  # the second stage has twice the work
+        ([1.0, 5.0], 2, (0, 1.0)),  # a rank without its like is as fast as itself
+    ],
+)
+def test_the_slowest_rank_is_compared_with_the_median_of_its_like(seconds, stages, found):
+    assert slowest(seconds, stages) == pytest.approx(found)

@@ -4,14 +4,15 @@ import json
 import math
 import os
 import re
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megakernel.config import load
-from megakernel.parallel.processes import ProcessEnvironment
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, this_process
 
 CONFIG = """
 run: {name: run, seed: 7}
@@ -107,8 +108,28 @@ def assert_identical(found: list[dict[str, Any]], expected: list[dict[str, Any]]
         assert scalars(found, tag) == scalars(expected, tag), tag
 
 
-def pretrain_here(config: Path, overrides: tuple[str, ...]) -> int:
-    from launch.training import pretrain
+def assert_continued(found: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
+    """A run that was stopped and went on learned what one did that was not, bit for bit, to its last evaluation."""
+    for tag in ("train/loss", "train/grad_norm"):
+        assert scalars(found, tag) == scalars(whole, tag), tag
+    assert scalars(found, "eval/loss")[-1] == scalars(whole, "eval/loss")[-1]
 
-    place = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size", "local_rank")}
-    return pretrain(load(config, overrides), ProcessEnvironment(**place))
+
+def pretrain_here(config: Path, overrides: tuple[str, ...]) -> int:
+    from launch.training import train
+
+    return train(load(config, overrides), this_process())
+
+
+def killed_at(line_start: str, config: Path, overrides: tuple[str, ...]) -> int:
+    """Train, and die by SIGKILL wherever this process is when it has told a line that begins so."""
+    read, write = os.pipe()
+    os.dup2(write, 1)
+
+    def watch() -> None:
+        with os.fdopen(read) as lines:
+            next(line for line in lines if line.startswith(line_start))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return pretrain_here(config, overrides)

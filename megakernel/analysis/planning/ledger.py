@@ -6,8 +6,9 @@ real beside them: where documents lie decides what attention does next.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -183,37 +184,54 @@ def without_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if func is c10d._allgather_base_.default:
             _move_on(*args[:2])
         return _with(lambda x: Numberless(x.to("meta")) if x.is_floating_point() else x, out)
-    own = _by_number(func, args, kwargs, tensors)
-    if own is not None:
-        return own
+    if _changes_first(func) and isinstance(args[0], Numberless):
+        return args[0]
+    key = (func, _form(args), _form(tuple(kwargs.items()))) if _makes_new(func) else None
+    if key in _MADE:
+        sizes, strides, dtype = _MADE[key]
+        return Numberless(torch.empty_strided(sizes, strides, dtype=dtype, device="meta"))
     given = {id(x.meta): x for x in tensors if isinstance(x, Numberless)}
     on_meta = {name: _with(_meta, x) for name, x in kwargs.items()}
     if "device" in kwargs:
         on_meta["device"] = "meta"
     out = func(*[_with(_meta, x) for x in args], **on_meta)
+    if key is not None and isinstance(out, Tensor) and _fills_own_storage(out, given.values()):
+        _MADE[key] = out.shape, out.stride(), out.dtype
     return _with(lambda x: given[id(x)] if id(x) in given else Numberless(x), out)
 
 
-_DTYPES: dict[tuple[Any, ...], torch.dtype] = {}
+_MADE: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+"""What operations gave, by their arguments without numbers: torch's way to find it is long, and layers repeat it."""
 
 
-def _by_number(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-) -> Tensor | None:
-    """What an operation on each number gives, without torch's long way to its shape; None: go that way."""
-    if kwargs or func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
-        return None
-    if func._schema.name.endswith("_") and isinstance(args[0], Numberless):
-        return args[0]
-    if torch.Tag.pointwise not in func.tags or not all(x.is_contiguous() for x in tensors):
-        return None
-    key = func, *((x.dtype, x.dim() > 0) if isinstance(x, Tensor) else type(x) for x in args)
-    if key not in _DTYPES:
-        one = [torch.ones([1] * x.dim(), dtype=x.dtype) if isinstance(x, Tensor) else x for x in args]
-        _DTYPES[key] = func(*one).dtype
-    sizes = {x.shape for x in tensors}
-    shape = sizes.pop() if len(sizes) == 1 else torch.broadcast_shapes(*sizes)
-    return Numberless(torch.empty(shape, dtype=_DTYPES[key], device="meta"))
+@cache
+def _changes_first(func: Any) -> bool:
+    """Whether an operation puts other numbers into its first argument, and does no more."""
+    return (
+        func.namespace == "aten"
+        and func._schema.name.endswith("_")
+        and torch.Tag.inplace_view not in func.tags
+    )
+
+
+@cache
+def _makes_new(func: Any) -> bool:
+    """Whether an operation says that what it gives is neither an argument nor a view of one."""
+    named = (*func._schema.arguments, *func._schema.returns)
+    return func.namespace == "aten" and all(x.alias_info is None for x in named)
+
+
+def _fills_own_storage(made: Tensor, given: Iterable["Numberless"]) -> bool:
+    alike = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="meta").untyped_storage()
+    own = made.untyped_storage()
+    return own.nbytes() == alike.nbytes() and all(own._cdata != _storage(x)._cdata for x in given)
+
+
+def _form(x: Any) -> Any:
+    """What of an argument decides sizes: no numbers of tensors, and the types of others, as 1 is 1.0 elsewhere."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype
+    return tuple([_form(y) for y in x]) if isinstance(x, list | tuple) else (type(x), x)
 
 
 def _meta(x: Tensor) -> Tensor:

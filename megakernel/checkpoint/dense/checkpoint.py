@@ -15,7 +15,7 @@ from torch import Tensor
 from megakernel.config import Model, UserError, validate_section, yaml_text
 from megakernel.parallel import OneProcess
 
-from .families import FAMILIES, OWN, OWN_PREFIX, Family, model_section
+from .families import FAMILIES, OWN, OWN_PREFIX, Family, layer_parts, model_section
 from .parts import Part, Same
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class DenseCheckpoint:
 
     def _are_tied(self, family: Family) -> bool:
         """Whether the head is the embedding: `transformers`, too, ties none that differs from it in the files."""
-        (embedding,) = family.around(Model.model_construct(tie_embeddings=True))["embedding"].hf_names
+        embedding = family.around["embedding"]
         head = next((name for name in _TIED_HEADS if name in self._files), None)
         if head is None or self._found(embedding) not in self._files:
             return True
@@ -205,7 +205,6 @@ def vocabulary_names(model: Model) -> tuple[str, ...]:
 
 def our_parts(family: Family, model: Model) -> dict[str, Part]:
     """The names of `megakernel.model.LanguageModel`'s tensors -> parts."""
-    around = family.around(model)
     first = _first_layer(model)
     last = first + model.num_layers
     places = {
@@ -214,9 +213,13 @@ def our_parts(family: Family, model: Model) -> dict[str, Part]:
         "norm.bias": f"{last}.norm.bias",
         **dict(zip(("embedding", "head"), vocabulary_names(model))),
     }
-    parts = {places[place]: part for place, part in around.items()}
+    parts: dict[str, Part] = {
+        places[place]: Same((name,))
+        for place, name in family.around.items()
+        if place != "head" or not model.tie_embeddings
+    }
     for index in range(model.num_layers):
-        parts |= {f"{first + index}.{name}": part for name, part in family.layer(model, index).items()}
+        parts |= {f"{first + index}.{name}": part for name, part in layer_parts(family, model, index).items()}
     return parts
 
 
@@ -311,7 +314,9 @@ def _files(folder: Path) -> dict[str, Path]:
     if missing:
         others = sorted(path.name for path in folder.glob("*.bin"))
         pickled = f"; {others[0]} is pickled: save it again with `save_pretrained`" if others else ""
-        interrupted = "; its download was interrupted: run it again" if _unfinished(folder) else ""
+        # Parts of files, as `hf download --local-dir` leaves them.
+        unfinished = any(folder.rglob("*.incomplete"))
+        interrupted = "; its download was interrupted: run it again" if unfinished else ""
         raise UserError(
             f"{folder} is not whole: {_some(missing)} missing"
             f"{pickled or interrupted or '; download what is missing'}"
@@ -324,11 +329,6 @@ def _files(folder: Path) -> dict[str, Path]:
         except safetensors.SafetensorError as error:
             raise UserError(f"{path} cannot be read ({error}); download it again") from None
     return found
-
-
-def _unfinished(folder: Path) -> bool:
-    """Whether `hf download --local-dir` has left parts of files there."""
-    return any(folder.rglob("*.incomplete"))
 
 
 def _some(names: list[str]) -> str:

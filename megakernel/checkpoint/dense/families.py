@@ -20,25 +20,11 @@ OWN_PREFIX = "model."
 """Of their names."""
 
 Parts = dict[str, Part]
-"""Name inside a layer, or of what stands around the layers, -> part."""
+"""Name inside a layer -> part."""
 
 
 COMMON = ("model_type", "vocab_size", "tie_word_embeddings", "initializer_range")
 """Keys that every family reads."""
-
-WITHOUT_EFFECT = (
-    *("architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label"),
-    *(
-        "is_encoder_decoder",
-        "label2id",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-    ),
-    *("transformers_version", "use_cache"),
-)
-"""Keys of every family that change no logit."""
 
 ONLY = {
     "is_causal": True,
@@ -54,19 +40,25 @@ class Family(NamedTuple):
     """One `model_type`."""
 
     keys: tuple[str, ...]
-    """Keys that change logits in `transformers`, besides `COMMON`; `section` sees these alone."""
+    """Keys that change logits in `transformers`, besides `COMMON`; `section` sees these alone.
 
-    without_effect: tuple[str, ...]
-    """The family's other keys, besides `WITHOUT_EFFECT`: they change no logit."""
+    A test shows of all others that they change none.
+    """
 
     section: Callable[[Mapping[str, Any]], dict[str, Any]]
     """Those keys of config.json, as `transformers` completes it -> what our model section has besides `common`."""
 
-    around: Callable[[Model], Parts]
-    """`embedding`, `positions`, `norm.weight`, `norm.bias` and `head`, those that there are."""
+    around: Mapping[str, str]
+    """`embedding`, `positions`, `norm.weight`, `norm.bias` and `head`, where it is untied -> their names."""
 
-    layer: Callable[[Model, int], Parts]
-    """The tensors of a layer by our names."""
+    layers: str
+    """What the names of all layers begin with."""
+
+    modules: Mapping[str, tuple[str, ...]]
+    """Our names of a layer's modules -> theirs, of which several make one of ours."""
+
+    transposed: bool = False
+    """Matrices are kept the other way round, and that of queries, keys and values has all queries first."""
 
     ignored: tuple[str, ...] = ()
     """Ends of names that hold nothing learned."""
@@ -196,38 +188,6 @@ def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _llama_around(model: Model) -> Parts:
-    parts: Parts = {
-        "embedding": Same(("model.embed_tokens.weight",)),
-        "norm.weight": Same(("model.norm.weight",)),
-    }
-    return parts if model.tie_embeddings else {**parts, "head": Same(("lm_head.weight",))}
-
-
-def _llama_layer(model: Model, index: int) -> Parts:
-    layer = f"model.layers.{index}"
-    names = [f"{layer}.self_attn.{x}_proj" for x in "qkv"]
-    mlp = [f"{layer}.mlp.{x}_proj" for x in ("gate", "up")]
-    parts: Parts = {
-        "attention_norm.weight": Same((f"{layer}.input_layernorm.weight",)),
-        "self_attention.qkv.weight": GroupedHeads.of(model, *(f"{name}.weight" for name in names)),
-        "self_attention.output.weight": Same((f"{layer}.self_attn.o_proj.weight",)),
-        "mlp_norm.weight": Same((f"{layer}.post_attention_layernorm.weight",)),
-        "mlp.linear_fc1.weight": Stacked(tuple(f"{name}.weight" for name in mlp)),
-        "mlp.linear_fc2.weight": Same((f"{layer}.mlp.down_proj.weight",)),
-    }
-    if model.qkv_bias:
-        parts["self_attention.qkv.bias"] = GroupedHeads.of(model, *(f"{name}.bias" for name in names))
-    if model.bias:
-        parts["self_attention.output.bias"] = Same((f"{layer}.self_attn.o_proj.bias",))
-        parts["mlp.linear_fc1.bias"] = Stacked(tuple(f"{name}.bias" for name in mlp))
-        parts["mlp.linear_fc2.bias"] = Same((f"{layer}.mlp.down_proj.bias",))
-    if model.qk_norm:
-        parts["self_attention.query_norm.weight"] = Same((f"{layer}.self_attn.q_norm.weight",))
-        parts["self_attention.key_norm.weight"] = Same((f"{layer}.self_attn.k_norm.weight",))
-    return parts
-
-
 def _gelu(config: Mapping[str, Any], key: str) -> str:
     _expect(config, key, "gelu", "gelu_new", "gelu_pytorch_tanh")
     return "gelu" if config[key] == "gelu" else "gelu_tanh"
@@ -252,33 +212,6 @@ def _gpt2_section(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gpt2_around(model: Model) -> Parts:
-    parts: Parts = {
-        "embedding": Same(("transformer.wte.weight",)),
-        "positions": Same(("transformer.wpe.weight",)),
-        "norm.weight": Same(("transformer.ln_f.weight",)),
-        "norm.bias": Same(("transformer.ln_f.bias",)),
-    }
-    return parts if model.tie_embeddings else {**parts, "head": Same(("lm_head.weight",))}
-
-
-def _gpt2_layer(model: Model, index: int) -> Parts:
-    layer = f"transformer.h.{index}"
-    parts: Parts = {}
-    for kind in ("weight", "bias"):
-        parts |= {
-            f"attention_norm.{kind}": Same((f"{layer}.ln_1.{kind}",)),
-            f"self_attention.qkv.{kind}": GroupedHeads.of(
-                model, f"{layer}.attn.c_attn.{kind}", transposed=True
-            ),
-            f"self_attention.output.{kind}": Same((f"{layer}.attn.c_proj.{kind}",), transposed=True),
-            f"mlp_norm.{kind}": Same((f"{layer}.ln_2.{kind}",)),
-            f"mlp.linear_fc1.{kind}": Same((f"{layer}.mlp.c_fc.{kind}",), transposed=True),
-            f"mlp.linear_fc2.{kind}": Same((f"{layer}.mlp.c_proj.{kind}",), transposed=True),
-        }
-    return parts
-
-
 def _neox_section(config: Mapping[str, Any]) -> dict[str, Any]:
     _expect(config, "attention_bias", True)
     # A key of other families, which here turns frequencies and not the width of heads.
@@ -299,29 +232,28 @@ def _neox_section(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _neox_around(model: Model) -> Parts:
-    parts: Parts = {
-        "embedding": Same(("gpt_neox.embed_in.weight",)),
-        "norm.weight": Same(("gpt_neox.final_layer_norm.weight",)),
-        "norm.bias": Same(("gpt_neox.final_layer_norm.bias",)),
-    }
-    return parts if model.tie_embeddings else {**parts, "head": Same(("embed_out.weight",))}
+_QKV = "self_attention.qkv"
+_QK_NORMS = ("self_attention.query_norm", "self_attention.key_norm")
 
 
-def _neox_layer(model: Model, index: int) -> Parts:
-    layer = f"gpt_neox.layers.{index}"
+def layer_parts(family: Family, model: Model, index: int) -> Parts:
+    """The tensors of a layer by our names."""
     parts: Parts = {}
-    for kind in ("weight", "bias"):
-        # Their rows are grouped by head, queries, keys and values, as ours are without shared keys.
-        parts |= {
-            f"attention_norm.{kind}": Same((f"{layer}.input_layernorm.{kind}",)),
-            f"self_attention.qkv.{kind}": Same((f"{layer}.attention.query_key_value.{kind}",)),
-            f"self_attention.output.{kind}": Same((f"{layer}.attention.dense.{kind}",)),
-            f"mlp_norm.{kind}": Same((f"{layer}.post_attention_layernorm.{kind}",)),
-            f"mlp.linear_fc1.{kind}": Same((f"{layer}.mlp.dense_h_to_4h.{kind}",)),
-            f"mlp.linear_fc2.{kind}": Same((f"{layer}.mlp.dense_4h_to_h.{kind}",)),
-        }
+    for ours, theirs in family.modules.items():
+        if ours in _QK_NORMS and not model.qk_norm:
+            continue
+        other_bias = model.norm == "layernorm" if ours.endswith("norm") else model.bias
+        has_bias = model.qkv_bias if ours == _QKV else other_bias
+        for kind in ("weight", "bias") if has_bias else ("weight",):
+            names = tuple(f"{family.layers}.{index}.{name}.{kind}" for name in theirs)
+            parts[f"{ours}.{kind}"] = _part(family, model, ours, names)
     return parts
+
+
+def _part(family: Family, model: Model, ours: str, names: tuple[str, ...]) -> Part:
+    if ours == _QKV and (len(names) > 1 or family.transposed):
+        return GroupedHeads(names, model.num_heads, model.kv_heads, model.head_size, family.transposed)
+    return Same(names, family.transposed) if len(names) == 1 else Stacked(names)
 
 
 _SIZES = (
@@ -330,47 +262,80 @@ _SIZES = (
 )
 
 
-def _llama(*keys: str, without_effect: tuple[str, ...] = ()) -> Family:
+def _llama(*keys: str) -> Family:
     return Family(
         keys=(*_SIZES, "num_key_value_heads", "rms_norm_eps", *keys),
-        without_effect=("attention_dropout", *without_effect),
         section=_llama_section,
-        around=_llama_around,
-        layer=_llama_layer,
+        around={
+            "embedding": "model.embed_tokens.weight",
+            "norm.weight": "model.norm.weight",
+            "head": "lm_head.weight",
+        },
+        layers="model.layers",
+        modules={
+            "attention_norm": ("input_layernorm",),
+            _QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            **dict(zip(_QK_NORMS, (("self_attn.q_norm",), ("self_attn.k_norm",)))),
+            "self_attention.output": ("self_attn.o_proj",),
+            "mlp_norm": ("post_attention_layernorm",),
+            "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+            "mlp.linear_fc2": ("mlp.down_proj",),
+        },
         ignored=("rotary_emb.inv_freq",),
     )
 
 
-# The configuration completes these two: sliding_window is null, and layer_types are full, as they ask for.
-_COMPLETED = ("use_sliding_window", "max_window_layers")
-
 FAMILIES = {
-    "llama": _llama("attention_bias", "mlp_bias", without_effect=("pretraining_tp",)),
+    "llama": _llama("attention_bias", "mlp_bias"),
     "mistral": _llama("sliding_window"),
-    "qwen2": _llama("sliding_window", "layer_types", without_effect=_COMPLETED),
-    "qwen3": _llama("sliding_window", "layer_types", "attention_bias", without_effect=_COMPLETED),
+    # Their configuration completes these two as use_sliding_window and max_window_layers ask for.
+    "qwen2": _llama("sliding_window", "layer_types"),
+    "qwen3": _llama("sliding_window", "layer_types", "attention_bias"),
     "gpt2": Family(
         keys=(
             *("n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function"),
             *("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
             "add_cross_attention",
         ),
-        without_effect=(
-            *("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn"),
-            *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
-            "summary_first_dropout",
-        ),
         section=_gpt2_section,
-        around=_gpt2_around,
-        layer=_gpt2_layer,
+        around={
+            "embedding": "transformer.wte.weight",
+            "positions": "transformer.wpe.weight",
+            "norm.weight": "transformer.ln_f.weight",
+            "norm.bias": "transformer.ln_f.bias",
+            "head": "lm_head.weight",
+        },
+        layers="transformer.h",
+        modules={
+            "attention_norm": ("ln_1",),
+            _QKV: ("attn.c_attn",),
+            "self_attention.output": ("attn.c_proj",),
+            "mlp_norm": ("ln_2",),
+            "mlp.linear_fc1": ("mlp.c_fc",),
+            "mlp.linear_fc2": ("mlp.c_proj",),
+        },
+        transposed=True,
         ignored=(".attn.bias", ".attn.masked_bias"),
     ),
     "gpt_neox": Family(
         keys=(*_SIZES, "layer_norm_eps", "use_parallel_residual", "attention_bias"),
-        without_effect=("attention_dropout", "hidden_dropout", "classifier_dropout", "is_decoder"),
         section=_neox_section,
-        around=_neox_around,
-        layer=_neox_layer,
+        around={
+            "embedding": "gpt_neox.embed_in.weight",
+            "norm.weight": "gpt_neox.final_layer_norm.weight",
+            "norm.bias": "gpt_neox.final_layer_norm.bias",
+            "head": "embed_out.weight",
+        },
+        layers="gpt_neox.layers",
+        modules={
+            "attention_norm": ("input_layernorm",),
+            # Its rows are grouped by head, queries, keys and values, as ours are without shared keys.
+            _QKV: ("attention.query_key_value",),
+            "self_attention.output": ("attention.dense",),
+            "mlp_norm": ("post_attention_layernorm",),
+            "mlp.linear_fc1": ("mlp.dense_h_to_4h",),
+            "mlp.linear_fc2": ("mlp.dense_4h_to_h",),
+        },
         ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
     ),
 }

@@ -7,8 +7,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megakernel.config import Model
-
 
 class Part(Protocol):
     """One tensor of the model."""
@@ -27,6 +25,10 @@ class Part(Protocol):
         ...
 
 
+def _turned(tensor: Tensor, transposed: bool) -> Tensor:
+    return tensor.t() if transposed and tensor.dim() == 2 else tensor
+
+
 @dataclass(frozen=True)
 class Same:
     """The same tensor, with the dimensions of a matrix exchanged where they keep it the other way round."""
@@ -36,14 +38,11 @@ class Same:
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """See Part."""
-        return self._turned(tensors[0])
+        return _turned(tensors[0], self.transposed)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """See Part."""
-        return [self._turned(tensor)]
-
-    def _turned(self, tensor: Tensor) -> Tensor:
-        return tensor.t() if self.transposed and tensor.dim() == 2 else tensor
+        return [_turned(tensor, self.transposed)]
 
 
 @dataclass(frozen=True)
@@ -74,16 +73,10 @@ class GroupedHeads:
     head_dim: int
     transposed: bool = False
 
-    @classmethod
-    def of(cls, model: Model, *hf_names: str, transposed: bool = False) -> "GroupedHeads":
-        """With the heads of a model."""
-        return cls(hf_names, model.num_heads, model.kv_heads, model.head_size, transposed)
-
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """See Part."""
         if len(tensors) == 1:
-            rows = tensors[0].t() if self.transposed and tensors[0].dim() == 2 else tensors[0]
-            tensors = rows.split(self._rows)
+            tensors = _turned(tensors[0], self.transposed).split(self._rows)
         groups = [x.unflatten(0, (self.kv_heads, -1)) for x in tensors]
         return torch.cat(groups, 1).flatten(0, 1)
 
@@ -93,8 +86,7 @@ class GroupedHeads:
         parts = [x.flatten(0, 1) for x in tensor.unflatten(0, (self.kv_heads, -1)).split(sizes, 1)]
         if len(self.hf_names) == 3:
             return parts
-        rows = torch.cat(parts)
-        return [rows.t() if self.transposed and rows.dim() == 2 else rows]
+        return [_turned(torch.cat(parts), self.transposed)]
 
     @property
     def _rows(self) -> list[int]:

@@ -22,8 +22,8 @@ class Console:
         self._out = RichConsole(file=file or sys.stdout, highlight=False, soft_wrap=True)
         self._is_live = self._out.is_terminal and not self._out.is_dumb_terminal
 
-    def step(self, step: int, scalars: Mapping[str, float], skipped_steps: int = 0) -> None:
-        """Print a logged step from its metrics; skipped_steps: those so far without an update."""
+    def step(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Print a logged step from its metrics."""
         parts = [
             (f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}", "bold"),
             (f"loss {scalars['train/loss']:.4f}", "bold cyan"),
@@ -36,8 +36,8 @@ class Console:
             parts.append((f"MFU {scalars['throughput/mfu']:.1%}", "green"))
         left = (self._total_tokens - scalars["train/tokens"]) / scalars["throughput/tokens_per_sec"]
         parts.append((f"ETA {timedelta(seconds=round(left))}", ""))
-        if skipped_steps:
-            parts.append((f"{skipped_steps} skipped", "bold red"))
+        if skipped := int(scalars["train/skipped_steps"]):
+            parts.append((f"{skipped} skipped", "bold red"))
         self._print(parts)
 
     def evaluation(self, step: int, scalars: Mapping[str, float]) -> None:

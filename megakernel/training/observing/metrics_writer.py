@@ -19,7 +19,6 @@ from .histograms import Histogram
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from tensorboard.compat.proto.summary_pb2 import Summary
-    from torch.utils.tensorboard import SummaryWriter
 
 
 COMPARED = (
@@ -57,24 +56,6 @@ LAYOUT = {
     },
 }
 """Pages of CUSTOM SCALARS: page -> chart -> tags, as regular expressions."""
-
-
-def describe(events: "SummaryWriter", config: Config, packing: str) -> None:
-    """Write the beginning of a run's events; packing: what is to be said of it, in Markdown."""
-    experiment, start, _ = _hparams(config)
-    # SummaryWriter.add_hparams would open a run of its own in a subfolder, and call it finished at once.
-    for summary in (experiment, start):
-        events.file_writer.add_summary(summary, 0)
-    events.add_custom_scalars(LAYOUT)
-    # Markdown shows an indented text as it is.
-    events.add_text("config", textwrap.indent(to_yaml(config), "    "), 0)
-    if packing:
-        events.add_text("packing", packing, 0)
-
-
-def finish(events: "SummaryWriter", config: Config, step: int) -> None:
-    """Write that the run has come to its last step."""
-    events.file_writer.add_summary(_hparams(config)[2], step)
 
 
 def _hparams(config: Config) -> "tuple[Summary, Summary, Summary]":
@@ -155,21 +136,25 @@ class MetricsWriter:
         """
         if self._events is None or self._described:
             return
+        experiment, start, _ = _hparams(config)
         with _named(self._tensorboard):
-            describe(self._events, config, packing)
+            # SummaryWriter.add_hparams would open a run of its own in a subfolder, and call it finished at once.
+            for summary in (experiment, start):
+                self._events.file_writer.add_summary(summary, 0)
+            self._events.add_custom_scalars(LAYOUT)
+            # Markdown shows an indented text as it is.
+            self._events.add_text("config", textwrap.indent(to_yaml(config), "    "), 0)
+            if packing:
+                self._events.add_text("packing", packing, 0)
             self._events.flush()
 
     def finish(self, config: Config) -> None:
         """Tell TensorBoard that the run has come to its last step."""
         if self._events is not None:
             with _named(self._tensorboard):
-                finish(self._events, config, config.training.steps)
+                self._events.file_writer.add_summary(_hparams(config)[2], config.training.steps)
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """`write_entry` of scalars alone."""
-        self.write_entry(step, Entry(scalars=dict(scalars)))
-
-    def write_entry(self, step: int, entry: Entry) -> None:
+    def write(self, step: int, entry: Entry) -> None:
         """Write what is known of one step, all in one call; once it returns, a kill loses nothing.
 
         Raises OSError, which names the file.
@@ -190,29 +175,14 @@ class MetricsWriter:
         for tag, value in entry.scalars.items():
             self._events.add_scalar(tag, value, step)
         for tag, histogram in entry.histograms.items():
-            self._add_histogram(tag, histogram, step)
+            if histogram.counts:
+                moments = histogram.low, histogram.high, histogram.count, histogram.total, histogram.squares
+                self._events.add_histogram_raw(tag, *moments, *histogram.limits_and_counts(), step)
         for tag, figure in entry.figures.items():
             self._events.add_figure(tag, figure, step)
         for tag, text in entry.texts.items():
             self._events.add_text(tag, text, step)
         self._events.flush()
-
-    def _add_histogram(self, tag: str, histogram: Histogram, step: int) -> None:
-        if not histogram.counts:
-            return
-        limits, counts = histogram.limits_and_counts()
-        assert self._events is not None
-        self._events.add_histogram_raw(
-            tag,
-            histogram.low,
-            histogram.high,
-            histogram.count,
-            histogram.total,
-            histogram.squares,
-            limits,
-            counts,
-            step,
-        )
 
 
 @contextmanager

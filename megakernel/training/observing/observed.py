@@ -76,8 +76,12 @@ class Observed:
         """Draw what attention layers make of the first row of `batches`, in the steps that want it."""
         if self._plots_every is None or step % self._plots_every:
             return
+        model = self._engine.engine.module
+        assert isinstance(model, LanguageModel)
         with self._excluded():
-            entry.figures |= self._plots(batches)
+            # The layers of all ranks work together; one of them draws.
+            inputs = model_inputs(batches[:1], self._mesh)[0]
+            entry.figures |= self._figures(model, inputs, self._mesh.rank == 0)
 
     def evaluated(self, entry: Entry) -> None:
         """Let the model write, after an evaluation."""
@@ -86,10 +90,3 @@ class Observed:
             assert isinstance(model, LanguageModel)
             with self._excluded():
                 entry.texts["samples"] = self._sample(model)
-
-    def _plots(self, batches: Sequence[Batch]) -> "dict[str, Figure]":
-        model = self._engine.engine.module
-        assert isinstance(model, LanguageModel)
-        # The layers of all ranks work together; one of them draws.
-        inputs = model_inputs(batches[:1], self._mesh)[0]
-        return self._figures(model, inputs, self._mesh.rank == 0)

@@ -90,7 +90,7 @@ class Profiler:
         recorded.export_chrome_trace(str(staged))
         staged.replace(self._trace)
         if self._device.type == "cuda":
-            write_memory_snapshot(self._memory)
+            torch.cuda.memory._dump_snapshot(str(self._memory))
             torch.cuda.memory._record_memory_history(enabled=None)
         self._note(f"profile of {self._folder.name} in {self._folder}")
 
@@ -127,12 +127,7 @@ def kept_when_memory_runs_out(run: Path, rank: int) -> Iterator[None]:
     except torch.OutOfMemoryError:
         file = run / "profile" / "out_of_memory" / f"rank_{rank}.memory.pickle"
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_memory_snapshot(file)
+        torch.cuda.memory._dump_snapshot(str(file))
         hint = f"{file} says what filled the device; open it on https://pytorch.org/memory_viz"
         print(f"out of memory: {hint}", file=sys.stderr, flush=True)
         raise
-
-
-def write_memory_snapshot(file: Path) -> None:
-    """Write what the CUDA allocator holds."""
-    torch.cuda.memory._dump_snapshot(str(file))

@@ -191,6 +191,9 @@ CAUSAL = [name for name, form in FORMS.items() if not form.mixes_future_tokens]
 BIDIRECTIONAL = [name for name, form in FORMS.items() if not form.looks_back_only]
 """Mechanisms whose tokens can see later ones, too."""
 
+DIRECTIONS = [*((name, True) for name in CAUSAL), *((name, False) for name in BIDIRECTIONAL)]
+"""Every mechanism with every direction in which it can look: name, and whether it is causal."""
+
 
 def layer(
     name: str, *, dtype: torch.dtype = torch.float64, kv_heads: int = KV_HEADS, **options: Any

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megakernel.attention import AttentionLayer, Rotary
 from megakernel.attention.inputs import AttentionInputs
+from megakernel.attention.sequence import Arrived
 from megakernel.ops.state import KernelState, empty_state, keep, merge
 from tests.unit.attention.mechanisms import assert_close, gradients
 
@@ -36,22 +37,6 @@ class Table:
         return items
 
 
-class _Pending:
-    def __init__(self, state: KernelState):
-        self.state = state
-
-    def wait(self) -> KernelState:
-        return self.state
-
-
-class _Received:
-    def __init__(self, tensors: tuple[Tensor, ...]):
-        self.tensors = tensors
-
-    def wait(self) -> tuple[Tensor, ...]:
-        return self.tensors
-
-
 class ThreadShard:
     """A ContextParallelShard over threads."""
 
@@ -64,14 +49,14 @@ class ThreadShard:
             return x.new_zeros(*x.shape[:-2], count, x.shape[-1])
         return shards[self.rank - 1][..., -count:, :]
 
-    def start_prefix(self, state: KernelState, carries: Tensor) -> _Pending:
+    def start_prefix(self, state: KernelState, carries: Tensor) -> Arrived[KernelState]:
         return self._merged(self.table.gather(self.rank, (state, carries))[: self.rank], state)
 
-    def start_suffix(self, state: KernelState, carries: Tensor) -> _Pending:
+    def start_suffix(self, state: KernelState, carries: Tensor) -> Arrived[KernelState]:
         return self._merged(self.table.gather(self.rank, (state, carries))[: self.rank : -1], state)
 
-    def _merged(self, parts: list[tuple[KernelState, Tensor]], state: KernelState) -> _Pending:
-        return _Pending(
+    def _merged(self, parts: list[tuple[KernelState, Tensor]], state: KernelState) -> Arrived[KernelState]:
+        return Arrived(
             reduce(lambda total, part: merge(keep(total, part[1]), part[0]), parts, empty_state(state))
         )
 
@@ -87,8 +72,8 @@ class ThreadShard:
     def heads_to_tokens(self, x: Tensor) -> Tensor:
         return torch.cat(self.table.gather(self.rank, x), 1).chunk(self.size, 2)[self.rank]
 
-    def start_rotation(self, tensors: tuple[Tensor, ...]) -> _Received:
-        return _Received(self.table.gather(self.rank, tensors)[self.rank - 1])
+    def start_rotation(self, tensors: tuple[Tensor, ...]) -> Arrived[tuple[Tensor, ...]]:
+        return Arrived(self.table.gather(self.rank, tensors)[self.rank - 1])
 
 
 def in_shards(size: int, work: Callable[[ThreadShard], Tensor]) -> list[Tensor]:

@@ -10,17 +10,21 @@ from torch.utils._pytree import tree_leaves
 
 from megakernel.attention import AttentionInputs, build
 from tests.unit.attention import mechanisms
-from tests.unit.attention.mechanisms import FORMS, HEADS, KV_HEADS, POINTS, SMALL, WIDTH, gradients, tokens
+from tests.unit.attention.mechanisms import (
+    DIRECTIONS,
+    HEADS,
+    KV_HEADS,
+    POINTS,
+    SMALL,
+    WIDTH,
+    gradients,
+    tokens,
+)
 
 UNEVEN = SMALL | {"block": {"block_size": 7, "rank": 3}, "pool": {"block_size": 7}}
 """Sizes whose quotients float32 cannot hold."""
 
-CASES = [
-    pytest.param(name, causal, id=f"{name}-{'causal' if causal else 'bidirectional'}")
-    for name, form in FORMS.items()
-    for causal, impossible in ((True, form.mixes_future_tokens), (False, form.looks_back_only))
-    if not impossible
-]
+every_direction = pytest.mark.parametrize(("name", "causal"), DIRECTIONS)
 
 
 class Narrow(TorchDispatchMode):
@@ -38,7 +42,7 @@ class Narrow(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(("name", "causal"), CASES)
+@every_direction
 def test_a_float64_layer_rounds_nothing_to_float32_and_equals_its_reference(name, causal, monkeypatch):
     monkeypatch.setattr(mechanisms, "SMALL", UNEVEN)
     monkeypatch.setitem(mechanisms.TREES, name, mechanisms.small(POINTS[name]))
@@ -56,7 +60,7 @@ def test_a_float64_layer_rounds_nothing_to_float32_and_equals_its_reference(name
         torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "causal"), CASES)
+@every_direction
 def test_a_row_without_tokens_is_refused(name, causal):
     module = build(
         mechanisms.TREES[name],

@@ -8,7 +8,7 @@ from megakernel.attention import AttentionInputs, AttentionLayer, build
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config.attention import PRESETS, Attention
 from tests.tiers import tiered
-from tests.unit.attention.mechanisms import POINTS, SMALL, Sizes, may_divide_by_zero, sized
+from tests.unit.attention.mechanisms import DIRECTIONS, POINTS, SMALL, Sizes, may_divide_by_zero, sized
 
 TOKENS, WIDTH = 65_536, 16
 every_length = pytest.mark.parametrize("length", tiered([8192, TOKENS], [8192]))
@@ -33,12 +33,9 @@ def is_tested(name: str) -> bool:
     return name in PRESETS or form.similarity == "kernel"
 
 
-CASES = [
-    pytest.param(name, causal, id=f"{name}-{'causal' if causal else 'bidirectional'}")
-    for name, form in FORMS.items()
-    for causal, impossible in ((True, form.mixes_future_tokens), (False, form.looks_back_only))
-    if is_tested(name) and not impossible
-]
+every_direction = pytest.mark.parametrize(
+    ("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if is_tested(name)]
+)
 
 
 def moved(form: Attention, causal: bool, length: int) -> AttentionLayer:
@@ -84,7 +81,7 @@ def assert_near(out: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2 * expected.std().item() + least)
 
 
-@pytest.mark.parametrize(("name", "causal"), CASES)
+@every_direction
 @every_length
 @torch.no_grad()
 def test_large_inputs_on_long_rows_stay_near_float64(name, causal, length):
@@ -98,7 +95,7 @@ def test_large_inputs_on_long_rows_stay_near_float64(name, causal, length):
     assert_near(out[:, :, seen], expected[:, :, seen])
 
 
-@pytest.mark.parametrize(("name", "causal"), CASES)
+@every_direction
 @torch.no_grad()
 def test_large_inputs_on_short_rows_stay_near_float64(name, causal):
     form = FORMS[name]

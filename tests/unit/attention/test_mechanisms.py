@@ -6,16 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.attention import AttentionInputs, AttentionLayer, HeadShard, Rotary, SequenceState, build
-from megakernel.attention.features import Projection
+from megakernel.attention import AttentionInputs, AttentionLayer, HeadShard, Rotary, SequenceState
 from megakernel.attention.noise import redraw
-from megakernel.attention.sequence import Ulysses
 from tests.tiers import tiered
 from tests.unit.attention.mechanisms import (
     BIDIRECTIONAL,
     CAUSAL,
+    DIRECTIONS,
     FORMS,
-    HEADS,
     TREES,
     WIDTH,
     assert_close,
@@ -25,7 +23,7 @@ from tests.unit.attention.mechanisms import (
     shard_of,
     tokens,
 )
-from tests.unit.attention.shards import Table, ThreadShard, check_shards
+from tests.unit.attention.shards import check_shards
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -49,7 +47,6 @@ def test_a_mechanism_has_a_reference_to_equal(name, monkeypatch):
 
 every_mechanism = pytest.mark.parametrize("name", CAUSAL)
 both_ways = pytest.mark.parametrize("name", BIDIRECTIONAL)
-DIRECTIONS = [*((name, True) for name in CAUSAL), *((name, False) for name in BIDIRECTIONAL)]
 every_direction = pytest.mark.parametrize(("name", "causal"), DIRECTIONS)
 
 ROTARY = Rotary(WIDTH)
@@ -218,7 +215,8 @@ def test_any_length_and_rows_of_padding_alone(name, causal, length):
 
 
 @pytest.mark.parametrize(
-    ("name", "causal"), [(name, causal) for name, causal in DIRECTIONS if not FORMS[name].changes_constants]
+    ("name", "causal"),
+    [(name, causal) for name, causal in DIRECTIONS if not FORMS[name].spec.changes_constants],
 )
 @pytest.mark.parametrize(
     ("length", "positions"), [(3, None), (24, None), (24, DOCUMENTS)], ids=["3", "24", "packed"]
@@ -230,7 +228,7 @@ def test_constant_values_give_constant_output(name, causal, length, positions):
     assert_close(out, torch.full_like(q, 1.5))
 
 
-@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if FORMS[name].changes_constants])
+@pytest.mark.parametrize("name", [name for name in BIDIRECTIONAL if FORMS[name].spec.changes_constants])
 def test_constant_values_change_where_a_mechanism_says_so(name):
     module = layer(name, causal=False)
     q, k, v = tokens(2, 24)
@@ -288,21 +286,6 @@ def test_the_reference_exchanges_what_the_kernels_do(name, positions, monkeypatc
     check_shards(layer(name, causal=False), tokens(4, 32), 4, positions, ROTARY)
 
 
-def test_heads_that_do_not_divide_over_shards_are_refused():
-    with pytest.raises(ValueError, match="4 heads do not divide over 3 shards of the sequence"):
-        Ulysses(ThreadShard(Table(3), rank=0), num_heads=4, num_kv_heads=2)
-
-
-def test_random_matrices_stay_in_full_precision_and_in_the_state_dict():
-    module = build("performer", num_heads=4, head_dim=8, seed=(1, 2)).bfloat16()
-    assert module.state_dict()["projection.matrix.values"].dtype == torch.float32
-    assert isinstance(module.projection, Projection)
-    again = build("performer", num_heads=4, head_dim=8, seed=(1, 2))
-    other = build("performer", num_heads=4, head_dim=8, seed=(1, 3))
-    assert torch.equal(module.projection(), again.projection())
-    assert not torch.equal(module.projection(), other.projection())
-
-
 @every_mechanism
 def test_declared_state_size_is_what_a_sequence_carries(name):
     module = layer(name)
@@ -313,10 +296,10 @@ def test_declared_state_size_is_what_a_sequence_carries(name):
         q, k, v = (x.detach() for x in tokens(1, length))
         _, state = module.extend(q, k, v)
         sizes.append(_numbers(state))
-    properties = module.properties
+    constant, grown = module.state_sizes
     # The log scale of each key head is bookkeeping, and not counted.
-    assert sizes == [properties.state_size + length * properties.state_size_per_token for length in lengths]
-    assert properties.recurrent == (properties.state_size_per_token == 0)
+    assert sizes == [constant + length * grown for length in lengths]
+    assert module.is_recurrent == (grown == 0)
 
 
 def _numbers(state: SequenceState) -> int:
@@ -328,8 +311,3 @@ def _numbers(state: SequenceState) -> int:
         else:
             stack.extend(item)
     return sum(x.numel() for x in flat if x.dim() > 2)
-
-
-def test_heads_of_a_shard_divide():
-    with pytest.raises(ValueError, match="num_kv_heads=2 does not divide over 4 shards"):
-        build("linear", num_heads=HEADS, num_kv_heads=2, head_dim=WIDTH, heads=HeadShard(0, 4))

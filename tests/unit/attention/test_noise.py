@@ -4,15 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakernel.attention import AttentionLayer, HeadShard, build, redraw
+from megakernel.attention import ALL_HEADS, AttentionLayer, HeadShard, build, redraw
 
 LEARNED = ["gmm_rks", "gmm_prf", "generative_rks", "generative_prf"]
 
 
-def layer(name: str, heads: HeadShard | None = None, **options) -> AttentionLayer:
+def layer(name: str, heads: HeadShard = ALL_HEADS, seed=(5, 1), **options) -> AttentionLayer:
     tree = {"similarity": "kernel", "feature_map": {"name": name, **options}}
-    shard = {} if heads is None else {"heads": heads}
-    return build(tree, num_heads=4, head_dim=6, seed=(5, 1), **shard)
+    return build(tree, num_heads=4, head_dim=6, seed=seed, heads=heads)
 
 
 def output(module: AttentionLayer) -> Tensor:
@@ -62,7 +61,7 @@ def test_maps_that_learn_nothing_are_redrawn_on_demand_alone(name):
     assert not torch.equal(frequencies(redrawn), before)
 
 
-@pytest.mark.parametrize("name", [*LEARNED, "fastfood_rks"])
+@pytest.mark.parametrize("name", ["favor", *LEARNED, "fastfood_rks"])
 def test_shards_of_heads_hold_the_numbers_of_the_whole_layer(name):
     """Also after a redraw: a head's stream knows no rank."""
     parts = [layer(name, HeadShard(rank, 2)) for rank in range(2)]
@@ -100,6 +99,13 @@ def test_running_statistics_are_those_of_torchs_batch_norm():
         theirs(linear(module.projection.noise(), hidden.weight, hidden.bias))
     torch.testing.assert_close(hidden.mean, theirs.running_mean)
     torch.testing.assert_close(hidden.variance, theirs.running_var)
+
+
+@pytest.mark.parametrize("name", ["favor", *LEARNED])
+def test_random_numbers_are_of_the_seed_alone(name):
+    first, again, other = (frequencies(layer(name, seed=(5, place))) for place in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("name", ["favor", *LEARNED, "fastfood_prf"])

@@ -9,7 +9,7 @@ from megakernel.ops.phi import features
 from tests.oracles import KEPT, arrays, assert_equal, heads, joined
 
 RNN_EPS, PERFORMER_EPS = 1e-6, 1e-4
-"""What idiap adds to a denominator and lucidrains to a feature."""
+"""What idiap adds to a denominator, and lucidrains and EVA's repository to a feature."""
 
 
 def layer(preset: str, *, kv_heads: int = 2, **compression):
@@ -76,18 +76,20 @@ def test_flurka_performer_equals_the_composition():
     projection, out = arrays("flurka_composed", "projection", "out_performer")
     module.projection = _Given(module.projection, projection)
 
-    def stabilized(x, over_tokens):
-        ours = features("favor", x[:, :, None], projection)
-        largest = ours.log_scale[:, :, 0] + x.square().sum(-1) * x.shape[-1] ** -0.5 / 2
-        stabilizer = largest.amax(-1, keepdim=True) if over_tokens else largest
-        scale = torch.exp(ours.log_scale[:, :, 0] - stabilizer)
-        return ours.values[:, :, 0] * scale[..., None] + projection.shape[0] ** -0.5 * PERFORMER_EPS
-
-    options = {"feature_map": "identity", "causal": False}
-    assert_equal(kernel_attention(stabilized(q, False), stabilized(k, True), v, **options), out)
+    eps = projection.shape[0] ** -0.5 * PERFORMER_EPS
+    theirs = (stabilized(x, projection, over_tokens=x is k) + eps for x in (q, k))
+    assert_equal(kernel_attention(*theirs, v, feature_map="identity", causal=False), out)
     # The module leaves the eps out; the features it is added to are far smaller than 1 for long keys.
     own = kernel_attention(q, k, v, feature_map="favor", projection=projection, causal=False)
     assert_equal(module(q, k, v), own)
+
+
+def stabilized(x, omega, over_tokens):
+    """Their features: scaled by the largest exponent of a query, or of all keys."""
+    ours = features("favor", x[:, :, None], omega)
+    largest = ours.log_scale[:, :, 0] + x.square().sum(-1) * x.shape[-1] ** -0.5 / 2
+    stabilizer = largest.amax(-1, keepdim=True) if over_tokens else largest
+    return ours.values[:, :, 0] * torch.exp(ours.log_scale[:, :, 0] - stabilizer)[..., None]
 
 
 class _Given(torch.nn.Module):
@@ -108,17 +110,11 @@ def test_performer_of_the_eva_repository_equals_kernel_attention_over_its_featur
     )
     q, k, v = (heads(part) for part in (x @ qkv.T + bias).chunk(3, -1))
 
-    def phi(y, over_tokens, real=None):
-        ours = features("favor", y[:, :, None], omega)
-        logs = ours.log_scale[:, :, 0] + y.square().sum(-1) * y.shape[-1] ** -0.5 / 2
-        stabilizer = logs.amax(-1, keepdim=True) if over_tokens else logs
-        scale = torch.exp(ours.log_scale[:, :, 0] - stabilizer)
-        return ours.values[:, :, 0] * scale[..., None] + 1e-4
-
+    phi_q, phi_k = (stabilized(x, omega, over_tokens=x is k) + PERFORMER_EPS for x in (q, k))
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
     for mass, expected in ((None, out), (mask[:, None], masked)):
         options = {"feature_map": "identity", "causal": False, "normalize": False, "mass": mass}
-        sums = kernel_attention(phi(q, False), phi(k, True), values, **options)
+        sums = kernel_attention(phi_q, phi_k, values, **options)
         found = sums[..., :-1] / sums[..., -1:].clamp(min=1e-2)
         real = (mask.bool() if mass is not None else torch.ones_like(mask).bool())[:, KEPT]
         assert_equal((joined(found) @ proj.T + proj_bias)[:, KEPT][real], expected[real])

@@ -53,9 +53,10 @@ def test_softmax_trades_heads_where_they_divide_unless_it_is_told(heads, exchang
     assert asked(heads, exchange) == {way}
 
 
-def test_heads_that_do_not_divide_cannot_be_traded_by_force():
+@pytest.mark.parametrize(("exchange", "preset"), [("heads", "softmax"), ("auto", "gaussian")])
+def test_heads_that_do_not_divide_cannot_be_traded(exchange, preset):
     with pytest.raises(ValueError, match="3 heads do not divide over 2 shards of the sequence"):
-        asked(3, "heads")
+        asked(3, exchange, preset)
 
 
 def test_other_mechanisms_trade_heads_whatever_softmax_does():

@@ -52,7 +52,7 @@ def test_extends_takes_names_of_files_only(tmp_path, extends):
 
 def test_an_extended_file_that_is_missing_is_named(tmp_path):
     (tmp_path / "run.yaml").write_text("extends: gone.yaml")
-    with pytest.raises(ConfigError, match=r"gone\.yaml cannot be read"):
+    with pytest.raises(ConfigError, match=r"gone\.yaml cannot be read \(No such file or directory\)"):
         load(tmp_path / "run.yaml")
 
 

@@ -75,13 +75,6 @@ def test_mixtures_stand_at_landmarks_of_whole_rows(preset):
     )
 
 
-@pytest.mark.parametrize("preset", ["gaussian", "mgk"])
-def test_layers_that_weigh_every_pair_need_heads_for_every_context_rank(preset):
-    parallel = {"tensor": 2, "context": 4}
-    assert "parallel.context" in problems(model={"attention": preset}, parallel=parallel)
-    assert not problems(model={"attention": "mlk"}, parallel=parallel)
-
-
 def test_projected_mixtures_ask_for_a_projection_per_key():
     for preset, keys in (("mgk", 2), ("smgk", 1), ("softmax", 1)):
         assert Model.model_validate({**SIZES, "attention": preset}).attention.keys_per_head == keys

@@ -95,8 +95,3 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, content, reason):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"run.yaml {reason}"):
         read(path)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing\.yaml cannot be read \(No such file or directory\)"):
-        read(tmp_path / "nothing.yaml")

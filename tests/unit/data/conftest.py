@@ -41,18 +41,17 @@ def prepared(out: Path, source: list[str], **request: Any) -> Manifest:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """120 documents as bytes."""
-    folder = tmp_path_factory.mktemp("corpus")
-    source = write_jsonl(folder / "source.jsonl", documents(120, seed=1))
-    prepared(folder / "prepared", [str(source)])
-    return folder / "prepared"
+    return _as_bytes(tmp_path_factory.mktemp("corpus"), documents(120, seed=1))
 
 
 @pytest.fixture(scope="session")
 def other_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """40 other documents as bytes."""
-    folder = tmp_path_factory.mktemp("other")
-    source = write_jsonl(folder / "source.jsonl", documents(40, seed=2))
-    prepared(folder / "prepared", [str(source)])
+    return _as_bytes(tmp_path_factory.mktemp("other"), documents(40, seed=2))
+
+
+def _as_bytes(folder: Path, texts: list[str]) -> Path:
+    prepared(folder / "prepared", [str(write_jsonl(folder / "source.jsonl", texts))])
     return folder / "prepared"
 
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from data_pipeline.document import Columns, Document
+from data_pipeline.document import Document
 from data_pipeline.glue import TASKS
 from data_pipeline.labels import read_labels
 from data_pipeline.prepare import open_source
-from data_pipeline.sources import Source
 from tests import published
 from tests.unit.data.conftest import prepared
 
@@ -21,13 +20,9 @@ LABELS = {"stsb": {0.0, 2.5, 5.0}, "mnli": {"entailment", "neutral", "contradict
 LABELS |= {task: {"entailment", "not_entailment"} for task in ("qnli", "rte")}
 
 
-def opened(spec: str) -> Source:
-    return open_source([spec], columns=Columns(), split="train", include=[])
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_sentences_and_labels_of_every_task_are_found(task: str, tmp_path: Path):
-    documents = list(opened(f"glue:{task}:{published.glue(tmp_path / task, task)}"))
+    documents = list(open_source([f"glue:{task}:{published.glue(tmp_path / task, task)}"]))
     splits = TASKS[task].splits
     assert Counter(document.split for document in documents) == dict.fromkeys(splits.values(), 6)
     assert {document.label for document in documents} == LABELS.get(task, {0, 1})
@@ -42,7 +37,7 @@ def test_two_sentences_are_one_row_with_an_end_behind_each(tmp_path: Path):
     manifest = prepared(tmp_path / "out", [f"glue:rte:{folder}"])
     assert manifest.labels is not None
     assert (manifest.labels.documents, manifest.labels.classes) == (1, ["entailment", "not_entailment"])
-    first = next(iter(opened(f"glue:rte:{folder}")))
+    first = next(iter(open_source([f"glue:rte:{folder}"])))
     rows = IndexedDataset(str(tmp_path / "out" / "train"))  # a row is a view of its file
     assert rows[0].tolist() == [*first.texts[0].encode(), EOD, *first.texts[1].encode(), EOD]
 
@@ -62,7 +57,7 @@ def test_lines_that_annotators_did_not_agree_on_are_left_out(tmp_path: Path):
     (folder / "train.tsv").write_text(
         "\n".join([*lines, lines[1].rpartition("\t")[0] + "\t-", "half a line"]) + "\n"
     )
-    source = opened(f"glue:mnli:{folder}")
+    source = open_source([f"glue:mnli:{folder}"])
     assert Counter(document.split for document in source)["train"] == 6
     assert source.skipped == {"no labelled sentences": 2}
 
@@ -78,7 +73,7 @@ def test_the_hub_has_its_own_names(task: str, label: float, tmp_path: Path):
         card += [f"  - split: {name}", f"    path: {name}.jsonl"]
     # By files' names alone, `datasets` would take both validation splits of MNLI for one.
     (tmp_path / "README.md").write_text("\n".join([*card, "---", ""]))
-    documents = list(opened(f"glue:{task}:hf:{tmp_path}"))
+    documents = list(open_source([f"glue:{task}:hf:{tmp_path}"]))
     assert documents == [
         Document(tuple(f"{split} {text}" for text in form.hub_texts), label, split, True)
         for split in form.splits.values()
@@ -95,10 +90,10 @@ def test_the_hub_has_its_own_names(task: str, label: float, tmp_path: Path):
 )
 def test_what_is_not_there_is_refused(spec: str, problem: str):
     with pytest.raises(ValueError, match=problem):
-        opened(spec)
+        open_source([spec])
 
 
 def test_files_of_another_task_are_refused(tmp_path: Path):
     folder = published.glue(tmp_path / "RTE", "rte")
     with pytest.raises(ValueError, match=r"train.tsv has no column 'question' among index, sentence1"):
-        list(opened(f"glue:qnli:{folder}"))
+        list(open_source([f"glue:qnli:{folder}"]))

@@ -132,17 +132,6 @@ def test_skipped_samples_are_passed_over(corpus: Path, configure: Configure):
     assert read == kept[:72]
 
 
-def test_shards_of_a_sequence_put_together_are_the_sample(corpus: Path, configure: Configure):
-    config = configure(corpus)
-    whole = next(opened(config).from_step(3))
-    shards = [next(opened(config, cp_rank=rank, cp_size=4).from_step(3)) for rank in range(4)]
-    for micro, batch in enumerate(whole):
-        for name in ("tokens", "labels", "loss_mask", "positions"):
-            parts = [getattr(cp_shard[micro], name) for cp_shard in shards]
-            assert all(part.shape == (2, SEQ_LEN // 4) for part in parts)
-            assert torch.equal(torch.cat(parts, 1), getattr(batch, name))
-
-
 def test_documents_can_be_read_without_isolation(corpus: Path, configure: Configure):
     batch = next(opened(configure(corpus, data={"isolate_documents": False})).from_step(0))[0]
     assert batch.loss_mask.all()

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from data_pipeline import tokenizers
-from data_pipeline.document import Columns, Document
+from data_pipeline.document import Document
 from data_pipeline.generated import Share, made
 from data_pipeline.labels import read_labels
 from data_pipeline.lra.listops import ListOps
@@ -115,10 +115,7 @@ def test_an_example_depends_on_seed_split_and_index_alone():
 
 def test_processes_give_what_one_gives():
     spec = ["lra:listops:train=230,validation=3,test=2,min_length=5,max_length=50"]
-    one, two = (
-        list(open_source(spec, columns=Columns(), split="train", include=[], seed=1, workers=workers))
-        for workers in (1, 2)
-    )
+    one, two = (list(open_source(spec, seed=1, workers=workers)) for workers in (1, 2))
     assert one == two
     assert Counter(document.split for document in one) == {"train": 230, "validation": 3, "test": 2}
 
@@ -155,4 +152,4 @@ def test_a_symbol_is_a_token(tmp_path: Path):
 )
 def test_options_that_make_nothing_are_refused(options: str, problem: str):
     with pytest.raises(ValueError, match=problem):
-        open_source([f"lra:listops:{options}"], columns=Columns(), split="train", include=[])
+        open_source([f"lra:listops:{options}"])

@@ -19,17 +19,6 @@ def global_batch(step: int, data_size: int, **keys: object) -> list[int]:
     return [index for passes in zip(*replicas) for indices in passes for index in indices]
 
 
-@pytest.mark.parametrize(("data_size", "micro"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (12, 1)])
-def test_the_global_batch_is_the_same_for_every_layout(data_size: int, micro: int):
-    for step in range(6):
-        assert global_batch(step, data_size, micro_batch_size=micro) == list(range(12 * step, 12 * step + 12))
-
-
-def test_more_steps_change_no_step():
-    for step in range(6):
-        assert global_batch(step, 2, steps=6) == global_batch(step, 2, steps=1000)
-
-
 @pytest.mark.parametrize(
     "ranges", [[(5, 9)], [(0, 3)], [(20, 30), (2, 4)], [(5, 9), (7, 12), (9, 10)], [(10, 12), (12, 15)]]
 )

@@ -119,22 +119,14 @@ def test_a_prepared_corpus_tokenizer_prepares_the_next_corpus(made: Path, tmp_pa
 def test_preparing_again_does_nothing_and_says_so(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    arguments = [
-        "--source",
-        source,
-        "--tokenizer",
-        "byte",
-        "--out",
-        tmp_path / "out",
-        "--validation-fraction",
-        0.2,
-    ]
+    out = tmp_path / "out"
+    arguments = f"--source {source} --tokenizer byte --out {out} --validation-fraction 0.2".split()
     assert run(*arguments, "--workers", 1) == 0
     assert "tokenizer byte, vocabulary 257" in " ".join(capsys.readouterr().err.split())
-    made = (tmp_path / "out" / "manifest.json").stat().st_mtime_ns
+    made = (out / "manifest.json").stat().st_mtime_ns
     assert run(*arguments, "--workers", 2) == 0
     assert "nothing to do" in " ".join(capsys.readouterr().err.split())
-    assert (tmp_path / "out" / "manifest.json").stat().st_mtime_ns == made
+    assert (out / "manifest.json").stat().st_mtime_ns == made
 
 
 def test_other_arguments_are_refused_unless_told_to_overwrite(source: Path, tmp_path: Path):

@@ -63,7 +63,7 @@ def test_documents_without_text_are_counted(tmp_path: Path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "fine.txt").write_text("fine")
     (tmp_path / "rows.jsonl").write_text('{"text": "row"}\n{"text": null}\n{"text": ""}\n')
-    source = open_source([str(tmp_path)], columns=Columns(), split="train", include=[])
+    source = open_source([str(tmp_path)])
     assert [document.texts for document in source] == [("fine",), ("row",)]
     assert source.skipped == {"not UTF-8": 1, "empty": 3}
     assert [document.texts for document in source] == [("fine",), ("row",)], "a source can be read again"
@@ -81,7 +81,7 @@ def test_a_file_too_long_for_memory_is_cut_at_line_ends(tmp_path: Path, monkeypa
 
 
 def test_the_standard_library_is_its_sources_without_tests():
-    source = open_source(["stdlib"], columns=Columns(), split="train", include=[])
+    source = open_source(["stdlib"])
     description = source.describe()
     assert description["kind"] == "stdlib"
     assert description["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -93,7 +93,7 @@ def test_the_standard_library_is_its_sources_without_tests():
 
 def test_the_standard_library_with_labels_is_its_functions_by_package():
     columns = Columns(label="package")
-    source = open_source(["stdlib"], columns=columns, split="train", include=[])
+    source = open_source(["stdlib"], columns=columns)
     functions = list(source)
     packages = {function.texts[0]: function.label for function in functions}
     assert len(packages) == len(functions) > 2000, "no text comes twice"
@@ -106,7 +106,7 @@ def test_the_standard_library_with_labels_is_its_functions_by_package():
 def test_the_standard_library_has_no_other_columns():
     columns = Columns(label="module")
     with pytest.raises(ValueError, match=r"no column 'module' among text, package; set --labels"):
-        list(open_source(["stdlib"], columns=columns, split="train", include=[]))
+        list(open_source(["stdlib"], columns=columns))
 
 
 def test_a_dataset_is_streamed_by_name_and_split(tmp_path: Path):

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import pytest
 
-from data_pipeline.document import Columns, Document
+from data_pipeline.document import Document
 from data_pipeline.generated import Share, made
 from data_pipeline.prepare import open_source
 from data_pipeline.sparsity import Sparsity
@@ -51,4 +51,4 @@ def test_the_share_of_pairs_that_count_is_the_one_asked_for(rows: tuple[float, l
 )
 def test_options_that_make_nothing_are_refused(options: str, problem: str):
     with pytest.raises(ValueError, match=problem):
-        open_source([f"sparsity:{options}"], columns=Columns(), split="train", include=[])
+        open_source([f"sparsity:{options}"])

@@ -1,6 +1,7 @@
 """Answers are scored where they stand, by models whose predictions are known."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from data_pipeline.tokenizers import ByteTokenizer
-from megakernel.config import Config
 from megakernel.evaluation.answer_counts import AnswerCounts, Cell, heat_map
 from megakernel.evaluation.perplexity import predict
 from megakernel.evaluation.run import parse
+from megakernel.evaluation.subject import Subject
+from tests.unit.config import trees
 
 PADDED = 320
 """Rows of the embedding, more than the 257 ids."""
@@ -39,21 +41,11 @@ class Knowing:
 
 
 def subject(model, kind="causal_lm"):
-    config = Config(
-        run={"name": "test"},
-        model={"num_layers": 1, "hidden_size": 64, "num_heads": 2, "kind": kind, "attention": "softmax"},
-        data={"train": "nowhere"},
-        training={"steps": 1, "seq_len": 128, "global_batch_size": 4, "micro_batch_size": 4},
-    )
-    run = SimpleNamespace(checkpoint=SimpleNamespace(step=5))
-    return SimpleNamespace(
-        folder="runs/x",
-        run=run,
-        tokenizer=ByteTokenizer(),
-        config=config,
-        model=model,
-        device=torch.device("cpu"),
-    )
+    """A checkpoint of `model`, and what belongs to it."""
+    training = {"seq_len": 128, "micro_batch_size": 4}
+    config = trees.config(model={"kind": kind, "attention": "softmax"}, training=training)
+    run = SimpleNamespace(config=config, checkpoint=SimpleNamespace(step=5))
+    return Subject(Path("runs/x"), run, ByteTokenizer(), None, model, torch.device("cpu"))
 
 
 def measured(spec: str, model, samples: int = 8) -> AnswerCounts:

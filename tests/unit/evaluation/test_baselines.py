@@ -11,6 +11,7 @@ from data_pipeline.loader import ValidationBatches
 from data_pipeline.order import Share
 from megakernel.config import Config
 from megakernel.evaluation.baselines import NAMES, build_baseline, check_baseline, measure_baseline
+from tests.unit.config import trees
 from tests.unit.data.conftest import documents, prepared, write_jsonl
 
 CPU = torch.device("cpu")
@@ -34,17 +35,10 @@ def configure(corpus: Path, tmp_path: Path) -> Callable[..., Config]:
             "attention": "softmax",
             "kind": "masked_lm",
         }
-        return Config(
-            run={"name": "test"},
-            model={**sizes, **model},
+        return trees.config(
+            model=sizes | model,
             data={"train": corpus, "index_cache": tmp_path, "isolate_documents": isolate_documents},
-            training={
-                "steps": 1,
-                "seq_len": SEQ_LEN,
-                "global_batch_size": 4,
-                "micro_batch_size": 4,
-                "eval_samples": 6,
-            },
+            training={"seq_len": SEQ_LEN, "micro_batch_size": 4, "eval_samples": 6},
         )
 
     return build

@@ -12,8 +12,9 @@ from data_pipeline.corpus import PreparedCorpus
 from data_pipeline.samples import BlendedSamples
 from megakernel.evaluation.far_context import bucket_starts, measure_far
 from tests.unit.data.conftest import prepared, write_jsonl
+from tests.unit.evaluation.test_answers import subject
 
-SEQ_LEN, NEAR, EOD, VOCABULARY = 128, 16, 256, 257
+SEQ_LEN, NEAR, VOCABULARY = 128, 16, 257
 
 
 class LetterShares:
@@ -44,8 +45,7 @@ def letters(folder: Path, names: str, **request) -> PreparedCorpus:
 def far(corpus: PreparedCorpus, cache: Path, count: int):
     samples = BlendedSamples([corpus], "train", SEQ_LEN, 0, cache)
     samples.build(count)
-    options = (EOD, True, VOCABULARY, torch.device("cpu"), lambda *_: None)
-    return measure_far(LetterShares(), samples, count, 2, NEAR, *options)
+    return measure_far(subject(LetterShares()), samples, count, 2, NEAR, lambda *_: None)
 
 
 def test_other_documents_stand_before_the_nearest_tokens_and_nowhere_else(tmp_path):

@@ -6,11 +6,9 @@ from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from megakernel import attention
-from megakernel.config import PRESETS, Attention, Model, Parallel, expand_preset
+from megakernel.config import PRESETS, Attention, Model, expand_preset
 from megakernel.generation.decoding import Decoder
 from megakernel.model import LanguageModel, ModelSettings
-from megakernel.parallel import Mesh, prepare_device
-from megakernel.parallel.processes import ProcessEnvironment
 
 EOD = 60
 COMPRESSED = {"compression": {"block_size": 8, "rank": 2}}
@@ -31,27 +29,41 @@ ATTENTION = {name: name for name in DECODERS} | {
 
 
 def is_recurrent(name):
-    return attention.build(ATTENTION[name], num_heads=4, head_dim=8).properties.recurrent
+    return attention.build(ATTENTION[name], num_heads=4, head_dim=8).is_recurrent
 
 
 MIXED = [ATTENTION["flurka"], "softmax", "performer", ATTENTION["local"]]
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("cpu", 0))
-    yield mesh
-    mesh.destroy()
+PARTS = {
+    **{name: {"attention": tree} for name, tree in ATTENTION.items()},
+    "mixed": {"attention_pattern": MIXED, "num_layers": 4},
+    "learned positions, tied": {
+        "attention": "softmax",
+        "position": "learned",
+        "max_positions": 64,
+        "norm": "layernorm",
+        "activation": "gelu",
+        "bias": True,
+        "qkv_bias": True,
+    },
+    "untied": {"attention": ATTENTION["flurka"], "tie_embeddings": False, "qk_norm": True},
+    "no positions": {"attention": ATTENTION["flurka"], "position": "none", "qkv_bias": True},
+}
+"""Sections of models that continue text."""
 
 
 def build(mesh, **parts):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_multiple": 64}
-    model = LanguageModel(ModelSettings(Model(**sizes | parts), vocab_size=64, mesh=mesh, seed=3)).eval()
+    return shaken(
+        LanguageModel(ModelSettings(Model(**sizes | parts), vocab_size=64, mesh=mesh, seed=3)).eval()
+    )
+
+
+@torch.no_grad()
+def shaken(model):
+    """Gates, masses and maps begin at points where parts of a mechanism do not show."""
     generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        # Gates, masses and maps begin at points where parts of a mechanism do not show.
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model
 
 
@@ -78,22 +90,7 @@ def greedy(model, prompt, count):
     return tokens, torch.stack(logits)
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        *({"attention": tree} for tree in ATTENTION.values()),
-        {"attention_pattern": MIXED, "num_layers": 4},
-        {
-            "attention": "softmax",
-            "position": "learned",
-            "max_positions": 64,
-            "norm": "layernorm",
-            "bias": True,
-        },
-        {"attention": ATTENTION["flurka"], "position": "none", "tie_embeddings": False, "qkv_bias": True},
-    ],
-    ids=[*ATTENTION, "mixed", "learned_positions", "no_positions"],
-)
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 def test_greedy_text_and_its_logits_are_those_of_the_parallel_forward(mesh, parts):
     model = build(mesh, **parts)
     prompt = text(37)  # read in chunks of 16, 16 and 5, which are not whole blocks of it all

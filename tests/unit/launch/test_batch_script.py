@@ -150,15 +150,21 @@ def test_a_job_inherits_nothing_of_the_job_it_was_submitted_from(monkeypatch, tm
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("0-3", [0, 1, 2, 3]), ("1,5%2", [1, 5]), ("0-6:3,9", [0, 3, 6, 9])]
+    ("text", "expected"), [("0-3", [0, 1, 2, 3]), ("1,5%2", [1, 5]), ("0-10:5,7%2", [0, 5, 10, 7])]
 )
 def test_indices_are_counted_as_slurm_does(text, expected):
     assert indices(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "3-1", "a", "0-3:0", "-1"])
-def test_what_is_no_list_of_indices_is_refused(text):
-    with pytest.raises(UserError, match="no list of indices"):
+TOO_MANY = ["0-99999999", "0-1000"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "3-1", "a", "0-3:0", "-1", "0-1%0", "0-1%", "0-1%x", "0-" + "9" * 40, "1,nan", "0-1%nan", *TOO_MANY],
+)
+def test_what_is_no_list_of_indices_that_slurm_could_hold_is_refused(text):
+    with pytest.raises(UserError, match="at most 1000 at once" if text in TOO_MANY else "no list of indices"):
         indices(text)
 
 

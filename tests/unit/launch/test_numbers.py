@@ -7,9 +7,6 @@ import pytest
 from launch.arguments import Number, NumberParser
 from launch.cli import COMMANDS, main
 from launch.exit_status import ExitStatus
-from launch.plan import device_counts
-from launch.submit import indices
-from megakernel.config import UserError
 
 from ..config import trees
 
@@ -66,21 +63,6 @@ def test_a_number_that_cannot_be_is_one_line(typed, line, capsys):
     assert caught.value.code == ExitStatus.USAGE
     (said,) = capsys.readouterr().err.splitlines()
     assert line in said
-
-
-@pytest.mark.parametrize(
-    "array", ["0-1%0", "0-1%", "0-1%x", "0-99999999", "0-" + "9" * 40, "1,nan", "0-1%nan"]
-)
-def test_an_array_is_one_that_slurm_could_hold(array):
-    with pytest.raises(UserError, match=r"write 0-7|at most 1000 at once"):
-        indices(array)
-    assert indices("0-10:5,7%2") == [0, 5, 10, 7]
-
-
-@pytest.mark.parametrize("gpus", ["9" * 30, "1000001", "8.." + "9" * 5000, "nan", "0"])
-def test_no_machine_has_more_devices(gpus):
-    with pytest.raises(UserError, match="write 64 or"):
-        device_counts(gpus)
 
 
 def test_a_grid_is_counted_before_it_is_laid_out(tmp_path, capsys):

@@ -85,6 +85,12 @@ def test_a_page_has_its_command_and_the_baselines(file, capsys, tmp_path):
         (["--gpus", "64..8", "--gpu", "h100"], "--gpus 64..8 holds no number of devices"),
         (["--gpus", "9..15", "--gpu", "h100"], "--gpus 9..15 holds no power of two"),
         (["--gpus", "0", "--gpu", "h100"], "--gpus 0 holds no number of devices"),
+        (
+            ["--gpus", "1000001", "--gpu", "h100"],
+            "holds no number of devices from 1 to 1,000,000; write 64 or",
+        ),
+        (["--gpus", "9" * 30, "--gpu", "h100"], "is neither a number nor a range"),
+        (["--gpus", "8.." + "9" * 5000, "--gpu", "h100"], "is neither a number nor a range"),
         (["--gpus", "8", "--gpu", "h100", "--top", "0"], "--top 0 shows nothing"),
         (["--gpus", "8", "--gpu", "h100", "--at", "16"], "--at 16 is none of --gpus 8"),
         (["--gpus", "8", "--gpu", "h100", "--network", "0"], "--network 0 moves nothing"),

@@ -75,25 +75,8 @@ def test_multiples_of_keep_every_are_kept_for_good(tmp_path):
     assert names(tmp_path) == {"step_3", "step_6", "step_8", "latest"}
 
 
-def break_manifest(step: Path) -> None:
-    (step / MANIFEST).unlink()
-
-
-def break_json(step: Path) -> None:
-    (step / MANIFEST).write_text('{"files": {"zero/we')
-
-
-def break_size(step: Path) -> None:
-    with (step / "zero" / "weights.pt").open("r+b") as file:
-        file.truncate(10)
-
-
-def break_file(step: Path) -> None:
-    (step / "zero" / "weights.pt").unlink()
-
-
-def empty_manifest(step: Path) -> None:
-    (step / MANIFEST).write_text("{}")
+def weights(step: Path) -> Path:
+    return step / "zero" / "weights.pt"
 
 
 def change_progress(step: Path) -> None:
@@ -101,48 +84,30 @@ def change_progress(step: Path) -> None:
     (step / MANIFEST).write_text(text.replace('"consumed_samples": 160', '"consumed_samples": 961'))
 
 
-def flip_first(step: Path) -> None:
-    flip(step / "zero" / "weights.pt", 0.0)
-
-
-def flip_middle(step: Path) -> None:
-    flip(step / "zero" / "weights.pt", 0.5)
-
-
-def flip_last(step: Path) -> None:
-    flip(step / "zero" / "weights.pt", 1.0)
-
-
-def zero(step: Path) -> None:
-    file = step / "zero" / "weights.pt"
-    file.write_bytes(bytes(file.stat().st_size))
-
-
-def swap(step: Path) -> None:
-    """With a good file of the same size."""
-    torch.save(-torch.arange(16), step / "zero" / "weights.pt")
-
-
 def plant_code(step: Path) -> None:
     """By somebody who writes the manifest for it, too."""
-    plant(step / "zero" / "weights.pt", step / "harm")
-    write_manifest(step, progress(20), flushed(step, [step / "zero" / "weights.pt"]))
+    plant(weights(step), step / "harm")
+    write_manifest(step, progress(20), flushed(step, [weights(step)]))
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (break_manifest, "complete.json is missing"),
-        (break_json, "complete.json is damaged"),
-        (break_size, "weights.pt has 10 bytes instead of"),
-        (break_file, "weights.pt is missing"),
-        (empty_manifest, "complete.json is damaged"),
+        (lambda step: (step / MANIFEST).unlink(), "complete.json is missing"),
+        (lambda step: (step / MANIFEST).write_text('{"files": {"zero/we'), "complete.json is damaged"),
+        (lambda step: (step / MANIFEST).write_text("{}"), "complete.json is damaged"),
         (change_progress, "complete.json is damaged"),
-        (flip_first, "weights.pt is damaged"),
-        (flip_middle, "weights.pt is damaged"),
-        (flip_last, "weights.pt is damaged"),
-        (zero, "weights.pt is damaged"),
-        (swap, "weights.pt is damaged"),
+        (lambda step: os.truncate(weights(step), 10), "weights.pt has 10 bytes instead of"),
+        (lambda step: weights(step).unlink(), "weights.pt is missing"),
+        (lambda step: flip(weights(step), 0.0), "weights.pt is damaged"),
+        (lambda step: flip(weights(step), 0.5), "weights.pt is damaged"),
+        (lambda step: flip(weights(step), 1.0), "weights.pt is damaged"),
+        (
+            lambda step: weights(step).write_bytes(bytes(os.path.getsize(weights(step)))),
+            "weights.pt is damaged",
+        ),
+        # A good file of the same size.
+        (lambda step: torch.save(-torch.arange(16), weights(step)), "weights.pt is damaged"),
         (plant_code, "weights.pt names posix.mkdir, which is code"),
     ],
 )
@@ -159,18 +124,18 @@ def test_a_broken_newest_checkpoint_is_reported_and_the_one_before_used(folder, 
 def test_what_stands_behind_a_damaged_checkpoint_is_read_as_well(folder):
     save(folder, 10, 20)
     for step in (20, 10):
-        flip_middle(folder.root / f"step_{step}")
+        flip(weights(folder.root / f"step_{step}"), 0.5)
     with pytest.raises(ValueError, match=r"step_20: zero/weights.pt is damaged.*step_10: zero/weights.pt is"):
         folder.newest_good()
 
 
 def test_a_checkpoint_found_damaged_is_replaced_and_does_not_count_as_kept(folder):
     save(folder, 10, 20)
-    flip_middle(folder.root / "step_20")
+    flip(weights(folder.root / "step_20"), 0.5)
     assert folder.newest_good().checkpoint.step == 10
     save(folder, 30)
     assert names(folder.root) == {"step_10", "step_30", "latest"}
-    flip_middle(folder.root / "step_30")
+    flip(weights(folder.root / "step_30"), 0.5)
     assert folder.newest_good().checkpoint.step == 10
     save(folder, 30)
     assert folder.newest_good().checkpoint.step == 30
@@ -202,14 +167,14 @@ def test_a_checkpoint_of_before_checksums_is_good(folder):
 
 def test_without_any_good_checkpoint_the_run_does_not_silently_start_over(folder):
     save(folder, 10)
-    break_size(folder.root / "step_10")
+    os.truncate(weights(folder.root / "step_10"), 10)
     with pytest.raises(ValueError, match=r"step_10: zero/weights.pt has 10 bytes.*delete"):
         folder.newest_good()
 
 
 def test_a_broken_checkpoint_is_replaced_when_its_step_is_saved_again(folder):
     save(folder, 10, 20)
-    break_size(folder.root / "step_20")
+    os.truncate(weights(folder.root / "step_20"), 10)
     save(folder, 20)
     assert folder.newest_good().checkpoint.step == 20
     assert names(folder.root) == {"step_10", "step_20", "latest"}
@@ -217,7 +182,7 @@ def test_a_broken_checkpoint_is_replaced_when_its_step_is_saved_again(folder):
 
 def test_a_broken_newer_checkpoint_costs_no_good_one(folder):
     save(folder, 10, 20, 30)
-    break_size(folder.root / "step_30")
+    os.truncate(weights(folder.root / "step_30"), 10)
     save(folder, 25)
     assert names(folder.root) == {"step_20", "step_25", "step_30", "latest"}
     assert folder.newest_good().checkpoint.step == 25

@@ -8,6 +8,7 @@ SCALARS = {
     "train/lr": 2.9e-4,
     "train/grad_norm": 0.8123,
     "train/tokens": 3_000_000.0,
+    "train/skipped_steps": 0.0,
     "throughput/tokens_per_sec": 12431.4,
 }
 
@@ -16,7 +17,7 @@ def printed(*steps, total=1000, **changes) -> str:
     out = io.StringIO()
     console = Console(total, total_tokens=24_879_184, file=out)
     for step in steps:
-        console.step(step, SCALARS | changes.get("scalars", {}), changes.get("skipped", 0))
+        console.step(step, SCALARS | changes)
     return out.getvalue()
 
 
@@ -39,13 +40,13 @@ def test_a_step_is_one_plain_line_in_a_log_file():
 def test_mfu_and_skipped_steps_appear_only_where_there_are_any():
     assert "MFU" not in printed(1)
     assert "skipped" not in printed(1)
-    line = printed(1, scalars={"throughput/mfu": 0.412}, skipped=3)
+    line = printed(1, **{"throughput/mfu": 0.412, "train/skipped_steps": 3.0})
     assert "MFU 41.2%" in line
     assert "3 skipped" in line
 
 
 def test_a_non_finite_loss_is_printed_not_hidden():
-    assert "loss nan" in printed(1, scalars={"train/loss": float("nan")})
+    assert "loss nan" in printed(1, **{"train/loss": float("nan")})
 
 
 def test_a_line_that_moves_is_for_terminals_alone():

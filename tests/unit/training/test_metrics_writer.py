@@ -28,7 +28,7 @@ class Folder:
     def train(self, done_steps: int, until: int, mark: float = 0.0) -> None:
         with self.continued_from(done_steps) as writer:
             for step in range(done_steps + 1, until + 1):
-                writer.write(step, {"train/loss": step + mark, "train/lr": 0.5})
+                writer.write(step, Entry({"train/loss": step + mark, "train/lr": 0.5}))
 
     def lines(self) -> list[dict]:
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
@@ -74,8 +74,8 @@ def test_after_a_restart_the_curves_go_on_without_doubled_steps(folder):
 def test_a_run_that_starts_over_has_its_evaluation_before_the_first_step_once(folder):
     for _ in range(2):
         with folder.continued_from(0) as writer:
-            writer.write(0, {"eval/loss": 5.5})
-            writer.write(1, {"train/loss": 5.0})
+            writer.write(0, Entry({"eval/loss": 5.5}))
+            writer.write(1, Entry({"train/loss": 5.0}))
     assert [line["step"] for line in folder.lines()] == [0, 1]
     assert folder.curve("eval/loss") == [(0, 5.5)]
     assert folder.curve() == [(1, 5.0)]
@@ -100,10 +100,10 @@ def test_a_kill_loses_nothing_that_was_written(folder):
     script = f"""
         import os, signal
         from pathlib import Path
-        from megakernel.training.observing.metrics_writer import MetricsWriter
+        from megakernel.training.observing.metrics_writer import Entry, MetricsWriter
         writer = MetricsWriter(Path({str(folder.metrics)!r}), Path({str(folder.tensorboard)!r}), 0)
         for step in (1, 2, 3):
-            writer.write(step, {{"train/loss": float(step)}})
+            writer.write(step, Entry({{"train/loss": float(step)}}))
         os.kill(os.getpid(), signal.SIGKILL)
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)]).returncode == -9
@@ -136,7 +136,7 @@ def test_a_restart_takes_what_is_abandoned_out_of_the_files_whatever_its_kind(fo
     for done_steps, until in ((0, 5), (2, 4), (3, 4)):
         with folder.continued_from(done_steps) as writer:
             for step in range(done_steps + 1, until + 1):
-                writer.write_entry(step, entry(step))
+                writer.write(step, entry(step))
     assert sorted(folder.on_disk()) == sorted((step, tag) for step in (1, 2, 3, 4) for tag in TAGS)
     assert len(list(folder.tensorboard.iterdir())) == 3
 
@@ -155,7 +155,7 @@ def test_files_of_which_nothing_is_left_go_and_others_stay_untouched(folder):
 
 def test_a_histogram_is_read_as_it_was_counted(folder):
     with folder.continued_from(0) as writer:
-        writer.write_entry(7, entry(7))
+        writer.write(7, entry(7))
     [event] = folder.events().Histograms("weights/w")
     found = event.histogram_value
     assert (event.step, found.num, found.min, found.max, found.sum) == (7, 3, 7, 7, 21)
@@ -164,13 +164,13 @@ def test_a_histogram_is_read_as_it_was_counted(folder):
 
 def test_non_finite_numbers_leave_valid_json(folder):
     with folder.continued_from(0) as writer:
-        writer.write(1, {"train/loss": float("nan"), "train/grad_norm": float("inf")})
+        writer.write(1, Entry({"train/loss": float("nan"), "train/grad_norm": float("inf")}))
     assert folder.lines() == [{"step": 1, "train/loss": None, "train/grad_norm": None}]
 
 
 def test_tensorboard_can_be_left_out(folder):
     with MetricsWriter(folder.metrics, None, 0) as writer:
-        writer.write(1, {"train/loss": 1.0})
+        writer.write(1, Entry({"train/loss": 1.0}))
     assert not folder.tensorboard.exists()
 
 
@@ -186,7 +186,7 @@ def test_the_configuration_is_described_once_in_the_folder_of_the_curves(folder)
     for done_steps in (0, 0, 1):  # killed before the first checkpoint, then once after it
         with folder.continued_from(done_steps) as writer:
             writer.describe(config, packing="| corpus |")
-            writer.write(done_steps + 1, {"train/loss": 1.0})
+            writer.write(done_steps + 1, Entry({"train/loss": 1.0}))
     events = folder.events()
     [text] = events.Tensors("config/text_summary")
     assert b"    run:\n      name: r\n" in text.tensor_proto.string_val[0]
@@ -208,7 +208,7 @@ def test_a_full_disk_is_one_error_that_names_the_file_and_no_traceback_of_a_thre
         tensorboard = folder.tensorboard if writes_events else None
         with MetricsWriter(folder.metrics, tensorboard, 0) as writer:
             for step in range(1, 100):
-                writer.write_entry(step, entry)
+                writer.write(step, entry)
 
     with pytest.raises(OSError, match="File too large") as caught, files_of_at_most(1500):
         train()

@@ -4,7 +4,6 @@ import pytest
 
 from data_pipeline import tokenizers
 from megakernel.config import Config, UserError, from_yaml, to_yaml
-from megakernel.parallel.ranks import Ranks
 from megakernel.training.run_folder import RunFolder
 
 from .threads import on_ranks
@@ -121,11 +120,6 @@ def test_rank_0_writes_and_its_refusal_reaches_all(tmp_path):
     assert all(isinstance(error, UserError) for error in refused)
     assert len({str(error) for error in refused}) == 1
     assert "training.seq_len=64" in str(refused[0])
-
-
-def test_a_single_process_is_rank_0(tmp_path):
-    RunFolder(configuration(tmp_path), Ranks()).open(["cpu"])
-    assert (tmp_path / "r" / "config.yaml").exists()
 
 
 def test_a_run_keeps_its_tokenizer_and_refuses_another(tmp_path):

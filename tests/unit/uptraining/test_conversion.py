@@ -8,10 +8,8 @@ from megakernel.attention.compression import pooling_logits
 from megakernel.checkpoint.conversion import Converted, fewer_landmarks, rank_steps
 from megakernel.checkpoint.universal import partitions
 from megakernel.checkpoint.universal_load import compare, load_weights, whole_shapes
-from megakernel.config import Model, Parallel, UserError
+from megakernel.config import Model, UserError
 from megakernel.model import LanguageModel, ModelSettings
-from megakernel.parallel import Mesh, prepare_device
-from megakernel.parallel.processes import ProcessEnvironment
 
 BLOCK, TOKENS = 4, 14
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_multiple": 32}
@@ -19,13 +17,6 @@ SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, 
 
 def block(rank, **more):
     return {"compression": {"block_size": BLOCK, "rank": rank} | more}
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("cpu", 0))
-    yield mesh
-    mesh.destroy()
 
 
 class StateDict:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer
@@ -157,17 +157,3 @@ def test_shards_have_an_index(tmp_path, monkeypatch):
     ]
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
-
-
-def test_a_plain_configuration_builds_the_model(tmp_path):
-    """The shards together, where a run is not needed: tests/distributed/test_dense_start.py has the whole way."""
-    model = dense_models.save("qwen3, tied", tmp_path / "in")
-    again = AutoModelForCausalLM.from_config(
-        type(model.config).from_dict(
-            plain_config(DenseCheckpoint(tmp_path / "in").model, dense_models.VOCABULARY, dense_models.LENGTH)
-        )
-    )
-    again.load_state_dict(model.state_dict())
-    ids = torch.arange(32)[None]
-    with torch.no_grad():
-        assert torch.equal(again.eval()(ids).logits, model(ids).logits)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megakernel.uptraining.head_statistics import HeadSums, Place, head_statistics
+from megakernel.uptraining.head_statistics import HeadSums, HeadTag, head_statistics
 from megakernel.uptraining.query_rows import AttentionInputs, QueryRows
 
 TOKENS, HEADS, BLOCK = 12, 2, 3
@@ -87,7 +87,7 @@ def test_sums_of_processes_make_the_means_of_all_heads():
     for first_head, layer, scale in ((2, 0, 1.0), (0, 0, 2.0), (0, 0, 4.0), (2, 0, 3.0), (0, 1, 5.0)):
         sums = HeadSums()
         for _ in range(2):
-            place = Place("error", layer, first_head)
+            place = HeadTag("error", layer, first_head)
             sums.add(place, scale * torch.tensor([1.0, 2.0]), torch.tensor(4))
         parts.append(sums)
 

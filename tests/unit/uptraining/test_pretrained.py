@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -20,7 +19,7 @@ from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.dense.tokenizer import save_tokenizer
 from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
 from megakernel.config import Model, UserError
-from tests.unit.generation.test_decoder import ATTENTION, EOD, MIXED, is_recurrent
+from tests.unit.generation.test_decoder import ATTENTION, EOD, MIXED, PARTS, is_recurrent, numbers, shaken
 
 VOCABULARY = 64
 
@@ -33,13 +32,7 @@ def build(**parts):
         max_position_embeddings=64,
         eos_token_id=EOD,
     )
-    model = MegakernelForCausalLM(config).eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        # Gates, masses and maps begin at points where parts of a mechanism do not show.
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return shaken(MegakernelForCausalLM(config).eval())
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +55,6 @@ def padded(*rows):
 def assert_same(actual, expected):
     # Logits of size 1 in float32, summed in another order.
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-
-
-PARTS = {
-    **{name: {"attention": tree} for name, tree in ATTENTION.items()},
-    "mixed": {"attention_pattern": MIXED, "num_layers": 4},
-    "learned positions, tied": {
-        "attention": "softmax",
-        "position": "learned",
-        "max_positions": 64,
-        "norm": "layernorm",
-        "activation": "gelu",
-        "bias": True,
-        "qkv_bias": True,
-    },
-    "untied": {"attention": ATTENTION["flurka"], "tie_embeddings": False, "qk_norm": True},
-}
 
 
 @torch.no_grad()
@@ -143,10 +120,6 @@ def test_a_conversation_goes_on_from_its_cache(mixed):
     # The last token that was drawn has not been read yet.
     assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
     assert mixed.generate(said, past_key_values=first.past_key_values, **GREEDY).tolist() == expected.tolist()
-
-
-def numbers(cache):
-    return sum(leaf.numel() for leaf in pytree.tree_leaves(cache.states) if isinstance(leaf, torch.Tensor))
 
 
 @pytest.mark.parametrize("name", ["flurka", "performer", "local", "softmax"])

@@ -51,8 +51,8 @@ def made(**more):
         parity=None,
         parity_reason="it is a run",
         identity=Identity(64, 2.5, 2.4),
-        dense=Measured.untrained("dense", (log(10), log(9))),
-        swapped=Measured.untrained("swapped, untrained", (log(20), log(21))),
+        dense=Measured("dense", log(10), log(9)),
+        swapped=Measured("swapped, untrained", log(20), log(21)),
         stages=[Measured("distillation", log(12), log(13), tokens=4096, folder="runs/x/1-main")],
         ablations=[],
         heads={"transfer/error/layer_1/head_0": 0.25, "transfer/far_mass/layer_1/head_0": 0.5},
@@ -124,7 +124,7 @@ def test_a_report_says_how_its_model_was_made():
 
 
 def test_tensorboard_shows_the_last_report_alone(tmp_path):
-    write_events(replace(made(), swapped=Measured.untrained("first", (log(30), log(30)))), tmp_path)
+    write_events(replace(made(), swapped=Measured("first", log(30), log(30))), tmp_path)
     write_events(made(), tmp_path)
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = {f"report/{kind}/{name}" for kind in ("loss", "perplexity", "beyond") for name in NAMES}

@@ -7,21 +7,22 @@ import pytest
 from data_pipeline.order import ConsumptionOrder, Share
 from megakernel.config import ConfigError, RopeScaling
 from megakernel.config.section import merged
-from megakernel.config.validation import validate
 from megakernel.uptraining.stages import check_stages, stages
 from tests.unit.config.trees import config, problems
 
 FLURKA = {"preset": "flurka", "compression": {"block_size": 32, "rank": 4}}
 
 
-def made(**uptrain):
-    return config(
-        run={"name": "up", "seed": 5},
-        model={"attention": FLURKA},
-        init={"from": "models/dense"},
-        optimizer={"lr": 1e-3, "mechanism_lr": 1e-2},
-        uptrain=uptrain,
-    )
+def made(sections=None, **uptrain):
+    """An up-training; sections: further keys."""
+    usual = {
+        "run": {"name": "up", "seed": 5},
+        "model": {"attention": FLURKA},
+        "init": {"from": "models/dense"},
+        "optimizer": {"lr": 1e-3, "mechanism_lr": 1e-2},
+        "uptrain": uptrain,
+    }
+    return config(**merged(usual, sections or {}))
 
 
 def rows_of(stage):
@@ -81,37 +82,34 @@ def test_every_stage_starts_from_the_one_before():
 def test_the_scaling_of_longer_rows_takes_the_place_of_the_models():
     llama = {"kind": "llama3", "factor": 32.0, "original_seq_len": 8192, "high_freq_factor": 4.0}
     yarn = {"kind": "yarn", "factor": 4.0, "original_seq_len": 512}
-    tree = made(length={"steps": 7, "seq_len": 1024, "rope_scaling": yarn}).model_dump(mode="json")
-    main, length = stages(validate(merged(tree, {"model": {"rope_scaling": llama}})))
+    scaled = {"model": {"rope_scaling": llama}}
+    main, length = stages(made(scaled, length={"steps": 7, "seq_len": 1024, "rope_scaling": yarn}))
     assert main.config.model.rope_scaling == RopeScaling(**llama)
     assert length.config.model.rope_scaling == RopeScaling(**yarn)
 
 
 def test_a_stage_that_cannot_be_is_refused_before_any_is_run():
     """Also where layers are yet to be chosen, and the stages behind are not known."""
-    given = made(layers={"keep": 1}, transfer={"steps": 5})
-    tree = merged(given.model_dump(mode="json"), {"parallel": {"context": 8, "softmax_exchange": "heads"}})
+    given = {"layers": {"keep": 1}, "transfer": {"steps": 5}}
     with pytest.raises(
         ConfigError,
         match=r"^parallel.softmax_exchange=heads needs heads .* \(stage 2-main of uptrain\); set ring",
     ):
-        check_stages(validate(tree))
-    check_stages(given)
+        check_stages(made({"parallel": {"context": 8, "softmax_exchange": "heads"}}, **given))
+    check_stages(made(**given))
 
 
 def test_windows_are_not_shut_past_the_stages():
-    tree = made().model_dump(mode="json")
-    tree["training"]["near_dropout"] = {"start": 0.3, "steps": 3}
+    given = made({"training": {"near_dropout": {"start": 0.3, "steps": 3}}})
     with pytest.raises(
         ConfigError, match=r"training.near_dropout=.* set null, and uptrain.near_dropout: 0.3"
     ):
-        check_stages(validate(tree))
+        check_stages(given)
 
 
 @pytest.mark.parametrize(("zero_stage", "of_transfer"), [(1, 1), (3, 2)])
 def test_a_transfer_freezes_weights_and_zero_3_saves_none_of_those(zero_stage, of_transfer):
-    tree = made(transfer={"steps": 5}).model_dump(mode="json")
-    transfer, main = stages(validate(merged(tree, {"parallel": {"zero_stage": zero_stage}})))
+    transfer, main = stages(made({"parallel": {"zero_stage": zero_stage}}, transfer={"steps": 5}))
     assert (transfer.config.parallel.zero_stage, main.config.parallel.zero_stage) == (of_transfer, zero_stage)
 
 
@@ -136,10 +134,8 @@ def test_no_row_is_read_twice_and_what_is_compared_reads_the_same():
 
 
 def test_stages_that_train_all_weights_have_one_schedule_and_hand_their_moments_on():
-    tree = made(transfer={"steps": 20}, alpha=0.3, from_scratch=True, train_dense=True).model_dump(
-        mode="json"
-    )
-    given = validate(merged(tree, {"init": {"moments": "runs/dense"}}))
+    moments = {"init": {"moments": "runs/dense"}}
+    given = made(moments, transfer={"steps": 20}, alpha=0.3, from_scratch=True, train_dense=True)
     transfer, base, rank16, rank8, main, scratch, dense = stages(given, dense=config().model)
     parts = [stage.config.schedule for stage in (base, rank16, rank8, main)]
     assert [(part.steps_before, part.steps_after) for part in parts] == [(0, 70), (30, 55), (45, 40), (60, 0)]
@@ -151,24 +147,20 @@ def test_stages_that_train_all_weights_have_one_schedule_and_hand_their_moments_
 
 
 def test_low_rank_updates_begin_anew_in_each_stage():
-    tree = made(alpha=0.3, length={"steps": 7, "seq_len": 1024}).model_dump(mode="json")
-    given = {
-        "optimizer": {"trained": "lora"},
-        "init": {"moments": "runs/dense"},
-        "uptrain": {"train_dense": True},
-    }
-    plan = stages(validate(merged(tree, given)), dense=config().model)
+    updates = {"optimizer": {"trained": "lora"}, "init": {"moments": "runs/dense"}}
+    given = made(updates, alpha=0.3, length={"steps": 7, "seq_len": 1024}, train_dense=True)
+    plan = stages(given, dense=config().model)
     assert [stage.config.init.moments for stage in plan] == [*[None] * 5, Path("runs/dense")]
 
 
 def test_where_rows_grow_a_stage_draws_an_order_of_its_own():
-    tree = made(transfer={"steps": 20}, length={"steps": 7, "seq_len": 1024}).model_dump(mode="json")
+    given = {"transfer": {"steps": 20}, "length": {"steps": 7, "seq_len": 1024}}
     skipping = {"skip_samples": [[0, 800]]}
-    transfer, main, length = stages(validate(merged(tree, {"training": skipping})))
+    transfer, main, length = stages(made({"training": skipping}, **given))
     assert [stage.config.run.seed for stage in (transfer, main, length)] == [5, 5, 8]
     assert length.config.training.skip_samples == []
     growing = skipping | {"seq_len_schedule": [{"until_step": 10, "seq_len": 256}]}
-    transfer, main, _ = stages(validate(merged(tree, {"training": growing})))
+    transfer, main, _ = stages(made({"training": growing}, **given))
     assert [stage.config.run.seed for stage in (transfer, main)] == [6, 7]
     assert transfer.config.training.skip_samples == main.config.training.skip_samples == [(0, 800)]
 
@@ -182,18 +174,18 @@ def read_by_step(stages):
 
 @pytest.mark.parametrize("until_step", [10, 30])
 def test_rows_grow_over_the_stages_as_they_do_over_the_steps(until_step):
-    tree = made(
+    phases = [
+        {"until_step": 3, "seq_len": 128, "global_batch_size": 16},
+        {"until_step": until_step, "seq_len": 256},
+    ]
+    given = made(
+        {"training": {"steps": 20, "seq_len_schedule": phases}},
         transfer={"steps": 4},
         alpha=0.3,
         from_scratch=True,
         train_dense=True,
         length={"steps": 2, "seq_len": 600},
-    ).model_dump(mode="json")
-    phases = [
-        {"until_step": 3, "seq_len": 128, "global_batch_size": 16},
-        {"until_step": until_step, "seq_len": 256},
-    ]
-    given = validate(merged(tree, {"training": {"steps": 20, "seq_len_schedule": phases}}))
+    )
     transfer, *student, length, scratch, dense = stages(given, dense=config().model)
     assert [stage.config.training.steps for stage in student] == [6, 3, 3, 8]
     expected = [
@@ -208,20 +200,17 @@ def test_rows_grow_over_the_stages_as_they_do_over_the_steps(until_step):
 
 def test_stages_have_the_steps_of_training_and_each_has_one():
     of_128 = {"model": {"attention": FLURKA | {"compression": {"block_size": 128, "rank": 1}}}}
-    tree = merged(made(alpha=0.3).model_dump(mode="json"), of_128)
-    steps = [
-        stage.config.training.steps for stage in stages(validate(merged(tree, {"training": {"steps": 21}})))
-    ]
-    assert steps == [6, 1, 1, 1, 1, 1, 2, 8]
+    plan = stages(made(of_128 | {"training": {"steps": 21}}, alpha=0.3))
+    assert [stage.config.training.steps for stage in plan] == [6, 1, 1, 1, 1, 1, 2, 8]
     with pytest.raises(
         ConfigError, match=r"^training.steps=5 leaves a stage without a step: .* 8 that share"
     ):
-        stages(validate(merged(tree, {"training": {"steps": 5}})))
+        stages(made(of_128 | {"training": {"steps": 5}}, alpha=0.3))
 
 
 def test_rows_that_the_dense_model_has_read_are_passed_over():
-    tree = made(transfer={"steps": 20}).model_dump(mode="json")
-    transfer, main = stages(validate(merged(tree, {"training": {"skip_samples": [[0, 800], [805, 810]]}})))
+    skipping = {"training": {"skip_samples": [[0, 800], [805, 810]]}}
+    transfer, main = stages(made(skipping, transfer={"steps": 20}))
     assert rows_of(transfer)[:6] == [800, 801, 802, 803, 804, 810]
     assert rows_of(main)[0] == rows_of(transfer)[-1] + 1
 
@@ -283,68 +272,50 @@ def test_a_number_of_layers_is_chosen_after_the_transfer():
     assert main.config.model.layer_attention(2).is_full_softmax
 
 
+LONGER = {"steps": 1, "seq_len": 1024}
+
+
 @pytest.mark.parametrize(
-    ("sections", "key"),
+    ("uptrain", "sections", "key"),
     [
-        ({"uptrain": {}}, "init.from"),
-        ({"uptrain": {"layers": {"keep": 2}}, "init": {"from": "x"}}, "uptrain.layers.keep"),
-        ({"uptrain": {"layers": {"keep": [4]}}, "init": {"from": "x"}}, "uptrain.layers.keep"),
-        ({"uptrain": {"layers": {"keep": [0, 1, 2, 3]}}, "init": {"from": "x"}}, "uptrain.layers.keep"),
+        ({}, {"init": {"from": None}}, "init.from"),
+        ({"layers": {"keep": 2}}, {}, "uptrain.layers.keep"),
+        ({"layers": {"keep": [4]}}, {}, "uptrain.layers.keep"),
+        ({"layers": {"keep": [0, 1, 2, 3]}}, {}, "uptrain.layers.keep"),
+        ({"layers": {"keep": 4}, "transfer": {"steps": 1}}, {}, "uptrain.layers.keep"),
+        ({}, {"model": {"attention": "softmax"}}, "uptrain.layers.keep"),
+        ({"distill": {"kl": 0, "cross_entropy": 0}}, {}, "uptrain.distill.cross_entropy"),
+        ({"alpha": 0.8, "anneal": 0.3}, {}, "uptrain.alpha"),
+        ({"alpha": 0.3}, {"model": {"attention": "hedgehog"}}, "uptrain.alpha"),
+        ({"length": LONGER | {"seq_len": 64}}, {}, "uptrain.length.seq_len"),
         (
-            {"uptrain": {"layers": {"keep": 4}, "transfer": {"steps": 1}}, "init": {"from": "x"}},
-            "uptrain.layers.keep",
-        ),
-        ({"uptrain": {}, "init": {"from": "x"}, "model": {"attention": "softmax"}}, "uptrain.layers.keep"),
-        (
-            {"uptrain": {"distill": {"kl": 0, "cross_entropy": 0}}, "init": {"from": "x"}},
-            "uptrain.distill.cross_entropy",
-        ),
-        ({"uptrain": {"alpha": 0.8, "anneal": 0.3}, "init": {"from": "x"}}, "uptrain.alpha"),
-        (
-            {"uptrain": {"alpha": 0.3}, "init": {"from": "x"}, "model": {"attention": "hedgehog"}},
-            "uptrain.alpha",
-        ),
-        (
-            {"uptrain": {"length": {"steps": 1, "seq_len": 64}}, "init": {"from": "x"}},
-            "uptrain.length.seq_len",
-        ),
-        (
-            {
-                "uptrain": {
-                    "length": {"steps": 1, "seq_len": 1024, "rope_scaling": {"kind": "ntk", "factor": 2}}
-                },
-                "init": {"from": "x"},
-                "model": {"position": "sinusoidal", "attention": "hedgehog"},
-            },
+            {"length": LONGER | {"rope_scaling": {"kind": "ntk", "factor": 2}}},
+            {"model": {"position": "sinusoidal", "attention": "hedgehog"}},
             "uptrain.length.rope_scaling",
         ),
+        ({"length": LONGER | {"seq_len": 1000}}, {"parallel": {"context": 2}}, "uptrain.length.seq_len"),
         (
-            {
-                "uptrain": {"length": {"steps": 1, "seq_len": 1000}},
-                "init": {"from": "x"},
-                "parallel": {"context": 2},
-            },
-            "uptrain.length.seq_len",
-        ),
-        (
-            {
-                "uptrain": {"length": {"steps": 1, "seq_len": 1024, "global_batch_size": 3}},
-                "init": {"from": "x"},
-                "training": {"micro_batch_size": 2},
-            },
+            {"length": LONGER | {"global_batch_size": 3}},
+            {"training": {"micro_batch_size": 2}},
             "uptrain.length.global_batch_size",
         ),
         (
-            {
-                "uptrain": {"near_dropout": 0.2},
-                "init": {"from": "x"},
-                "model": {"attention": FLURKA | {"near": {"join": "shared"}}},
-            },
+            {"near_dropout": 0.2},
+            {"model": {"attention": FLURKA | {"near": {"join": "shared"}}}},
             "uptrain.near_dropout",
         ),
+        ({}, {"schedule": {"steps_after": 5}}, "schedule.steps_after"),
+        ({}, {"training": {"eval_samples": 0}}, "training.eval_samples"),
+    ],
+)
+def test_an_up_training_that_cannot_be_is_refused(uptrain, sections, key):
+    assert list(problems(**{"init": {"from": "x"}, "uptrain": uptrain} | sections)) == [key]
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
         ({"init": {"moments": "runs/dense"}}, "init.moments"),
-        ({"uptrain": {}, "init": {"from": "x"}, "schedule": {"steps_after": 5}}, "schedule.steps_after"),
-        ({"uptrain": {}, "init": {"from": "x"}, "training": {"eval_samples": 0}}, "training.eval_samples"),
         ({"objective": {"kind": "distill"}}, "objective.teacher"),
         ({"objective": {"teacher": "x"}}, "objective.teacher"),
         ({"objective": {"kind": "distill", "teacher": "x", "rows": 3}}, "objective.rows"),

@@ -6,11 +6,9 @@ import torch
 from megakernel import attention
 from megakernel.checkpoint.universal import partitions
 from megakernel.checkpoint.universal_load import whole_shapes
-from megakernel.config import Model, Parallel, UserError
+from megakernel.config import Model, UserError
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.model.layer import attention_cores, converted_cores
-from megakernel.parallel import Mesh, prepare_device
-from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.training.optimizer import freeze
 from megakernel.training.schedule import LinearDecay, drop_near_windows
 from megakernel.uptraining.distilled import Teacher
@@ -23,13 +21,6 @@ SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, 
 FLURKA = {"preset": "flurka", "compression": {"block_size": 4, "rank": 2}}
 ROWS, LENGTH, QUERIES = 2, 13, 5
 LAMBDA = 0.3
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("cpu", 0))
-    yield mesh
-    mesh.destroy()
 
 
 def build(mesh, attention, **parts):
@@ -66,6 +57,15 @@ def run(teacher, layer_inputs):
             layer_inputs = layer(layer_inputs)
 
 
+def transferred(teacher, students, step=0, **how):
+    """Attention transfer that has captured one pass of the teacher."""
+    transfer = AttentionTransfer(teacher, students, **how)
+    transfer.begin(step, batch_rows=ROWS)
+    with transfer:
+        run(teacher, layer_inputs())
+    return transfer
+
+
 def calls_of(teacher, layer_inputs):
     """What each attention layer of the teacher was called with, and what it gave."""
     captured = {}
@@ -99,13 +99,8 @@ def loss_of_the_whole(student, captured, step):
 def test_gradients_are_those_of_the_whole_in_one_graph(mesh):
     teacher, student = build(mesh, "softmax"), build(mesh, FLURKA)
     trained = mechanisms(student)
-    transfer = AttentionTransfer(
-        teacher, converted_cores(student), query_rows=QUERIES, cross_entropy=LAMBDA, seed=7
-    )
-    transfer.begin(step=3, batch_rows=ROWS)
-    with transfer:
-        run(teacher, layer_inputs())
-    loss = transfer.loss()
+    how = {"query_rows": QUERIES, "cross_entropy": LAMBDA, "seed": 7}
+    loss = transferred(teacher, converted_cores(student), step=3, **how).loss()
     loss.backward()
     whole = loss_of_the_whole(student, calls_of(teacher, layer_inputs()), step=3)
     torch.testing.assert_close(loss, whole)
@@ -142,10 +137,7 @@ def test_a_window_as_long_as_the_row_leaves_no_error(mesh):
     """What preflight checks: such a student is the dense model."""
     wide = {"preset": "flurka", "compression": {"block_size": 16, "rank": 2}}
     teacher, student = build(mesh, "softmax"), build(mesh, wide).eval()
-    transfer = AttentionTransfer(teacher, converted_cores(student), query_rows=QUERIES)
-    transfer.begin(0, ROWS)
-    with transfer:
-        run(teacher, layer_inputs())
+    transfer = transferred(teacher, converted_cores(student), query_rows=QUERIES)
     assert transfer.loss() < 1e-28
     means = transfer.sums.means(lambda mine: [mine])
     for layer in range(2):
@@ -163,11 +155,7 @@ def test_a_window_as_long_as_the_row_leaves_no_error(mesh):
 def test_a_teacher_that_sees_a_window_alone_is_compared_with_as_it_is(mesh, form):
     teacher, student = build(mesh, form), build(mesh, form).eval()
     cores = attention_cores(student)
-    transfer = AttentionTransfer(teacher, cores, query_rows=LENGTH)
-    transfer.begin(0, ROWS)
-    with transfer:
-        run(teacher, layer_inputs())
-    means = transfer.sums.means(lambda mine: [mine])
+    means = transferred(teacher, cores, query_rows=LENGTH).sums.means(lambda mine: [mine])
     for layer in cores:
         for pair in (("entropy", "teacher_entropy"), ("cross_entropy", "teacher_entropy")):
             torch.testing.assert_close(*(means[name][layer] for name in pair))
@@ -183,7 +171,7 @@ def test_the_loss_is_a_mean_over_the_rows_of_the_steps_phase(mesh):
     losses = []
     for step in (4, 5):
         transfer.begin_step(step)
-        losses.append(transfer(layer_inputs())[1])
+        losses.append(transfer(layer_inputs()))
     torch.testing.assert_close(losses[0], losses[1] * (given.training.global_batch_size / 2))
 
 

@@ -1,11 +1,12 @@
 """What the planner promises without running a model."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megakernel.analysis.planning import ACCURACY, ASSUMED, GPU, GPUS, Job, Layout, measured, plan
+from megakernel.analysis.planning import ACCURACY, ASSUMED, GPU, GPUS, Job, Layout, ledger, measured, plan
 from megakernel.analysis.planning.baselines import BASELINES, compare
 from megakernel.analysis.planning.layouts import candidates
 from megakernel.analysis.planning.measured import Measure, Shape
@@ -77,6 +78,16 @@ def test_bytes_of_a_chunked_loss_are_on_a_line_to_the_byte(tokens, on_gpu):
 
 def test_bytes_are_on_a_line_over_the_ranks_of_a_ring():
     check_line("softmax", 0, shape(1, 1024, context=16, exchange="ring"), off=0.5, seq_len=16_384)
+
+
+@pytest.mark.parametrize("attention", ["flurka", "softmax"])
+def test_a_part_takes_the_same_whatever_ran_before_it(attention, monkeypatch):
+    """What operations gave is remembered; what they shared of their arguments' memory is not lost by that."""
+    monkeypatch.setattr(ledger, "_MADE", {})
+    run = config(model={**SMALL, "attention": attention})
+    first, again = (Measure(run, 1000).of(0, replace(shape(2, 512), recompute="full")) for _ in range(2))
+    assert ledger._MADE
+    assert first == again
 
 
 def test_a_layer_of_a_million_tokens_is_measured_in_seconds():
