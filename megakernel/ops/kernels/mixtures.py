@@ -80,8 +80,8 @@ def store_gradients_of_keys(
 ):
     """`features.store_gradient` of C positions at `k`, given the gradients in what `phi_of_keys` gave, with its logs.
 
-    dk holds rows of KEYS D numbers; dy of key r is r * `pack_keys` further on. dpriors gets KEYS numbers of each position,
-    its part of the gradients of the priors.
+    dk holds rows of KEYS D numbers; dy of key r is r * `pack_keys` further on. dpriors gets KEYS numbers of each
+    position, its part of the gradients of the priors.
     """
     for r in range(KEYS):
         share = tl.load(priors + r)
