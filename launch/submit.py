@@ -261,7 +261,9 @@ def _other_command(args: argparse.Namespace) -> "Request":
             f"--array {args.array}: `{shlex.join(command)}` is the same for each index; write {INDEX} where they differ"
         )
     base = Path("runs") / name
-    single = cluster.model_copy(update={"nodes": 1, "sbatch": {**cluster.sbatch, "ntasks-per-node": 1}})
+    single = cluster.model_copy(
+        update={"nodes": 1, "spares": 0, "sbatch": {**cluster.sbatch, "ntasks-per-node": 1}}
+    )
     members = [Member(base.with_name(f"{name}-{number}"), index=number) for number in numbers] or [
         Member(base)
     ]

@@ -18,15 +18,16 @@ from launch.environment import FIRST_PORT, PORTS
 from launch.exit_status import ExitStatus
 from launch.messages import error_lines, print_error
 from launch.slurm_programs import SlurmRefused, ask
+from megakernel.config.cluster import Cluster
 from megakernel.training import events
 from megakernel.training.environment import recorded_variables
 
 from .job_folder import JobFolder, read_settings
 from .preflight import judge, read_timings
-from .restarting import SILENT_NODE, Start, TaskEnds, decide, task_ends
+from .restarting import FAILED_NODE, GOES_ON, SILENT_NODE, Start, TaskEnds, decide, task_ends
 from .slow_nodes import summary
 
-_ASKED = {
+_ASKED: dict[int, ExitStatus] = {
     signal.SIGTERM: ExitStatus.TERMINATED,
     signal.SIGUSR1: ExitStatus.STOPPED,
     signal.SIGUSR2: ExitStatus.STOPPED,
@@ -44,15 +45,15 @@ def begin(submission: Path, nodes: str) -> None:
             print(f"{name}={value}", flush=True)
 
 
-def unfit_nodes(submission: Path, preflight: Path, nodes: str) -> dict[str, str]:
-    """The nodes that the run should not start on -> why; each of them is an event."""
+def unfit_nodes(submission: Path, nodes: Sequence[str]) -> dict[str, str]:
+    """The nodes that the run should not start on, by what they have found -> why; each of them is an event."""
     run = JobFolder(submission.parents[1])
-    names = ask("scontrol", "show", "hostnames", nodes).split()
     cluster = read_settings(submission).resources
+    preflight = _logs(run) / "preflight.jsonl"
     lines = preflight.read_text(encoding="utf-8").splitlines() if preflight.exists() else []
     for line in summary(read_timings(lines)):
         print(f"== {line}", flush=True)
-    bad = judge(lines, names, cluster.gpus_per_node, cluster.preflight_seconds)
+    bad = judge(lines, nodes, cluster.gpus_per_node, cluster.preflight_seconds)
     for node, why in bad.items():
         events.record(run.path, "unfit", node=node, why=why)
         print(f"== node {node} is not fit: {why}", flush=True)
@@ -86,14 +87,19 @@ def _starts(run: JobFolder, status: int, step: int) -> list[Start]:
 
 
 def _ends(run: JobFolder, status: int) -> TaskEnds:
-    logs = run.logs(os.environ[events.JOB_VARIABLE], restart())
+    logs = _logs(run)
     killed = status == 128 + signal.SIGKILL
     last_words = "".join(map(_tail, sorted(logs.glob("rank_*.err")))) if killed else ""
     return task_ends(_srun_said(run), status, last_words)
 
 
+def _logs(run: JobFolder) -> Path:
+    """Of this start of the job."""
+    return run.logs(os.environ[events.JOB_VARIABLE], restart())
+
+
 def _srun_said(run: JobFolder) -> str:
-    saw = run.logs(os.environ[events.JOB_VARIABLE], restart()) / "srun.err"
+    saw = _logs(run) / "srun.err"
     return saw.read_text(errors="replace") if saw.exists() else ""
 
 
@@ -116,7 +122,7 @@ def _failure(run: JobFolder) -> str | None:
     for event in told:
         if event["event"] == "failed":
             return f"rank {event['rank']} on {event['host']}: {event['why']}"
-    logs = sorted(run.logs(job, number).glob("rank_*.err"))
+    logs = sorted(_logs(run).glob("rank_*.err"))
     said = [line for log in logs for line in _tail(log).splitlines() if line.startswith(_ERROR)]
     return said[-1].removeprefix(_ERROR) if said else None
 
@@ -170,29 +176,63 @@ def requeue(run: Path, without: Sequence[str] = ()) -> None:
         events.record(run, "requeued", without=list(without) or None)
 
 
+def _goes_on(run: JobFolder, cluster: Cluster) -> bool:
+    """Whether the job has enough nodes left, which are then written down for its next start."""
+    used = _logs(run) / NODES
+    if not cluster.spares or not used.exists():
+        return False
+    said = _srun_said(run)
+    lost = _silent_nodes() if SILENT_NODE in said or FAILED_NODE in said else []
+    left = [node for node in used.read_text(encoding="utf-8").split(",") if node not in lost]
+    if lost:
+        events.record(run.path, "lost", nodes=lost)
+        print(f"== {', '.join(lost)} does not answer; nodes left: {len(left)}", flush=True)
+    used.write_text(",".join(left), encoding="utf-8")
+    return len(left) >= cluster.nodes
+
+
 def await_silent_nodes(run: Path) -> None:
     """Wait until Slurm has given up the job's nodes that do not answer, and starts the job again by itself.
 
     A job that is put back sooner starts no sooner, for it holds those nodes until then. But Slurm 22.05 then starts it
     without its GPUs, and takes them from all jobs until slurmctld restarts. Returns where the nodes answer.
     """
-    shown = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
-    limit = int(shown[1]) if shown is not None else 0
-    silent: list[str] = []
-    for passed in range(0, limit + limit // 3, _LOOK_SECONDS):
-        found = ask(*_SILENT, "--nodes", os.environ["SLURM_JOB_NODELIST"]).split()
-        before, silent = silent, sorted(set(found))
-        if silent and not before:
-            print(f"== waits until Slurm gives up {', '.join(silent)}, then starts again", flush=True)
-            events.record(run, "waits", nodes=silent)
-        # Slurm asks each node three times within its limit.
-        if not silent and (before or passed > limit // 2):
+    silent = _silent_nodes()
+    if silent:
+        print(f"== waits until Slurm gives up {', '.join(silent)}, then starts again", flush=True)
+        events.record(run, "waits", nodes=silent)
+    for _ in range(0, _patience(), _LOOK_SECONDS):
+        if not _dead_nodes():
             return
         time.sleep(_LOOK_SECONDS)
 
 
-_SILENT = ("sinfo", "--noheader", "--dead", "--Node", "--format=%N")
+def _silent_nodes() -> list[str]:
+    """The job's nodes that do not answer, which Slurm may take some time to notice."""
+    # It asks each node three times before it gives it up.
+    for _ in range(0, _patience() // 2, _LOOK_SECONDS):
+        if dead := _dead_nodes():
+            return dead
+        time.sleep(_LOOK_SECONDS)
+    return []
+
+
+def _dead_nodes() -> list[str]:
+    return sorted(set(ask(*_DEAD, "--nodes", os.environ["SLURM_JOB_NODELIST"]).split()))
+
+
+def _patience() -> int:
+    """Seconds after which Slurm gives up a node that does not answer; 0: never."""
+    shown = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
+    return int(shown[1]) if shown is not None else 0
+
+
+_DEAD = ("sinfo", "--noheader", "--dead", "--Node", "--format=%N")
 _LOOK_SECONDS = 5
+
+
+NODES = "nodes"
+"""Of a start: the file with the nodes that can be used, those of the run first, separated by commas."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +273,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("moment", choices=("begin", "end", "port"))
     parser.add_argument("submission", type=Path, nargs="?")
-    parser.add_argument("--preflight", type=Path, help="what the nodes found")
+    parser.add_argument("--nodes", default="", help="that have looked at themselves, separated by commas")
     parser.add_argument("--status", type=int, default=0, help="of srun, or of `begin`")
     args = parser.parse_args()
     if args.moment == "port":
@@ -241,16 +281,29 @@ def main() -> int:
         return ExitStatus.DONE
     if args.moment == "end":
         return _leave(args.submission, args.status)
-    nodes = os.environ["SLURM_JOB_NODELIST"]
-    begin(args.submission, nodes)
-    if (asked := _ASKED.get(args.status - 128)) is not None:
+    if not args.nodes:
+        begin(args.submission, os.environ["SLURM_JOB_NODELIST"])
+        return ExitStatus.DONE
+    return _enter(args.submission, args.status, args.nodes)
+
+
+def _enter(submission: Path, status: int, looked: str) -> int:
+    """Say that a start has begun, and write down its nodes: of those that `looked` at themselves the fit ones."""
+    begin(submission, ask("scontrol", "show", "hostlist", looked).strip())
+    if (asked := _ASKED.get(status - 128)) is not None:
         return asked
-    bad = unfit_nodes(args.submission, args.preflight, nodes) if args.preflight else {}
-    if not bad:
+    nodes = looked.split(",")
+    bad = unfit_nodes(submission, nodes)
+    fit = [node for node in nodes if node not in bad]
+    cluster = read_settings(submission).resources
+    if len(fit) >= cluster.nodes:
+        if cluster.spares:
+            # Slurm ends the job with the node of this script. Any other can be replaced, so that one is used last.
+            fit.sort(key=os.environ["SLURMD_NODENAME"].__eq__)
+        (_logs(JobFolder(submission.parents[1])) / NODES).write_text(",".join(fit), encoding="utf-8")
         return ExitStatus.DONE
     # What happens to most of several nodes is not the nodes' fault, and without them there may be nowhere to run.
-    all_nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
-    return ExitStatus.UNFIT if all_nodes == 1 or 2 * len(bad) <= all_nodes else ExitStatus.FAILED
+    return ExitStatus.UNFIT if len(nodes) == 1 or 2 * len(bad) <= len(nodes) else ExitStatus.FAILED
 
 
 def _leave(submission: Path, status: int) -> int:
@@ -262,6 +315,8 @@ def _leave(submission: Path, status: int) -> int:
     run = JobFolder(submission.parents[1])
     ended, starts_again = end(submission, status)
     if starts_again:
+        if ended != ExitStatus.STOPPED and _goes_on(run, read_settings(submission).resources):
+            return GOES_ON
         if SILENT_NODE in _srun_said(run):
             with suppress(SlurmRefused):
                 await_silent_nodes(run.path)

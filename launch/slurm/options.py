@@ -18,6 +18,7 @@ CLUSTER_VARIABLE = "MEGAKERNEL_CLUSTER"
 
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "nodes": ("-N", "--nodes"),
+    "spares": ("--spares",),
     "gpus_per_node": ("-G", "--gpus-per-node"),
     "time": ("-t", "--time"),
     "partition": ("-p", "--partition"),

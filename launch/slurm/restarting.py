@@ -32,6 +32,12 @@ _NO_LAUNCH = re.compile(r"srun: error: (tasks? \S+ launch failed: .+|Unable to c
 SILENT_NODE = "srun: error: Timed out waiting for job step to complete"
 """Where a node does not say that its processes have ended: it is gone, or they cannot be killed."""
 
+GOES_ON = 91
+"""What `attempt end` ends with where the script is to start the run again at once, on the nodes that are left."""
+
+FAILED_NODE = "srun: error: Node failure on"
+"""Where Slurm has given up a node of a job that goes on without it."""
+
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
 
 

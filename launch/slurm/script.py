@@ -12,6 +12,7 @@ from megakernel.config.cluster import Cluster
 from megakernel.training.environment import recorded_variables
 
 from .job_folder import SECRETS
+from .restarting import GOES_ON
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -57,6 +58,9 @@ class Script:
             "python": shlex.quote(sys.executable),
             "environment": "".join(_variables(cluster)),
             "setup": "".join(f"{line}\n" for line in cluster.setup),
+            "nodes": str(cluster.nodes),
+            "tasks": str(cluster.tasks_per_node),
+            "goes_on": str(GOES_ON),
             "srun": " ".join(_srun_options(cluster)),
             "inside": " ".join(_inside(cluster)),
             "preflight_mib": str(cluster.preflight_mib),
@@ -76,7 +80,9 @@ class Script:
         run = str(self.run).replace("%", "%%") + ("-%a" if self.array else "")
         wanted: dict[str, Value | None] = {
             "job-name": self.run.name,
-            "nodes": cluster.nodes,
+            "nodes": cluster.nodes + cluster.spares,
+            # A job of one node less than it began with is still of use.
+            "no-kill": cluster.spares > 0,
             "ntasks-per-node": cluster.tasks_per_node,
             "gpus-per-node": cluster.gpus or None,
             **{key: getattr(cluster, key) for key in _ALIKE},

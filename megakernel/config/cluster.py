@@ -40,6 +40,9 @@ class Cluster(Section):
     nodes: int = Field(default=1, ge=1, le=1_000_000)
     """Machines."""
 
+    spares: int = Field(default=0, ge=0, le=1_000)
+    """Further machines that the job holds. It starts again there, not in the queue, when one of its nodes is lost."""
+
     gpus_per_node: int = Field(default=1, ge=0, le=1_000)
     """GPUs on each, and as many processes; with 0 one process that computes on the CPU."""
 
@@ -159,7 +162,8 @@ class Cluster(Section):
             reason = (
                 f"would be ignored by executor={self.executor}, which starts processes as this shell would"
             )
-            ignored = {"container": self.container and self.container.image, "setup": self.setup}
+            image = self.container and self.container.image
+            ignored = {"container": image, "setup": self.setup, "spares": self.spares}
             for key, given in ignored.items():
                 if given:
                     yield Problem(key, given, reason, "leave it out or set executor to slurm")

@@ -37,15 +37,19 @@ echo "0, 81559"
 """An nvidia-smi of a node that has lost one of two GPUs."""
 
 
-@pytest.mark.timeout(600)
-def test_a_node_that_lost_a_gpu_is_named_and_kept_off(place):
+@pytest.fixture(scope="module")
+def one_gpu_on_n1(place):
+    """The settings of a cluster whose first node has lost one of two GPUs."""
     driver = place / "driver" / "nvidia-smi"
     driver.parent.mkdir()
     driver.write_text(ONE_GPU_ON_N1)
     driver.chmod(0o755)
-    Path("cluster.yaml").write_text(
-        f"gpus_per_node: 2\npreflight_mib: 0\nsetup: ['export PATH={driver.parent}:$PATH']\n"
-    )
+    settings = f"gpus_per_node: 2\npreflight_mib: 0\nsetup: ['export PATH={driver.parent}:$PATH']\n"
+    Path("cluster.yaml").write_text(settings)
+
+
+@pytest.mark.timeout(600)
+def test_a_node_that_lost_a_gpu_is_named_and_kept_off(one_gpu_on_n1):
     submit("run.yaml --name unfit training.steps=2 --cluster cluster.yaml")
     assert until_state("unfit", "COMPLETED", "FAILED")["nodes"] == "n2"
     assert story("unfit") == ["submitted", "started", "unfit", "ended", "requeued", "started", "ended"]
@@ -128,6 +132,17 @@ def test_where_all_are_slower_than_the_limit_no_node_is_to_blame(place):
     assert losses("slow") == {}
 
 
+@pytest.mark.timeout(600)
+def test_a_spare_node_takes_the_place_of_one_that_is_not_fit(one_gpu_on_n1):
+    submit("run.yaml --name spared training.steps=2 --cluster cluster.yaml --spares 1")
+    assert until_state("spared", "COMPLETED", "FAILED")["nodes"] == "n[1-2]"
+    assert story("spared") == ["submitted", "started", "unfit", "ended"]
+    assert last("spared", "unfit")["node"] == "n1"
+    (file,) = Path("runs/spared/logs").glob("*/*/nodes")
+    assert file.read_text() == "n2"
+    assert list(losses("spared")) == [1, 2]
+
+
 @pytest.mark.second
 @pytest.mark.timeout(600)
 def test_a_run_whose_node_is_lost_goes_on(place):
@@ -201,6 +216,21 @@ def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_
     assert story(run, job)[: len(seen)] == seen
     expected = train(place / "run.yaml", 2, f"run.name=whole-{comes_back}", "data.num_workers=0")
     assert list(losses(run).values()) == scalars(expected, "train/loss")
+
+
+@pytest.mark.second
+@pytest.mark.timeout(900)
+def test_a_job_with_a_spare_node_starts_again_inside_itself(place, impatient_slurm):
+    (job,) = submit("run.yaml --name inside --spares 1")
+    until_step("inside", 15)
+    crash("n2")
+    done = until_state("inside", "COMPLETED", "FAILED", seconds=400)
+    subprocess.run(["slurmd", "-N", "n2"], check=True)
+    assert (done["state"], done["restarts"]) == ("COMPLETED", 1)
+    assert last("inside", "lost")["nodes"] == ["n2"]
+    assert story("inside", job) == ["submitted", "started", "ended", "lost", "started", "ended"]
+    expected = train(place / "run.yaml", 1, "run.name=alone", "data.num_workers=0")
+    assert list(losses("inside").values()) == scalars(expected, "train/loss")
 
 
 @pytest.mark.timeout(600)

@@ -66,6 +66,13 @@ def test_the_type_of_gpus_is_asked_for():
     assert "#SBATCH --gpus-per-node=h100:8\n" in script(gpu_type="h100", gpus_per_node=8)
 
 
+def test_spare_nodes_are_asked_for_and_left_out_of_the_first_start():
+    text = script(nodes=2, spares=1)
+    assert "#SBATCH --nodes=3\n#SBATCH --no-kill\n" in text
+    assert 'step "$(cut -d , -f "-2" "$logs/nodes")"' in text
+    assert "--no-kill" not in script(nodes=2)
+
+
 def test_a_folder_may_hold_what_slurm_would_replace_but_no_backslash():
     parts = {"cluster": Cluster(), "submission": "now", "command": ["prepare"]}
     text = Script("command", run=Path("/data/%j/x"), **parts).text()
