@@ -185,8 +185,8 @@ def page(rows: Sequence[str], sizes: Sizes, command: str) -> str:
         f"{sizes.vocab_size:,} ids, tied embeddings, {DTYPE}, {sizes.rows} row(s) of one document in a step. The first "
         f"columns are tokens per {'second' if ON_GPU else 'CPU second'} of whole steps (forward, backward, clipping, "
         "AdamW), medians of turns that the models take one after the other; the last are times the speed of "
-        "`transformers`, whose `LlamaForCausalLM` has SDPA and torch's fused AdamW, as its Trainer has by default. Ours "
-        "is the engine of `megakernel pretrain` with its defaults.",
+        "`transformers`, whose `LlamaForCausalLM` has SDPA and torch's fused AdamW, as its Trainer has by default. "
+        "Ours is the engine of `megakernel pretrain` with its defaults.",
         "",
     ]
     return "\n".join(lines + table(columns, rows))
