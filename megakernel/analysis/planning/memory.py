@@ -83,7 +83,9 @@ def comes(job: Job, stage: int) -> float:
 def buckets(job: Job, count: int) -> tuple[float, float]:
     """DeepSpeed's buffers for gradients: those that are there in backward, and those at the update alone."""
     zero = job.layout.zero_stage
-    size = job.config.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", min(count, LARGEST_BUCKET))
+    size = job.config.deepspeed.get("zero_optimization", {}).get(
+        "reduce_bucket_size", min(count, LARGEST_BUCKET)
+    )
     copied = min(count, size) * FLOAT32
     if zero == 0 or (zero == 1 and job.element == 2):
         return 0.0, copied
