@@ -10,6 +10,9 @@ from .section import Section
 
 SoftmaxExchange = Literal["auto", "heads", "ring"]
 
+LARGEST_BUCKET = 500_000_000
+"""Gradients that ZeRO reduces at once, at most: DeepSpeed's default, a buffer of 2 GB in float32."""
+
 
 class Parallel(Section):
     """World = tensor x context x data x pipeline, tensor fastest; data is what is left of the world."""

@@ -3,8 +3,10 @@
 from typing import Any
 
 from deepspeed.runtime.config import DeepSpeedConfig
+from torch import nn
 
 from megakernel.config import Config, ConfigError, Problem, Training
+from megakernel.config.parallel import LARGEST_BUCKET
 from megakernel.config.section import merged
 from megakernel.parallel import Mesh
 
@@ -42,6 +44,12 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
         ours["communication_data_type"] = "fp32"
     return merged(ours, config.deepspeed)
+
+
+def fit_buckets(ds_config: dict[str, Any], model: nn.Module) -> None:
+    """Let ZeRO's buffer be no larger than the gradients of the model, which is built whole on every rank."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    ds_config["zero_optimization"].setdefault("reduce_bucket_size", min(trained, LARGEST_BUCKET))
 
 
 def check_own_keys(config: Config) -> None:

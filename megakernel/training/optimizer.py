@@ -126,6 +126,8 @@ def build_optimizer(
         "lr": settings.lr,
         "betas": (settings.beta1, settings.beta2),
         "eps": settings.eps,
+        # One pass over the weights where a CPU takes ten, each as long as reading them from memory.
+        "fused": mesh.device.type == "cpu",
     }
     if deepspeed_clips:
         return torch.optim.AdamW(groups, **options)

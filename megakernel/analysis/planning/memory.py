@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from megakernel.config.parallel import LARGEST_BUCKET
+
 from .gpus import Gpu
 from .layout import Job
 
@@ -22,9 +24,6 @@ PARTS = (
 
 MASTER_AND_MOMENTS = 12
 """Bytes per parameter of AdamW with float32 master weights."""
-
-BUCKET = 500_000_000
-"""Numbers that DeepSpeed reduces at once (`reduce_bucket_size`), where the configuration names no others."""
 
 LIVE = 1_000_000_000
 """Parameters that ZeRO 3 keeps gathered (`stage3_max_live_parameters`, `stage3_max_reuse_distance`)."""
@@ -84,7 +83,9 @@ def comes(job: Job, stage: int) -> float:
 def buckets(job: Job, count: int) -> tuple[float, float]:
     """DeepSpeed's buffers for gradients: those that are there in backward, and those at the update alone."""
     zero = job.layout.zero_stage
-    size = job.config.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET)
+    size = job.config.deepspeed.get("zero_optimization", {}).get(
+        "reduce_bucket_size", min(count, LARGEST_BUCKET)
+    )
     copied = min(count, size) * FLOAT32
     if zero == 0 or (zero == 1 and job.element == 2):
         return 0.0, copied

@@ -1,0 +1,209 @@
+"""How fast a model trains beside the same model in `transformers`: a Llama with SDPA and torch's fused AdamW.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.training_speed --out benchmarks/results/training_speed_cpu.md
+
+Ours goes through the engine that `megakernel pretrain` steps, with softmax and with the default FLuRKA. All have the
+same sizes, rows, dtype and gradient clipping. Each trains in a process of its own, and the processes take turns, so
+that other work on the machine meets all of them. On a CPU time is that of the process; on a GPU it is the wall
+clock's, and models are in bfloat16.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.page import add_out, give, opening, table
+from megakernel.config import Config, Parallel
+from megakernel.config.validation import validate
+
+BASELINE = "transformers"
+MODELS = {BASELINE: "transformers", "softmax": "softmax", "flurka": "FLuRKA"}
+"""What is measured -> its name on the page; ours are presets of model.attention."""
+
+LENGTHS = (512, 4096, 16384)
+WANTED = {"softmax": (1, 1, 1), "flurka": (1, 2, 6)}
+"""Times the baseline's speed that are asked for at LENGTHS."""
+
+LEARNING_RATE = 3e-4
+WARM = 2
+"""Steps that do not count: memory is touched, and moments are made, for the first time."""
+
+TOKENS = 4096
+"""Tokens of a turn, at least: more than one step of short rows."""
+
+ON_GPU = torch.cuda.is_available()
+DTYPE = "bfloat16" if ON_GPU else "float32"
+
+
+class Sizes(NamedTuple):
+    """What all models have in common."""
+
+    length: int
+    rows: int
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    inner: int = 768
+    vocab_size: int = 4096
+
+
+class Turn(NamedTuple):
+    """Some steps of a model."""
+
+    seconds: float
+    """Of one step."""
+
+    loss: float
+    """Of the last one, in nats."""
+
+
+def configuration(attention: str, sizes: Sizes) -> Config:
+    """A run of ours, whose rows hold one document each."""
+    model = {"num_layers": sizes.layers, "hidden_size": sizes.width, "num_heads": sizes.heads}
+    rows = {"global_batch_size": sizes.rows, "micro_batch_size": sizes.rows}
+    return validate(
+        {
+            "run": {"name": "training_speed"},
+            "model": {**model, "ffn_hidden_size": sizes.inner, "attention": attention},
+            "data": {"train": "data/none", "isolate_documents": False},
+            "training": {"steps": 1, "seq_len": sizes.length, **rows, "dtype": DTYPE},
+        }
+    )
+
+
+def ours(config: Config, sizes: Sizes) -> Callable[[], float]:
+    """A step of our model; returns the loss."""
+    from megakernel.parallel import Mesh, prepare_device
+    from megakernel.parallel.processes import ProcessEnvironment
+
+    mesh = Mesh.create(Parallel(), ProcessEnvironment(), prepare_device("auto", 0))
+    from benchmarks.real_runs import random_batch
+    from megakernel.model.settings import model_settings
+    from megakernel.training.engine import Engine
+
+    engine = Engine(config, model_settings(config, mesh, sizes.vocab_size))
+    batch = random_batch(config, sizes.vocab_size, mesh)
+    return lambda: engine.train_step([batch], LEARNING_RATE).loss
+
+
+def llama(sizes: Sizes) -> LlamaForCausalLM:
+    """The same model in `transformers`."""
+    config = LlamaConfig(
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.inner,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        max_position_embeddings=sizes.length,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).to("cuda" if ON_GPU else "cpu")
+
+
+def theirs(sizes: Sizes) -> Callable[[], float]:
+    """A step of it, as its Trainer takes one; returns the loss."""
+    model = llama(sizes).train()
+    weights = list(model.parameters())
+    optimizer = torch.optim.AdamW(weights, LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, sizes.vocab_size, (sizes.rows, sizes.length), generator=draw).to(model.device)
+
+    def step() -> float:
+        # The weights stay float32, as ours have float32 master weights.
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=ON_GPU):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def _work(model: str, sizes: Sizes, pipe: Connection) -> None:
+    """A process: train as many steps as it is told, and say how long they took."""
+    step = theirs(sizes) if model == BASELINE else ours(configuration(model, sizes), sizes)
+    clock = time.perf_counter if ON_GPU else time.process_time
+    for _ in range(WARM):
+        step()
+    pipe.send(None)
+    while steps := pipe.recv():
+        start = clock()
+        for _ in range(steps):
+            loss = step()  # the host reads it, and so has waited for the device
+        if ON_GPU:
+            torch.cuda.synchronize()
+        pipe.send(Turn((clock() - start) / steps, loss))
+
+
+def measure(sizes: Sizes, turns: int) -> dict[str, list[Turn]]:
+    """The turns of each model."""
+    spawning = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    for model in MODELS:
+        pipes[model], end = spawning.Pipe()
+        spawning.Process(target=_work, args=(model, sizes, end), daemon=True).start()
+        end.close()
+        pipes[model].recv()  # before the next one starts
+    found: dict[str, list[Turn]] = {model: [] for model in MODELS}
+    for _ in range(turns):
+        for model, pipe in pipes.items():
+            pipe.send(max(1, TOKENS // (sizes.rows * sizes.length)))
+            found[model].append(pipe.recv())
+    for pipe in pipes.values():
+        pipe.send(0)
+    for process in multiprocessing.active_children():
+        process.join()
+    return found
+
+
+def row(sizes: Sizes, found: dict[str, list[Turn]]) -> str:
+    """The line of one length."""
+    times = {model: statistics.median(turn.seconds for turn in turns) for model, turns in found.items()}
+    cells = [f"{sizes.length:,}", *(f"{sizes.rows * sizes.length / one:,.0f}" for one in times.values())]
+    for model, wanted in WANTED.items():
+        asked = f" ({wanted[LENGTHS.index(sizes.length)]})" if sizes.length in LENGTHS else ""
+        cells.append(f"{times[BASELINE] / times[model]:.2f}{asked}")
+    return f"| {' | '.join(cells)} |"
+
+
+def page(rows: Sequence[str], sizes: Sizes, command: str) -> str:
+    """The table and what it is of."""
+    columns = ["tokens of a row", *MODELS.values(), *(f"{MODELS[model]} (wanted)" for model in WANTED)]
+    lines = [
+        *opening("Training beside `transformers`", command),
+        f"{sizes.layers} layers × {sizes.width}, {sizes.heads} heads, SwiGLU of {sizes.inner}, "
+        f"{sizes.vocab_size:,} ids, tied embeddings, {DTYPE}, {sizes.rows} row(s) of one document in a step. The first "
+        f"columns are tokens per {'second' if ON_GPU else 'CPU second'} of whole steps (forward, backward, clipping, "
+        "AdamW), medians of turns that the models take one after the other; the last are times the speed of "
+        "`transformers`, whose `LlamaForCausalLM` has SDPA and torch's fused AdamW, as its Trainer has by default. "
+        "Ours is the engine of `megakernel pretrain` with its defaults.",
+        "",
+    ]
+    return "\n".join(lines + table(columns, rows))
+
+
+def main() -> None:
+    """Measure and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_out(parser)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=1, help="rows of a step")
+    parser.add_argument("--turns", type=int, default=5, help="of each model at each length")
+    options = parser.parse_args()
+    sizes = [Sizes(length, options.rows) for length in options.lengths]
+    rows = [row(one, measure(one, options.turns)) for one in sizes]
+    give(page(rows, sizes[0], "OMP_NUM_THREADS=1 python -m benchmarks.training_speed"), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What the page of training speeds is made of, and that the models are the same."""
+
+import math
+
+from benchmarks.training_speed import BASELINE, Sizes, Turn, configuration, llama, page, row, theirs
+from megakernel.model.parameters import parameter_count
+
+TINY = Sizes(length=16, rows=2, layers=1, width=32, heads=2, inner=64, vocab_size=128)
+
+
+def test_a_row_of_the_page_has_speeds_and_what_is_asked_for():
+    sizes = Sizes(length=4096, rows=1)
+    seconds = {BASELINE: 2.0, "softmax": 2.0, "flurka": 0.5}
+    found = {model: [Turn(one * times, 1.0) for times in (9, 1, 1)] for model, one in seconds.items()}
+    line = row(sizes, found)
+    assert line == "| 4,096 | 2,048 | 2,048 | 8,192 | 1.00 (1) | 4.00 (2) |"
+    assert line in page([line], sizes, "command").splitlines()
+
+
+def test_both_models_have_the_same_weights():
+    own = parameter_count(configuration("softmax", TINY).model, TINY.vocab_size, TINY.length)
+    assert own == sum(weight.numel() for weight in llama(TINY).parameters())
+
+
+def test_the_baseline_learns():
+    step = theirs(TINY)
+    losses = [step() for _ in range(4)]
+    assert abs(losses[0] - math.log(TINY.vocab_size)) < 0.2
+    assert losses[-1] < losses[0]
