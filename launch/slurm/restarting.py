@@ -26,8 +26,10 @@ _OVER_LIMIT = re.compile(
 _PATIENCE_ENDED = "srun: First task exited"
 """From there on srun itself ends what has not left, and that is no cause of anything."""
 
-_NO_LAUNCH = re.compile(r"srun: error: (tasks? \S+ launch failed: .+|Unable to create step .+)")
-"""Where not all processes could be started; srun itself may exit with 0 then."""
+_OF_SLURM = re.compile(
+    r"srun: error: (tasks? \S+ launch failed: .+|Unable to create step .+|Node failure on .+)"
+)
+"""Where not all processes could be started, or Slurm has given up a node; srun itself may exit with 0 then."""
 
 SILENT_NODE = "srun: error: Timed out waiting for job step to complete"
 """Where a node does not say that its processes have ended: it is gone, or they cannot be killed."""
@@ -59,9 +61,9 @@ def task_ends(srun_stderr: str, status: int, step_stderr: str = "") -> TaskEnds:
     if over is not None:
         used, limit = int(over["used"]) >> 20, int(over["limit"]) >> 20
         return TaskEnds(ExitStatus.OUT_OF_MEMORY, f"{over['node']}: {used} MiB of {limit} MiB".lstrip(": "))
-    launch = _NO_LAUNCH.search(seen)
-    if launch is not None:
-        return TaskEnds(status or ExitStatus.FAILED, launch[1])
+    of_slurm = _OF_SLURM.search(seen)
+    if of_slurm is not None:
+        return TaskEnds(status or ExitStatus.FAILED, of_slurm[1])
     ends = [(match, _status_of(match["how"])) for match in _END.finditer(seen)]
     largest = max((code for _, code in ends), default=status)
     deaths = [match for match, _ in ends if _EXITED.match(match["how"]) is None]
@@ -91,7 +93,7 @@ _OF_INFRASTRUCTURE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out|no route to host|network is unreachable"
     r"|transport endpoint|stale file handle|input/output error|remote i/o error"
     r"|nccl (remote|system|internal) error|nccl.*(timeout|watchdog)|\bxid\b|uncorrectable|ecc error"
-    r"|fallen off the bus|unspecified launch failure|cuda error: (unknown error|system|mps|hardware)",
+    r"|fallen off the bus|unspecified launch failure|node failure|cuda error: (unknown error|system|mps|hardware)",
     re.IGNORECASE,
 )
 """What libraries and the kernel say of a node, a GPU, a network or a file system that has failed."""

@@ -35,6 +35,7 @@ def test_what_happens_to_a_sound_run_starts_again_and_nothing_else(status, again
     "said",
     [
         RESET,
+        "Node failure on n2",
         "rank 0 on n1: DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2, NCCL remote error",
         "rank 0 on n1: RuntimeError: CUDA error: uncorrectable ECC error encountered",
         "rank 0 on n1: OSError: [Errno 116] Stale file handle: 'data/x.bin'",

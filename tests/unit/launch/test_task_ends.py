@@ -43,6 +43,7 @@ srun: error: n2: task 1: Killed
             0,
             TaskEnds(1, "task 0 launch failed: Slurmd could not connect IO"),
         ),
+        ("srun: error: Node failure on n2\n", 0, TaskEnds(1, "Node failure on n2")),
         (REFUSED, 1, TaskEnds(1, REFUSED.removeprefix("srun: error: ").strip())),
         (SAVED, 85, TaskEnds(85, None)),
         (KILLED, 137, TaskEnds(137, "rank 2 on n2: Killed")),
