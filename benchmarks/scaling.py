@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from benchmarks.page import opening, table
 from launch.slurm import collectives, preflight
 from megakernel.checkpoint.folder import CheckpointFolder
-from megakernel.checkpoint.manifest import Checkpoint, FileRecord, Progress, write_manifest
+from megakernel.checkpoint.manifest import Checkpoint, FileRecord, SavedProgress, write_manifest
 from megakernel.config.cluster import Cluster
 from megakernel.parallel import Mesh
 from megakernel.parallel import progress as progress_of
@@ -139,7 +139,7 @@ def looked_at(nodes: int, tasks: int) -> tuple[CountingStore, dict[str, list[lis
     return store, printed
 
 
-def _report(folder: Path, gpus: int) -> preflight.Report:
+def _report(folder: Path, gpus: int) -> preflight.NodeReport:
     """What this machine says of itself, with as many GPUs."""
     driver = folder / "nvidia-smi"
     driver.write_text("#!/bin/sh\n" + "echo 1234, 81559\n" * gpus)
@@ -280,7 +280,7 @@ def save_counts(root: Path) -> Counts:
 
         rank_of.value = rank
         folder = CheckpointFolder(root, keep=1, ranks=Ranks(rank, THREADS, exchange))
-        folder.save(Progress(1, 0, 0, {}, {}), write, written)
+        folder.save(SavedProgress(1, 0, 0, {}, {}), write, written)
 
     with patch.object(os, "fsync", lambda handle: synced.update([rank_of.value])):
         on_threads(range(THREADS), save)
@@ -297,7 +297,7 @@ def manifest_counts(nodes: int, tasks: int, folder: Path) -> Counts:
     for rank in range(size):  # as DeepSpeed names them
         (folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"x")
     write_manifest(
-        folder, Progress(1, 0, 0, {}, {}), {file.name: FileRecord.of(file) for file in folder.iterdir()}
+        folder, SavedProgress(1, 0, 0, {}, {}), {file.name: FileRecord.of(file) for file in folder.iterdir()}
     )
     mesh = object.__new__(Mesh)
     mesh.rank, mesh.world_size, mesh.device = 0, size, torch.device("cpu")

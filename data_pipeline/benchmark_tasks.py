@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.generated import Generated, Task
+from data_pipeline.generated import Generated, GeneratedTask
 from data_pipeline.glue import TASKS as GLUE
 from data_pipeline.glue import Glue
 from data_pipeline.lra.image import Image
@@ -18,7 +18,7 @@ from megakernel.config.errors import UserError, nearest_first
 
 OPTION = "--source"
 
-GENERATED: dict[str, type[Task]] = {task.NAME: task for task in (ListOps, Pathfinder, Sparsity)}
+GENERATED: dict[str, type[GeneratedTask]] = {task.NAME: task for task in (ListOps, Pathfinder, Sparsity)}
 READ: dict[str, Callable[[str], Source]] = {
     "lra:listops": PublishedListOps,
     "lra:text": Text,

@@ -21,7 +21,7 @@ Count = Annotated[int, Field(ge=0, le=1_000_000_000, description="Examples of th
 Some = Annotated[int, Field(ge=1, le=1_000_000_000, description="Examples of the split")]
 
 
-class Task(Section):
+class GeneratedTask(Section):
     """A kind of example, its options, and how many there are of each split."""
 
     NAME: ClassVar[str]
@@ -44,7 +44,7 @@ class Generated(Source):
 
     has_splits = True
 
-    def __init__(self, task: Task, seed: int, workers: int):
+    def __init__(self, task: GeneratedTask, seed: int, workers: int):
         """workers: processes that make them; what they make does not depend on their number."""
         super().__init__(task.train + task.validation + task.test)
         self.classes = task.CLASSES
@@ -58,27 +58,27 @@ class Generated(Source):
 
     def _read(self) -> Iterator[Document]:
         if self._workers == 1:
-            return chain.from_iterable(map(made, self._shares()))
-        return chain.from_iterable(in_processes(made, self._shares(), self._workers))
+            return chain.from_iterable(map(made, self._ranges()))
+        return chain.from_iterable(in_processes(made, self._ranges(), self._workers))
 
-    def _shares(self) -> Iterator["Share"]:
+    def _ranges(self) -> Iterator["ExampleRange"]:
         for split in ("train", "validation", "test"):
             count = getattr(self._task, split)
             for first in range(0, count, _CHUNK):
-                yield Share(self._task, self._seed, split, range(first, min(first + _CHUNK, count)))
+                yield ExampleRange(self._task, self._seed, split, range(first, min(first + _CHUNK, count)))
 
 
-class Share(NamedTuple):
+class ExampleRange(NamedTuple):
     """Consecutive examples of a split."""
 
-    task: Task
+    task: GeneratedTask
     seed: int
     split: str
     indices: range
 
 
-def made(share: Share) -> list[Document]:
-    """The examples of a share."""
-    task, seed, split, indices = share
+def made(examples: ExampleRange) -> list[Document]:
+    """The examples of a range."""
+    task, seed, split, indices = examples
     draws = ((random.Random(f"{task.NAME}/{seed}/{split}/{index}"), index) for index in indices)
     return [task.example(draw, index)._replace(split=split) for draw, index in draws]

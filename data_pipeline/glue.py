@@ -18,7 +18,7 @@ from megakernel.config.errors import UserError
 
 
 @dataclass(frozen=True)
-class Form:
+class GlueTask:
     """How one task is published."""
 
     texts: tuple[str, ...]
@@ -46,21 +46,21 @@ class Form:
 _PAIR = ("sentence1", "sentence2")
 
 TASKS = {
-    "cola": Form(("sentence",), "label", ("sentence",), names=("source", "label", "star", "sentence")),
-    "sst2": Form(("sentence",), "label", ("sentence",)),
-    "mrpc": Form(("#1 String", "#2 String"), "Quality", _PAIR),
-    "qqp": Form(("question1", "question2"), "is_duplicate", ("question1", "question2")),
-    "stsb": Form(_PAIR, "score", _PAIR, numbers=True),
-    "mnli": Form(
+    "cola": GlueTask(("sentence",), "label", ("sentence",), names=("source", "label", "star", "sentence")),
+    "sst2": GlueTask(("sentence",), "label", ("sentence",)),
+    "mrpc": GlueTask(("#1 String", "#2 String"), "Quality", _PAIR),
+    "qqp": GlueTask(("question1", "question2"), "is_duplicate", ("question1", "question2")),
+    "stsb": GlueTask(_PAIR, "score", _PAIR, numbers=True),
+    "mnli": GlueTask(
         _PAIR,
         "gold_label",
         ("premise", "hypothesis"),
         splits={"train": "train", "dev_matched": "validation", "dev_mismatched": "validation_mismatched"},
         hub_splits={"validation": "validation_matched"},
     ),
-    "qnli": Form(("question", "sentence"), "label", ("question", "sentence")),
-    "rte": Form(_PAIR, "label", _PAIR),
-    "wnli": Form(_PAIR, "label", _PAIR),
+    "qnli": GlueTask(("question", "sentence"), "label", ("question", "sentence")),
+    "rte": GlueTask(_PAIR, "label", _PAIR),
+    "wnli": GlueTask(_PAIR, "label", _PAIR),
 }
 
 

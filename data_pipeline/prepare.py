@@ -46,7 +46,7 @@ from megakernel.config.errors import UserError, written_to
 
 
 @dataclass(frozen=True)
-class Request:
+class PrepareRequest:
     """What determines a prepared folder's content."""
 
     source: list[str]
@@ -96,7 +96,7 @@ class Request:
 
 
 def prepare(
-    request: Request, out: Path, *, workers: int, overwrite: bool, console: Console
+    request: PrepareRequest, out: Path, *, workers: int, overwrite: bool, console: Console
 ) -> Manifest | None:
     """Make folder `out`; None where an equal request made it before and its files are undamaged.
 
@@ -157,12 +157,17 @@ def prepare(
     return manifest
 
 
-def _documents(source: Source, request: Request) -> Iterator[Document]:
+def _documents(source: Source, request: PrepareRequest) -> Iterator[Document]:
     return islice(iter(source), request.max_documents)
 
 
 def _write_splits(
-    source: Source, request: Request, tokenizer: Tokenizer, workers: int, folder: Path, console: Console
+    source: Source,
+    request: PrepareRequest,
+    tokenizer: Tokenizer,
+    workers: int,
+    folder: Path,
+    console: Console,
 ) -> tuple[dict[str, SplitRecord], LabelsRecord | None]:
     """Encode and write every document; a record for each split that got any, and one of their labels."""
     # Megatron's dataset package takes seconds to import; --help and a wrong path need not wait for it.
@@ -196,7 +201,7 @@ def _write_splits(
     return records, LabelsRecord(documents=rows, classes=classes, files=files)
 
 
-def _check_splits(records: dict[str, SplitRecord], request: Request, source: Source) -> None:
+def _check_splits(records: dict[str, SplitRecord], request: PrepareRequest, source: Source) -> None:
     documents = sum(record.documents for record in records.values())
     if not documents:
         raise UserError(f"--source {' '.join(request.source)} holds no text; give files with text in them")
@@ -223,7 +228,7 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _check_made_by(request: Request, out: Path) -> None:
+def _check_made_by(request: PrepareRequest, out: Path) -> None:
     manifest = Manifest.read(out)
     wanted = request.arguments()
     if wanted["add_bos"] == (manifest.tokenizer.bos is not None):  # also in what says nothing of it

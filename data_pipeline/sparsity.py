@@ -16,14 +16,14 @@ from typing import ClassVar
 from pydantic import Field
 
 from data_pipeline.document import Document
-from data_pipeline.generated import Count, Some, Task
+from data_pipeline.generated import Count, GeneratedTask, Some
 from megakernel.config.errors import Problem
 
 LARGEST = 4
 """Largest prefix sum, either sign."""
 
 
-class Sparsity(Task):
+class Sparsity(GeneratedTask):
     """Rows of `length` pairs; the paper has 200,000 of them for each probability, a fifth held out."""
 
     NAME: ClassVar[str] = "sparsity"

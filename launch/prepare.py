@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from data_pipeline.manifest import Manifest
-from data_pipeline.prepare import Request, prepare
+from data_pipeline.prepare import PrepareRequest, prepare
 from launch.arguments import Number
 from launch.messages import console
 
@@ -41,13 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--validation-fraction",
         type=float,
-        default=Request.validation_fraction,
+        default=PrepareRequest.validation_fraction,
         help="share of the documents held out for validation (default %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=Number(int, 0), default=Request.seed, help="which documents are held out, or made"
+        "--seed",
+        type=Number(int, 0),
+        default=PrepareRequest.seed,
+        help="which documents are held out, or made",
     )
-    parser.add_argument("--text-key", default=Request.text_key, help="column that holds the text of a row")
+    parser.add_argument(
+        "--text-key", default=PrepareRequest.text_key, help="column that holds the text of a row"
+    )
     parser.add_argument(
         "--labels", metavar="KEY", help="column that holds the class of a row, for a classifier"
     )
@@ -56,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="column with the document that the first is compared with (labelled rows only)",
     )
-    parser.add_argument("--split", default=Request.split, help="split of a hub dataset to read")
+    parser.add_argument("--split", default=PrepareRequest.split, help="split of a hub dataset to read")
     parser.add_argument(
         "--include",
         nargs="+",
@@ -82,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare the folder; 0 when it is there. Raises UserError for what the user can mend."""
-    given = {field.name: getattr(args, field.name) for field in fields(Request)}
-    request = Request(**given | {"include": tuple(args.include)})
+    given = {field.name: getattr(args, field.name) for field in fields(PrepareRequest)}
+    request = PrepareRequest(**given | {"include": tuple(args.include)})
     stderr = console(stderr=True)
     # An orderly exit, so that a prepare ended by a scheduler or with its terminal leaves no half-made folder.
     ends = [end for end in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(end) != signal.SIG_IGN]

@@ -15,7 +15,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from data_pipeline.document import Document
-from data_pipeline.generated import Count, Some, Task
+from data_pipeline.generated import Count, GeneratedTask, Some
 from data_pipeline.published import Published
 from data_pipeline.sources import tsv_rows
 from megakernel.config.errors import Problem
@@ -34,7 +34,7 @@ class _TooLongError(Exception):
     """The expression has passed the bound."""
 
 
-class ListOps(Task):
+class ListOps(GeneratedTask):
     """Expressions of `min_length` < tokens < `max_length`."""
 
     NAME: ClassVar[str] = "lra:listops"

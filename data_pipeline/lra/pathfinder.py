@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 from pydantic import Field
 
 from data_pipeline.document import Document
-from data_pipeline.generated import Count, Some, Task
+from data_pipeline.generated import Count, GeneratedTask, Some
 
 SIZE = 32
 """Pixels of a side."""
@@ -48,7 +48,7 @@ Point = tuple[float, float]
 """y and x, in pixels."""
 
 
-class Pathfinder(Task):
+class Pathfinder(GeneratedTask):
     """Pictures of two contours; every other one has its discs on the same."""
 
     NAME: ClassVar[str] = "lra:pathfinder"

@@ -3,9 +3,9 @@
 from .counting import CommonWords, FrequentWords
 from .haystack import Needle, Passkey, Variables
 from .recall import Copy, Induction, Mqar
-from .task import EVALUATION, TRAINING, Example, Task
+from .task import EVALUATION, TRAINING, Example, SyntheticTask
 
-KINDS: tuple[type[Task], ...] = (
+KINDS: tuple[type[SyntheticTask], ...] = (
     Passkey,
     Needle,
     Mqar,

@@ -8,13 +8,13 @@ from pydantic import Field
 
 from . import symbols
 from .filler import Filler
-from .task import Example, Task, Writing
+from .task import Example, SyntheticTask, Writing
 
 _SLOT = symbols.WORD + 1
 """Characters of a word and its space."""
 
 
-class _Words(Task):
+class _Words(SyntheticTask):
     """A shuffled list of words, of which those that stand most often are asked for."""
 
     length: int = Field(default=4096, ge=2, le=1_000_000_000)
@@ -53,7 +53,7 @@ class _Words(Task):
         return self._frame + self._fewest * _SLOT
 
     def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
-        """See `Task`."""
+        """See `SyntheticTask`."""
         places, rest = divmod(characters - self._frame, _SLOT)
         counts = self._counts(places)
         words = symbols.words(rng, len(counts))

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from . import symbols
 from .filler import Filler
-from .task import Example, Task, Writing
+from .task import Example, SyntheticTask, Writing
 
 
-class Haystack(Task):
+class Haystack(SyntheticTask):
     """A task whose statements are hidden in a filler's text."""
 
     filler: str = "sentences"
@@ -39,7 +39,7 @@ class Passkey(Haystack):
         return len(self._INTRO + self._STATEMENT.format("", "") + self._QUESTION) + 3 * self.digits + 1
 
     def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
-        """See `Task`."""
+        """See `SyntheticTask`."""
         number = symbols.number(rng, self.digits)
         depth = depth_of(index, self.depths)
         writing = Writing()
@@ -76,7 +76,7 @@ class Needle(Haystack):
         return self.needles * statement + question + self.digits + 1
 
     def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
-        """See `Task`."""
+        """See `SyntheticTask`."""
         words = symbols.words(rng, self.needles)
         numbers = [symbols.number(rng, self.digits) for _ in words]
         depth = depth_of(index, self.depths)
@@ -116,7 +116,7 @@ class Variables(Haystack):
         return self.chains * chain + question + (self.hops + 1) * (self._LETTERS + 1)
 
     def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
-        """See `Task`."""
+        """See `SyntheticTask`."""
         names = symbols.distinct(rng, symbols.UPPER, self._LETTERS, self.chains * (self.hops + 1))
         chains = [names[at :: self.chains] for at in range(self.chains)]
         first = rng.integers(10 ** (self._DIGITS - 1), 10**self._DIGITS)

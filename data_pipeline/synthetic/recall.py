@@ -11,10 +11,10 @@ from megakernel.config.errors import Problem
 from . import symbols
 from .filler import Filler
 from .haystack import depth_of
-from .task import Example, Task, Writing
+from .task import Example, SyntheticTask, Writing
 
 
-class Recall(Task):
+class Recall(SyntheticTask):
     """A short row of symbols."""
 
     length: int = Field(default=128, ge=2, le=1_000_000_000)
@@ -71,7 +71,7 @@ class Mqar(Recall):
             yield Problem("queries", self.queries, f"exceeds pairs={self.pairs}", f"set at most {self.pairs}")
 
     def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
-        """See `Task`."""
+        """See `SyntheticTask`."""
         space = " " * self.spaced
         keys = symbols.distinct(rng, symbols.LOWER, self.key_length, self.pairs)
         values = [symbols.text(rng, symbols.UPPER, self.value_length) for _ in keys]
@@ -105,7 +105,7 @@ class Copy(Recall):
         return 3
 
     def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
-        """See `Task`."""
+        """See `SyntheticTask`."""
         count = (characters - 1) // 2
         letters = symbols.text(rng, symbols.LOWER[: self.alphabet], count)
         writing = Writing()
@@ -136,7 +136,7 @@ class Induction(Recall):
         return 2 * (1 + self.answer_length)
 
     def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
-        """See `Task`."""
+        """See `SyntheticTask`."""
         letters = symbols.LOWER[: self.alphabet]
         noise = symbols.text(rng, letters, characters - self.shortest)
         answer = symbols.text(rng, letters, self.answer_length)

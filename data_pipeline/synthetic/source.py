@@ -15,7 +15,7 @@ from megakernel.config.errors import UserError
 from . import TASKS
 from .filler import Filler, Passages, sentences
 from .haystack import Haystack
-from .task import TRAINING, Example, Task
+from .task import TRAINING, Example, SyntheticTask
 
 
 class TaskSource(Source):
@@ -26,7 +26,7 @@ class TaskSource(Source):
 
     endless = True
 
-    def __init__(self, task: Task):
+    def __init__(self, task: SyntheticTask):
         """Make nothing yet; UserError for a filler that cannot be read."""
         super().__init__()
         self._task = task
@@ -56,7 +56,7 @@ def counter(tokenizer: Tokenizer | None) -> Callable[[Example], int] | None:
     return lambda example: len(encode_answered(tokenizer, example.text, example.answers).tokens)
 
 
-def open_filler(task: Task) -> Filler:
+def open_filler(task: SyntheticTask) -> Filler:
     """What a task hides things in, but for the documents of a run; UserError where it cannot be read."""
     if not isinstance(task, Haystack) or task.filler == "sentences":
         return sentences

@@ -60,7 +60,7 @@ _CHARACTERS_PER_TOKEN = 4
 """Of the texts that a tokenizer is trained on: enough that all parts of an example stand in them."""
 
 
-class Task(Section):
+class SyntheticTask(Section):
     """Examples without end; each is a text, and the answers in it."""
 
     NAME: ClassVar[str]

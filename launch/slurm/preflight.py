@@ -40,7 +40,7 @@ SKEW_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Report:
+class NodeReport:
     """What a node found."""
 
     node: str
@@ -60,12 +60,12 @@ class Report:
     """Python and packages."""
 
 
-_Line = TypeVar("_Line", Report, Timing)
+_Line = TypeVar("_Line", NodeReport, Timing)
 
 
-def look(submission: Path, node: str) -> Report:
+def look(submission: Path, node: str) -> NodeReport:
     """What this node finds. submission: a folder that the node must see, inside the run's folder."""
-    return Report(
+    return NodeReport(
         node,
         time.time(),
         psutil.virtual_memory().available,
@@ -75,7 +75,7 @@ def look(submission: Path, node: str) -> Report:
     )
 
 
-def unfit(reports: Mapping[str, Report | None], gpus_per_node: int) -> dict[str, str]:
+def unfit(reports: Mapping[str, NodeReport | None], gpus_per_node: int) -> dict[str, str]:
     """The nodes that should not be used -> why.
 
     reports: of every node of the job, None where one said nothing. gpus_per_node: what the run needs of each.
@@ -102,7 +102,7 @@ def unfit(reports: Mapping[str, Report | None], gpus_per_node: int) -> dict[str,
     return bad
 
 
-def _reasons(report: Report, gpus_per_node: int) -> list[str]:
+def _reasons(report: NodeReport, gpus_per_node: int) -> list[str]:
     reasons = []
     if report.unwritable is not None:
         reasons.append(f"the run's folder cannot be written ({report.unwritable})")
@@ -125,10 +125,10 @@ def judge(lines: Sequence[str], nodes: Sequence[str], gpus_per_node: int, second
     return bad | slow_nodes(read_timings(lines), seconds, known=bad)
 
 
-def read_reports(lines: Iterable[str], nodes: Sequence[str]) -> dict[str, Report | None]:
+def read_reports(lines: Iterable[str], nodes: Sequence[str]) -> dict[str, NodeReport | None]:
     """The report of every node, None of those that have none among the lines."""
-    reports: dict[str, Report | None] = dict.fromkeys(nodes)
-    for report in _read(Report, lines):
+    reports: dict[str, NodeReport | None] = dict.fromkeys(nodes)
+    for report in _read(NodeReport, lines):
         reports[report.node] = report
     return reports
 

@@ -22,7 +22,7 @@ KERNELS, SKYFORMER, MIXTURES, FLURKA = PAPERS = (
 """The papers whose mechanisms all are here."""
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """Where a mechanism comes from."""
 
     paper: str
@@ -34,36 +34,36 @@ class Source(NamedTuple):
 
 
 SOURCES = {
-    "softmax": Source("Vaswani et al. 2017", None, "softmax(q·k/√d)"),
-    "local": Source("ablation of FLuRKA", None, "softmax inside the current block"),
-    "linear": Source("Katharopoulos et al. 2020", None, "φ = elu + 1"),
-    "performer": Source("Choromanski et al. 2021", None, "φ = exp(ωx − |x|²/2), ω orthogonal"),
-    "hedgehog": Source("Zhang et al. 2024", None, "φ = [softmax(Wx), softmax(−Wx)]"),
-    "rff": Source("Rahimi and Recht 2007", None, "φ = [cos ωx, sin ωx]"),
-    "gmm_rks": Source(KERNELS, "5", "RKS of a learned Gaussian mixture"),
-    "gmm_prf": Source(KERNELS, "9, 10", "PRF of a learned Gaussian mixture"),
-    "fastfood_rks": Source(KERNELS, "6", "RKS of S H G Π H B x"),
-    "fastfood_prf": Source(KERNELS, "9, 12", "PRF of S H G Π H B x"),
-    "generative_rks": Source(KERNELS, "7, 8", "RKS of generated frequencies"),
-    "generative_prf": Source(KERNELS, "9, 11", "PRF of generated frequencies"),
-    "flurka": Source(FLURKA, "2, made causal", "landmarks under φ, current block by softmax, gated"),
-    "flurka_kernel": Source(FLURKA, "2, made causal", "landmarks and current block under φ"),
-    "flurka_performer": Source(FLURKA, "2", "φ of Performer over E X, F X"),
-    "flurka_rnn": Source(FLURKA, "2", "φ = elu + 1 over E X, F X"),
-    "flurka_eva": Source(FLURKA, "2", "EVA over E X, F X"),
-    "linformer": Source("Wang et al. 2020", None, "softmax over E K, F V"),
-    "linformer_causal": Source(
+    "softmax": Origin("Vaswani et al. 2017", None, "softmax(q·k/√d)"),
+    "local": Origin("ablation of FLuRKA", None, "softmax inside the current block"),
+    "linear": Origin("Katharopoulos et al. 2020", None, "φ = elu + 1"),
+    "performer": Origin("Choromanski et al. 2021", None, "φ = exp(ωx − |x|²/2), ω orthogonal"),
+    "hedgehog": Origin("Zhang et al. 2024", None, "φ = [softmax(Wx), softmax(−Wx)]"),
+    "rff": Origin("Rahimi and Recht 2007", None, "φ = [cos ωx, sin ωx]"),
+    "gmm_rks": Origin(KERNELS, "5", "RKS of a learned Gaussian mixture"),
+    "gmm_prf": Origin(KERNELS, "9, 10", "PRF of a learned Gaussian mixture"),
+    "fastfood_rks": Origin(KERNELS, "6", "RKS of S H G Π H B x"),
+    "fastfood_prf": Origin(KERNELS, "9, 12", "PRF of S H G Π H B x"),
+    "generative_rks": Origin(KERNELS, "7, 8", "RKS of generated frequencies"),
+    "generative_prf": Origin(KERNELS, "9, 11", "PRF of generated frequencies"),
+    "flurka": Origin(FLURKA, "2, made causal", "landmarks under φ, current block by softmax, gated"),
+    "flurka_kernel": Origin(FLURKA, "2, made causal", "landmarks and current block under φ"),
+    "flurka_performer": Origin(FLURKA, "2", "φ of Performer over E X, F X"),
+    "flurka_rnn": Origin(FLURKA, "2", "φ = elu + 1 over E X, F X"),
+    "flurka_eva": Origin(FLURKA, "2", "EVA over E X, F X"),
+    "linformer": Origin("Wang et al. 2020", None, "softmax over E K, F V"),
+    "linformer_causal": Origin(
         "parent of causal FLuRKA", None, "softmax over landmarks and the current block"
     ),
-    "gaussian": Source(MIXTURES, "7, one key", "exp(−|q−k|²/2√d), normalized"),
-    "kernelized": Source(SKYFORMER, "3", "exp(−|q−k|²/2√d), not normalized"),
-    "mgk": Source(MIXTURES, "7, keys A", "mixture of Gaussian keys, projected"),
-    "smgk": Source(MIXTURES, "7, keys B", "mixture of Gaussian keys, shifted"),
-    "mlk": Source(MIXTURES, "section 2.4, keys A", "mixture of linear keys, projected"),
-    "smlk": Source(MIXTURES, "section 2.4, keys B", "mixture of linear keys, shifted"),
-    "skyformer": Source(SKYFORMER, "4–6", "κ(Q, L) M⁺ κ(L, K)"),
-    "nystromformer": Source("Xiong et al. 2021", None, "Nyström with segment means"),
-    "eva": Source("Zheng et al. 2023", None, "windows and control variates"),
+    "gaussian": Origin(MIXTURES, "7, one key", "exp(−|q−k|²/2√d), normalized"),
+    "kernelized": Origin(SKYFORMER, "3", "exp(−|q−k|²/2√d), not normalized"),
+    "mgk": Origin(MIXTURES, "7, keys A", "mixture of Gaussian keys, projected"),
+    "smgk": Origin(MIXTURES, "7, keys B", "mixture of Gaussian keys, shifted"),
+    "mlk": Origin(MIXTURES, "section 2.4, keys A", "mixture of linear keys, projected"),
+    "smlk": Origin(MIXTURES, "section 2.4, keys B", "mixture of linear keys, shifted"),
+    "skyformer": Origin(SKYFORMER, "4–6", "κ(Q, L) M⁺ κ(L, K)"),
+    "nystromformer": Origin("Xiong et al. 2021", None, "Nyström with segment means"),
+    "eva": Origin("Zheng et al. 2023", None, "windows and control variates"),
 }
 """Preset -> where it comes from."""
 
@@ -73,7 +73,7 @@ class Entry:
     """One mechanism. Sizes are those of a layer of HEADS heads of width HEAD_DIM on rows of ROW tokens."""
 
     name: str
-    source: Source
+    source: Origin
 
     tree: dict[str, Any]
     """The preset written out, with the settings of a mechanism besides the algebra."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from megakernel.config import RunFailed, UserError
 from megakernel.parallel.ranks import RankFailed, Ranks
 
-from .manifest import Checkpoint, Damaged, FileRecord, Progress, flush, flushed, step_of, write_manifest
+from .manifest import Checkpoint, Damaged, FileRecord, SavedProgress, flush, flushed, step_of, write_manifest
 
 PARTIAL = ".partial"
 LATEST = "latest"
@@ -71,7 +71,7 @@ class CheckpointFolder:
 
     def save(
         self,
-        progress: Progress,
+        progress: SavedProgress,
         write: Callable[[Path], object],
         written: Callable[[], Iterable[Path]] = tuple,
         prune: bool = True,
@@ -114,7 +114,7 @@ class CheckpointFolder:
         return True
 
     def _publish(
-        self, partial: Path, final: Path, progress: Progress, shares: Iterable[dict[str, FileRecord]]
+        self, partial: Path, final: Path, progress: SavedProgress, shares: Iterable[dict[str, FileRecord]]
     ) -> None:
         """Make the written folder a checkpoint. All that needs space is written before the first rename."""
         files = {name: record for share in shares for name, record in share.items()}

@@ -53,7 +53,7 @@ class FileRecord(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
+class SavedProgress:
     """How far the run was, and what wrote the checkpoint."""
 
     step: int
@@ -77,7 +77,7 @@ class Checkpoint:
     """A folder `step_N` and what its manifest says."""
 
     folder: Path
-    progress: Progress
+    progress: SavedProgress
 
     @property
     def step(self) -> int:
@@ -95,7 +95,7 @@ class Checkpoint:
         """
         manifest, files = read_manifest(folder)
         try:
-            progress = Progress(**manifest["progress"])
+            progress = SavedProgress(**manifest["progress"])
         except (KeyError, TypeError):
             raise Damaged(f"{MANIFEST} is damaged") from None
         return cls(folder, progress, files)
@@ -147,7 +147,7 @@ def _check(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) 
             raise Damaged(f"{name} cannot be read ({error.strerror})") from None
 
 
-def write_manifest(folder: Path, progress: Progress | None, files: Mapping[str, FileRecord]) -> Path:
+def write_manifest(folder: Path, progress: SavedProgress | None, files: Mapping[str, FileRecord]) -> Path:
     """Write the manifest; `files` by name relative to `folder`. progress: None for what is no checkpoint itself."""
     manifest = {
         **({"progress": asdict(progress)} if progress else {}),

@@ -10,7 +10,7 @@ from torch import Tensor
 from data_pipeline.corpus import Corpora
 from data_pipeline.encoding import AnsweredTokens, encode_answered
 from data_pipeline.synthetic import EVALUATION, Example
-from data_pipeline.synthetic import Task as Examples
+from data_pipeline.synthetic import SyntheticTask as Examples
 from data_pipeline.synthetic.filler import Filler, Passages
 from data_pipeline.synthetic.haystack import Haystack
 from data_pipeline.synthetic.source import counter, open_filler
@@ -19,7 +19,7 @@ from data_pipeline.tokenizers import Tokenizer
 from megakernel.config import UserError
 
 from .answer_counts import AnswerCounts, Cell
-from .subject import Progress, Source, Subject, check_positions, rows_per_pass
+from .subject import OnPass, OpenedRun, Subject, check_positions, rows_per_pass
 
 VALIDATION = "validation"
 """The filler that is the run's validation documents."""
@@ -41,7 +41,7 @@ class AnswersTask:
         """Where validation documents hide what is asked for."""
         return any(isinstance(task, Haystack) and task.filler == VALIDATION for task in self.at_lengths)
 
-    def check(self, source: Source) -> None:
+    def check(self, source: OpenedRun) -> None:
         """UserError for an encoder, no samples, lengths too long for learned positions or too short for an example, and
         an unreadable filler.
         """
@@ -59,7 +59,7 @@ class AnswersTask:
             check_positions(source.config, task.length, f"--task {self.spec}: length")
             task.example(EVALUATION, 0, _filler(task, source), counter(source.tokenizer))
 
-    def measure(self, subject: Subject, progress: Progress) -> "AnswerCounts":
+    def measure(self, subject: Subject, progress: OnPass) -> "AnswerCounts":
         """Accuracy and loss by length and depth."""
         sizes = [self._examples(task) for task in self.at_lengths]
         passes = [
@@ -85,7 +85,7 @@ class AnswersTask:
         return -(-self.samples // depths) * depths
 
 
-def _filler(task: Examples, source: Source) -> Filler:
+def _filler(task: Examples, source: OpenedRun) -> Filler:
     if isinstance(task, Haystack) and task.filler == VALIDATION:
         return Passages(_texts(source.text, source.tokenizer, 4 * task.length), VALIDATION)
     return open_filler(task)

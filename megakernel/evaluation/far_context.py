@@ -13,7 +13,7 @@ from data_pipeline.samples import BlendedSamples
 
 from .perplexity import STARTS, predict
 from .result import Table, number
-from .subject import Progress, Subject
+from .subject import OnPass, Subject
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def bucket_starts(near: int, seq_len: int) -> list[int]:
 
 
 def measure_far(
-    subject: Subject, samples: BlendedSamples, count: int, rows: int, near: int, progress: Progress
+    subject: Subject, samples: BlendedSamples, count: int, rows: int, near: int, progress: OnPass
 ) -> list[FarBucket]:
     """The buckets, over the first `count` samples, whose index is built; `rows` of them in a forward pass.
 

@@ -10,7 +10,7 @@ from megakernel.config import Config, UserError
 from megakernel.config.section import Section
 
 from .result import Evaluation, PositionBucket
-from .subject import Progress, Result, Source, Subject, check_positions, rows_per_pass
+from .subject import OnPass, OpenedRun, Result, Subject, check_positions, rows_per_pass
 
 
 class Options(Section):
@@ -50,7 +50,7 @@ class LanguageModelling:
         """Always: it is what is predicted."""
         return True
 
-    def check(self, source: Source) -> None:
+    def check(self, source: OpenedRun) -> None:
         """UserError for options that do not fit the run or each other."""
         config, options = (
             evaluated_config(source.config, self.options.samples, self.options.seq_len),
@@ -91,14 +91,14 @@ class LanguageModelling:
         if options.stride is None:
             check_length(config, self._text(source), options.split)
 
-    def _text(self, source: Source) -> Corpora:
+    def _text(self, source: OpenedRun) -> Corpora:
         split = self.options.split
         return source.text if split == "validation" else Corpora(source.config.data, split=split)
 
     def _near(self, seq_len: int) -> int:
         return self.options.near if self.options.near is not None else max(1, seq_len // 8)
 
-    def measure(self, subject: Subject, progress: Progress) -> Result:
+    def measure(self, subject: Subject, progress: OnPass) -> Result:
         """An `Evaluation`, or with far a `FarContext`."""
         config = evaluated_config(subject.config, self.options.samples, self.options.seq_len)
         if self.options.far is not None:
@@ -146,7 +146,7 @@ class LanguageModelling:
             scores=scores,
         )
 
-    def _measure_far(self, subject: Subject, config: Config, progress: Progress) -> Result:
+    def _measure_far(self, subject: Subject, config: Config, progress: OnPass) -> Result:
         from data_pipeline.samples import BlendedSamples
 
         from .far_context import FarContext, measure_far
@@ -198,7 +198,7 @@ def check_length(config: Config, corpora: Corpora, split: str = "validation") ->
             )
 
 
-def _check_draws(draws: int, source: Source) -> None:
+def _check_draws(draws: int, source: OpenedRun) -> None:
     model = source.config.model
     if draws < 1:
         raise UserError(f"draws={draws} leaves no vote; give --draws 1 or more")

@@ -14,7 +14,7 @@ from megakernel.parallel.device import choose_device
 from .answers import AnswersTask
 from .language_modelling import LanguageModelling, Options, check_length, evaluated_config
 from .result import Evaluation
-from .subject import Progress, Result, Task, find, opened
+from .subject import OnPass, Result, Task, find, opened
 
 OPTION = "--task"
 LM = "lm"
@@ -107,7 +107,7 @@ def evaluate_run(
     seq_len: int | None = None,
     draws: int | None = None,
     split: str = "validation",
-    progress: Progress = _silent,
+    progress: OnPass = _silent,
 ) -> Evaluation:
     """Evaluate a checkpoint on its run's validation data, in this process.
 
@@ -156,7 +156,7 @@ def evaluate_baseline(
     weights: Path | None = None,
     samples: int | None = None,
     seq_len: int | None = None,
-    progress: Progress = _silent,
+    progress: OnPass = _silent,
 ) -> Evaluation:
     """Evaluate a model of `transformers` of the run's sizes on the run's validation data, in this process.
 

@@ -19,12 +19,12 @@ from .result import Table
 if TYPE_CHECKING:
     from megakernel.model import LanguageModel
 
-Progress = Callable[[int, int], None]
+OnPass = Callable[[int, int], None]
 """Told after each forward pass how many are done, and of how many."""
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenedRun:
     """A checkpoint and what belongs to it, before its weights are read."""
 
     folder: Path
@@ -49,7 +49,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Subject(Source):
+class Subject(OpenedRun):
     """A checkpoint's model, ready to be measured."""
 
     model: "LanguageModel"
@@ -82,14 +82,14 @@ class Task(Protocol):
     def reads_text(self) -> bool:
         """Whether it needs the run's data, and not its tokenizer alone."""
 
-    def check(self, source: Source) -> None:
+    def check(self, source: OpenedRun) -> None:
         """UserError for a run that this task cannot be measured of."""
 
-    def measure(self, subject: Subject, progress: Progress) -> Result:
+    def measure(self, subject: Subject, progress: OnPass) -> Result:
         """The result; the subject has been checked."""
 
 
-def find(folder: Path, step: int | None, reads_text: bool) -> Source:
+def find(folder: Path, step: int | None, reads_text: bool) -> OpenedRun:
     """The checkpoint at a step, or the newest good one.
 
     Raises UserError: no run, no such checkpoint, and with reads_text no corpus, or one of another tokenizer.
@@ -102,10 +102,10 @@ def find(folder: Path, step: int | None, reads_text: bool) -> Source:
             f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "
             f"prepare the corpus with --tokenizer {tokenizer_folder(folder)}"
         )
-    return Source(folder, run, tokenizer, corpora)
+    return OpenedRun(folder, run, tokenizer, corpora)
 
 
-def opened(source: Source) -> Subject:
+def opened(source: OpenedRun) -> Subject:
     """The source with its model, in this process."""
     from megakernel.checkpoint.one_process import one_process_model
 

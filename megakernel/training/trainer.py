@@ -11,7 +11,7 @@ from data_pipeline.corpus import Corpora
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.packing import packing_table
 from megakernel.checkpoint.folder import CheckpointFolder
-from megakernel.checkpoint.manifest import Progress
+from megakernel.checkpoint.manifest import SavedProgress
 from megakernel.checkpoint.trained_run import is_done
 from megakernel.config import Config, Masking, NotFinite
 from megakernel.model.flops import training_flops_per_token
@@ -254,7 +254,7 @@ class Trainer:
     def _save(self, step: int) -> None:
         self.mesh.progress.reach("saving")
         samples, tokens = self._consumed(step)
-        progress = Progress(
+        progress = SavedProgress(
             step=step,
             consumed_samples=samples,
             consumed_tokens=tokens,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megakernel.checkpoint.folder import CheckpointFolder, SaveFailed
-from megakernel.checkpoint.manifest import Progress
+from megakernel.checkpoint.manifest import SavedProgress
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.engine import DeferredErrors
 
@@ -51,12 +51,12 @@ def save_twice(root: Path, failing_rank: int) -> tuple[str, int]:
             engine.save_checkpoint(str(path.parent), tag=path.name, save_latest=False)
             writes.raise_first()
 
-        folder.save(Progress(1, 0, 0, {}, {}), write)
+        folder.save(SavedProgress(1, 0, 0, {}, {}), write)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if rank == failing_rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
         try:
-            folder.save(Progress(2, 0, 0, {}, {}), write)
+            folder.save(SavedProgress(2, 0, 0, {}, {}), write)
         except SaveFailed as error:
             message = str(error)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

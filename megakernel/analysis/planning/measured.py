@@ -338,7 +338,7 @@ class _Loss(torch.autograd.Function):
         return x.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *pulls: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return torch.empty(ctx.like[0], dtype=ctx.like[1])
 
 
@@ -396,7 +396,7 @@ class _Fused(torch.autograd.Function):
         return x.new_empty(*x.shape[:-1], width)
 
     @staticmethod
-    def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None, None
 

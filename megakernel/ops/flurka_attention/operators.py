@@ -21,7 +21,7 @@ from megakernel.ops.kernel_attention.launches import (
     SEGMENT,
     WARP_GROUPS,
     Call,
-    Tile,
+    TileSizes,
     given_or_zeros,
 )
 from megakernel.ops.kernel_attention.operators import (
@@ -41,7 +41,7 @@ BLOCKS_AT_ONCE = 16
 """Blocks whose parts of the gradients of E and F one program adds up."""
 
 
-class Form(NamedTuple):
+class Options(NamedTuple):
     """The arguments of an op that are no tensors."""
 
     feature_map: str
@@ -59,29 +59,29 @@ def segment_blocks(phi: Phi, block_size: int, rank: int) -> int:
     return max(triton.cdiv(tokens, block_size), triton.cdiv(LANDMARKS, rank))
 
 
-def tiles_of(phi: Phi, near: Near, size: int, values: int, capability: int) -> dict[str, Tile]:
+def tiles_of(phi: Phi, near: Near, size: int, values: int, capability: int) -> dict[str, TileSizes]:
     """What programs of FLuRKA's kernels hold, of tokens of `size` bytes."""
-    tiles = dict.fromkeys(("pool", "pool_backward"), Tile(16, 16, 4))
+    tiles = dict.fromkeys(("pool", "pool_backward"), TileSizes(16, 16, 4))
     if size == 4:
         names = ("join", "join_backward", "window_backward", "write_keys", "bwd_dkv")
-        return tiles | dict.fromkeys(names, Tile(32, 32, 4))
+        return tiles | dict.fromkeys(names, TileSizes(32, 32, 4))
     if max(phi.padded_width, padded(values), phi.padded_features // 2) <= 64:
         return tiles | {
-            **dict.fromkeys(("join", "join_backward", "write_keys"), Tile(64, 64, 4)),
-            **dict.fromkeys(("window_backward", "bwd_dkv"), Tile(64, 32, 4)),
+            **dict.fromkeys(("join", "join_backward", "write_keys"), TileSizes(64, 64, 4)),
+            **dict.fromkeys(("window_backward", "bwd_dkv"), TileSizes(64, 32, 4)),
         }
     has_groups = capability in WARP_GROUPS
-    tiles |= {"write_keys": Tile(64, 64, 8), "bwd_dkv": Tile(64, 64 if has_groups else 32, 8)}
+    tiles |= {"write_keys": TileSizes(64, 64, 8), "bwd_dkv": TileSizes(64, 64 if has_groups else 32, 8)}
     if not near.softmax:
-        return tiles | dict.fromkeys(("join", "join_backward", "window_backward"), Tile(32, 32, 8))
+        return tiles | dict.fromkeys(("join", "join_backward", "window_backward"), TileSizes(32, 32, 8))
     if not has_groups:
         return tiles | {
-            **dict.fromkeys(("join", "join_backward"), Tile(32, 32, 8)),
-            "window_backward": Tile(64, 32, 8),
+            **dict.fromkeys(("join", "join_backward"), TileSizes(32, 32, 8)),
+            "window_backward": TileSizes(64, 32, 8),
         }
     return tiles | {
-        **dict.fromkeys(("join", "join_backward"), Tile(128, 32, 8)),
-        "window_backward": Tile(64, 32, 4),
+        **dict.fromkeys(("join", "join_backward"), TileSizes(128, 32, 8)),
+        "window_backward": TileSizes(64, 32, 4),
     }
 
 
@@ -104,7 +104,7 @@ class _Call(NamedTuple):
     """The same in that of landmarks, float32."""
 
     @staticmethod
-    def of(form: Form, q: Tensor, tensors: Tensors) -> "_Call":
+    def of(form: Options, q: Tensor, tensors: Tensors) -> "_Call":
         """The call of queries q and what is given of keys, as `Shard` has it; without what `joining` says."""
         k, v, matrix, pool_keys, pool_values, mass, starts, windows, ends = tensors
         rank, block_size = pool_keys.shape[-2:]
@@ -221,30 +221,33 @@ class _Call(NamedTuple):
         learned: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
         """Gradients of keys, values, E and F, and if `learned` what keys and landmarks add to the projection's."""
-        far, row, marks, k = self.far, self.row, kept.landmarks, self.window.keys.pointer
+        far, row, landmarks, k = self.far, self.row, kept.landmarks, self.window.keys.pointer
         v, batch = self.window.columns.pointer, len(k)
-        dmarks, dpooled = torch.empty_like(marks), marks.new_empty(*marks.shape[:3], far.values)
-        dy_marks = self._projected(marks) if learned else None
-        found = (dmarks, dpooled, dy_marks, None, None)
+        dlandmarks, dpooled = (
+            torch.empty_like(landmarks),
+            landmarks.new_empty(*landmarks.shape[:3], far.values),
+        )
+        dy_landmarks = self._projected(landmarks) if learned else None
+        found = (dlandmarks, dpooled, dy_landmarks, None, None)
         far.start(key_kernels.bwd_dkv, batch, queries, kept.keys, self.wide_matrix, state, row, *found)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         dy_k = self._projected(k) if learned and not self.near.softmax else None
         self.start(
             window_kernels.window_backward,
             *(batch, self.queries, self.window, self.pools, self.matrix, row, self.shares, joined),
-            *(queries.grad, means, dmarks, dpooled, dk, dv, dy_k),
+            *(queries.grad, means, dlandmarks, dpooled, dk, dv, dy_k),
             programs=triton.cdiv(k.shape[2], far.tile("window_backward").chunk) * batch * row.heads,
         )
         parts = triton.cdiv(row.keys // far.rank, BLOCKS_AT_ONCE)
         pools = self.pools.of_keys
-        dpools = marks.new_empty(2, batch, row.heads, parts, *pools.shape[-2:])
+        dpools = landmarks.new_empty(2, batch, row.heads, parts, *pools.shape[-2:])
         self.start_pool(
             pool_kernels.pool_backward,
-            *(batch, BLOCKS_AT_ONCE, row, dmarks, dpooled, *dpools),
+            *(batch, BLOCKS_AT_ONCE, row, dlandmarks, dpooled, *dpools),
             EACH=BLOCKS_AT_ONCE,
         )
         dkeys, dvalues = (part.sum((0, 2) if pools.dim() == 3 else (0, 1, 2)) for part in dpools)
-        pairs = ((dy_k, k), (dy_marks, marks))
+        pairs = ((dy_k, k), (dy_landmarks, landmarks))
         of_matrix = [products_of_queries(dy, x, row.heads) for dy, x in pairs if dy is not None]
         return dk, dv, dkeys, dvalues, of_matrix
 
@@ -327,7 +330,7 @@ def forward(
     Tensor,
 ]:
     """Output; what `Joined` says of it; landmarks; the states that enter segments; the last state."""
-    form = Form(feature_map, components, near, blocks, start, before, oldest)
+    form = Options(feature_map, components, near, blocks, start, before, oldest)
     keys = (k, v, matrix, pool_keys, pool_values, mass, starts, windows, ends)
     call = _Call.of(form, q, keys).joining(gate, far_weight, table)
     kept, room = call.write()
@@ -339,7 +342,7 @@ def forward(
 @forward.register_fake
 def _(q, k, v, matrix, pool_keys, pool_values, mass, gate, far_weight, table, starts, windows, ends, *rest):
     keys = (k, v, matrix, pool_keys, pool_values, mass, starts, windows, ends)
-    call = _Call.of(Form(*rest[3:]), q, keys).joining(gate, far_weight, table)
+    call = _Call.of(Options(*rest[3:]), q, keys).joining(gate, far_weight, table)
     room = call.far.sums_of_segments(k, call.row.length)
     return *call.joins(), *_Kept.room(call, k, v), *room, *call.far.states(k, -1)
 
@@ -376,7 +379,7 @@ def backward(
     oldest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the first nine inputs, and of the first state's sums and normalizers; empty where there are none."""
-    form = Form(feature_map, components, near, blocks, start, before, oldest)
+    form = Options(feature_map, components, near, blocks, start, before, oldest)
     keys = (k, v, matrix, pool_keys, pool_values, mass, starts, windows, ends)
     call = _Call.of(form, q, keys).joining(gate, far_weight, table)
     joined, own = call.joined(*kept[:4]), _Kept(*kept[4:9])
@@ -472,7 +475,7 @@ class Shard:
     written: tuple[_Call, _Kept, State]
     behind: _Behind | None = None
 
-    def __init__(self, q: Tensor, form: Form):
+    def __init__(self, q: Tensor, form: Options):
         self.q, self.form = q.detach(), form
 
     def write(self, *keys: Any) -> tuple[State, Tensors]:

@@ -120,7 +120,7 @@ def attend(
     matrix = dense(weights.projection, q.shape[-1])
     phi = phi_of(form.feature_map, q.shape[-1], None if matrix is None else matrix.shape[-2])
     name = named(form.feature_map)
-    options = operators.Form(
+    options = operators.Options(
         name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest
     )
     mass = torch.full((k.shape[1],), b / weights.pool_keys.shape[-2], dtype=torch.float32, device=q.device)

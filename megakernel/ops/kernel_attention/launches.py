@@ -27,7 +27,7 @@ SEGMENT = 128
 then a quarter of q, k, v and out at most, and the pairs of a segment cost about what its state does."""
 
 
-class Tile(NamedTuple):
+class TileSizes(NamedTuple):
     """What one program of a kernel holds."""
 
     chunk: int
@@ -41,29 +41,29 @@ class Tile(NamedTuple):
     """Blocks that are on their way from memory at once."""
 
 
-TILES: dict[tuple[int, int], Tile] = {
-    (2, 64): Tile(128, 32, 8),
-    (2, 128): Tile(128, 64, 8, 2),
-    (2, 256): Tile(128, 64, 8),
-    (4, 64): Tile(32, 32, 4),
-    (4, 128): Tile(16, 16, 4),
+TILES: dict[tuple[int, int], TileSizes] = {
+    (2, 64): TileSizes(128, 32, 8),
+    (2, 128): TileSizes(128, 64, 8, 2),
+    (2, 256): TileSizes(128, 64, 8),
+    (4, 64): TileSizes(32, 32, 4),
+    (4, 128): TileSizes(16, 16, 4),
 }
 """(bytes of a number, padded features up to this) -> what programs hold, where four warps multiply tiles of 64 rows."""
 
-EXCEPTIONS: dict[tuple[str, int, int], Tile] = {
-    ("write_keys", 2, 128): Tile(128, 64, 8),
-    ("bwd_dq", 2, 128): Tile(128, 32, 8),
-    ("bwd_dkv", 2, 128): Tile(128, 32, 8),
-    ("write_queries", 2, 256): Tile(64, 64, 8),
-    ("bwd_dkv", 2, 256): Tile(128, 32, 8),
-    ("bwd_dq", 4, 64): Tile(16, 16, 4),
+EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
+    ("write_keys", 2, 128): TileSizes(128, 64, 8),
+    ("bwd_dq", 2, 128): TileSizes(128, 32, 8),
+    ("bwd_dkv", 2, 128): TileSizes(128, 32, 8),
+    ("write_queries", 2, 256): TileSizes(64, 64, 8),
+    ("bwd_dkv", 2, 256): TileSizes(128, 32, 8),
+    ("bwd_dq", 4, 64): TileSizes(16, 16, 4),
 }
 """(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
 
-SMALL_TILES: dict[tuple[int, int], Tile] = {
-    (2, 64): Tile(64, 32, 4),
-    (2, 128): Tile(64, 32, 8),
-    (2, 256): Tile(64, 32, 8),
+SMALL_TILES: dict[tuple[int, int], TileSizes] = {
+    (2, 64): TileSizes(64, 32, 4),
+    (2, 128): TileSizes(64, 32, 8),
+    (2, 256): TileSizes(64, 32, 8),
 }
 """The same for GPUs whose products take their factors from registers, and which have less shared memory."""
 
@@ -136,7 +136,7 @@ class Call(NamedTuple):
     rank: int = 0
     """Of landmarks, see `Cut`."""
 
-    tiles: dict[str, Tile] | None = None
+    tiles: dict[str, TileSizes] | None = None
     """Kernel -> what its programs hold, where the tables do not say it."""
 
     @staticmethod
@@ -172,7 +172,7 @@ class Call(NamedTuple):
         logs = tokens.new_empty(lead, dtype=torch.float32) if self.phi.unbounded else None
         return tokens.new_empty(*lead, self.phi.padded_features), logs
 
-    def tile(self, kernel: str) -> Tile:
+    def tile(self, kernel: str) -> TileSizes:
         """What programs of the kernel of this name hold."""
         bound = max(64, self.phi.padded_features)
         size = self.dtype.itemsize

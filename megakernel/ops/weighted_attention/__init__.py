@@ -12,7 +12,7 @@ from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.softmax_attention.spans import Spans, document_spans
 from megakernel.ops.weighted_attention import reference, streamed
-from megakernel.ops.weighted_attention.form import Form, Join, Similarity
+from megakernel.ops.weighted_attention.form import Join, Similarity, WeightForm
 
 
 def _kernels() -> ModuleType:
@@ -138,17 +138,17 @@ def _with_components(q: Tensor, k: Tensor, v: Tensor, cross: bool = False) -> Te
 
 def _form(
     similarity: Similarity, variances: Sequence[float] | None, join: Join, normalize: bool, k: Tensor
-) -> Form:
+) -> WeightForm:
     check_choice("similarity", similarity, ("softmax", "gaussian"))
     keys = k.shape[2]
     if variances is None:
-        return Form(similarity, (1.0,) * keys, join, normalize)
+        return WeightForm(similarity, (1.0,) * keys, join, normalize)
     if similarity != "gaussian" or len(variances) != keys or min(variances) <= 0:
         raise ValueError(
             f"variances={list(variances)} with {similarity} and {keys} keys at a position; "
             "expected one positive number per key, for gaussian only"
         )
-    return Form(similarity, tuple(variances), join, normalize)
+    return WeightForm(similarity, tuple(variances), join, normalize)
 
 
 def _mass(mass: Tensor | None, k: Tensor) -> Tensor:

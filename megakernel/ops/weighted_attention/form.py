@@ -11,7 +11,7 @@ Similarity = Literal["softmax", "gaussian"]
 Join = Literal["sum", "max"]
 
 
-class Form(NamedTuple):
+class WeightForm(NamedTuple):
     """The fixed answers of a layer."""
 
     similarity: Similarity
@@ -27,7 +27,7 @@ class Form(NamedTuple):
     """Whether a query's weights are divided by their sum."""
 
 
-def component_logs(form: Form, q: Tensor, k: Tensor, mass: Tensor) -> Tensor:
+def component_logs(form: WeightForm, q: Tensor, k: Tensor, mass: Tensor) -> Tensor:
     """log of mass times similarity for every query and key, (B, H_kv, R, M, L).
 
     q: (B, H_kv, R, d); k: (B, H_kv, M, L, d); mass: (B, H_kv, M, L) >= 0. A key without mass gets `EMPTY`.
@@ -44,7 +44,7 @@ def component_logs(form: Form, q: Tensor, k: Tensor, mass: Tensor) -> Tensor:
     return (logs + log_mass[:, :, None]).masked_fill(~exists[:, :, None], EMPTY)
 
 
-def position_logs(form: Form, q: Tensor, k: Tensor, mass: Tensor, visible: Tensor) -> Tensor:
+def position_logs(form: WeightForm, q: Tensor, k: Tensor, mass: Tensor, visible: Tensor) -> Tensor:
     """log weight of every position, (B, H_kv, G, n, L), -inf where there is none; tensors as in `component_logs`.
 
     visible: (B, n, L) bool, which positions each of the n queries sees; the R = G n rows are n queries of G heads.

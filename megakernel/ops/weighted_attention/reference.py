@@ -5,10 +5,10 @@ from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.softmax_attention.spans import Spans
-from megakernel.ops.weighted_attention.form import Form
+from megakernel.ops.weighted_attention.form import WeightForm
 
 
-def component_weights(q: Tensor, k: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> Tensor:
+def component_weights(q: Tensor, k: Tensor, *, form: WeightForm, mass: Tensor, spans: Spans) -> Tensor:
     """log of the weight of every key, (B, H, N, S, M), -inf where a query sees none; arguments of `attend`."""
     keys = k.to(accum_dtype(k.dtype)).repeat_interleave(q.shape[1] // k.shape[1], 1).movedim(2, 3)[:, :, None]
     queries = q.to(keys.dtype)[:, :, :, None, None]
@@ -24,7 +24,7 @@ def component_weights(q: Tensor, k: Tensor, *, form: Form, mass: Tensor, spans: 
     return weighed.masked_fill(~(visible & (mass > 0)), -torch.inf)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, mass: Tensor, spans: Spans) -> Tensor:
     """Arguments and result of `streamed.attend`."""
     logs = component_weights(q, k, form=form, mass=mass, spans=spans)
     values = v.to(logs.dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -38,7 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, form: Form, mass: Tensor, spans: 
     return (weights @ values).to(v.dtype)
 
 
-def responsibilities(q: Tensor, k: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> Tensor:
+def responsibilities(q: Tensor, k: Tensor, *, form: WeightForm, mass: Tensor, spans: Spans) -> Tensor:
     """Arguments and result of `streamed.responsibilities`."""
     logs = component_weights(q, k, form=form, mass=mass, spans=spans)
     shares = logs.softmax(-1).nan_to_num(0.0)

@@ -12,7 +12,7 @@ from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.state import EMPTY
 from megakernel.ops.sums import Sums, add, log_normalizer, no_sums, normalized, unnormalized, with_ones
-from megakernel.ops.weighted_attention.form import Form, component_logs, position_logs
+from megakernel.ops.weighted_attention.form import WeightForm, component_logs, position_logs
 
 QUERIES = 256
 """Queries of one block."""
@@ -21,7 +21,7 @@ KEYS = 512
 """Positions of keys of one block."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, mass: Tensor, spans: Spans) -> Tensor:
     """(B, H, N, D). k (B, H_kv, M, S, d), mass (B, H_kv, M, S); spans: which positions each query sees."""
     group = q.shape[1] // k.shape[1]
     # Query heads of one key head become rows beside each other: (B, H_kv, G, N, d).
@@ -29,7 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, form: Form, mass: Tensor, spans: 
     return out.flatten(1, 2)
 
 
-def responsibilities(q: Tensor, k: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> Tensor:
+def responsibilities(q: Tensor, k: Tensor, *, form: WeightForm, mass: Tensor, spans: Spans) -> Tensor:
     """Share of each key in its position's weight, summed over the queries that see it: (B, H_kv, M, S).
 
     Arguments as in `attend`. A query that must not count has an empty span.

@@ -12,7 +12,7 @@ from megakernel.ops.kernels.features import padded
 from megakernel.ops.kernels.launch import Rows, launch
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.weighted_attention import kernels
-from megakernel.ops.weighted_attention.form import Form
+from megakernel.ops.weighted_attention.form import WeightForm
 from megakernel.ops.weighted_attention.kernels import Pairs, Visible, Weighting
 
 WIDEST = 256
@@ -44,7 +44,9 @@ TILES = {
 """Sizes by what a position weighs in registers (`_tiles`)."""
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> str | None:
+def unsupported(
+    q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, mass: Tensor, spans: Spans
+) -> str | None:
     """Why the kernels do not take these arguments, or None."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"q is {q.dtype}; expected float32, bfloat16 or float16"
@@ -56,7 +58,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, *, form: Form, mass: Tensor, sp
     return None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, form: Form, mass: Tensor, spans: Spans) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, form: WeightForm, mass: Tensor, spans: Spans) -> Tensor:
     """Arguments and result of `streamed.attend`."""
     exists = mass > 0
     # log 0 would have no gradient: a key without mass is one that nobody sees.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megakernel.attention import AttentionInputs, build
 from megakernel.ops import kernel_attention, softmax_attention, weighted_attention
-from megakernel.ops.weighted_attention.form import Form, component_logs
+from megakernel.ops.weighted_attention.form import WeightForm, component_logs
 from tests.oracles import KEPT, arrays, assert_equal, heads, joined
 
 LM_EPS = 1e-6
@@ -69,7 +69,7 @@ def test_the_m_step_equals_the_papers_code(masked):
     (q, k, _), mask, (pi, new, new_masked) = lra("pi_HL", "soft_train_pi_new", "soft_train_pi_new_masked")
     mask = mask if masked else torch.ones_like(mask)
     priors = torch.stack([pi, 1 - pi], 1)
-    form = Form("gaussian", (1.0, 1.0), "sum", True)
+    form = WeightForm("gaussian", (1.0, 1.0), "sum", True)
     weights = component_logs(form, q, k, priors.expand(2, -1, -1, -1)).exp()
     # Theirs adds 1e-6 to a mixture's weight and to a position's count of pairs.
     pairs = (mask[:, :, None] & mask[:, None]).double()

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from data_pipeline.manifest import Manifest
-from data_pipeline.prepare import Request, prepare
+from data_pipeline.prepare import PrepareRequest, prepare
 from megakernel.config.tree import Config
 
 SEQ_LEN = 32
@@ -32,7 +32,7 @@ def prepared(out: Path, source: list[str], **request: Any) -> Manifest:
     """`prepare` with one worker; `request` overrides: bytes as tokens, a fifth of the documents held out."""
     chosen = {"tokenizer": "byte", "validation_fraction": 0.2, **request}
     manifest = prepare(
-        Request(source, **chosen), out, workers=1, overwrite=False, console=Console(quiet=True)
+        PrepareRequest(source, **chosen), out, workers=1, overwrite=False, console=Console(quiet=True)
     )
     assert manifest is not None
     return manifest

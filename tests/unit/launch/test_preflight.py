@@ -4,10 +4,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from launch.slurm import collectives
-from launch.slurm.preflight import Report, judge, look, read_reports, unfit
+from launch.slurm.preflight import NodeReport, judge, look, read_reports, unfit
 from launch.slurm.slow_nodes import Timing
 
-FIT = Report("n1", 1e9, 64 << 30, [0.0, 0.01], None, {"python": "3.11.2", "torch": "2.13.0"})
+FIT = NodeReport("n1", 1e9, 64 << 30, [0.0, 0.01], None, {"python": "3.11.2", "torch": "2.13.0"})
 NODES = ["n1", "n2", "n3"]
 
 

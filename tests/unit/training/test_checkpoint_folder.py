@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megakernel.checkpoint.folder import CheckpointFolder, SaveFailed
-from megakernel.checkpoint.manifest import MANIFEST, Checkpoint, Progress, flushed, write_manifest
+from megakernel.checkpoint.manifest import MANIFEST, Checkpoint, SavedProgress, flushed, write_manifest
 from megakernel.parallel.ranks import Ranks
 from tests.hostile import flip, plant
 
@@ -21,8 +21,8 @@ from .threads import on_ranks
 LAYOUT = {"tensor": 1, "context": 1, "data": 1, "pipeline": 1, "zero_stage": 0}
 
 
-def progress(step: int) -> Progress:
-    return Progress(step, step * 8, step * 8 * 64, LAYOUT, {"torch": torch.__version__})
+def progress(step: int) -> SavedProgress:
+    return SavedProgress(step, step * 8, step * 8 * 64, LAYOUT, {"torch": torch.__version__})
 
 
 def write_tensor(folder: Path, numbers: int = 16) -> None:
@@ -204,12 +204,12 @@ def test_what_a_killed_save_left_is_removed_at_the_next_start(folder):
     script = f"""
         import os, signal
         from pathlib import Path
-        from megakernel.checkpoint.manifest import Progress
+        from megakernel.checkpoint.manifest import SavedProgress
         from megakernel.checkpoint.folder import CheckpointFolder
         def write(folder):
             (folder / "half").write_bytes(b"x" * 100)
             os.kill(os.getpid(), signal.SIGKILL)
-        CheckpointFolder(Path({str(folder.root)!r}), keep=2).save(Progress(20, 0, 0, {{}}, {{}}), write)
+        CheckpointFolder(Path({str(folder.root)!r}), keep=2).save(SavedProgress(20, 0, 0, {{}}, {{}}), write)
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)]).returncode == -9
     assert folder.newest_good().checkpoint.step == 10

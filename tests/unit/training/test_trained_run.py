@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from megakernel.checkpoint.manifest import Progress, flushed, write_manifest
+from megakernel.checkpoint.manifest import SavedProgress, flushed, write_manifest
 from megakernel.checkpoint.trained_run import finished, recorded_config, student
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError, load
@@ -56,7 +56,7 @@ def test_the_student_is_the_last_stage_that_is_finished(steps, chosen, tmp_path)
         checkpoint = tmp_path / stage / "checkpoints" / f"step_{step}"
         checkpoint.mkdir(parents=True)
         trees.file(tmp_path / stage, "config.yaml", training={"steps": 4})
-        write_manifest(checkpoint, Progress(step, step, step, {}, {}), {})
+        write_manifest(checkpoint, SavedProgress(step, step, step, {}, {}), {})
     assert student(tmp_path) == (tmp_path if chosen is None else tmp_path / chosen)
     assert student(tmp_path / "1-transfer") == tmp_path / "1-transfer"
 
@@ -68,7 +68,9 @@ def test_a_run_is_finished_where_its_last_checkpoint_is_whole(tmp_path):
     checkpoint.mkdir(parents=True)
     file = checkpoint / "weights.pt"
     file.write_bytes(bytes(range(256)))
-    write_manifest(checkpoint, Progress(config.training.steps, 1, 1, {}, {}), flushed(checkpoint, [file]))
+    write_manifest(
+        checkpoint, SavedProgress(config.training.steps, 1, 1, {}, {}), flushed(checkpoint, [file])
+    )
     assert "is done" in finished(config)
     flip(file, 0.5)
     assert finished(config) is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megakernel.checkpoint.manifest import Progress, write_manifest
+from megakernel.checkpoint.manifest import SavedProgress, write_manifest
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import to_yaml
 
@@ -17,5 +17,5 @@ def test_a_run_of_other_words_is_another_even_if_its_padded_rows_are_as_many(own
     checkpoint = tmp_path / "checkpoints" / "step_1"
     checkpoint.mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(to_yaml(trees.config(model={"vocab_size": own})))
-    write_manifest(checkpoint, Progress(1, 1, 1, {}, {}), {})
+    write_manifest(checkpoint, SavedProgress(1, 1, 1, {}, {}), {})
     assert WeightSource.find("objective.teacher", tmp_path).other_words(310) == misfits

@@ -15,7 +15,7 @@ from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.dense.configs import plain_config
 from megakernel.checkpoint.dense.tokenizer import save_tokenizer
 from megakernel.checkpoint.export import generation_config
-from megakernel.checkpoint.manifest import Progress, write_manifest
+from megakernel.checkpoint.manifest import SavedProgress, write_manifest
 from megakernel.config import Model, UserError, load, to_yaml
 from tests import dense_models
 from tests.unit.config import trees
@@ -72,7 +72,7 @@ def test_only_a_model_that_continues_text_is_exported(tmp_path, capsys):
     (run / "checkpoints" / "step_1").mkdir(parents=True)
     masked = load(config, ["model.kind=masked_lm", "model.attention=softmax", "data.masking={}"])
     (run / "config.yaml").write_text(to_yaml(masked))
-    progress = Progress(1, 1, 1, {}, {})
+    progress = SavedProgress(1, 1, 1, {}, {})
     write_manifest(run / "checkpoints" / "step_1", progress, {})
     assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 2
     assert "model.kind=masked_lm" in (said := capsys.readouterr().err)
