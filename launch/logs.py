@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch.arguments import NotFound, Number, add_job_run_arguments
 from launch.slurm.job_folder import find_runs
-from launch.slurm.logs import BATCH, Choice, LogReader, follow
+from launch.slurm.log_files import BATCH, Choice, LogReader, follow
 from megakernel.config import UserError
 
 HELP = "show what the processes of submitted runs wrote"

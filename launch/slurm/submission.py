@@ -22,7 +22,7 @@ from megakernel.training import events
 from megakernel.training.environment import REVISION, git, revision
 from megakernel.training.run_folder import LEASE_SECONDS, RunLock
 
-from . import logs
+from . import log_files
 from .attempt import HereJob
 from .job_folder import Job, JobFolder, Settings, write_settings
 from .refusals import explained
@@ -306,9 +306,9 @@ def _first_missing(folder: Path) -> Path | None:
 def wait(request: Request, jobs: Sequence[Job], follow: bool) -> int:
     """Wait until all have ended, with their logs or without; 0 where all have done what they were to do, else 1."""
     runs = [JobFolder(member.run) for member in request.members]
-    readers = [logs.LogReader(run, logs.Choice()) for run in runs] if follow else []
+    readers = [log_files.LogReader(run, log_files.Choice()) for run in runs] if follow else []
     ids = {job.id for job in jobs}
-    logs.follow(readers, {run: [job for job in run.jobs() if job.id in ids] for run in runs})
+    log_files.follow(readers, {run: [job for job in run.jobs() if job.id in ids] for run in runs})
     # Of a chain the last link tells.
     last = {job.id for job in (jobs if request.chain == 1 else jobs[-1:])}
     ends = [state for run in runs for job, state in states_of(run).items() if job in last]

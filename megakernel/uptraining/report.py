@@ -13,7 +13,7 @@ from megakernel.training.run_folder import write_whole
 
 from .costs import Decoding, Spent, cost_pages
 from .head_statistics import HeadTag
-from .preflight import Identity
+from .identity import Identity
 
 REPORT = "uptrain_report"
 

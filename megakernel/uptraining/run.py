@@ -18,7 +18,7 @@ from megakernel.training.resume import find_moments
 from megakernel.training.run_folder import RunFolder, RunLock, write_whole
 from megakernel.training.trainer import Trainer
 
-from .preflight import Preflight, preflight
+from .identity import Preflight, preflight
 from .report import write_events
 from .stages import Stage, stages
 from .summary import head_scalars, summarize, wanted_model, worst_layers

@@ -12,7 +12,7 @@ from megakernel.parallel.ranks import Ranks
 from .ablations import SINKS, as_sliding_window, without_far, without_near
 from .costs import Decoding, Spent
 from .head_statistics import HeadTag
-from .preflight import Preflight, near_window
+from .identity import Preflight, near_window
 from .report import Measured, Report
 from .stages import DENSE, MAIN, Stage
 from .validation import Validation

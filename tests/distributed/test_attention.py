@@ -7,7 +7,7 @@ from megakernel import attention
 from megakernel.attention import AttentionInputs
 from megakernel.config import PRESETS, Attention, expand_preset
 from megakernel.parallel import mark_head_parameters
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 
 BATCH, HEADS, KEY_HEADS, TOKENS, DIM, BLOCK = 2, 8, 4, 64, 8, 8
 

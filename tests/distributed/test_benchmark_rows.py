@@ -11,7 +11,7 @@ from data_pipeline.generated import GeneratedTask
 from megakernel.config import load
 from megakernel.evaluation import evaluate_run
 from tests import published
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 from tests.distributed.training_run import metrics, scalars
 from tests.unit.data.conftest import prepared
 

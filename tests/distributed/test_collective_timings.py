@@ -9,7 +9,7 @@ import torch.distributed as dist
 from launch.slurm import collectives
 from launch.slurm.slow_nodes import Timing, slow_nodes
 from megakernel.parallel.processes import ProcessEnvironment
-from tests.distributed.ranks import run_ranks
+from tests.distributed.processes import run_ranks
 
 NODES = ["n1", "n1", "n2", "n3"]
 

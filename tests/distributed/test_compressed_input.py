@@ -6,7 +6,7 @@ import torch
 from megakernel.config import Model
 from megakernel.model.self_attention import SelfAttention
 from megakernel.model.settings import ModelSettings, drawn_from
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 
 BATCH, TOKENS, WIDTH, RANK = 2, 32, 16, 6
 SHAPE = {"num_layers": 1, "hidden_size": WIDTH, "num_heads": 4, "num_kv_heads": 2, "kind": "masked_lm"}

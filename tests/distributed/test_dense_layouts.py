@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests import dense_models
 from tests.dense_models import tokens
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 
 LAYERS = 24
 

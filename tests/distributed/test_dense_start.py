@@ -18,7 +18,7 @@ from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import load
 from tests import dense_models
 from tests.dense_models import tokens
-from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
+from tests.distributed.processes import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import layout, train, write_config
 from tests.tiers import tiered
 
@@ -147,7 +147,7 @@ def test_preflight_takes_a_healthy_model_in_bfloat16(corpus, tmp_path):
 
 
 def preflights(configs):
-    from megakernel.uptraining.preflight import preflight
+    from megakernel.uptraining.identity import preflight
     from megakernel.uptraining.validation import Validation
 
     found = {}

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megakernel.config import Parallel, UserError
 from megakernel.parallel import Mesh, prepare_device
 from megakernel.parallel.processes import ProcessEnvironment
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 
 
 def alone():

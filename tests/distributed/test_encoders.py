@@ -12,7 +12,7 @@ from megakernel.checkpoint.files import CheckpointTensors
 from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.checkpoint.universal import WEIGHT
 from megakernel.evaluation import evaluate_run
-from tests.distributed.ranks import run_ranks
+from tests.distributed.processes import run_ranks
 from tests.distributed.training_run import assert_alike, assert_continued, layout, scalars, train
 from tests.tiers import tiered
 

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from megakernel.ops import kernel_attention
 from megakernel.ops.state import EMPTY, KernelState, empty_state, keep, merge
 from megakernel.parallel import exchange_way, state_exchange
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 
 SIZES = [2, 4]
 WAYS = {"gather": ("gather", 1), "ring": ("ring", 1), "ring in parts": ("ring", 2)}

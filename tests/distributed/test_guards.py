@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megakernel.config import RunFailed, load
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 from tests.distributed.training_run import layout, train, write_config
 from tests.tiers import tiered
 

@@ -7,7 +7,7 @@ import pytest
 from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.config import load
 from megakernel.evaluation.run import evaluate_run
-from tests.distributed.ranks import RankFailedError, run_ranks
+from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import (
     assert_alike,
     assert_identical,

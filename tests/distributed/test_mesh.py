@@ -18,7 +18,7 @@ from megakernel.parallel.mesh import Mesh
 from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.ranks import Ranks
 from megakernel.parallel.rendezvous import meet
-from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
+from tests.distributed.processes import RankFailedError, cpu_mesh, run_ranks
 
 LAYOUTS = [
     {},

@@ -6,7 +6,7 @@ import pytest
 
 from megakernel.analysis.planning import CPU, Job, Layout
 from megakernel.analysis.planning.memory import memory
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 
 from ..unit.config import trees
 

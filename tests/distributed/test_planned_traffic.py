@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megakernel.analysis.planning.traffic import traffic
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 from tests.distributed.test_planned_memory import VOCAB, job
 
 from ..unit.config import trees

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.distributed.ranks import RankFailedError, run_ranks
+from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import (
     assert_identical,
     killed_at,

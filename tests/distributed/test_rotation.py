@@ -5,7 +5,7 @@ import torch
 
 from megakernel import attention
 from megakernel.attention import AttentionInputs
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 
 BATCH, TOKENS, DIM = 2, 32, 8
 

@@ -7,7 +7,7 @@ import pytest
 
 from megakernel.checkpoint.reshape import reshape_run
 from megakernel.config import load
-from tests.distributed.ranks import RankFailedError, run_ranks
+from tests.distributed.processes import RankFailedError, run_ranks
 from tests.distributed.training_run import metrics, pretrain_here, scalars, train, write_config
 from tests.tiers import tiered
 

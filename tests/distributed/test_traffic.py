@@ -11,7 +11,7 @@ from megakernel.attention import AttentionInputs
 from megakernel.ops.flurka_attention import chunked as flurka_chunked
 from megakernel.ops.kernel_attention import chunked as kernel_chunked
 from megakernel.parallel import state_exchange
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 from tests.tiers import tiered
 
 HEADS, KV_HEADS, WIDTH = 2, 1, 4

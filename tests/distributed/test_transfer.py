@@ -9,7 +9,7 @@ from megakernel.model import IGNORED, LanguageModel, ModelSettings, stage_layers
 from megakernel.model.layer import attention_cores, converted_cores
 from megakernel.training.optimizer import freeze
 from megakernel.uptraining.transfer import AttentionTransfer
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 
 ROWS, TOKENS, HEADS, LAYERS = 2, 16, 4, 2
 SIZES = {"hidden_size": 16, "num_heads": HEADS, "num_kv_heads": 2, "vocab_multiple": 32, "init_std": 0.5}

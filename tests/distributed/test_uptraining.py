@@ -10,10 +10,10 @@ from launch.training import providers
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import load
 from megakernel.training.trainer import Trainer
-from megakernel.uptraining.preflight import preflight
+from megakernel.uptraining.identity import preflight
 from megakernel.uptraining.report import recovered
 from megakernel.uptraining.validation import Validation
-from tests.distributed.ranks import RankFailedError, cpu_mesh, run_ranks
+from tests.distributed.processes import RankFailedError, cpu_mesh, run_ranks
 from tests.distributed.training_run import killed_at, layout, metrics, pretrain_here, scalars, train
 from tests.tiers import tiered
 

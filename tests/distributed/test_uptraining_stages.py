@@ -21,7 +21,7 @@ from megakernel.training.trainer import Trainer
 from megakernel.uptraining.run import Uptraining
 from megakernel.uptraining.validation import Validation
 from tests import dense_models
-from tests.distributed.ranks import run_ranks, this_process
+from tests.distributed.processes import run_ranks, this_process
 from tests.distributed.training_run import metrics, scalars
 
 LAYERS, HEADS = 3, 4

@@ -5,7 +5,7 @@ import torch
 
 from megakernel.model.head import _losses
 from megakernel.model.vocabulary_loss import DistillationTarget
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 from tests.unit.model.test_vocabulary_loss import LESSONS, drawn, expected, found
 
 HERE = [16, 16, 8, 0]

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from megakernel.training.observing.local_work import LocalWork, slowest
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 from tests.distributed.training_run import train, write_config
 
 ATTENTION = "{preset: flurka, near: {kind: softmax, join: gated, gate: token}, compression: {block_size: 16, rank: 4}}"

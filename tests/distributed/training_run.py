@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megakernel.config import load
-from tests.distributed.ranks import run_ranks, this_process
+from tests.distributed.processes import run_ranks, this_process
 
 CONFIG = """
 run: {name: run, seed: 7}

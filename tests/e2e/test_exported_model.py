@@ -15,7 +15,7 @@ from launch.cli import main
 from megakernel.checkpoint.one_process import one_process_model
 from megakernel.checkpoint.trained_run import TrainedRun
 from megakernel.generation import Sampling, generate_texts
-from tests.distributed.ranks import RankFailedError
+from tests.distributed.processes import RankFailedError
 from tests.distributed.training_run import train, write_config
 
 OPTIONS = ("training.steps=2", "training.eval_samples=0", "logging.tensorboard=false")

@@ -13,7 +13,7 @@ from megakernel.checkpoint.manifest import Checkpoint, flushed, write_manifest
 from megakernel.checkpoint.reshape import reshape_run
 from megakernel.config import UserError, load
 from tests import dense_models
-from tests.distributed.ranks import cpu_mesh, run_ranks
+from tests.distributed.processes import cpu_mesh, run_ranks
 from tests.distributed.training_run import train, write_config
 from tests.hostile import flip, plant
 

@@ -8,7 +8,7 @@ import torch
 from megakernel.config import Model
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.parallel import OneProcess
-from megakernel.uptraining.preflight import IDENTITY_TOKENS, covering, identity_tokens
+from megakernel.uptraining.identity import IDENTITY_TOKENS, covering, identity_tokens
 
 SIZES = {"num_layers": 3, "hidden_size": 16, "num_heads": 2, "vocab_multiple": 32}
 FLURKA = {"preset": "flurka", "compression": {"block_size": 4, "rank": 2}}

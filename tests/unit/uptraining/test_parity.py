@@ -14,7 +14,7 @@ from megakernel.checkpoint.parity import Parity, compared, made_tokens, too_larg
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError
 from megakernel.parallel.device import is_out_of_memory
-from megakernel.uptraining.preflight import Identity, Preflight, check
+from megakernel.uptraining.identity import Identity, Preflight, check
 from tests import dense_models
 from tests.unit.config import trees
 

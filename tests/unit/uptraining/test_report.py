@@ -13,7 +13,7 @@ from megakernel.config.uptrain import TransferStage
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.parallel import OneProcess
 from megakernel.uptraining.costs import Decoding, Spent
-from megakernel.uptraining.preflight import Identity
+from megakernel.uptraining.identity import Identity
 from megakernel.uptraining.report import Measured, Report, recovered, write_events
 from megakernel.uptraining.summary import recipe
 
