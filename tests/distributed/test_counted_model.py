@@ -11,7 +11,7 @@ from megakernel.model import LanguageModel, ModelSettings
 from megakernel.model.flops import forward_flops
 from megakernel.model.parameters import parameter_count
 
-from .ranks import cpu_mesh, run_ranks
+from .processes import cpu_mesh, run_ranks
 
 SEQ_LEN, VOCAB = 64, 384
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "max_positions": None}

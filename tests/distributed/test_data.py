@@ -10,7 +10,7 @@ from data_pipeline.order import Share
 from megakernel.config.tree import Config
 from tests.unit.data.conftest import documents, prepared, write_jsonl
 
-from .ranks import cpu_mesh, run_ranks
+from .processes import cpu_mesh, run_ranks
 
 STEPS = 30
 

@@ -14,7 +14,7 @@ from megakernel.checkpoint.manifest import SavedProgress
 from megakernel.parallel.ranks import Ranks
 from megakernel.training.engine import DeferredErrors
 
-from .ranks import cpu_mesh, run_ranks
+from .processes import cpu_mesh, run_ranks
 
 
 def gathered(value: Any) -> list[Any]:
