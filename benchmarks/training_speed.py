@@ -10,7 +10,9 @@ clock's, and models are in bfloat16.
 
 import argparse
 import multiprocessing
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -202,7 +204,8 @@ def main() -> None:
     options = parser.parse_args()
     sizes = [Sizes(length, options.rows) for length in options.lengths]
     rows = [row(one, measure(one, options.turns)) for one in sizes]
-    give(page(rows, sizes[0], "OMP_NUM_THREADS=1 python -m benchmarks.training_speed"), options.out)
+    typed = shlex.join(["python", "-m", "benchmarks.training_speed", *sys.argv[1:]])
+    give(page(rows, sizes[0], f"OMP_NUM_THREADS=1 {typed}"), options.out)
 
 
 if __name__ == "__main__":

@@ -198,11 +198,16 @@ def await_silent_nodes(run: Path) -> None:
     without its GPUs, and takes them from all jobs until slurmctld restarts. Returns where the nodes answer.
     """
     silent = _silent_nodes()
-    if silent:
-        print(f"== waits until Slurm gives up {', '.join(silent)}, then starts again", flush=True)
-        events.record(run, "waits", nodes=silent)
-    for _ in range(0, _patience(), _LOOK_SECONDS):
-        if not _dead_nodes():
+    if not silent:
+        return
+    print(f"== waits until Slurm gives up {', '.join(silent)}, then starts again", flush=True)
+    events.record(run, "waits", nodes=silent)
+    # Its patience begins when it has noticed.
+    for _ in range(0, 3 * _patience(), _LOOK_SECONDS):
+        states = _dead_nodes()
+        if all(state.startswith("down") for state in states.values()):
+            # Slurm puts the job back now, and ends this script; but not a job of spare nodes.
+            time.sleep(3 * _LOOK_SECONDS if states else 0)
             return
         time.sleep(_LOOK_SECONDS)
 
@@ -211,14 +216,16 @@ def _silent_nodes() -> list[str]:
     """The job's nodes that do not answer, which Slurm may take some time to notice."""
     # It asks each node three times before it gives it up.
     for _ in range(0, _patience() // 2, _LOOK_SECONDS):
-        if dead := _dead_nodes():
+        if dead := sorted(_dead_nodes()):
             return dead
         time.sleep(_LOOK_SECONDS)
     return []
 
 
-def _dead_nodes() -> list[str]:
-    return sorted(set(ask(*_DEAD, "--nodes", os.environ["SLURM_JOB_NODELIST"]).split()))
+def _dead_nodes() -> dict[str, str]:
+    """State of those that do not answer: `down*` where Slurm has given them up, else what it was."""
+    lines = ask(*_DEAD, "--nodes", os.environ["SLURM_JOB_NODELIST"]).splitlines()
+    return dict(line.split() for line in lines)
 
 
 def _patience() -> int:
@@ -227,7 +234,7 @@ def _patience() -> int:
     return int(shown[1]) if shown is not None else 0
 
 
-_DEAD = ("sinfo", "--noheader", "--dead", "--Node", "--format=%N")
+_DEAD = ("sinfo", "--noheader", "--dead", "--Node", "--format=%N %T")
 _LOOK_SECONDS = 5
 
 

@@ -140,8 +140,8 @@ def row(scenario: Scenario, run: str, expected: dict[int, float]) -> str:
     if scenario.notices:
         ends = ("requeued", "ended", "waits")
         until(lambda: story(run, job)[-1] in ends or status(run)["state"] in ENDS, seconds=500)
-        # Slurm waits five minutes for a node that says nothing.
-        until(lambda: status(run)["state"] not in ("RUNNING", "COMPLETING"), seconds=500)
+        # Slurm waits five minutes for a node that says nothing, from when it has noticed.
+        until(lambda: status(run)["state"] not in ("RUNNING", "COMPLETING"), seconds=700)
     says, before = shown(run), max(losses(run), default=0)
     saved = last(run, "ended")["step"] if "ended" in story(run, job) else status(run)["saved"]
     scenario.repair()
