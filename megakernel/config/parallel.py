@@ -10,8 +10,13 @@ from .section import Section
 
 SoftmaxExchange = Literal["auto", "heads", "ring"]
 
-LARGEST_BUCKET = 500_000_000
-"""Gradients that ZeRO reduces at once, at most: DeepSpeed's default, a buffer of 2 GB in float32."""
+_LARGEST_BUCKET = 500_000_000
+"""DeepSpeed's default: 2 GB in float32, made whole however few the gradients are."""
+
+
+def reduce_bucket(gradients: int) -> int:
+    """Gradients that ZeRO's buffer holds, and reduces at once."""
+    return min(gradients, _LARGEST_BUCKET)
 
 
 class Parallel(Section):

@@ -84,9 +84,14 @@ def normalized_or_lost(sums: Sums) -> tuple[Tensor, Tensor]:
     return found, empty if sums.log_scale is None else empty & (sums.log_scale > EMPTY / 2)
 
 
+def may_lose(feature_map: FeatureMap | str, normalize: bool) -> bool:
+    """Whether rows can get lost: quotients of exponentials, which may be too small for float32."""
+    return normalize and FEATURE_MAPS[named(feature_map).name].exponential
+
+
 def finish_of(feature_map: FeatureMap | str, normalize: bool) -> Finish:
-    """How sums under a feature map become outputs; a quotient of exponentials can get lost."""
-    if normalize and FEATURE_MAPS[named(feature_map).name].exponential:
+    """How sums under a feature map become outputs."""
+    if may_lose(feature_map, normalize):
         return normalized_or_lost
     finish = normalized if normalize else unnormalized
     return lambda sums: (finish(sums),)

@@ -6,7 +6,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
 from megakernel.config import Config, ConfigError, Problem, Training
-from megakernel.config.parallel import LARGEST_BUCKET
+from megakernel.config.parallel import reduce_bucket
 from megakernel.config.section import merged
 from megakernel.parallel import Mesh
 
@@ -21,18 +21,20 @@ def micro_batches_per_step(training: Training, mesh: Mesh) -> int:
     return training.global_batch_size // (training.micro_batch_size * mesh.dp.size)
 
 
-def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given; `config.deepspeed` is merged last.
+def deepspeed_config(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given for a model that is whole; `config.deepspeed` is merged last.
 
     DeepSpeed's data-parallel world is ours times the context ranks, so its batch size counts each sequence shard.
     """
     accumulation = micro_batches_per_step(config.training, mesh)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    zero = {"stage": config.parallel.zero_stage, "reduce_bucket_size": reduce_bucket(trained)}
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": config.training.micro_batch_size * accumulation * mesh.gradient.size,
         "gradient_clipping": config.optimizer.clip_grad_norm if deepspeed_clips(config) else 0.0,
-        "zero_optimization": {"stage": config.parallel.zero_stage},
+        "zero_optimization": zero,
         # By default each tensor rank sends its slice of a stage's output, as if all ranks held the same; with
         # sequence parallelism each holds other tokens.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
@@ -44,12 +46,6 @@ def deepspeed_config(config: Config, mesh: Mesh) -> dict[str, Any]:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
         ours["communication_data_type"] = "fp32"
     return merged(ours, config.deepspeed)
-
-
-def fit_buckets(ds_config: dict[str, Any], model: nn.Module) -> None:
-    """Let ZeRO's buffer be no larger than the gradients of the model, which is built whole on every rank."""
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    ds_config["zero_optimization"].setdefault("reduce_bucket_size", min(trained, LARGEST_BUCKET))
 
 
 def check_own_keys(config: Config) -> None:

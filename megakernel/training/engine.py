@@ -33,7 +33,7 @@ from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
-from .deepspeed_config import deepspeed_clips, deepspeed_config, fit_buckets, micro_batches_per_step
+from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
 from .optimizer import SHARE, build_optimizer, freeze
 from .schedule import LinearDecay, drop_near_windows
 from .step_costs import ContextTraffic, MemoryPeaks
@@ -153,16 +153,14 @@ class Engine:
         self.micro_batches = micro_batches_per_step(config.training, mesh)
         self.pipelined = mesh.pp.size > 1
         self._passed_on: tuple[torch.Size, bool] | None = None
-        ds_config = deepspeed_config(config, mesh)
         model = Ranks.of(mesh).alike(lambda: self._made(settings, make_model))
         optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config))
-        fit_buckets(ds_config, model)
         self.partitions = partitions(model)
         self.record = record(model, self.partitions, optimizer)
         self.engine, self.optimizer, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=ds_config,
+            config=deepspeed_config(config, mesh, model),
             mpu=None if self.pipelined else mesh.mpu,
             dist_init_required=False,
         )

@@ -123,15 +123,6 @@ def shown(run: str) -> str:
     return f"{now['state']}: {now['why']}" if now["why"] else now["state"]
 
 
-def until_ended(run: str) -> dict:
-    """Wait until the run's job has ended for good: Slurm shows one that it is about to start again as ended, too."""
-    while True:
-        ended = until_state(run, *ENDS, seconds=500)
-        time.sleep(5)
-        if status(run)["state"] == ended["state"]:
-            return ended
-
-
 def row(scenario: Scenario, run: str, expected: dict[int, float]) -> str:
     """The event's line of the table."""
     (job,) = submit(f"run.yaml --name {run} -N 2")
@@ -145,10 +136,10 @@ def row(scenario: Scenario, run: str, expected: dict[int, float]) -> str:
     says, before = shown(run), max(losses(run), default=0)
     saved = last(run, "ended")["step"] if "ended" in story(run, job) else status(run)["saved"]
     scenario.repair()
-    ended = until_ended(run)
+    ended = until_state(run, *ENDS, seconds=500)
     if scenario.resume:
         assert megakernel("resume", run).status == 0
-        ended = until_ended(run)
+        ended = until_state(run, *ENDS)
     if not scenario.notices:
         says = shown(run)
     starts = story(run).count("started")

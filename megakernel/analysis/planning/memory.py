@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megakernel.config.parallel import LARGEST_BUCKET
+from megakernel.config.parallel import reduce_bucket
 
 from .gpus import Gpu
 from .layout import Job
@@ -83,9 +83,8 @@ def comes(job: Job, stage: int) -> float:
 def buckets(job: Job, count: int) -> tuple[float, float]:
     """DeepSpeed's buffers for gradients: those that are there in backward, and those at the update alone."""
     zero = job.layout.zero_stage
-    size = job.config.deepspeed.get("zero_optimization", {}).get(
-        "reduce_bucket_size", min(count, LARGEST_BUCKET)
-    )
+    zero_keys = job.config.deepspeed.get("zero_optimization", {})
+    size = zero_keys.get("reduce_bucket_size", reduce_bucket(count))
     copied = min(count, size) * FLOAT32
     if zero == 0 or (zero == 1 and job.element == 2):
         return 0.0, copied

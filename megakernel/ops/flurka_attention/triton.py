@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.documents import Positions, open_documents
-from megakernel.ops.feature_maps import FEATURE_MAPS, named
+from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.form import Form, Weights
 from megakernel.ops.flurka_attention.places import places_of, sees_far
@@ -25,7 +25,7 @@ from megakernel.ops.kernels.features import phi_of
 from megakernel.ops.kernels.launch import is_noting
 from megakernel.ops.projections import dense
 from megakernel.ops.state import Exchange, KernelState
-from megakernel.ops.sums import Found, in_range
+from megakernel.ops.sums import Found, in_range, may_lose
 from megakernel.ops.window import Tail, empty_tail
 
 WIDEST = 128
@@ -158,8 +158,7 @@ def attend(
             shard, given, lambda: (q, *joining()), exchange, carries, phi, v.shape[-1]
         )
     # A window's softmax that shares its normalizer with the landmarks has weights that add up to 1 at least.
-    quotients = form.near == "kernel" or sees is not None
-    if not quotients or not FEATURE_MAPS[name.name].exponential or is_noting():
+    if not may_lose(name, form.near == "kernel" or sees is not None) or is_noting():
         return out, last, left
     lost = factor == 0 if sees is None else (factor == 0) & sees
 

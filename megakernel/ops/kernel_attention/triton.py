@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megakernel.ops.arguments import check_state
 from megakernel.ops.documents import Positions, open_documents
-from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, named
+from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import chunked, decode, exchanged, operators
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
@@ -22,7 +22,7 @@ from megakernel.ops.kernels.features import SUPPORTED, phi_of
 from megakernel.ops.kernels.launch import capability_of, is_noting
 from megakernel.ops.projections import Projection, dense, rows_of
 from megakernel.ops.state import Exchange, KernelState
-from megakernel.ops.sums import Found, in_range
+from megakernel.ops.sums import Found, in_range, may_lose
 
 WIDEST = 128
 """d and M up to which a program's tiles fit into registers."""
@@ -146,7 +146,7 @@ def attend(
         (out, inverse, _), first, last = exchanged.attend(
             operators.Shard(q, *options), keys, lambda: (q,), exchange, carries, phi, value_dim
         )
-    if not (FEATURE_MAPS[form.name].exponential and normalize) or is_noting():
+    if not may_lose(form, normalize) or is_noting():
         return out, last
     lost = inverse == 0
     if mass is not None:
