@@ -29,8 +29,13 @@ POINTS = [
     *(Point(128, scale, 64, torch.bfloat16) for scale in SCALES),
     *(Point(64, scale, length, torch.float32) for scale in SCALES for length in (16, 64)),
 ]
+# Keys that have nearly all the weight of many queries, over several segments.
+HEAVY = [
+    *((name, *Point(64, 5.0, 1024, torch.bfloat16)) for name in ("performer", "gmm_prf", "fastfood_prf")),
+    ("gmm_prf", *Point(128, 5.0, 256, torch.bfloat16)),
+]
 if IS_FULL:
-    POINTS = list(WHOLE)
+    POINTS, HEAVY = list(WHOLE), []
 
 
 def is_taken(name: str, point: Point) -> bool:
@@ -40,6 +45,7 @@ def is_taken(name: str, point: Point) -> bool:
 
 
 CASES = [(name, *point) for name in (*PRESETS, *LANDMARKS) for point in POINTS if is_taken(name, point)]
+CASES += HEAVY
 FIRST = [Point(64, 10.0, 16, torch.bfloat16), Point(64, 30.0, 16, torch.float32)]
 
 

@@ -169,13 +169,13 @@ def step(
     added = tl.where(masses != 0, logs, EMPTY)
     shrink, factors, new_log = scales_of_addition(log, added, goes_on, PHI.unbounded)
     masses *= factors
-    columns *= masses[:, None]
+    ones = tl.full((RP,), 1.0, tl.float32)
     half: tl.constexpr = PHI.rows * (V + 1)
     state = head.to(tl.int64) * (half * (2 if PHI.two else 1))
     tile, norm = load_half(far_sums + state, goes_on, column, MP, PHI.rows, V, BV)
     far, far_den = read_half(x, tile, norm, G)
     if ends:
-        tile, norm = add_tokens(tile, norm, shrink, a, columns, masses, tl.float32)
+        tile, norm = add_tokens(tile * shrink, norm * shrink, a, masses, columns, ones, tl.float32)
     store_half(new_sums + state, tile, norm, column, PHI.rows, V, BV)
     if PHI.two:
         tile, norm = load_half(far_sums + state + half, goes_on, column, MP, PHI.rows, V, BV)
@@ -183,7 +183,7 @@ def step(
         far += more
         far_den += of_den
         if ends:
-            tile, norm = add_tokens(tile, norm, shrink, b, columns, masses, tl.float32)
+            tile, norm = add_tokens(tile * shrink, norm * shrink, b, masses, columns, ones, tl.float32)
         store_half(new_sums + state + half, tile, norm, column, PHI.rows, V, BV)
     if column == 0:
         tl.store(new_logs + head, new_log if PHI.unbounded else 0.0)

@@ -35,7 +35,7 @@ from megakernel.ops.kernel_attention.arguments import (
     rows_of_queries,
 )
 from megakernel.ops.kernel_attention.kernels import largest_logs, store_features, sums_of_keys
-from megakernel.ops.kernel_attention.query_kernels import across_features, gradient_of_half
+from megakernel.ops.kernel_attention.query_kernels import across_features, do_of_keys, gradient_of_half
 from megakernel.ops.kernels.features import (
     EMPTY,
     dot,
@@ -165,7 +165,7 @@ def join(
     largest = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
         largest = largest_logs(keys, row, tile, CUT)
-    far, far_den, r = sums_of_keys(x, y, keys, state, row, tile, largest, CUT, PHI)
+    far, far_den, r = sums_of_keys(x, y, keys, state, row, tile, largest, None, CUT, PHI)
     numbers = tile.head.to(tl.int64) * row.queries
     seats = numbers + tile.rows
     logit = load_numbers(shares.gate + numbers, tile.at, tile.end, C) if NEAR.gated else den
@@ -280,11 +280,9 @@ def join_backward(
         r = load_numbers(queries.scale + tile.key_head.to(tl.int64) * row.queries, tile.at, tile.end, C)
     of_near = tl.zeros((C,), tl.float32)
 
-    # What window and landmarks have in do_i.o_i. Not from the rounded output: where few keys make up a sum, gradients
-    # are differences of nearly equal numbers.
+    # What window and landmarks have in do_i.o_i.
     fa, fb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
-    sums, _den, _r = sums_of_keys(fa, fb, keys, state, row, tile, r, CUT, PHI)
-    of_far = factor * tl.sum(sums * do.to(tl.float32), 1)
+    of_far, den = do_of_keys(fa, fb, do, keys, state, row, tile, r, CUT, PHI)
     qa, qb, _logs = window_tile(q, tokens.row, left, window, NEAR.reach, projection, matrix.low, C, NEAR, PHI)
     for here in range(oldest, tile.stop, BK):
         parts, _slopes, _ka, _kb = window_slopes(
@@ -293,10 +291,12 @@ def join_backward(
         of_near += tl.sum(parts, 1)
     if NEAR.gated:
         share = tl.sigmoid(-load_numbers(shares.gate + numbers, tile.at, tile.end, C))
-        excess = tl.where(share == 0, 0.0, of_far / tl.where(share == 0, 1.0, share))
+        excess = tl.where(factor == 0, 0.0, of_far / tl.where(factor == 0, 1.0, den))
+        of_far = share * excess
         mean = of_near
         moved = share * of_near - (1 - share) * of_far
     else:
+        of_far *= factor
         excess = of_near + of_far
         mean = excess if NEAR.softmax else excess * n
         moved = of_far - load_numbers(joined.share + numbers, tile.at, tile.end, C) * excess

@@ -86,9 +86,8 @@ def sums_of_segment(
         if PHI.unbounded:
             # A key of no weight may be larger than all that are added.
             weights *= exp(tl.minimum(logs - log, 0.0))
-        added = columns.to(tl.float32) * weights[:, None]
-        features = b if half else a
-        tile, norm = add_tokens(tile, norm, 1.0, features, added, weights, v.dtype.element_ty)
+        ones = tl.full((C,), 1.0, tl.float32)
+        tile, norm = add_tokens(tile, norm, b if half else a, weights, columns, ones, v.dtype.element_ty)
     return tile, norm
 
 
@@ -194,12 +193,13 @@ def state_factors(tile, log, r, CUT: tl.constexpr, PHI: tl.constexpr):
 
 
 @triton.jit
-def sums_of_keys(x, y, keys, state, row, tile, largest, CUT: tl.constexpr, PHI: tl.constexpr):
+def sums_of_keys(x, y, keys, state, row, tile, largest, do, CUT: tl.constexpr, PHI: tl.constexpr):
     """Sums (C, VP) and normalizers (C,) of queries of features x, y, and r that both are measured from.
 
-    Of unbounded maps, `largest` (C,) are the largest log scales of the keys of the segment that queries see.
-
     Over the keys in the state that enters the segment, and where CUT.causal those that its tokens before tile.stop add.
+    Of unbounded maps, `largest` (C,) are the largest log scales of the keys of the segment that queries see. Given do
+    (C, VP), of a map without a second half, the sums are (C,), of do_i.v_j: no weight is rounded for them, so that
+    backward's terms w_ij (do_i.v_j - mean_i) add up to 0 as they should.
     """
     C: tl.constexpr = CUT.chunk
     BK: tl.constexpr = CUT.block
@@ -207,7 +207,9 @@ def sums_of_keys(x, y, keys, state, row, tile, largest, CUT: tl.constexpr, PHI: 
     v = head_at(keys.columns, tile.batch, tile.kv)
     dtype: tl.constexpr = v.dtype.element_ty
     sums, norm = half_of_state(state, tile.entry, 0, PHI, VP)
-    total = dot(x, sums, dtype)
+    total = (
+        dot(x, sums, dtype) if do is None else tl.sum(x.to(tl.float32) * dot(do, tl.trans(sums), dtype), 1)
+    )
     den = tl.sum(x.to(tl.float32) * norm[None, :], 1)
     if PHI.two:
         sums, norm = half_of_state(state, tile.entry, 1, PHI, VP)
@@ -218,9 +220,12 @@ def sums_of_keys(x, y, keys, state, row, tile, largest, CUT: tl.constexpr, PHI: 
     if CUT.causal and PHI.unbounded:
         r = tl.maximum(tl.where(tile.first < tile.begin, r, EMPTY), largest)
     factor = state_factors(tile, log, r, CUT, PHI)
-    total *= factor[:, None]
+    total *= factor[:, None] if do is None else factor
     den *= factor
     if CUT.causal:
+        # Added up over threads behind the loop.
+        wide = tl.zeros((C, BK), tl.float32)
+        wide_den = tl.zeros((C, BK), tl.float32)
         for here in range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK):
             a, b, scales = features_at(
                 keys.tokens, tile.batch, tile.kv, row.heads, row.keys, row.keys, here, BK, PHI
@@ -231,10 +236,17 @@ def sums_of_keys(x, y, keys, state, row, tile, largest, CUT: tl.constexpr, PHI: 
             if PHI.two:
                 weighed += dot(y, tl.trans(b), dtype)
             weighed = pairs_of(weighed, keys, here, scales, r, row, tile, CUT, PHI)
-            # Rounded before both sums: a mean of one value is that value.
-            weighed = rounded(weighed, dtype)
-            den += tl.sum(weighed.to(tl.float32), 1)
-            total += dot(weighed, columns, dtype)
+            if do is None:
+                # Rounded before both sums: a mean of one value is that value.
+                weighed = rounded(weighed, dtype)
+                total += dot(weighed, columns, dtype)
+                den += tl.sum(weighed.to(tl.float32), 1)
+            else:
+                wide += weighed * dot(do, tl.trans(columns), dtype)
+                wide_den += weighed
+        if do is not None:
+            total += tl.sum(wide, 1)
+            den += tl.sum(wide_den, 1)
     return total, den, r
 
 
@@ -271,7 +283,7 @@ def read(
     if PHI.unbounded and CUT.causal:
         # Another query of the key may have stored r here already, of which this is the maximum once more.
         largest = load_numbers(scale + scales_at, tile.at, tile.end, C)
-    total, den, r = sums_of_keys(x, y, keys, state, row, tile, largest, CUT, PHI)
+    total, den, r = sums_of_keys(x, y, keys, state, row, tile, largest, None, CUT, PHI)
     if NORMALIZE:
         empty = tl.abs(den) < PHI.least
         factor = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, den))

@@ -15,15 +15,22 @@ from megakernel.ops.kernel_attention.arguments import (
     token_of,
 )
 from megakernel.ops.kernel_attention.kernels import weights_of
-from megakernel.ops.kernels.features import dot, load_rows, store_gradient, store_rows
+from megakernel.ops.kernels.features import dot, load_rows, rounded, store_gradient, store_rows
 from megakernel.ops.kernels.mixtures import store_gradients_of_keys
 from megakernel.ops.kernels.states import first_token
 
 
 @triton.jit
-def gradient_from_state(tile, norm, columns, weights, dtype: tl.constexpr):
-    """Columns (C, VP) times half a state (MP, VP), weights (C,) times its normalizer: gradients of features (C, MP)."""
-    return dot(columns, tl.trans(tile), dtype) + weights[:, None] * norm[None, :]
+def gradient_from_state(tile, norm, columns, dtype: tl.constexpr):
+    """Columns (C, VP) times half a state (MP, VP), plus its normalizer: gradients of features (C, MP).
+
+    A state of more digits than the columns takes two products, so that its sums and its normalizer cancel exactly.
+    """
+    part = rounded(tile, dtype)
+    grad = dot(columns, tl.trans(part), dtype) + norm[None, :]
+    if tile.dtype != dtype:
+        grad += dot(columns, tl.trans(tile - part.to(tl.float32)), dtype)
+    return grad
 
 
 @triton.jit
@@ -100,10 +107,7 @@ def bwd_dkv(
         du_norm = tl.sum(a.to(tl.float32) * norm[None, :], 1)
         tl.debug_barrier()
     if dk is not None:
-        grad_a = (
-            gradient_from_state(tile, norm, columns, tl.zeros((C,), tl.float32) + 1.0, dtype)
-            * behind[:, None]
-        )
+        grad_a = gradient_from_state(tile, norm, columns, dtype) * behind[:, None]
         grad_b = grad_a
     if PHI.two:
         tile, norm = half_of_state(state, entry, 1, PHI, VP)
@@ -111,10 +115,7 @@ def bwd_dkv(
             du += dot(b, tile, dtype)
             du_norm += tl.sum(b.to(tl.float32) * norm[None, :], 1)
         if dk is not None:
-            grad_b = (
-                gradient_from_state(tile, norm, columns, tl.zeros((C,), tl.float32) + 1.0, dtype)
-                * behind[:, None]
-            )
+            grad_b = gradient_from_state(tile, norm, columns, dtype) * behind[:, None]
     if dv is not None:
         du *= behind[:, None]
         du_norm *= behind

@@ -228,9 +228,14 @@ class Call(NamedTuple):
             sums, like.new_empty(*lead, size, dtype=torch.float32), like.new_empty(lead, dtype=torch.float32)
         )
 
-    def sums_of_segments(self, like: Tensor, length: int) -> State:
-        """Room for what segments add, and then for the states that enter them: factors of products."""
-        dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+    def sums_of_segments(self, like: Tensor, length: int, of_queries: bool = False) -> State:
+        """Room for what segments add, and then for the states that enter them: factors of products.
+
+        Where one key has nearly all of its queries' weights, its gradient is what is left of a state of queries when
+        most of that cancels. Of maps of which this is to be expected, such states keep float32's digits.
+        """
+        is_exact = self.dtype != torch.bfloat16 or (of_queries and self.phi.unbounded)
+        dtype = torch.float32 if is_exact else torch.bfloat16
         return self.states(like, triton.cdiv(length, self.segment), dtype)
 
     def pass_on(

@@ -207,7 +207,7 @@ def _backward(
 
 def sums_of_queries(call: Call, queries: Queries, row: Row, k: Tensor, length: int) -> State:
     """What the queries of each segment of `length` tokens of keys k add to the gradients of states."""
-    room = call.sums_of_segments(k, length)
+    room = call.sums_of_segments(k, length, of_queries=True)
     if row.queries:
         call.start(query_kernels.write_queries, len(k), queries, room, row)
     else:

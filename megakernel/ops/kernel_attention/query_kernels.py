@@ -22,6 +22,21 @@ from megakernel.ops.kernels.states import add_tokens, first_token, scales_of_add
 
 
 @triton.jit
+def do_of_keys(x, y, do, keys, state, row, tile, r, CUT: tl.constexpr, PHI: tl.constexpr):
+    """Sums (C,) of do_i.v_j over what queries of features x, y see, and of their weights, from r as backward's are.
+
+    Not from the rounded output, which shows where few keys make up a sum. Of unbounded maps, one key may even have
+    nearly all the weight: what is left of its terms would show the rounding of weights.
+    """
+    if PHI.unbounded:
+        total, den, _r = sums_of_keys(x, y, keys, state, row, tile, r, do, CUT, PHI)
+    else:
+        sums, den, _r = sums_of_keys(x, y, keys, state, row, tile, r, None, CUT, PHI)
+        total = tl.sum(sums * do.to(tl.float32), 1)
+    return total, den
+
+
+@triton.jit
 def gradient_of_half(
     half: tl.constexpr, do, delta, r, keys, state, row, tile, CUT: tl.constexpr, PHI: tl.constexpr
 ):
@@ -104,10 +119,9 @@ def bwd_dq(
         r = load_numbers(scales, tile.at, row.queries, C)
     mean = tl.zeros((C,), tl.float32)
     if NORMALIZE:
-        # Of do_i.v_j. Not from the rounded output, which shows where few keys make up a sum.
         qa, qb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
-        sums, _den, _r = sums_of_keys(qa, qb, keys, state, row, tile, r, CUT, PHI)
-        mean = tl.sum(sums * do.to(tl.float32), 1) * inverse
+        total, den = do_of_keys(qa, qb, do, keys, state, row, tile, r, CUT, PHI)
+        mean = tl.where(inverse == 0, 0.0, total / tl.where(inverse == 0, 1.0, den))
         tl.store(queries.delta + numbers + tile.rows, -mean * inverse, mask=tile.rows < tile.end)
     slope = tl.zeros((C, MP), tl.float32)
     along = tl.zeros((C,), tl.float32)
@@ -167,17 +181,18 @@ def write_queries(queries, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
             query_head = kv * G + g
             place = (head * G + g).to(tl.int64) * row.queries
             given = head_at(queries.grad, batch, query_head) + tl.cast(at, tl.int64) * queries.grad.row
-            do = load_rows(given, queries.grad.row, left, C, CUT.values, VP).to(tl.float32)
-            do *= (load_numbers(queries.inverse + place, at, row.queries, C) * factors)[:, None]
-            of_norm = tl.zeros((C,), tl.float32)
+            do = load_rows(given, queries.grad.row, left, C, CUT.values, VP)
+            inverse = load_numbers(queries.inverse + place, at, row.queries, C)
+            minus_mean = tl.zeros((C,), tl.float32)
             if queries.delta is not None:
-                of_norm = load_numbers(queries.delta + place, at, row.queries, C) * factors
+                delta = load_numbers(queries.delta + place, at, row.queries, C)
+                minus_mean = delta / tl.where(inverse == 0, 1.0, inverse)
             a, b, _own = features_at(
                 queries.tokens, batch, query_head, row.heads * G, row.queries, stop, at, C, PHI
             )
-            tile, norm = add_tokens(tile, norm, 1.0, a, do, of_norm, dtype)
+            tile, norm = add_tokens(tile, norm, a, inverse * factors, do, minus_mean, dtype)
             if PHI.two:
-                tile2, norm2 = add_tokens(tile2, norm2, 1.0, b, do, of_norm, dtype)
+                tile2, norm2 = add_tokens(tile2, norm2, b, inverse * factors, do, minus_mean, dtype)
     entry = tl.program_id(0)
     store_half_of_state(tile, norm, state, entry, 0, PHI, VP)
     if PHI.two:

@@ -50,10 +50,14 @@ def largest_of(logs):
 
 
 @triton.jit
-def add_tokens(tile, norm, shrink, features, columns, weights, dtype: tl.constexpr):
-    """Half a state, shrunk, plus features (C, MP) times columns (C, BV), and times weights (C,) for its normalizer."""
-    tile = tile * shrink + dot(tl.trans(features), columns, dtype)
-    return tile, norm * shrink + tl.sum(features.to(tl.float32) * weights[:, None], 0)
+def add_tokens(tile, norm, features, weights, columns, numbers, dtype: tl.constexpr):
+    """Half a state plus features (C, MP), `weights` (C,) times, times columns (C, BV), and numbers (C,) for `norm`.
+
+    The weights go to the features, rounded once for both: where a token's column and number cancel, they still do.
+    """
+    weighed = rounded(features.to(tl.float32) * weights[:, None], dtype)
+    tile += dot(tl.trans(weighed), columns, dtype)
+    return tile, norm + tl.sum(weighed.to(tl.float32) * numbers[:, None], 0)
 
 
 @triton.jit
