@@ -1,15 +1,11 @@
 """Eigenvalues of the learned covariances of spectral mixtures (KL, tables 4, 9 to 12): below 1 they reduce variance."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from megakernel.attention.features import GaussianMixture
 from megakernel.model.layer import attention_cores
 
-from .drawing import lines
 from .subject import Subject
 from .table import Row
 
@@ -17,11 +13,6 @@ from .table import Row
 def measure(subject: Subject) -> list[Row]:
     """See `eigenvalue_rows`."""
     return eigenvalue_rows(subject.model)
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """Eigenvalues in descending order, means over components, a panel for each layer."""
-    return {"eigenvalues": lines(rows, "index", "eigenvalue", "head", "layer", log_y=True)}
 
 
 def eigenvalue_rows(model: nn.Module) -> list[Row]:

@@ -1,16 +1,12 @@
 """What gates give the near window, where there is something far to give to (docs/formulas.md, 4)."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from megakernel.attention.near_far import NearFarAttention
 from megakernel.uptraining.head_statistics import far_keys
 from megakernel.uptraining.query_rows import QueryRows
 
-from .drawing import lines
 from .subject import CapturedAttention, Subject
 from .table import Row
 
@@ -21,16 +17,10 @@ BINS = 20
 def measure(subject: Subject) -> list[Row]:
     """layer, head, near (where a bin begins), share (of the queries), gate (the head's mean, in all its rows)."""
     found: dict[int, list[Tensor]] = {}
-    for layers in subject.captured():
-        for layer, captured in layers.items():
-            if (gates := near_shares(captured)) is not None:
-                found.setdefault(layer, []).append(gates)
+    for _, layer, captured in subject.captured():
+        if (gates := near_shares(captured)) is not None:
+            found.setdefault(layer, []).append(gates)
     return [row for layer, parts in found.items() for row in histogram(layer, torch.cat(parts, -1))]
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """A histogram for each head, a panel for each layer."""
-    return {"histogram": lines(rows, "near", "share", "head", "layer", steps=True)}
 
 
 @torch.no_grad()

@@ -1,17 +1,14 @@
 """What the noise of learned kernels does to predictions, and what a vote gains (KL, section 4.1, figure 5)."""
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from megakernel.evaluation.voting import each_draw
 from megakernel.model import IGNORED, LanguageModel
 from megakernel.model.layer_inputs import LayerInputs
 
-from .drawing import lines
 from .subject import Subject
 from .table import Row
 
@@ -26,14 +23,6 @@ def measure(subject: Subject) -> list[Row]:
     ]
     hits, likeliest, logs = torch.cat(found, -1).unbind(1)
     return vote_rows(hits.bool(), likeliest.long(), logs)
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """Accuracy and loss by the number of draws."""
-    return {
-        "accuracy": lines(rows, "draws", "voting_accuracy", log_x=True),
-        "loss": lines(rows, "draws", "loss", log_x=True),
-    }
 
 
 def predictions(model: LanguageModel, inputs: LayerInputs) -> Tensor:
