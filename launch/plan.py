@@ -145,7 +145,7 @@ def _as_json(config: Config, vocabulary: int, counts: list[int], gpu: Gpu, top: 
     return {
         "predicted": True,
         "gpu": vars(gpu),
-        "rates": vars(planning.ASSUMED),
+        "rates": {**planning.RATES, "source": planning.RATES_SOURCE},
         "accuracy": planning.ACCURACY,
         "vocabulary": vocabulary,
         "plans": [_plan_as_json(plan, gpu, top) for plan in plans],

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from launch.messages import console
 from megakernel.analysis import planning
-from megakernel.analysis.planning import Gpu, Plan, Planned, Point
+from megakernel.analysis.planning import Gpu, Plan, Planned
 from megakernel.analysis.planning.page import NONE, figures, scaled
 from megakernel.config import Config
 
@@ -52,7 +52,7 @@ def show_assumptions(out: Console, config: Config, gpu: Gpu, vocabulary: str) ->
         f"{gpu.memory / 1e9:g} GB, {gpu.bandwidth / 1e12:g} TB/s, {peak / 1e12:g} TFLOP/s, {gpu.link / 1e9:g} GB/s "
         f"to {gpu.per_node - 1} neighbours and {gpu.network / 1e9:g} GB/s to other nodes ({gpu.source})"
     )
-    out.print(f"rates ({planning.ASSUMED.source}): {planning.ASSUMED.as_text()}")
+    out.print(f"rates {planning.RATES_TEXT}")
     out.print(f"measured on a CPU: {', '.join(planning.ACCURACY.values())}")
 
 
@@ -104,18 +104,13 @@ def show_scaling(
     show_assumptions(out, config, gpu, vocabulary)
     for way, title in planning.WAYS.items():
         with console(stderr=True).status(f"planning {title}"):
-            points = list(planning.scaling(config, vocabulary_size, counts, way, gpu, at=at))
-        out.print(scaling_table(title, points))
-
-
-def scaling_table(title: str, points: list[Point]) -> Table:
-    """One line for each number of devices."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("GPUs", "rows", "tokens of a row", "step", "tokens/s", "MFU", "memory", "efficiency"):
-        table.add_column(name, justify="right")
-    table.add_column("layout")
-    for *sizes, seconds, tokens, mfu, memory, share, layout in scaled(points):
-        fits = seconds != NONE
-        units = [f"{seconds} s", tokens, mfu, f"{memory} GB"] if fits else [NONE] * 4
-        table.add_row(*sizes, *units, share, layout)
-    return table
+            plans = list(planning.scaling(config, vocabulary_size, counts, way, gpu, at))
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name in ("GPUs", "rows", "tokens of a row", "step", "tokens/s", "MFU", "memory", "efficiency"):
+            table.add_column(name, justify="right")
+        table.add_column("layout")
+        for *sizes, seconds, tokens, mfu, memory, share, layout in scaled(plans):
+            fits = seconds != NONE
+            units = [f"{seconds} s", tokens, mfu, f"{memory} GB"] if fits else [NONE] * 4
+            table.add_row(*sizes, *units, share, layout)
+        out.print(table)
