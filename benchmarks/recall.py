@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, give, opening, table
-from benchmarks.trained import curve, megakernel, trained
-from megakernel.config import PRESETS, Attention, Config, Training, UserError, expand_preset, load
+from benchmarks.page import add_out, ended, give, opening, table
+from benchmarks.trained import curve, in_blocks, megakernel, trained
+from megakernel.config import PRESETS, Config, Training, load
 from megakernel.evaluation.records import file_name
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tasks" / "mqar.yaml"
@@ -96,13 +96,7 @@ class Plan:
 
     def attention(self, preset: str) -> dict[str, Any]:
         """The preset with blocks that a short row has several of."""
-        form = Attention.model_validate(expand_preset(preset))
-        changes: dict[str, Any] = {}
-        if form.compression is not None:
-            changes["compression"] = {"block_size": self.block_size, "rank": self.rank}
-        elif form.near is not None:
-            changes["near"] = {"block_size": self.block_size}
-        return {"preset": preset, **changes}
+        return in_blocks(preset, self.block_size, self.rank, self.rank)
 
 
 @dataclass(frozen=True)
@@ -204,19 +198,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = Plan(
         arguments.task, arguments.tokenizer, arguments.block_size, arguments.rank, arguments.overrides
     )
+    prepare(plan)
     outcomes = []
-    try:
-        prepare(plan)
-        for preset in arguments.only:
-            outcomes.append(found := train(plan, preset, arguments.also))
-            print(found.row(), flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for preset in arguments.only:
+        outcomes.append(found := train(plan, preset, arguments.also))
+        print(found.row(), flush=True)
     text = page(plan, outcomes, " ".join(["OMP_NUM_THREADS=1 python -m benchmarks.recall", *given]))
     give(text, arguments.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))
