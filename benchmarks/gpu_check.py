@@ -52,14 +52,14 @@ class Outcome(NamedTuple):
     """What became of it."""
 
     check: Check
-    verdict: str
+    result: str
     seconds: float
     output: str
 
     @property
     def failed(self) -> bool:
         """Whether it ran and said no; what is not installed, or was cut off, did not."""
-        return self.verdict.startswith("failed")
+        return self.result.startswith("failed")
 
 
 def run(check: Check, seconds: float) -> Outcome:
@@ -76,15 +76,15 @@ def run(check: Check, seconds: float) -> Outcome:
         )
         try:
             status = process.wait(seconds)
-            verdict = "passed" if status == 0 else f"failed with status {status}"
+            result = "passed" if status == 0 else f"failed with status {status}"
         except subprocess.TimeoutExpired:
-            verdict = "cut off"
+            result = "cut off"
         finally:
             _end(process)
             shutil.rmtree(RUNS, ignore_errors=True)
         log.seek(0)
         last = log.read().splitlines()[-LINES:]
-    return Outcome(check, verdict, time.monotonic() - start, "\n".join(last))
+    return Outcome(check, result, time.monotonic() - start, "\n".join(last))
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -105,7 +105,7 @@ def run_all(part: str, checks: Sequence[Check], seconds: float, out: Path) -> li
     outcomes: list[Outcome] = []
     for check in checks:
         outcomes.append(run(check, end - time.monotonic()))
-        print(f"{outcomes[-1].verdict:>12}  {check.title}", flush=True)
+        print(f"{outcomes[-1].result:>12}  {check.title}", flush=True)
         give(page(part, outcomes, len(checks)), out)
     return outcomes
 
@@ -115,8 +115,8 @@ def page(part: str, outcomes: Sequence[Outcome], total: int) -> str:
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
     lines = opening(f"First check on a GPU: {part}", f"python -m benchmarks.gpu_check {part}", gpu)
     lines += [f"{len(outcomes)} of {total} programs.", ""]
-    rows = (f"| {one.check.title} | {one.verdict} | {one.seconds:.0f} |" for one in outcomes)
-    lines += table(("program", "verdict", "s"), rows)
+    rows = (f"| {one.check.title} | {one.result} | {one.seconds:.0f} |" for one in outcomes)
+    lines += table(("program", "result", "s"), rows)
     for one in outcomes:
         lines += [f"## {one.check.title}", "", f"`{' '.join(one.check.command)}`", ""]
         lines += [*(f"    {line}" for line in one.output.splitlines()), ""]

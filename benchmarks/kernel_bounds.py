@@ -163,7 +163,7 @@ class Code:
         return times
 
     def _next(self, i: int) -> list[int]:
-        """Where an instruction may lead; functions that it calls aside."""
+        """Where an instruction may lead; functions that it calls are left out."""
         instruction = self.instructions[i]
         kind, text = instruction.kind, instruction.text
         always, on = not text.startswith("@"), [i + 1] if i + 1 < len(self.instructions) else []

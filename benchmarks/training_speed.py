@@ -110,7 +110,7 @@ def llama(sizes: Sizes) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to("cuda" if ON_GPU else "cpu")
 
 
-def theirs(sizes: Sizes) -> Callable[[], float]:
+def baseline(sizes: Sizes) -> Callable[[], float]:
     """A step of it, as its Trainer takes one; returns the loss."""
     model = llama(sizes).train()
     weights = list(model.parameters())
@@ -133,7 +133,7 @@ def theirs(sizes: Sizes) -> Callable[[], float]:
 
 def _work(model: str, sizes: Sizes, pipe: Connection) -> None:
     """A process: train as many steps as it is told, and say how long they took."""
-    step = theirs(sizes) if model == BASELINE else ours(configuration(model, sizes), sizes)
+    step = baseline(sizes) if model == BASELINE else ours(configuration(model, sizes), sizes)
     clock = time.perf_counter if ON_GPU else time.process_time
     for _ in range(WARM):
         step()

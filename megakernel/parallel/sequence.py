@@ -15,12 +15,12 @@ from megakernel.parallel.axis import Axis
 from megakernel.parallel.exchange_way import Way, way
 from megakernel.parallel.progress import Progress
 from megakernel.parallel.state_exchange import (
+    AllGather,
     Background,
     Exchange,
-    Gathered,
-    Passed,
     PendingPrefix,
     Place,
+    PointToPoint,
     Runner,
 )
 from megakernel.parallel.tensor import total
@@ -113,10 +113,10 @@ class GroupShard:
         if chosen == "auto":
             chosen = way(self.size, state.sums.numel() * state.sums.element_size())
         if chosen == "gather":
-            return Gathered(place, self.traffic)
+            return AllGather(place, self.traffic)
         if self._background is None:
             self._background = Background(state.sums.device)
-        return Passed(place, self.traffic, self._background)
+        return PointToPoint(place, self.traffic, self._background)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of `x` over the shards, on each of them."""
