@@ -26,7 +26,7 @@ import torch
 from benchmarks.page import give, opening, table
 
 SECONDS = 530.0
-"""Of a part: 9 minutes, less what starting and writing take."""
+"""Time limit of a part: 9 minutes, less the time to start and to write."""
 
 GRACE = 10.0
 """Seconds between asking a program to end and ending it."""
@@ -49,7 +49,7 @@ class Check(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of it."""
+    """The result of a program."""
 
     check: Check
     result: str
@@ -162,7 +162,7 @@ NCU = (
     *("--section", "SpeedOfLight", "--section", "WarpStateStats"),
     *("--kernel-name", "regex:pool|write|join|window|bwd|step"),
 )
-"""What is asked of it, and of which kernels: FLuRKA's."""
+"""The sections that ncu measures, of FLuRKA's kernels."""
 
 PARTS = {
     "correctness": (

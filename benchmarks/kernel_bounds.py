@@ -41,7 +41,7 @@ PROCESSORS = 132
 CLOCK = 1.83e9
 BANDWIDTH = 4.8e12
 FLOPS = {"HGMMA": 4096, "GTF32": 2048, "HMMA": 2580, "TF32": 1290}
-"""Of a processor and clock, by kind of mma: wgmma and mma.sync, of 16-bit numbers and of TF32."""
+"""FLOPs per processor and clock, by kind of mma: wgmma and mma.sync, of 16-bit numbers and of TF32."""
 
 INTEGER = (
     *("IMAD", "IADD3", "IADD", "LOP3", "SEL", "FSEL", "ISETP", "FSETP", "FMNMX", "IMNMX", "VIMNMX", "PRMT"),
@@ -105,7 +105,7 @@ class Instruction(NamedTuple):
 
     @property
     def clocks(self) -> dict[str, float]:
-        """What one warp's share of it takes of each unit of a processor."""
+        """Clocks that one warp occupies each unit of a processor."""
         kind, work = self.flops
         # Copies go through another pipe.
         slow = self.kind in INTEGER and not self.name.startswith("IMAD.MOV")
@@ -163,7 +163,7 @@ class Code:
         return times
 
     def _next(self, i: int) -> list[int]:
-        """Where an instruction may lead; functions that it calls are left out."""
+        """The possible successors of an instruction, without the functions that it calls."""
         instruction = self.instructions[i]
         kind, text = instruction.kind, instruction.text
         always, on = not text.startswith("@"), [i + 1] if i + 1 < len(self.instructions) else []
@@ -237,7 +237,7 @@ def _loops_of(file: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _statements(file: str, line: int) -> list[str]:
-    """What the `for` statements around a line go through."""
+    """The iterables of the `for` statements around a line."""
     return [text for first, last, text in _loops_of(file) if first <= line <= last and "static" not in text]
 
 
@@ -299,7 +299,7 @@ TRIPS: dict[str, Callable[[Sizes], float | None]] = {
 
 
 class Bound(NamedTuple):
-    """What a launch would take at best."""
+    """Lower bounds of a launch's time."""
 
     kernel: str
     backward: bool
@@ -314,7 +314,7 @@ class Bound(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What binds."""
+        """The unit that limits the launch."""
         return max(self.milliseconds, key=lambda unit: self.milliseconds[unit])
 
     @property
@@ -349,7 +349,7 @@ def bound_of(launch: Any, backward: bool) -> Bound:
 
 
 def _bytes(launch: Any) -> int:
-    """Of every tensor once; states are read and written in place."""
+    """Bytes of every tensor once; states are read and written in place."""
     sizes: dict[int, int] = {}
 
     def note(value: Any) -> None:
@@ -379,7 +379,7 @@ def cases() -> dict[str, Callable[[], None]]:
 
 
 def bounds(case: Callable[[], None]) -> list[Bound]:
-    """Of a case's launches, in order."""
+    """The bounds of a case's launches, in order."""
     from megakernel.ops.kernels.launch import noting
 
     with noting() as launches:

@@ -31,7 +31,7 @@ ALLOWED = 1.15
 """How much dearer than the cheapest a token may be."""
 
 LIMIT_GIB = 8.0
-"""Of both processes together."""
+"""Memory limit of both processes together."""
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 """glibc by itself keeps freed tensors of up to 32 MiB, which are those of short rows here, and returns longer ones."""
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     tokens: int
     seconds: float
-    """Of a step, the median."""
+    """Median time of a step."""
 
     peak: float
     """GiB of the process that takes most."""

@@ -71,7 +71,7 @@ def attention(preset: str, config: Path) -> dict[str, Any]:
 
 
 def overrides_of(config: Path, preset: str | None, seed: int, more: Sequence[str]) -> list[str]:
-    """What is laid over the configuration for one run; preset None leaves its attention."""
+    """The overrides of one run; preset None leaves the configured attention."""
     name = load(config, more).run.name
     keys = [f"run.name={name}-{preset or 'own'}-{seed}", f"run.seed={seed}"]
     if preset is not None:

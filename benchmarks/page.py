@@ -1,4 +1,4 @@
-"""What a result's page says of the machine that it was measured on, and where it goes."""
+"""The frame of a page of results: title, command, machine, tables, and the file that it is written to."""
 
 import argparse
 import os

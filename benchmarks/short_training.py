@@ -49,10 +49,10 @@ class Run:
     """A preset, or CONTROL."""
 
     kind: str
-    """What the model predicts."""
+    """Kind of model."""
 
     overrides: list[str]
-    """What the command line lays over CONFIG."""
+    """Overrides of CONFIG."""
 
     def __str__(self) -> str:
         return f"{self.mechanism} as {self.kind}"
@@ -88,7 +88,7 @@ def attention(preset: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run's metrics.jsonl says; None stands for a number that was not finite."""
+    """The numbers of a run's metrics.jsonl; None stands for one that was not finite."""
 
     run: Run
     losses: list[float | None]
@@ -138,7 +138,7 @@ def _mean(values: Iterable[float | None]) -> float:
 
 
 def outcome(run: Run, config: Config) -> Outcome | None:
-    """What a run measured; None where it has not come to its end.
+    """The outcome of a run; None where it has not come to its end.
 
     Raises ConfigError where the run's folder belongs to another configuration.
     """

@@ -111,7 +111,7 @@ def _line(row: dict[str, Any], *shares: float | None) -> str:
 
 
 def minutes_of_steps(folders: Sequence[Path]) -> float:
-    """What the steps of all runs in and below folders took, as they logged it."""
+    """Minutes of the steps of all runs in and below these folders, from their logs."""
     total = 0.0
     for file in (file for folder in folders for file in folder.rglob("metrics.jsonl")):
         before = 0

@@ -1,4 +1,4 @@
-"""What `megakernel plan` shows on a terminal."""
+"""The tables of `megakernel plan` on a terminal."""
 
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +42,7 @@ def _show_title(out: Console, config: Config, devices: str) -> None:
 
 
 def show_assumptions(out: Console, config: Config, gpu: Gpu, vocabulary: str) -> None:
-    """What the numbers rest on, and how far they were off."""
+    """The assumptions behind the numbers, and how far they were off on a CPU."""
     training = config.training
     peak = gpu.peak_of(2 if training.dtype == "bfloat16" else 4)
     out.print(

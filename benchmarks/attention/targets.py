@@ -38,7 +38,7 @@ class Target(NamedTuple):
     bound: float
 
     figure: Callable[[Figures, Case], float]
-    """What is bounded; KeyError where it is not known."""
+    """The bounded figure; KeyError where it is not known."""
 
     applies: Callable[[Case], bool]
 
@@ -120,7 +120,7 @@ DEFAULT = (
         for ours in ("kernel elu", "FLuRKA")
     ),
 )
-"""Of causal attention."""
+"""Targets of causal attention."""
 
 PAPER = (
     _as_fast("flurka_rnn", "linear", 1.7, "figures 3 and 4", _figures_3_and_4),
@@ -130,4 +130,4 @@ PAPER = (
     _as_fast("flurka_rnn", "softmax", 23, "52,500 tokens of appendix C", _end_of_appendix_c),
     _as_fast("flurka_performer", "softmax", 23, "52,500 tokens of appendix C", _end_of_appendix_c),
 )
-"""Of the FLuRKA paper's layers; kernel parents are linear and performer, the low-rank parent is linformer."""
+"""Targets of the FLuRKA paper's layers; kernel parents are linear and performer, the low-rank parent is linformer."""

@@ -1,4 +1,4 @@
-"""What all tasks have: a length, a seed, and examples that are functions of (seed, index)."""
+"""The base of all tasks: a length, a seed, and examples that are functions of (seed, index)."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Writing:
         self.write(text)
 
     def example(self, depth: float | None = None) -> Example:
-        """What has been written."""
+        """The finished example."""
         return Example("".join(self._parts), tuple(self._answers), depth)
 
 
@@ -57,14 +57,14 @@ TRAINING, EVALUATION = 0, 1
 _TRIES = 8
 
 _CHARACTERS_PER_TOKEN = 4
-"""Of the texts that a tokenizer is trained on: enough that all parts of an example stand in them."""
+"""Assumed for texts that a tokenizer is trained on: long enough to hold all parts of an example."""
 
 
 class SyntheticTask(Section):
     """Examples without end; each is a text, and the answers in it."""
 
     NAME: ClassVar[str]
-    """What `--task` and `--source task:` call it."""
+    """Its name for `--task` and `--source task:`."""
 
     length: int = Field(default=1024, ge=2, le=1_000_000_000)
     """Tokens of an example, the end of its document among them."""

@@ -1,4 +1,4 @@
-"""What a batch script does besides starting processes: `python -m launch.slurm.attempt begin|end|port`."""
+"""The steps of a batch script besides starting processes: `python -m launch.slurm.attempt begin|end|port`."""
 
 import argparse
 import os
@@ -75,7 +75,7 @@ def end(submission: Path, status: int) -> tuple[int, bool]:
 
 
 def _starts(run: JobFolder, status: int, step: int) -> list[Start]:
-    """Those of this job, the last of which has just ended with `status`, with `step` steps saved."""
+    """The starts of this job; the last one has just ended with `status`, with `step` steps saved."""
     found, before = [], 0
     for event in run.events(os.environ[events.JOB_VARIABLE]):
         if event["event"] == "started":
@@ -94,7 +94,7 @@ def _ends(run: JobFolder, status: int) -> TaskEnds:
 
 
 def _logs(run: JobFolder) -> Path:
-    """Of this start of the job."""
+    """The folder of logs of this start of the job."""
     return run.logs(os.environ[events.JOB_VARIABLE], restart())
 
 
@@ -111,7 +111,7 @@ def _tail(log: Path) -> str:
 
 
 def _failure(run: JobFolder) -> str | None:
-    """Of this start of the job: which nodes are not fit, else what the first process that failed said.
+    """Why this start of the job failed: unfit nodes, else the error of the first process that failed.
 
     Of a command that trains nothing the line that it ended with.
     """
@@ -128,7 +128,7 @@ def _failure(run: JobFolder) -> str | None:
 
 
 _ERROR = error_lines(" ")[0].rstrip() + " "
-"""What lines begin with that say why a command ended."""
+"""Prefix of lines that say why a command ended."""
 
 
 def _kept_off(submission: Path) -> list[str]:
@@ -239,7 +239,7 @@ _LOOK_SECONDS = 5
 
 
 NODES = "nodes"
-"""Of a start: the file with the nodes that can be used, those of the run first, separated by commas."""
+"""File of a start with the nodes that can be used, those of the run first, separated by commas."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a model says of tokens: cross entropy by position, and predictions at chosen places."""
+"""Cross entropy of a model by position, and its predictions at chosen places."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -61,7 +61,7 @@ def measure(
 
 
 def _log_probabilities(model: LanguageModel, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Of the labels, (B, N)."""
+    """Log-probabilities of the labels, (B, N)."""
     return -model.losses(*inputs)
 
 

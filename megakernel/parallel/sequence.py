@@ -77,7 +77,7 @@ class GroupShard:
         self.size = axis.size
         self._group = axis.group
         self.traffic = Traffic(progress)
-        """What has gone from here to the other shards."""
+        """Bytes sent from here to the other shards."""
 
     def previous_tokens(self, x: Tensor, count: int) -> Tensor:
         """The left neighbour's last `count` tokens, zeros on rank 0: (..., N, d) -> (..., count, d)."""
@@ -105,7 +105,7 @@ class GroupShard:
         return PendingPrefix(self._exchange(state, Place(self._axis)), state, carries)
 
     def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """The same, with the shards read from the last to the first."""
+        """Send `state` towards the earlier shards."""
         return PendingPrefix(self._exchange(state, Place(self._axis, backwards=True)), state, carries)
 
     def _exchange(self, state: KernelState, place: Place) -> Exchange:

@@ -46,7 +46,7 @@ class Exchange(Protocol):
     """One prefix and its backward; `start` and `finish` enclose local work, in forward and in backward."""
 
     entered: tuple[Tensor, Tensor]
-    """What `finish` gave."""
+    """The result of `finish`."""
 
     def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
         """Begin with this shard's state, and the factor f by which what enters it leaves: (B,) bool, or (B, H)."""
@@ -73,7 +73,7 @@ class PendingPrefix:
         self._ticket = _Start.apply(state.sums, state.log_scale, carries, exchange)
 
     def wait(self) -> KernelState:
-        """What enters this shard."""
+        """The state that enters this shard."""
         sums, log_scale = _Wait.apply(self._ticket, self._exchange)
         return KernelState(sums, log_scale)
 
@@ -248,7 +248,7 @@ class Background:
 
 
 class _Queued:
-    """What a stream will have computed."""
+    """The future result of a stream."""
 
     def __init__(self, value: Any, stream: torch.cuda.Stream):
         self._value, self._stream = value, stream

@@ -120,7 +120,7 @@ class Measure:
         self._parameters: dict[tuple[Part, int], int] = {}
 
     def of(self, part: Part, shape: Shape) -> Measured:
-        """What the part takes.
+        """Measure a part.
 
         Large shapes are found from small ones, where the numbers lie on a line: over rows; over context ranks, of a
         ring; over tokens, of a part that loops over them. `tests/unit/analysis/planning` holds that: kernels choose how
@@ -238,7 +238,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class _FakeMesh:
-    """What a model asks of its mesh, of a mesh whose other processes are not there."""
+    """The part of a mesh that a model asks for, without the other processes."""
 
     tp: Axis
     cp: Axis
@@ -255,7 +255,7 @@ class _FakeMesh:
 
 
 class _AtOnce:
-    """In place of a thread for chains of messages, which would not know of fake tensors."""
+    """Runs chains of messages at once; a thread would not know of fake tensors."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -388,7 +388,7 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """What Liger-Kernel's fused functions make and keep: their input, and of a norm a number of each token."""
+    """A stand-in for Liger-Kernel's fused functions, which save their input, and norms a number for each token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, width: int, numbers: tuple[int, ...]) -> Tensor:

@@ -20,7 +20,7 @@ PARTS = (
     "exchange",
     "workspace",
 )
-"""What memory is told apart by; on a GPU there is a reserve as well."""
+"""The parts of a device's memory; on a GPU there is a reserve as well."""
 
 MASTER_AND_MOMENTS = 12
 """Bytes per parameter of AdamW with float32 master weights."""
@@ -37,7 +37,7 @@ FRAGMENTS = 0.05
 
 @dataclass(frozen=True)
 class Memory:
-    """What the fullest device of a layout holds."""
+    """Memory of the fullest device of a layout."""
 
     parts: dict[str, float]
     """Bytes by part: weights, gradients and optimizer stay; the rest is there in backward, or at the update."""

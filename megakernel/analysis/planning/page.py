@@ -155,7 +155,7 @@ def _capital(text: str) -> str:
 
 
 def figures(one: Planned) -> list[str]:
-    """Of a layout that fits: seconds of a step, tokens per second, MFU, GB of memory."""
+    """Seconds of a step, tokens per second, MFU and GB of memory of a layout that fits."""
     assert one.step is not None
     step = one.step
     speed = [number(step.seconds), f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}"]

@@ -40,7 +40,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a number of devices can do with a run."""
+    """The layouts of a run on a number of devices."""
 
     config: Config
     devices: int
@@ -49,7 +49,7 @@ class Plan:
     """Fastest first; of layouts that differ in micro-batch and recomputation alone, the best one."""
 
     too_large: list[Planned]
-    """Those that do not fit whatever their micro-batch and recomputation, nearest first."""
+    """Layouts that do not fit whatever their micro-batch and recomputation, nearest first."""
 
     refused: Counter[str]
     """Problem -> how many ways to cut the run it excludes."""
@@ -124,7 +124,7 @@ def _seconds(one: Planned) -> float:
 
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-"""What repeats more is slower."""
+"""Ways to recompute, the slowest last."""
 
 
 def candidates(

@@ -26,7 +26,7 @@ SCAN_BACKWARD = 3.0
 """A scan runs each group again (`ops.groups`), then takes two products for each."""
 
 PASSES = 3
-"""How often a kept number is moved in forward: written, and read by what made it and by what follows."""
+"""Transfers of a saved number in forward: written, and read by its producer and by its consumer."""
 
 UPDATE = 28
 """Bytes that AdamW moves for a parameter: gradient, weight and two moments in, three out."""
@@ -34,7 +34,7 @@ UPDATE = 28
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes."""
+    """Time and traffic of a step."""
 
     parts: Parts
     """They add up: work of the slowest stage, what of its traffic nothing hides, the pipeline's bubble."""

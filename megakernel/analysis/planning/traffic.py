@@ -1,4 +1,4 @@
-"""What one device hands to collectives in a step, and how long that takes between devices that lie in nodes.
+"""Bytes that one device hands to collectives in a step, and how long that takes between devices in nodes.
 
 What the model's parts send is measured; what DeepSpeed sends follows from ZeRO's stage and the pipeline.
 
@@ -44,7 +44,7 @@ class Transfer:
     operation: Operation
 
     bytes: float
-    """What the device hands in, all messages together."""
+    """Bytes that the device hands in, all messages together."""
 
     calls: float
     """Messages."""
@@ -89,7 +89,7 @@ def traffic(job: Job, stage: int) -> list[Transfer]:
 
 
 def of_micro_batch(job: Job, stage: int) -> Iterator[Transfer]:
-    """What a forward and a backward of one micro-batch send."""
+    """Transfers of forward and backward of one micro-batch."""
     layout = job.layout
     for part, count in job.parts(stage):
         yield from (one.times(count) for one in of_part(job, part))
@@ -103,7 +103,7 @@ def of_micro_batch(job: Job, stage: int) -> Iterator[Transfer]:
 
 
 def of_part(job: Job, part: "Part") -> Iterator[Transfer]:
-    """What a layer, the embedding or the head sends for one micro-batch."""
+    """Transfers of a layer, the embedding or the head for one micro-batch."""
     ranks = {"tp": job.layout.tensor, "cp": job.layout.context}
     for (axis, name, backward, waits), (amount, calls) in job.measured(part).sent.items():
         group: Group = "tp" if axis == "tp" else "cp"

@@ -21,7 +21,7 @@ def measure(subject: Subject) -> list[Row]:
 
 
 def image(layer: int, weights: Tensor) -> list[Row]:
-    """Of weights (H, N, N), at most CELLS x CELLS cells for each head; cells without weight are left out.
+    """The rows of weights (H, N, N): at most CELLS x CELLS cells for each head; cells without weight are left out.
 
     query, key: the first token of a cell. weight: what a query of the cell lays on all its keys, on average.
     """

@@ -11,7 +11,7 @@ from .table import Row
 
 
 def measure(subject: Subject) -> list[Row]:
-    """See `eigenvalue_rows`."""
+    """The rows of `eigenvalue_rows`."""
     return eigenvalue_rows(subject.model)
 
 
@@ -30,7 +30,7 @@ def eigenvalue_rows(model: nn.Module) -> list[Row]:
 
 @torch.no_grad()
 def eigenvalues(mixture: GaussianMixture) -> Tensor:
-    """Of the covariances S^T S, or of the variances of a diagonal one: (H_kv, C, d) float64, descending."""
+    """Eigenvalues of the covariances S^T S, or the variances of diagonal ones: (H_kv, C, d) float64, descending."""
     if mixture.full:
         return torch.linalg.svdvals(mixture.factor.double()).square()
     return mixture.log_variance.double().exp().sort(-1, descending=True).values

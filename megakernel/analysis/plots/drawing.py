@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from .table import Plot, Row
 
 WIDTH, HEIGHT = 3.2, 2.6
-"""Of a panel, in inches."""
+"""Size of a panel, in inches."""
 
 COLUMNS = 4
 """Panels beside each other."""
@@ -125,7 +125,7 @@ def cells(
 def distributions(
     rows: Sequence[Row], value: str, series: str | None = None, panel: str | None = None
 ) -> Figure:
-    """How often `value` lies where, a histogram for each value of `series`."""
+    """Histograms of `value`, one for each value of `series`."""
     numbers = [float(row[value]) for row in rows if row[value] != ""]
     edges = np.histogram_bin_edges(numbers, bins=20)
 

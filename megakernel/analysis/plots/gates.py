@@ -1,4 +1,4 @@
-"""What gates give the near window, where there is something far to give to (docs/formulas.md, 4)."""
+"""The share that gates give the near window, of queries that have a far context (docs/formulas.md, 4)."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def measure(subject: Subject) -> list[Row]:
 
 @torch.no_grad()
 def near_shares(captured: CapturedAttention) -> Tensor | None:
-    """What the near part of each query counts, (H, queries) of those that see something far; None without a gate."""
+    """The gate of each query that sees a far context, (H, queries); None without a gate."""
     core, inputs = captured.core, captured.inputs
     if not isinstance(core, NearFarAttention):
         return None

@@ -84,7 +84,7 @@ def instability(
 
 @torch.no_grad()
 def states(model: LanguageModel, inputs: LayerInputs) -> Tensor:
-    """What the last transformer layer gives, before the final norm; (N, B, C) float64."""
+    """The output of the last transformer layer, before the final norm; (N, B, C) float64."""
     for layer in model.walk[:-2]:
         inputs = layer(inputs)
     return inputs[0].double()

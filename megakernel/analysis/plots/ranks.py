@@ -21,7 +21,7 @@ def measure(subject: Subject) -> list[Row]:
 
 
 def ranks(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Of (H, N, N): singular values above THRESHOLD (H,), and the stable rank (H,)."""
+    """Rank (singular values above THRESHOLD) and stable rank of matrices (H, N, N), each (H,)."""
     values = torch.linalg.svdvals(matrices.double())
     largest = values[:, 0].clamp(min=torch.finfo(values.dtype).tiny)
     return (values > THRESHOLD).sum(-1), values.square().sum(-1) / largest.square()

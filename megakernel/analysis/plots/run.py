@@ -31,7 +31,7 @@ LONGEST = 4096
 
 @dataclass(frozen=True)
 class Result:
-    """What one analysis found, and where it is."""
+    """The rows of one analysis, and the files that hold them."""
 
     analysis: Analysis
     rows: Sequence[Row]

@@ -24,7 +24,7 @@ def measure(subject: Subject) -> list[Row]:
 
 
 def relative_singular_values(matrices: Tensor) -> Tensor:
-    """Of (H, N, M), in descending order, as shares of the largest: (H, min(N, M)) float64."""
+    """Singular values of (H, N, M) in descending order, as shares of the largest: (H, min(N, M)) float64."""
     values = torch.linalg.svdvals(matrices.double())
     return values / values[:, :1].clamp(min=torch.finfo(values.dtype).tiny)
 

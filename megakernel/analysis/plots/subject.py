@@ -1,4 +1,4 @@
-"""What an analysis is given: a model, samples, and what its attention layers are called with in reading them."""
+"""The input of an analysis: a model, samples, and the captured inputs of its attention layers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,7 +95,7 @@ class Subject:
     """A checkpoint and the validation samples to look at it with."""
 
     config: Config
-    """What the run was trained with."""
+    """The configuration of the run."""
 
     model: LanguageModel
     """The whole model, float32, in evaluation mode."""

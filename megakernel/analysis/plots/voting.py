@@ -1,4 +1,4 @@
-"""What the noise of learned kernels does to predictions, and what a vote gains (KL, section 4.1, figure 5)."""
+"""Inconsistency of predictions under the noise of learned kernels, and the gain of a vote (KL, 4.1, figure 5)."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ def measure(subject: Subject) -> list[Row]:
 
 
 def predictions(model: LanguageModel, inputs: LayerInputs) -> Tensor:
-    """Of the labels that count, (3, T) float64: whether the likeliest is right, which it is, log p(label)."""
+    """(3, T) float64 for the labels that count: whether the likeliest class is right, that class, log p(label)."""
     tokens, positions, labels, _ = inputs
     if model.settings.model.classifier is not None:
         logs, counted = model.log_probabilities(tokens, positions), labels != IGNORED
