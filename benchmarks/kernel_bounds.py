@@ -35,6 +35,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import networkx
 import torch
 
 PROCESSORS = 132
@@ -134,7 +135,10 @@ class Code:
             elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
                 self.instructions.append(Instruction(match[1]))
                 self.lines.append(line_of_source)
-        self.reached = self._reached()
+        graph = networkx.DiGraph((i, j) for i in range(len(self.instructions)) for j in self._next(i))
+        graph.add_node(0)
+        self.graph = graph.subgraph({0} | networkx.descendants(graph, 0)).copy()
+        """Instructions that can be reached, and which of them may follow each."""
         self.loops = sorted(self._loops(), key=lambda body: (min(body), -len(body)))
 
     def times(self, trips: Callable[[str], float | None]) -> dict[int, float]:
@@ -142,7 +146,7 @@ class Code:
 
         None says that the compiler makes no loop of it.
         """
-        times = dict.fromkeys(self.reached, 1.0)
+        times = dict.fromkeys(self.graph, 1.0)
         taken: list[tuple[set[int], str]] = []
         for body in sorted(self.loops, key=len):
             inner = [(other, text) for other, text in taken if other < body]
@@ -176,51 +180,21 @@ class Code:
             return target if plain else target + on
         return [] if always and kind in ("EXIT", "RET", "BRA", "BRX", "KILL") else on
 
-    def _reached(self) -> set[int]:
-        seen: set[int] = set()
-        todo = [0]
-        while todo:
-            i = todo.pop()
-            if i not in seen:
-                seen.add(i)
-                todo += self._next(i)
-        return seen
-
     def _loops(self) -> Iterator[set[int]]:
         """Bodies of natural loops: by dominators, for compilers move what seldom runs behind the end and jump back."""
-        before: dict[int, list[int]] = {i: [] for i in self.reached}
-        for i in self.reached:
-            for j in self._next(i):
-                before[j].append(i)
-        heads = [
-            i for i in sorted(self.reached) if i == 0 or len(before[i]) != 1 or self._forks(before[i][0])
-        ]
-        block_of, members = {}, []
-        for head in heads:
-            run = [head]
-            while len(after := self._next(run[-1])) == 1 and after[0] not in heads:
-                run.append(after[0])
-            block_of |= dict.fromkeys(run, len(members))
-            members.append(run)
-        into = [[block_of[i] for i in before[head]] for head in heads]
-        dominators = _dominators(into)
+        before = networkx.immediate_dominators(self.graph, 0)
         bodies: dict[int, set[int]] = {}
-        for block, tails in enumerate(into):
-            for tail in tails:
-                if block in dominators[tail]:
-                    body, todo = bodies.setdefault(block, {block}), [tail]
-                    while todo:
-                        place = todo.pop()
-                        if place not in body:
-                            body.add(place)
-                            todo += into[place]
-        for blocks in bodies.values():
-            body = {i for block in blocks for i in members[block]}
-            if not self._waits(body):
-                yield body
-
-    def _forks(self, i: int) -> bool:
-        return len(self._next(i)) != 1
+        for head in [i for i in self.graph if i == 0 or self.graph.in_degree(i) > 1]:
+            rest = self.graph.copy()
+            rest.remove_node(head)
+            for tail in self.graph.predecessors(head):
+                above: int | None = tail
+                while above not in (head, 0, None):
+                    above = before[above]
+                if above == head:
+                    body = {tail} | (networkx.ancestors(rest, tail) if tail != head else set())
+                    bodies.setdefault(head, {head}).update(body)
+        return (body for body in bodies.values() if not self._waits(body))
 
     def _waits(self, body: set[int]) -> bool:
         """Whether a loop asks a barrier again and again, or is the end of the code."""
@@ -239,20 +213,6 @@ def _loops_of(file: str) -> tuple[tuple[int, int, str], ...]:
 def _statements(file: str, line: int) -> list[str]:
     """The iterables of the `for` statements around a line."""
     return [text for first, last, text in _loops_of(file) if first <= line <= last and "static" not in text]
-
-
-def _dominators(into: list[list[int]]) -> list[set[int]]:
-    """Blocks that all ways to a block lead through, given those that lead into each."""
-    dominators = [{0}, *(set(range(len(into))) for _ in into[1:])]
-    changed = True
-    while changed:
-        changed = False
-        for block in range(1, len(into)):
-            ways = [dominators[before] for before in into[block]]
-            new = {block}.union(set.intersection(*ways)) if ways else {block}
-            changed |= new != dominators[block]
-            dominators[block] = new
-    return dominators
 
 
 Sizes = Any
