@@ -49,16 +49,6 @@ INTEGER = (
     *("SHF", "LEA", "F2FP", "PLOP3", "FMNMX3"),
 )
 
-FIRST_DESIGN = {
-    "kernel_attention elu d=64": (0.055, 0.208),
-    "kernel_attention elu d=128": (0.227, 0.691),
-    "kernel_attention hedgehog d=64": (0.229, 1.505),
-    "kernel_attention hedgehog d=128": (1.645, 7.548),
-    "kernel_attention favor d=64": (0.112, 0.465),
-    "kernel_attention favor d=128": (0.629, 5.280),
-}
-"""Case -> forward, and forward and backward, in ms, of the kernels before these, which cut values into blocks."""
-
 UNITS = ("issue", "tensor", "special", "integer", "shared", "memory")
 LENGTH = 16384
 HEADS = 16
@@ -358,27 +348,30 @@ def page(results: dict[str, list[Bound]]) -> str:
     """The text of the page."""
     import triton
 
+    from benchmarks.page import table
+
     lines = [
         "# What the compiled kernels would take at best",
         "",
         f"`python -m benchmarks.kernel_bounds`, triton {triton.__version__}, compiled for sm_90: lower bounds for an "
         f"H200, no times. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The module says what is counted.",
         "",
-        "| case | forward, ms | forward and backward, ms | the first design's | |",
-        "|---|---|---|---|---|",
     ]
-    for name, found in results.items():
-        numbers = [f"{x:.3f}" for x in (*sums(found), *FIRST_DESIGN.get(name, ()))]
-        lines.append("| " + " | ".join((name, *numbers, *["–"] * (4 - len(numbers)))) + " |")
+    rows = (
+        f"| {name} | {forward:.3f} | {both:.3f} |"
+        for name in results
+        for forward, both in [sums(results[name])]
+    )
+    lines += [*table(("case", "forward, ms", "forward and backward, ms"), rows), "By launch, ms:", ""]
     header = ("case", "launch", "programs", "warps", "registers", "spilled bytes", "binds", *UNITS)
-    lines += ["", "By launch, ms:", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    by_launch = []
     for name, found in results.items():
         for x in found:
             sizes = (x.programs, x.warps, x.registers, x.spilled, x.unit)
             numbers = (f"{x.milliseconds[unit]:.3f}" for unit in UNITS)
             launch = f"{x.kernel}, backward" if x.backward else x.kernel
-            lines.append("| " + " | ".join(map(str, (name, launch, *sizes, *numbers))) + " |")
-    return "\n".join(lines) + "\n"
+            by_launch.append("| " + " | ".join(map(str, (name, launch, *sizes, *numbers))) + " |")
+    return "\n".join([*lines, *table(header, by_launch)])
 
 
 def main() -> int:
