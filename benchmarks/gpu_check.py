@@ -39,6 +39,7 @@ RUNS = Path("runs/gpu-check")
 
 RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
+CLI = (PYTHON, "-m", "launch.cli")
 
 
 class Check(NamedTuple):
@@ -130,7 +131,7 @@ def _tests(title: str, *files: str) -> Check:
 
 def _bench(tokens: int, *more: str) -> Check:
     """Cases of at most so many tokens."""
-    command = (PYTHON, "-m", "benchmarks.attention", "--suite", "default", "--max-tokens", str(tokens), *more)
+    command = (*CLI, "dev", "bench", "attention", "--suite", "default", "--max-tokens", str(tokens), *more)
     return Check(
         f"attention, {tokens:,} tokens", (*command, "--out", str(RESULTS / f"gpu_attention_{tokens}.md"))
     )
@@ -152,7 +153,7 @@ def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
         "schedule.warmup_steps": 2,
     }
     overrides = (f"{key}={value}" for key, value in keys.items())
-    command = (PYTHON, "-m", "launch.cli", "pretrain", f"configs/pretrain-{size}.yaml", "--nproc", "1")
+    command = (*CLI, "pretrain", f"configs/pretrain-{size}.yaml", "--nproc", "1")
     return Check(f"{size}, {mechanism}, rows of {seq_len:,}", (*command, *overrides))
 
 

@@ -14,11 +14,9 @@ REASONS = 8
 """Reasons against layouts that are shown; JSON has all."""
 
 
-def show_plan(plan: Plan, config: Config, gpu: Gpu, vocabulary: str, top: int) -> None:
+def show_plan(plan: Plan, gpu: Gpu, vocabulary: str, top: int) -> None:
     """The best layouts of one number of devices, the best of them by part, and why others are out."""
-    out = _wide_console()
-    _show_title(out, config, f"{plan.devices} x {gpu.name}")
-    show_assumptions(out, config, gpu, vocabulary)
+    out = _opened(plan.config, str(plan.devices), gpu, vocabulary)
     if plan.best is None:
         out.print("no layout fits", style="red")
     else:
@@ -31,18 +29,12 @@ def show_plan(plan: Plan, config: Config, gpu: Gpu, vocabulary: str, top: int) -
     _show_others(out, plan, gpu)
 
 
-def _wide_console() -> Console:
-    """stdout; a file or a pipe, which has no width, gets lines as long as they are."""
-    return console(width=None if console().is_terminal else 200, soft_wrap=True)
-
-
-def _show_title(out: Console, config: Config, devices: str) -> None:
-    words = (config.run.name, "bold"), f" on {devices}: ", ("predicted", "bold"), ", not measured"
-    out.print(Text.assemble(*words))
-
-
-def show_assumptions(out: Console, config: Config, gpu: Gpu, vocabulary: str) -> None:
-    """The assumptions behind the numbers, and how far they were off on a CPU."""
+def _opened(config: Config, devices: str, gpu: Gpu, vocabulary: str) -> Console:
+    """stdout, on which stands what is planned, the assumptions behind it, and how far they were off on a CPU."""
+    # A file or a pipe, which has no width, gets lines as long as they are.
+    out = console(width=None if console().is_terminal else 200, soft_wrap=True)
+    words = f" on {devices} x {gpu.name}: ", ("predicted", "bold"), ", not measured"
+    out.print(Text.assemble((config.run.name, "bold"), *words))
     training = config.training
     peak = gpu.peak_of(2 if training.dtype == "bfloat16" else 4)
     out.print(
@@ -54,6 +46,7 @@ def show_assumptions(out: Console, config: Config, gpu: Gpu, vocabulary: str) ->
     )
     out.print(f"rates {planning.RATES_TEXT}")
     out.print(f"measured on a CPU: {', '.join(planning.ACCURACY.values())}")
+    return out
 
 
 def _layouts(shown: list[Planned], gpu: Gpu) -> Table:
@@ -99,9 +92,7 @@ def show_scaling(
     config: Config, vocabulary_size: int, counts: list[int], at: int, gpu: Gpu, vocabulary: str
 ) -> None:
     """The best layouts of each number of devices, for a run that stays and for runs that grow."""
-    out = _wide_console()
-    _show_title(out, config, f"{counts[0]} to {counts[-1]} x {gpu.name}")
-    show_assumptions(out, config, gpu, vocabulary)
+    out = _opened(config, f"{counts[0]} to {counts[-1]}", gpu, vocabulary)
     for way, title in planning.WAYS.items():
         with console(stderr=True).status(f"planning {title}"):
             plans = list(planning.scaling(config, vocabulary_size, counts, way, gpu, at))
