@@ -26,7 +26,7 @@ import torch
 from benchmarks.page import give, opening, table
 
 SECONDS = 530.0
-"""Of a part: 9 minutes, less what starting and writing take."""
+"""Time limit of a part: 9 minutes, less the time to start and to write."""
 
 GRACE = 10.0
 """Seconds between asking a program to end and ending it."""
@@ -39,6 +39,7 @@ RUNS = Path("runs/gpu-check")
 
 RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
+CLI = (PYTHON, "-m", "launch.cli")
 
 
 class Check(NamedTuple):
@@ -49,17 +50,17 @@ class Check(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of it."""
+    """The result of a program."""
 
     check: Check
-    verdict: str
+    result: str
     seconds: float
     output: str
 
     @property
     def failed(self) -> bool:
         """Whether it ran and said no; what is not installed, or was cut off, did not."""
-        return self.verdict.startswith("failed")
+        return self.result.startswith("failed")
 
 
 def run(check: Check, seconds: float) -> Outcome:
@@ -76,15 +77,15 @@ def run(check: Check, seconds: float) -> Outcome:
         )
         try:
             status = process.wait(seconds)
-            verdict = "passed" if status == 0 else f"failed with status {status}"
+            result = "passed" if status == 0 else f"failed with status {status}"
         except subprocess.TimeoutExpired:
-            verdict = "cut off"
+            result = "cut off"
         finally:
             _end(process)
             shutil.rmtree(RUNS, ignore_errors=True)
         log.seek(0)
         last = log.read().splitlines()[-LINES:]
-    return Outcome(check, verdict, time.monotonic() - start, "\n".join(last))
+    return Outcome(check, result, time.monotonic() - start, "\n".join(last))
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -105,7 +106,7 @@ def run_all(part: str, checks: Sequence[Check], seconds: float, out: Path) -> li
     outcomes: list[Outcome] = []
     for check in checks:
         outcomes.append(run(check, end - time.monotonic()))
-        print(f"{outcomes[-1].verdict:>12}  {check.title}", flush=True)
+        print(f"{outcomes[-1].result:>12}  {check.title}", flush=True)
         give(page(part, outcomes, len(checks)), out)
     return outcomes
 
@@ -115,8 +116,8 @@ def page(part: str, outcomes: Sequence[Outcome], total: int) -> str:
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
     lines = opening(f"First check on a GPU: {part}", f"python -m benchmarks.gpu_check {part}", gpu)
     lines += [f"{len(outcomes)} of {total} programs.", ""]
-    rows = (f"| {one.check.title} | {one.verdict} | {one.seconds:.0f} |" for one in outcomes)
-    lines += table(("program", "verdict", "s"), rows)
+    rows = (f"| {one.check.title} | {one.result} | {one.seconds:.0f} |" for one in outcomes)
+    lines += table(("program", "result", "s"), rows)
     for one in outcomes:
         lines += [f"## {one.check.title}", "", f"`{' '.join(one.check.command)}`", ""]
         lines += [*(f"    {line}" for line in one.output.splitlines()), ""]
@@ -130,7 +131,7 @@ def _tests(title: str, *files: str) -> Check:
 
 def _bench(tokens: int, *more: str) -> Check:
     """Cases of at most so many tokens."""
-    command = (PYTHON, "-m", "benchmarks.attention", "--suite", "default", "--max-tokens", str(tokens), *more)
+    command = (*CLI, "dev", "bench", "attention", "--suite", "default", "--max-tokens", str(tokens), *more)
     return Check(
         f"attention, {tokens:,} tokens", (*command, "--out", str(RESULTS / f"gpu_attention_{tokens}.md"))
     )
@@ -152,7 +153,7 @@ def _pretrain(size: str, mechanism: str, seq_len: int) -> Check:
         "schedule.warmup_steps": 2,
     }
     overrides = (f"{key}={value}" for key, value in keys.items())
-    command = (PYTHON, "-m", "launch.cli", "pretrain", f"configs/pretrain-{size}.yaml", "--nproc", "1")
+    command = (*CLI, "pretrain", f"configs/pretrain-{size}.yaml", "--nproc", "1")
     return Check(f"{size}, {mechanism}, rows of {seq_len:,}", (*command, *overrides))
 
 
@@ -162,7 +163,7 @@ NCU = (
     *("--section", "SpeedOfLight", "--section", "WarpStateStats"),
     *("--kernel-name", "regex:pool|write|join|window|bwd|step"),
 )
-"""What is asked of it, and of which kernels: FLuRKA's."""
+"""The sections that ncu measures, of FLuRKA's kernels."""
 
 PARTS = {
     "correctness": (

@@ -35,28 +35,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import networkx
 import torch
 
 PROCESSORS = 132
 CLOCK = 1.83e9
 BANDWIDTH = 4.8e12
 FLOPS = {"HGMMA": 4096, "GTF32": 2048, "HMMA": 2580, "TF32": 1290}
-"""Of a processor and clock, by kind of mma: wgmma and mma.sync, of 16-bit numbers and of TF32."""
+"""FLOPs per processor and clock, by kind of mma: wgmma and mma.sync, of 16-bit numbers and of TF32."""
 
 INTEGER = (
     *("IMAD", "IADD3", "IADD", "LOP3", "SEL", "FSEL", "ISETP", "FSETP", "FMNMX", "IMNMX", "VIMNMX", "PRMT"),
     *("SHF", "LEA", "F2FP", "PLOP3", "FMNMX3"),
 )
-
-FIRST_DESIGN = {
-    "kernel_attention elu d=64": (0.055, 0.208),
-    "kernel_attention elu d=128": (0.227, 0.691),
-    "kernel_attention hedgehog d=64": (0.229, 1.505),
-    "kernel_attention hedgehog d=128": (1.645, 7.548),
-    "kernel_attention favor d=64": (0.112, 0.465),
-    "kernel_attention favor d=128": (0.629, 5.280),
-}
-"""Case -> forward, and forward and backward, in ms, of the kernels before these, which cut values into blocks."""
 
 UNITS = ("issue", "tensor", "special", "integer", "shared", "memory")
 LENGTH = 16384
@@ -105,7 +96,7 @@ class Instruction(NamedTuple):
 
     @property
     def clocks(self) -> dict[str, float]:
-        """What one warp's share of it takes of each unit of a processor."""
+        """Clocks that one warp occupies each unit of a processor."""
         kind, work = self.flops
         # Copies go through another pipe.
         slow = self.kind in INTEGER and not self.name.startswith("IMAD.MOV")
@@ -134,7 +125,10 @@ class Code:
             elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
                 self.instructions.append(Instruction(match[1]))
                 self.lines.append(line_of_source)
-        self.reached = self._reached()
+        graph = networkx.DiGraph((i, j) for i in range(len(self.instructions)) for j in self._next(i))
+        graph.add_node(0)
+        self.graph = graph.subgraph({0} | networkx.descendants(graph, 0)).copy()
+        """Instructions that can be reached, and which of them may follow each."""
         self.loops = sorted(self._loops(), key=lambda body: (min(body), -len(body)))
 
     def times(self, trips: Callable[[str], float | None]) -> dict[int, float]:
@@ -142,7 +136,7 @@ class Code:
 
         None says that the compiler makes no loop of it.
         """
-        times = dict.fromkeys(self.reached, 1.0)
+        times = dict.fromkeys(self.graph, 1.0)
         taken: list[tuple[set[int], str]] = []
         for body in sorted(self.loops, key=len):
             inner = [(other, text) for other, text in taken if other < body]
@@ -163,7 +157,7 @@ class Code:
         return times
 
     def _next(self, i: int) -> list[int]:
-        """Where an instruction may lead; functions that it calls aside."""
+        """The possible successors of an instruction, without the functions that it calls."""
         instruction = self.instructions[i]
         kind, text = instruction.kind, instruction.text
         always, on = not text.startswith("@"), [i + 1] if i + 1 < len(self.instructions) else []
@@ -176,51 +170,21 @@ class Code:
             return target if plain else target + on
         return [] if always and kind in ("EXIT", "RET", "BRA", "BRX", "KILL") else on
 
-    def _reached(self) -> set[int]:
-        seen: set[int] = set()
-        todo = [0]
-        while todo:
-            i = todo.pop()
-            if i not in seen:
-                seen.add(i)
-                todo += self._next(i)
-        return seen
-
     def _loops(self) -> Iterator[set[int]]:
         """Bodies of natural loops: by dominators, for compilers move what seldom runs behind the end and jump back."""
-        before: dict[int, list[int]] = {i: [] for i in self.reached}
-        for i in self.reached:
-            for j in self._next(i):
-                before[j].append(i)
-        heads = [
-            i for i in sorted(self.reached) if i == 0 or len(before[i]) != 1 or self._forks(before[i][0])
-        ]
-        block_of, members = {}, []
-        for head in heads:
-            run = [head]
-            while len(after := self._next(run[-1])) == 1 and after[0] not in heads:
-                run.append(after[0])
-            block_of |= dict.fromkeys(run, len(members))
-            members.append(run)
-        into = [[block_of[i] for i in before[head]] for head in heads]
-        dominators = _dominators(into)
+        before = networkx.immediate_dominators(self.graph, 0)
         bodies: dict[int, set[int]] = {}
-        for block, tails in enumerate(into):
-            for tail in tails:
-                if block in dominators[tail]:
-                    body, todo = bodies.setdefault(block, {block}), [tail]
-                    while todo:
-                        place = todo.pop()
-                        if place not in body:
-                            body.add(place)
-                            todo += into[place]
-        for blocks in bodies.values():
-            body = {i for block in blocks for i in members[block]}
-            if not self._waits(body):
-                yield body
-
-    def _forks(self, i: int) -> bool:
-        return len(self._next(i)) != 1
+        for head in [i for i in self.graph if i == 0 or self.graph.in_degree(i) > 1]:
+            rest = self.graph.copy()
+            rest.remove_node(head)
+            for tail in self.graph.predecessors(head):
+                above: int | None = tail
+                while above not in (head, 0, None):
+                    above = before[above]
+                if above == head:
+                    body = {tail} | (networkx.ancestors(rest, tail) if tail != head else set())
+                    bodies.setdefault(head, {head}).update(body)
+        return (body for body in bodies.values() if not self._waits(body))
 
     def _waits(self, body: set[int]) -> bool:
         """Whether a loop asks a barrier again and again, or is the end of the code."""
@@ -237,22 +201,8 @@ def _loops_of(file: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _statements(file: str, line: int) -> list[str]:
-    """What the `for` statements around a line go through."""
+    """The iterables of the `for` statements around a line."""
     return [text for first, last, text in _loops_of(file) if first <= line <= last and "static" not in text]
-
-
-def _dominators(into: list[list[int]]) -> list[set[int]]:
-    """Blocks that all ways to a block lead through, given those that lead into each."""
-    dominators = [{0}, *(set(range(len(into))) for _ in into[1:])]
-    changed = True
-    while changed:
-        changed = False
-        for block in range(1, len(into)):
-            ways = [dominators[before] for before in into[block]]
-            new = {block}.union(set.intersection(*ways)) if ways else {block}
-            changed |= new != dominators[block]
-            dominators[block] = new
-    return dominators
 
 
 Sizes = Any
@@ -299,7 +249,7 @@ TRIPS: dict[str, Callable[[Sizes], float | None]] = {
 
 
 class Bound(NamedTuple):
-    """What a launch would take at best."""
+    """Lower bounds of a launch's time."""
 
     kernel: str
     backward: bool
@@ -314,7 +264,7 @@ class Bound(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What binds."""
+        """The unit that limits the launch."""
         return max(self.milliseconds, key=lambda unit: self.milliseconds[unit])
 
     @property
@@ -349,7 +299,7 @@ def bound_of(launch: Any, backward: bool) -> Bound:
 
 
 def _bytes(launch: Any) -> int:
-    """Of every tensor once; states are read and written in place."""
+    """Bytes of every tensor once; states are read and written in place."""
     sizes: dict[int, int] = {}
 
     def note(value: Any) -> None:
@@ -379,7 +329,7 @@ def cases() -> dict[str, Callable[[], None]]:
 
 
 def bounds(case: Callable[[], None]) -> list[Bound]:
-    """Of a case's launches, in order."""
+    """The bounds of a case's launches, in order."""
     from megakernel.ops.kernels.launch import noting
 
     with noting() as launches:
@@ -398,27 +348,30 @@ def page(results: dict[str, list[Bound]]) -> str:
     """The text of the page."""
     import triton
 
+    from benchmarks.page import table
+
     lines = [
         "# What the compiled kernels would take at best",
         "",
         f"`python -m benchmarks.kernel_bounds`, triton {triton.__version__}, compiled for sm_90: lower bounds for an "
         f"H200, no times. One sequence of {LENGTH:,} tokens, {HEADS} heads, bfloat16. The module says what is counted.",
         "",
-        "| case | forward, ms | forward and backward, ms | the first design's | |",
-        "|---|---|---|---|---|",
     ]
-    for name, found in results.items():
-        numbers = [f"{x:.3f}" for x in (*sums(found), *FIRST_DESIGN.get(name, ()))]
-        lines.append("| " + " | ".join((name, *numbers, *["–"] * (4 - len(numbers)))) + " |")
+    rows = (
+        f"| {name} | {forward:.3f} | {both:.3f} |"
+        for name in results
+        for forward, both in [sums(results[name])]
+    )
+    lines += [*table(("case", "forward, ms", "forward and backward, ms"), rows), "By launch, ms:", ""]
     header = ("case", "launch", "programs", "warps", "registers", "spilled bytes", "binds", *UNITS)
-    lines += ["", "By launch, ms:", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    by_launch = []
     for name, found in results.items():
         for x in found:
             sizes = (x.programs, x.warps, x.registers, x.spilled, x.unit)
             numbers = (f"{x.milliseconds[unit]:.3f}" for unit in UNITS)
             launch = f"{x.kernel}, backward" if x.backward else x.kernel
-            lines.append("| " + " | ".join(map(str, (name, launch, *sizes, *numbers))) + " |")
-    return "\n".join(lines) + "\n"
+            by_launch.append("| " + " | ".join(map(str, (name, launch, *sizes, *numbers))) + " |")
+    return "\n".join([*lines, *table(header, by_launch)])
 
 
 def main() -> int:

@@ -32,10 +32,10 @@ Path = tuple[int, ...]
 
 
 class Resources(NamedTuple):
-    """What one program of a compiled kernel takes."""
+    """Resources of one program of a compiled kernel."""
 
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
 
     spilled: int
     """Bytes of a thread that went to local memory."""
@@ -80,7 +80,7 @@ def _aim(launch: Launch, capability: int) -> dict[str, Any]:
 
 
 def fingerprint(launch: Launch, capability: int) -> str:
-    """What `compile_launch` goes by, in ten digits: two launches that have the same compile to the same."""
+    """A hash, in ten digits, of all inputs of `compile_launch`: equal ones compile to the same code."""
     sources: dict[str, str] = {}
     _gather(launch.kernel, sources)
     told = (triton.__version__, capability, launch.warps, launch.stages, *_specialized(launch))
@@ -130,7 +130,7 @@ def _specialized(launch: Launch) -> tuple[dict[str, Any], dict[Path, Any], dict[
 
 
 def resources(compiled: CompiledKernel) -> Resources:
-    """What a compiled kernel takes."""
+    """The resources of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         pathlib.Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]

@@ -50,7 +50,7 @@ def row_of(task: Task) -> Row:
 
 @lru_cache(maxsize=1)  # a process compiles the launches of a case one after another
 def launches_of(case: str, capability: int) -> list:
-    """What a case would start on a GPU."""
+    """The launches of a case on a GPU."""
     from megakernel.ops.kernels.launch import noting
 
     with noting(capability) as launches:

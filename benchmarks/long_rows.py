@@ -10,16 +10,14 @@ of the longest rows fell.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.page import give, opening
+from benchmarks.page import give, opening, table
+from benchmarks.trained import curve, megakernel
 from megakernel.config import load
 
 CONFIG = Path("configs/million_token_cpu.yaml")
@@ -33,7 +31,7 @@ ALLOWED = 1.15
 """How much dearer than the cheapest a token may be."""
 
 LIMIT_GIB = 8.0
-"""Of both processes together."""
+"""Memory limit of both processes together."""
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 """glibc by itself keeps freed tensors of up to 32 MiB, which are those of short rows here, and returns longer ones."""
@@ -44,7 +42,7 @@ class Row(NamedTuple):
 
     tokens: int
     seconds: float
-    """Of a step, the median."""
+    """Median time of a step."""
 
     peak: float
     """GiB of the process that takes most."""
@@ -57,17 +55,12 @@ def trained(tokens: int, steps: int, processes: int, overrides: Sequence[str]) -
     name = f"long_rows-{tokens}"
     keys = [f"run.name={name}", f"training.seq_len={tokens}", f"training.steps={steps}", *overrides]
     # Short rows have less for a validation sample to fill, and nothing here needs one.
-    command = [sys.executable, "-m", "launch.cli", "pretrain", str(CONFIG), "--nproc", str(processes), *keys]
-    subprocess.run(command, check=True, env=os.environ | ENVIRONMENT)
-    metrics = load(CONFIG, keys).run.folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    times = [line["throughput/step_time"] for line in lines]
-    return Row(
-        tokens,
-        statistics.median(times[WARM:]),
-        max(line["memory/peak_gib"] for line in lines),
-        [line["train/loss"] for line in lines],
-    )
+    os.environ |= ENVIRONMENT
+    megakernel("pretrain", str(CONFIG), "--nproc", str(processes), *keys)
+    folder = load(CONFIG, keys).run.folder
+    tags = ("throughput/step_time", "memory/peak_gib", "train/loss")
+    times, peaks, losses = (list(curve(folder, tag).values()) for tag in tags)
+    return Row(tokens, statistics.median(times[WARM:]), max(peaks), losses)
 
 
 def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
@@ -85,15 +78,16 @@ def page(rows: Sequence[Row], base: Row, processes: int, command: str) -> str:
         f"peak of the process that takes most, times {processes}; before any token both together hold "
         f"{base.peak * processes:.2f} GiB (rows of {base.tokens:,} tokens), and memory per token is what comes on top.",
         "",
-        "| tokens of a row | step, s | µs per token | peak of both, GiB | bytes per token |",
-        "|---|---|---|---|---|",
     ]
-    for row, micro, size in zip(rows, per_token, bytes_per_token):
-        peak = row.peak * processes
-        lines.append(f"| {row.tokens:,} | {row.seconds:.1f} | {micro:.1f} | {peak:.2f} | {size:,.0f} |")
+    lines += table(
+        ("tokens of a row", "step, s", "µs per token", "peak of both, GiB", "bytes per token"),
+        (
+            f"| {row.tokens:,} | {row.seconds:.1f} | {micro:.1f} | {row.peak * processes:.2f} | {size:,.0f} |"
+            for row, micro, size in zip(rows, per_token, bytes_per_token)
+        ),
+    )
     times, memory = max(per_token) / min(per_token), max(bytes_per_token) / min(bytes_per_token)
     lines += [
-        "",
         f"The dearest token costs {times:.2f}x the cheapest in time and {memory:.2f}x in memory "
         f"(asked for: at most {ALLOWED:.2f}x each); the longest rows take {longest.peak * processes:.2f} GiB "
         f"(asked for: at most {LIMIT_GIB:.0f} GiB).",

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, give, opening, table
-from benchmarks.trained import best_step, trained
+from benchmarks.page import add_out, ended, give, opening, table
+from benchmarks.trained import add_presets, best_step, trained
 from data_pipeline.manifest import Manifest
-from megakernel.config import PRESETS, UserError, load
+from megakernel.config import load
 from megakernel.evaluation import Evaluation, evaluate_run
 
 SAMPLES = {
@@ -71,7 +71,7 @@ def attention(preset: str, config: Path) -> dict[str, Any]:
 
 
 def overrides_of(config: Path, preset: str | None, seed: int, more: Sequence[str]) -> list[str]:
-    """What is laid over the configuration for one run; preset None leaves its attention."""
+    """The overrides of one run; preset None leaves the configured attention."""
     name = load(config, more).run.name
     keys = [f"run.name={name}-{preset or 'own'}-{seed}", f"run.seed={seed}"]
     if preset is not None:
@@ -124,38 +124,29 @@ def page(command: str, config: Path, rows: Iterable[str], first: Evaluation) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 where every run was trained and measured; 2 with one line where something has to change."""
+    """0 where every run was trained and measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over every run")
-    parser.add_argument("--attention", metavar="A,B", help="presets (default: the configuration's own)")
+    add_presets(parser, None, "presets (default: the configuration's own)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
     add_out(parser)
     arguments = parser.parse_intermixed_args(argv)
-    presets: list[str | None] = [*arguments.attention.split(",")] if arguments.attention else [None]
-    if unknown := [preset for preset in presets if preset is not None and preset not in PRESETS]:
-        parser.error(f"--attention {unknown[0]} is no preset; choose {', '.join(PRESETS)}")
     if arguments.seeds < 1:
         parser.error(f"--seeds {arguments.seeds} trains nothing; give 1 or more")
-    rows, first = [], None
-    try:
-        for preset in presets:
-            found = []
-            for seed in range(arguments.seeds):
-                keys = overrides_of(arguments.config, preset, seed, arguments.overrides)
-                found.append(measure(arguments.config, keys))
-            first = first or found[0]
-            rows.append(row(preset or "as configured", found))
-            print(rows[-1], file=sys.stderr, flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    assert first is not None
+    rows, all_found = [], []
+    for preset in arguments.attention or [None]:
+        keys = [
+            overrides_of(arguments.config, preset, seed, arguments.overrides)
+            for seed in range(arguments.seeds)
+        ]
+        found = [measure(arguments.config, of_seed) for of_seed in keys]
+        all_found += found
+        rows.append(row(preset or "as configured", found))
+        print(rows[-1], file=sys.stderr, flush=True)
     command = f"python -m benchmarks.lra {' '.join(sys.argv[1:] if argv is None else argv)}"
-    text = page(command, arguments.config, rows, first)
-    give(text, arguments.out)
+    give(page(command, arguments.config, rows, all_found[0]), arguments.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -1,13 +1,16 @@
-"""What a result's page says of the machine that it was measured on, and where it goes."""
+"""The frame of a page of results: title, command, machine, tables, and the file that it is written to."""
 
 import argparse
 import os
 import platform
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
 
 import torch
+
+from megakernel.config import UserError
 
 
 def description() -> str:
@@ -28,6 +31,15 @@ def opening(title: str, command: str, more: str = "") -> list[str]:
 def table(columns: Sequence[str], rows: Iterable[str]) -> list[str]:
     """The lines of a table, rows as they are, with an empty one behind."""
     return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows, ""]
+
+
+def ended(main: Callable[[], int]) -> int:
+    """The exit status of a program: what `main` gives; 2, behind one line, where something has to change."""
+    try:
+        return main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:

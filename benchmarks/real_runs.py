@@ -1,4 +1,4 @@
-"""What a real run keeps, holds and sends on this machine: what plans are held against."""
+"""Bytes that a real run keeps, holds and sends on this machine, for comparison with plans."""
 
 import gc
 import time
@@ -29,7 +29,7 @@ def random_batch(config: Config, vocab_size: int, mesh: Mesh) -> Batch:
 
 
 def kept_bytes(config: Config, vocab_size: int, mesh: Mesh) -> list[int]:
-    """What forward keeps for backward, by layer of the model's list; without a pipeline."""
+    """Bytes of saved activations, by layer of the model's list; without a pipeline."""
     model = LanguageModel(model_settings(config, mesh, vocab_size)).train()
     if config.training.dtype == "bfloat16":
         for parameter in model.parameters():
@@ -47,7 +47,7 @@ def kept_bytes(config: Config, vocab_size: int, mesh: Mesh) -> list[int]:
 
 
 def _settled(live: Ledger) -> int:
-    """What lives once gloo's threads have let go of what they exchanged, a moment after the process has got it."""
+    """Live bytes once gloo's threads have released their buffers, a moment after the exchange."""
     seen, now = -1, live.now
     while seen != now:
         time.sleep(0.02)
@@ -56,7 +56,7 @@ def _settled(live: Ledger) -> int:
 
 
 def sent_bytes(config: Config, vocab_size: int, mesh: Mesh) -> dict[tuple[str, str], int]:
-    """What this process hands to collectives in its second step, by group and operation.
+    """Bytes that this process hands to collectives in its second step, by group and operation.
 
     Groups are tp, cp, gradient, pp and model, others by their process group's name; those of one process are left out.
     """
@@ -86,7 +86,7 @@ class Held(NamedTuple):
 
 
 def held_bytes(config: Config, vocab_size: int, mesh: Mesh) -> Held:
-    """What this process holds, from the second step on."""
+    """Bytes that this process holds from the second step on."""
     with Ledger() as live:
         engine = Engine(config, model_settings(config, mesh, vocab_size))
         batches = [random_batch(config, vocab_size, mesh)] * engine.micro_batches

@@ -19,28 +19,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import add_out, give, opening, table
-from benchmarks.trained import curve, megakernel, trained
-from megakernel.config import PRESETS, Attention, Config, Training, UserError, expand_preset, load
+from benchmarks.page import add_out, ended, give, opening, table
+from benchmarks.trained import curve, in_blocks, megakernel, trained
+from megakernel.config import PRESETS, Config, Training, load
 from megakernel.evaluation.records import file_name
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tasks" / "mqar.yaml"
 MECHANISMS = ("softmax", "linear", "performer", "generative_prf", "flurka_kernel", "flurka", "local")
-"""What is trained unless other presets are named; `local` is the near window of `flurka` by itself."""
+"""The presets that are trained by default; `local` is the near window of `flurka` by itself."""
 
 HELD_OUT = 0.02
 """Share of the examples for the losses during training."""
 
 EXAMPLES = 512
-"""That accuracy is measured on."""
+"""Examples on which accuracy is measured."""
 
 OTHER_EXAMPLES = 64
-"""The same for each length that is not trained on."""
+"""Examples of each length that is not trained on."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all mechanisms are trained on."""
+    """The task and the sizes that all mechanisms have in common."""
 
     of: str
     """The task: `mqar:pairs=8`; without a length an example fills a row."""
@@ -58,12 +58,12 @@ class Plan:
 
     @property
     def training(self) -> Training:
-        """Of all runs."""
+        """The training section of all runs."""
         return load(CONFIG, self.overrides).training
 
     @property
     def task(self) -> str:
-        """What `--task` and `--source task:` are given."""
+        """The value of `--task` and `--source task:`."""
         return self.of if self._length else self.at(self.training.seq_len)
 
     def at(self, length: int) -> str:
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Of the examples, and the beginning of the runs' names: runs of other lengths read other examples."""
+        """Name of the examples and prefix of the runs' names: runs of other lengths read other examples."""
         return f"{file_name(self.task)}-{file_name(self.tokenizer)}-{self.documents}"
 
     @property
@@ -96,18 +96,12 @@ class Plan:
 
     def attention(self, preset: str) -> dict[str, Any]:
         """The preset with blocks that a short row has several of."""
-        form = Attention.model_validate(expand_preset(preset))
-        changes: dict[str, Any] = {}
-        if form.compression is not None:
-            changes["compression"] = {"block_size": self.block_size, "rank": self.rank}
-        elif form.near is not None:
-            changes["near"] = {"block_size": self.block_size}
-        return {"preset": preset, **changes}
+        return in_blocks(preset, self.block_size, self.rank, self.rank)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out for one mechanism."""
+    """The results of one mechanism."""
 
     mechanism: str
     losses: dict[int, float]
@@ -147,7 +141,7 @@ def train(plan: Plan, preset: str, others: Sequence[int]) -> Outcome:
 
 
 def measured(folder: Path, step: int, task: str, examples: int) -> dict[str, Any]:
-    """What `megakernel evaluate` writes of a task, measured unless that is done."""
+    """The result of `megakernel evaluate` for a task, measured if it is not there yet."""
     file = folder / "evaluation" / f"step_{step}" / f"{file_name(task)}.json"
     if not file.exists():
         megakernel("evaluate", str(folder), "--task", task, "--samples", str(examples))
@@ -204,19 +198,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = Plan(
         arguments.task, arguments.tokenizer, arguments.block_size, arguments.rank, arguments.overrides
     )
+    prepare(plan)
     outcomes = []
-    try:
-        prepare(plan)
-        for preset in arguments.only:
-            outcomes.append(found := train(plan, preset, arguments.also))
-            print(found.row(), flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for preset in arguments.only:
+        outcomes.append(found := train(plan, preset, arguments.also))
+        print(found.row(), flush=True)
     text = page(plan, outcomes, " ".join(["OMP_NUM_THREADS=1 python -m benchmarks.recall", *given]))
     give(text, arguments.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

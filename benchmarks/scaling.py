@@ -39,7 +39,7 @@ from megakernel.parallel.ranks import Ranks
 from megakernel.training import events, process, watchdog
 
 MESSAGE_BYTES = 1024
-"""Of a task's output that Slurm sends to srun at once (SLURM_IO_MAX_MSG_LEN in src/common/io_hdr.h)."""
+"""Bytes of a task's output that Slurm sends to srun at once (SLURM_IO_MAX_MSG_LEN in src/common/io_hdr.h)."""
 
 LOADS = (0.01, 0.1, 0.5)
 """Shares of its time in which srun writes what nodes have sent."""
@@ -120,7 +120,7 @@ def _name(node: int) -> str:
 
 
 def looked_at(nodes: int, tasks: int) -> tuple[CountingStore, dict[str, list[list[str]]]]:
-    """What all processes ask and print before a run starts: node -> the lines of each of its tasks."""
+    """The store that all processes asked before a run starts, and node -> the lines that each of its tasks prints."""
     store, printed = CountingStore(), {_name(node): [[] for _ in range(tasks)] for node in range(nodes)}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         report = _report(Path(folder), tasks)
@@ -140,7 +140,7 @@ def looked_at(nodes: int, tasks: int) -> tuple[CountingStore, dict[str, list[lis
 
 
 def _report(folder: Path, gpus: int) -> preflight.NodeReport:
-    """What this machine says of itself, with as many GPUs."""
+    """The report of this machine, with as many GPUs."""
     driver = folder / "nvidia-smi"
     driver.write_text("#!/bin/sh\n" + "echo 1234, 81559\n" * gpus)
     driver.chmod(0o755)
@@ -175,7 +175,7 @@ def through_srun(printed: dict[str, list[list[str]]], load: float) -> list[str]:
 
 
 def _messages(tasks: Sequence[Sequence[str]]) -> Iterator[str]:
-    """What a node sends, one all-reduce after the other: its tasks print the same of one at the same time."""
+    """The messages of a node, one all-reduce after the other, in which its tasks print at the same time."""
     for number in range(max(map(len, tasks))):
         for lines in tasks:
             for line in lines[number : number + 1]:
@@ -184,7 +184,7 @@ def _messages(tasks: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def preflight_counts(nodes: int, tasks: int) -> Counts:
-    """Of what happens before the processes of a run start."""
+    """Counts of the preflight, before the processes of a run start."""
     store, printed = looked_at(nodes, tasks)
     lines = [len(line) + 1 for said in printed.values() for task in said for line in task]
     tasks_bytes = [sum(len(line) + 1 for line in task) for said in printed.values() for task in said]
@@ -207,11 +207,11 @@ THREADS = 64
 
 
 class _Left(BaseException):
-    """In place of the end of a process."""
+    """Stands for the end of a process."""
 
 
 def stall_counts(nodes: int, tasks: int) -> Counts:
-    """Of a job that stands still, in which each process finds that out."""
+    """Counts of a stalled job, in which each process detects the stall."""
     store, size = CountingStore(), nodes * tasks
     dogs = [_watchdog(rank, size, store) for rank in range(size)]
     for dog in dogs:
@@ -248,7 +248,7 @@ def _watchdog(rank: int, size: int, store: CountingStore) -> watchdog.Watchdog:
 
 
 def messages_a_second(size: int) -> float:
-    """What the processes of a job that trains tell each other."""
+    """Messages per second between the processes of a job that trains."""
     return size / _watchdog(0, size, CountingStore())._tell_every
 
 
@@ -259,7 +259,7 @@ def on_threads(items: Sequence[Any], work: Callable[[Any], Any]) -> None:
 
 
 def save_counts(root: Path) -> Counts:
-    """Of a save in which each of THREADS ranks writes one file."""
+    """Counts of a save in which each of THREADS ranks writes one file."""
     synced: Counter[int] = Counter()
     rank_of = threading.local()
     given: list[Any] = [None] * THREADS
@@ -291,7 +291,7 @@ def save_counts(root: Path) -> Counts:
 
 
 def manifest_counts(nodes: int, tasks: int, folder: Path) -> Counts:
-    """Of a checkpoint's manifest, which rank 0 reads for all."""
+    """Bytes of a checkpoint's manifest, which rank 0 reads for all."""
     size = nodes * tasks
     folder.mkdir()
     for rank in range(size):  # as DeepSpeed names them
@@ -338,7 +338,7 @@ def _fake_world(size: int) -> Iterator[None]:
 
 
 def failure_counts(nodes: int, tasks: int, run: Path) -> Counts:
-    """Of a cause that ends every process of a job at once."""
+    """Events of a failure that ends every process of a job at once."""
     (run / "logs" / "7" / "0").mkdir(parents=True)
     with patch.dict(os.environ, {events.JOB_VARIABLE: "7", events.RESTART_VARIABLE: "0"}):
         for place, _ in world(nodes, tasks):

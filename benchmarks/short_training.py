@@ -13,7 +13,6 @@ was finite.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,16 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.page import add_out, give, opening, table
-from megakernel.config import PRESETS, Attention, Config, ConfigError, check_same_run, expand_preset, load
+from benchmarks.trained import in_blocks, trained
+from megakernel.config import PRESETS, Attention, Config, UserError, check_same_run, expand_preset, load
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.short_training"
 AVERAGED = 10
 """Steps whose mean is the first and the last training loss."""
 
-BLOCK = {"block_size": 32, "rank": 4}
-RANK, LANDMARKS = 64, 32
-WINDOW, CHUNK = 32, 8
+BLOCK, RANK, LANDMARKS = 32, 4, 64
+OWN = {
+    "eva": {"window_size": 32, "chunk_size": 8},
+    "skyformer": {"features": 32},
+    "nystromformer": {"landmarks": 32},
+}
 """Sizes that divide a row of 256 tokens as the presets' divide longer ones."""
 
 CONTROL = "one token"
@@ -46,10 +49,10 @@ class Run:
     """A preset, or CONTROL."""
 
     kind: str
-    """What the model predicts."""
+    """Kind of model."""
 
     overrides: list[str]
-    """What the command line lays over CONFIG."""
+    """Overrides of CONFIG."""
 
     def __str__(self) -> str:
         return f"{self.mechanism} as {self.kind}"
@@ -79,24 +82,13 @@ def _run(mechanism: str, kind: str, keys: dict[str, Any]) -> Run:
 
 def attention(preset: str) -> dict[str, Any]:
     """The preset, with what divides or shortens a row fitted to 256 tokens."""
-    form = Attention.model_validate(expand_preset(preset))
-    changes: dict[str, Any] = {}
-    if form.compression is not None:
-        changes["compression"] = {"rank": RANK} if form.compression.kind == "linformer" else BLOCK
-    elif form.near is not None:
-        changes["near"] = {"block_size": BLOCK["block_size"]}
-    if form.mechanism == "eva":
-        changes["eva"] = {"window_size": WINDOW, "chunk_size": CHUNK}
-    elif form.mechanism == "skyformer":
-        changes["skyformer"] = {"features": LANDMARKS}
-    elif form.mechanism == "nystromformer":
-        changes["nystromformer"] = {"landmarks": LANDMARKS}
-    return {"preset": preset, **changes}
+    tree = in_blocks(preset, BLOCK, RANK, LANDMARKS)
+    return tree | ({preset: OWN[preset]} if preset in OWN else {})
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run's metrics.jsonl says; None stands for a number that was not finite."""
+    """The numbers of a run's metrics.jsonl; None stands for one that was not finite."""
 
     run: Run
     losses: list[float | None]
@@ -146,7 +138,7 @@ def _mean(values: Iterable[float | None]) -> float:
 
 
 def outcome(run: Run, config: Config) -> Outcome | None:
-    """What a run measured; None where it has not come to its end.
+    """The outcome of a run; None where it has not come to its end.
 
     Raises ConfigError where the run's folder belongs to another configuration.
     """
@@ -174,16 +166,14 @@ def train(run: Run) -> Outcome | str:
     config = load(CONFIG, run.overrides)
     try:
         found = outcome(run, config)
-    except ConfigError as error:
+        if found is None:
+            trained(CONFIG, run.overrides)
+            found = outcome(run, config)
+    except UserError as error:
         return f"{run}: {error}"
-    if found is None:
-        command = [sys.executable, "-m", "launch.cli", "pretrain", str(CONFIG), *run.overrides]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        found = outcome(run, config)
-        if done.returncode or found is None:
-            print(done.stdout, file=sys.stderr)
-            return f"{run}: megakernel pretrain ended with status {done.returncode}"
-    return found.refusal() or found
+    return (
+        f"{run}: its metrics.jsonl is not that of a whole run" if found is None else found.refusal() or found
+    )
 
 
 def row(found: Outcome) -> str:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.page import give, opening, table
-from benchmarks.trained import curve, megakernel, trained
-from megakernel.config import PRESETS, Attention, UserError, expand_preset
+from benchmarks.page import ended, give, opening, table
+from benchmarks.trained import add_presets, curve, megakernel, trained
+from megakernel.config import Attention, expand_preset
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 SPARSITIES = (0.1, 0.5, 0.9)
@@ -108,10 +108,9 @@ def page(command: str, found: Sequence[Learned]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 where every run was trained; 2 with one line where something has to change."""
+    """0 where every run was trained."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over every run")
-    parser.add_argument("--attention", default="softmax,gmm_rks,gmm_prf", metavar="A,B", help="presets")
+    add_presets(parser, "softmax,gmm_rks,gmm_prf")
     parser.add_argument("--p", nargs="+", type=float, default=SPARSITIES, help="shares of pairs that count")
     parser.add_argument("--data", type=Path, default=Path("data/sparsity"), help="where the rows are kept")
     parser.add_argument(
@@ -121,17 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, required=True, help="the page, beside which CSV and PNG are written"
     )
     arguments = parser.parse_intermixed_args(argv)
-    presets = arguments.attention.split(",")
-    if unknown := [preset for preset in presets if preset not in PRESETS]:
-        parser.error(f"--attention {unknown[0]} is no preset; choose {', '.join(PRESETS)}")
     found = []
-    try:
-        for p in arguments.p:
-            corpus = data(p, arguments.data, arguments.options)
-            found += [learn(preset, p, corpus, arguments.overrides) for preset in presets]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for p in arguments.p:
+        corpus = data(p, arguments.data, arguments.options)
+        found += [learn(preset, p, corpus, arguments.overrides) for preset in arguments.attention]
     command = f"python -m benchmarks.sparsity {' '.join(sys.argv[1:] if argv is None else argv)}"
     give(page(command, found), arguments.out)
     write_curves(found, arguments.out.with_suffix(".csv"))
@@ -140,4 +132,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -1,14 +1,38 @@
 """Runs that a benchmark is made of: trained when they are not yet, continued where they were stopped, else read."""
 
+import argparse
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megakernel.checkpoint.manifest import step_of
 from megakernel.checkpoint.trained_run import find_checkpoint
-from megakernel.config import UserError, check_same_run, load
+from megakernel.config import PRESETS, Attention, UserError, check_same_run, expand_preset, load
+
+
+def add_presets(parser: argparse.ArgumentParser, default: str | None, what: str = "presets") -> None:
+    """Declare what is laid over every run, and the presets that are trained."""
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over every run")
+    parser.add_argument("--attention", type=_presets, default=default, metavar="A,B", help=what)
+
+
+def _presets(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in PRESETS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is no preset; choose {', '.join(PRESETS)}")
+    return names
+
+
+def in_blocks(preset: str, block_size: int, rank: int, whole_row: int) -> dict[str, Any]:
+    """The preset with blocks that a short row has several of; whole_row: landmarks of those that have no blocks."""
+    form = Attention.model_validate(expand_preset(preset))
+    if form.compression is not None:
+        blocks = {"block_size": block_size, "rank": rank}
+        return {"preset": preset, "compression": {"rank": whole_row} if form.counts_positions else blocks}
+    return {"preset": preset, **({"near": {"block_size": block_size}} if form.near is not None else {})}
 
 
 def trained(config: Path, overrides: Sequence[str]) -> Path:

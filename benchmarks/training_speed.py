@@ -27,7 +27,7 @@ from megakernel.config.validation import validate
 
 BASELINE = "transformers"
 MODELS = {BASELINE: "transformers", "softmax": "softmax", "flurka": "FLuRKA"}
-"""What is measured -> its name on the page; ours are presets of model.attention."""
+"""Model -> its name on the page; ours are presets of model.attention."""
 
 LENGTHS = (512, 4096, 16384)
 WANTED = {"softmax": (1, 1, 1), "flurka": (1, 2, 6)}
@@ -45,7 +45,7 @@ DTYPE = "bfloat16" if ON_GPU else "float32"
 
 
 class Sizes(NamedTuple):
-    """What all models have in common."""
+    """Sizes that all models have in common."""
 
     length: int
     rows: int
@@ -60,10 +60,10 @@ class Turn(NamedTuple):
     """Some steps of a model."""
 
     seconds: float
-    """Of one step."""
+    """Seconds of one step."""
 
     loss: float
-    """Of the last one, in nats."""
+    """Loss of the last step, in nats."""
 
 
 def configuration(attention: str, sizes: Sizes) -> Config:
@@ -110,7 +110,7 @@ def llama(sizes: Sizes) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to("cuda" if ON_GPU else "cpu")
 
 
-def theirs(sizes: Sizes) -> Callable[[], float]:
+def baseline(sizes: Sizes) -> Callable[[], float]:
     """A step of it, as its Trainer takes one; returns the loss."""
     model = llama(sizes).train()
     weights = list(model.parameters())
@@ -133,7 +133,7 @@ def theirs(sizes: Sizes) -> Callable[[], float]:
 
 def _work(model: str, sizes: Sizes, pipe: Connection) -> None:
     """A process: train as many steps as it is told, and say how long they took."""
-    step = theirs(sizes) if model == BASELINE else ours(configuration(model, sizes), sizes)
+    step = baseline(sizes) if model == BASELINE else ours(configuration(model, sizes), sizes)
     clock = time.perf_counter if ON_GPU else time.process_time
     for _ in range(WARM):
         step()

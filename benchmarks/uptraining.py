@@ -44,7 +44,7 @@ def exported(dense: Config) -> Path:
     return folder
 
 
-def loss_of_transformers(folder: Path, dense: Config) -> float:
+def loss_by_others(folder: Path, dense: Config) -> float:
     """Nats per token of the exported model on the validation samples of the run, by `transformers` alone."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -64,7 +64,7 @@ def loss_of_transformers(folder: Path, dense: Config) -> float:
     return total / count
 
 
-def page(dense: Config, theirs: float, reports: dict[str, dict[str, Any]], minutes: float) -> str:
+def page(dense: Config, by_others: float, reports: dict[str, dict[str, Any]], minutes: float) -> str:
     """The table; minutes: of training steps."""
     first = reports["without alpha"]
     ours = first["dense"]["loss"]
@@ -78,7 +78,7 @@ def page(dense: Config, theirs: float, reports: dict[str, dict[str, Any]], minut
         ),
         f"The dense model has seen {tokens:,} tokens of the standard library's source (8,192 words). Losses are nats "
         f"per token on {dense.training.eval_samples} held-out samples of {dense.training.seq_len} tokens. "
-        f"`transformers` gives the exported dense model {theirs:.4f} (perplexity {math.exp(theirs):.3f}) where "
+        f"`transformers` gives the exported dense model {by_others:.4f} (perplexity {math.exp(by_others):.3f}) where "
         f"Megakernel gives {ours:.4f}. *recovered*: of the perplexity between the swapped model and the dense one; "
         "in the last column, between the swapped model and what the dense one became on as many tokens. *beyond the "
         f"window*: tokens with {first['window']} tokens of their document before them, or as many as their window has.",
@@ -111,7 +111,7 @@ def _line(row: dict[str, Any], *shares: float | None) -> str:
 
 
 def minutes_of_steps(folders: Sequence[Path]) -> float:
-    """What the steps of all runs in and below folders took, as they logged it."""
+    """Minutes of the steps of all runs in and below these folders, from their logs."""
     total = 0.0
     for file in (file for folder in folders for file in folder.rglob("metrics.jsonl")):
         before = 0
@@ -141,15 +141,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = load(FLURKA, overrides).run.folder
         reports[name] = json.loads((run / "uptrain_report.json").read_text(encoding="utf-8"))
         runs.append(run)
-    theirs = loss_of_transformers(folder, dense)
-    if abs(theirs - reports["without alpha"]["dense"]["loss"]) > AGREEMENT:
+    by_others = loss_by_others(folder, dense)
+    if abs(by_others - reports["without alpha"]["dense"]["loss"]) > AGREEMENT:
         print(
-            f"no page is written: transformers gives {theirs:.4f}, Megakernel "
+            f"no page is written: transformers gives {by_others:.4f}, Megakernel "
             f"{reports['without alpha']['dense']['loss']:.4f}",
             file=sys.stderr,
         )
         return 1
-    give(page(dense, theirs, reports, minutes_of_steps(runs)), options.out)
+    give(page(dense, by_others, reports, minutes_of_steps(runs)), options.out)
     return 0
 
 

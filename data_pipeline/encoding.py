@@ -80,16 +80,16 @@ def encode_answered(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int
 
     Answers and what stands between them are encoded apart, so no token lies across an answer's edge.
     """
-    pieces, is_answer, begun = [], [], 0
+    parts, is_answer, begun = [], [], 0
     for start, end in answers:
-        pieces += [text[begun:start], text[start:end]]
+        parts += [text[begun:start], text[start:end]]
         is_answer += [False, True]
         begun = end
-    pieces.append(text[begun:])
+    parts.append(text[begun:])
     is_answer.append(False)
     tokens = tokenizer.prefix
     places = []
-    for ids, scored in zip(tokenizer.encode_batch(pieces), is_answer):
+    for ids, scored in zip(tokenizer.encode_batch(parts), is_answer):
         if scored:
             places.append((len(tokens), len(tokens) + len(ids)))
         tokens += ids

@@ -1,4 +1,4 @@
-"""Where documents come from: files, directory trees, the Python standard library, or a dataset of the hub.
+"""Sources of documents: files, directory trees, the Python standard library, or a dataset of the hub.
 
 Documents are streamed: no source holds more than a batch of rows or one part of a file.
 """
@@ -26,14 +26,14 @@ TABLES = {
 """File endings whose rows are documents; any other file is one document."""
 
 TABS = ".tsv"
-"""What a table of fields between tabs ends in; it is one where --labels names a column, else a text."""
+"""Ending of a tab-separated table; without --labels such a file is a text."""
 
 LONGEST_DOCUMENT = 64 * 2**20
 """Characters; a longer text file becomes several documents, cut at line ends."""
 
 HUB = "hf"
 BENCHMARKS = ("lra", "glue", "sparsity")
-"""What a source that is no path begins with, up to a colon."""
+"""Prefixes, before a colon, of sources that are no paths."""
 
 
 class Source(ABC):
@@ -74,7 +74,7 @@ class Source(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What the manifest says of the source."""
+        """The entry of the source in the manifest."""
 
 
 class Files(Source):
@@ -266,7 +266,7 @@ def _option(key: str, columns: Columns) -> str:
 
 
 LIBRARY_PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
-"""Those that hold hundreds of functions in every Python from 3.10 on."""
+"""Packages that hold hundreds of functions in every Python from 3.10 on."""
 
 _NO_LIBRARY_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 

@@ -59,7 +59,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """What this distribution says that it needs, and what makes GPUs faster."""
+    """The requirements of this distribution, and the packages that make GPUs faster."""
     try:
         wanted = [Requirement(line) for line in metadata.requires("megakernel") or ()]
     except metadata.PackageNotFoundError:

@@ -87,41 +87,28 @@ def page(entries: "list[Entry]") -> str:
 
 
 def _overview(entries: "list[Entry]") -> list[list[str]]:
-    header = ["preset", "source", "equation", "what", "decoder", "encoder", "cost", "state", "added"]
-    return [
-        header,
-        *(
-            [
-                entry.name,
-                entry.source.paper,
-                entry.source.equation or "—",
-                entry.source.idea.replace("|", "‖"),
-                "yes" if entry.decodes else "no",
-                "yes" if entry.encodes else "no",
-                "linear" if entry.growth < 2.1 else "quadratic",
-                "—" if entry.state is None else f"{entry.state:,}",
-                f"{entry.parameters:,}",
-            ]
-            for entry in entries
-        ),
-    ]
+    from megakernel.analysis.catalogue import SOURCES
+
+    rows = [["preset", "source", "equation", "what", "decoder", "encoder", "cost", "state", "added"]]
+    for entry in entries:
+        source, layer = SOURCES[entry.name], entry.layer
+        cells = [entry.name, source.paper, source.equation or "—", source.idea.replace("|", "‖")]
+        cells += ["yes" if kind in entry.layers else "no" for kind in ("decoder", "encoder")]
+        cells.append("linear" if entry.growth < 2.1 else "quadratic")
+        cells.append(f"{layer.state_sizes[0]:,}" if layer.is_recurrent else "—")
+        rows.append([*cells, f"{entry.parameters():,}"])
+    return rows
 
 
 def _layouts(entries: "list[Entry]") -> list[list[str]]:
-    header = ["preset", "tensor", "sequence parallel", "pipeline", "context, decoder", "context, encoder"]
-    return [
-        header,
-        *(
-            [
-                entry.name,
-                f"heads, {entry.shared:,} shared" if entry.shared else "heads",
-                "tokens + landmarks" if entry.compresses_input else "tokens",
-                "yes",
-                *(" + ".join(entry.exchanges.get(kind, ())) or "—" for kind in ("decoder", "encoder")),
-            ]
-            for entry in entries
-        ),
-    ]
+    rows = [["preset", "tensor", "sequence parallel", "pipeline", "context, decoder", "context, encoder"]]
+    for entry in entries:
+        shared = entry.parameters(shared=True)
+        exchanged = {kind: layer.spec.exchanged(layer.causal) for kind, layer in entry.layers.items()}
+        cells = [entry.name, f"heads, {shared:,} shared" if shared else "heads"]
+        cells += ["tokens + landmarks" if entry.form.compresses_input else "tokens", "yes"]
+        rows.append(cells + [" + ".join(exchanged.get(kind, ())) or "—" for kind in ("decoder", "encoder")])
+    return rows
 
 
 def _markdown(rows: list[list[str]]) -> Iterator[str]:

@@ -65,25 +65,20 @@ def run(args: argparse.Namespace) -> int:
 
     at = args.at or counts[0]
     if args.page is not None:
-        _write_page(args, config, (vocabulary, note), counts, at, gpu)
+        _write_page(args, config, vocabulary, note, counts, at, gpu)
     elif args.json:
         print(json.dumps(_as_json(config, vocabulary, counts, gpu, args.top), indent=2))
     elif len(counts) == 1:
         with console(stderr=True).status("running the model's layers without numbers, for every layout"):
             plan = planning.plan(config, vocabulary, counts[0], gpu)
-        plan_tables.show_plan(plan, config, gpu, note, args.top)
+        plan_tables.show_plan(plan, gpu, note, args.top)
     else:
         plan_tables.show_scaling(config, vocabulary, counts, at, gpu, note)
     return 0
 
 
 def _write_page(
-    args: argparse.Namespace,
-    config: Config,
-    vocabulary: tuple[int, str],
-    counts: list[int],
-    at: int,
-    gpu: Gpu,
+    args: argparse.Namespace, config: Config, vocabulary: int, note: str, counts: list[int], at: int, gpu: Gpu
 ) -> None:
     from megakernel.analysis.planning.page import page
 
@@ -93,7 +88,7 @@ def _write_page(
         given += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
     command = shlex.join(["megakernel", "plan", *given])
     with console(stderr=True).status("planning"):
-        text = page(config, *vocabulary, counts, at, gpu, command)
+        text = page(config, vocabulary, note, counts, at, gpu, command)
     args.page.parent.mkdir(parents=True, exist_ok=True)
     args.page.write_text(text, encoding="utf-8")
     print(text, end="")
@@ -145,7 +140,7 @@ def _as_json(config: Config, vocabulary: int, counts: list[int], gpu: Gpu, top: 
     return {
         "predicted": True,
         "gpu": vars(gpu),
-        "rates": vars(planning.ASSUMED),
+        "rates": {**planning.RATES, "source": planning.RATES_SOURCE},
         "accuracy": planning.ACCURACY,
         "vocabulary": vocabulary,
         "plans": [_plan_as_json(plan, gpu, top) for plan in plans],

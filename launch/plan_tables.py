@@ -1,4 +1,4 @@
-"""What `megakernel plan` shows on a terminal."""
+"""The tables of `megakernel plan` on a terminal."""
 
 from rich.console import Console
 from rich.table import Table
@@ -6,7 +6,7 @@ from rich.text import Text
 
 from launch.messages import console
 from megakernel.analysis import planning
-from megakernel.analysis.planning import Gpu, Plan, Planned, Point
+from megakernel.analysis.planning import Gpu, Plan, Planned
 from megakernel.analysis.planning.page import NONE, figures, scaled
 from megakernel.config import Config
 
@@ -14,11 +14,9 @@ REASONS = 8
 """Reasons against layouts that are shown; JSON has all."""
 
 
-def show_plan(plan: Plan, config: Config, gpu: Gpu, vocabulary: str, top: int) -> None:
+def show_plan(plan: Plan, gpu: Gpu, vocabulary: str, top: int) -> None:
     """The best layouts of one number of devices, the best of them by part, and why others are out."""
-    out = _wide_console()
-    _show_title(out, config, f"{plan.devices} x {gpu.name}")
-    show_assumptions(out, config, gpu, vocabulary)
+    out = _opened(plan.config, str(plan.devices), gpu, vocabulary)
     if plan.best is None:
         out.print("no layout fits", style="red")
     else:
@@ -31,18 +29,12 @@ def show_plan(plan: Plan, config: Config, gpu: Gpu, vocabulary: str, top: int) -
     _show_others(out, plan, gpu)
 
 
-def _wide_console() -> Console:
-    """stdout; a file or a pipe, which has no width, gets lines as long as they are."""
-    return console(width=None if console().is_terminal else 200, soft_wrap=True)
-
-
-def _show_title(out: Console, config: Config, devices: str) -> None:
-    words = (config.run.name, "bold"), f" on {devices}: ", ("predicted", "bold"), ", not measured"
-    out.print(Text.assemble(*words))
-
-
-def show_assumptions(out: Console, config: Config, gpu: Gpu, vocabulary: str) -> None:
-    """What the numbers rest on, and how far they were off."""
+def _opened(config: Config, devices: str, gpu: Gpu, vocabulary: str) -> Console:
+    """stdout, on which stands what is planned, the assumptions behind it, and how far they were off on a CPU."""
+    # A file or a pipe, which has no width, gets lines as long as they are.
+    out = console(width=None if console().is_terminal else 200, soft_wrap=True)
+    words = f" on {devices} x {gpu.name}: ", ("predicted", "bold"), ", not measured"
+    out.print(Text.assemble((config.run.name, "bold"), *words))
     training = config.training
     peak = gpu.peak_of(2 if training.dtype == "bfloat16" else 4)
     out.print(
@@ -52,8 +44,9 @@ def show_assumptions(out: Console, config: Config, gpu: Gpu, vocabulary: str) ->
         f"{gpu.memory / 1e9:g} GB, {gpu.bandwidth / 1e12:g} TB/s, {peak / 1e12:g} TFLOP/s, {gpu.link / 1e9:g} GB/s "
         f"to {gpu.per_node - 1} neighbours and {gpu.network / 1e9:g} GB/s to other nodes ({gpu.source})"
     )
-    out.print(f"rates ({planning.ASSUMED.source}): {planning.ASSUMED.as_text()}")
+    out.print(f"rates {planning.RATES_TEXT}")
     out.print(f"measured on a CPU: {', '.join(planning.ACCURACY.values())}")
+    return out
 
 
 def _layouts(shown: list[Planned], gpu: Gpu) -> Table:
@@ -99,23 +92,16 @@ def show_scaling(
     config: Config, vocabulary_size: int, counts: list[int], at: int, gpu: Gpu, vocabulary: str
 ) -> None:
     """The best layouts of each number of devices, for a run that stays and for runs that grow."""
-    out = _wide_console()
-    _show_title(out, config, f"{counts[0]} to {counts[-1]} x {gpu.name}")
-    show_assumptions(out, config, gpu, vocabulary)
+    out = _opened(config, f"{counts[0]} to {counts[-1]}", gpu, vocabulary)
     for way, title in planning.WAYS.items():
         with console(stderr=True).status(f"planning {title}"):
-            points = list(planning.scaling(config, vocabulary_size, counts, way, gpu, at=at))
-        out.print(scaling_table(title, points))
-
-
-def scaling_table(title: str, points: list[Point]) -> Table:
-    """One line for each number of devices."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("GPUs", "rows", "tokens of a row", "step", "tokens/s", "MFU", "memory", "efficiency"):
-        table.add_column(name, justify="right")
-    table.add_column("layout")
-    for *sizes, seconds, tokens, mfu, memory, share, layout in scaled(points):
-        fits = seconds != NONE
-        units = [f"{seconds} s", tokens, mfu, f"{memory} GB"] if fits else [NONE] * 4
-        table.add_row(*sizes, *units, share, layout)
-    return table
+            plans = list(planning.scaling(config, vocabulary_size, counts, way, gpu, at))
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name in ("GPUs", "rows", "tokens of a row", "step", "tokens/s", "MFU", "memory", "efficiency"):
+            table.add_column(name, justify="right")
+        table.add_column("layout")
+        for *sizes, seconds, tokens, mfu, memory, share, layout in scaled(plans):
+            fits = seconds != NONE
+            units = [f"{seconds} s", tokens, mfu, f"{memory} GB"] if fits else [NONE] * 4
+            table.add_row(*sizes, *units, share, layout)
+        out.print(table)

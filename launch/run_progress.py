@@ -28,17 +28,17 @@ _WORTH_SAYING = 1.1
 """A slowest rank that takes at least so many times the median is reported."""
 
 _LASTING = ("step", "train/loss", "train/tokens", "train/skipped_steps")
-"""What stays true of a run in which nothing happens."""
+"""Tags that stay true of a run that has stopped."""
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What reading a file that holds anything may raise."""
+"""Exceptions that reading a damaged file may raise."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What the last lines of a run say."""
+    """The state of a run by its last log lines."""
 
     step: int | None
     """The last one that was logged."""
@@ -60,7 +60,7 @@ class RunProgress:
     """Seconds since the first process last said where it is."""
 
     place: str | None
-    """Where that was."""
+    """The phase that the first process was in then."""
 
     health: str
     """The slowest rank, waiting for data, steps without update; empty where nothing is amiss."""
@@ -69,7 +69,7 @@ class RunProgress:
     """Whether the first process still tells where it is."""
 
     ended: str
-    """What the run wrote down last of its end; empty where nothing."""
+    """The reason of its end that the run recorded last; empty without one."""
 
     unreadable: str
     """Files that cannot be read, and why; empty where there are none."""
@@ -144,7 +144,7 @@ def saved_step(run: Path) -> int:
 
 
 def why_unreadable(name: str, error: Exception) -> str:
-    """What is wrong with a file, on one short line."""
+    """The reason why a file cannot be read, on one short line."""
     reason = " ".join(str((error.strerror if isinstance(error, OSError) else None) or error).split())
     return f"{name} cannot be read ({reason[:_MOST_OF_A_REASON]})"
 

@@ -27,7 +27,7 @@ _WHAT_HAPPENED = {
     "BOOT_FAIL": "a node did not start",
     "DEADLINE": "could not end before its deadline",
 }
-"""What a state of Slurm says about why a job ended."""
+"""State of Slurm -> why the job ended."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """How fast attention is, what it holds in memory, and how near that is to what the device could do.
 
-`megakernel dev bench attention`, or `python -m benchmarks.attention` in a checkout.
+`megakernel dev bench attention` in a checkout.
 """
 
 from .measuring import survey

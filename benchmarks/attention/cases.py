@@ -1,4 +1,4 @@
-"""What is measured: sizes of one attention, or of one transformer layer around it, and the least that these need.
+"""Sizes of one attention, or of one transformer layer around it, and the least bytes and operations of these.
 
 The least are the operations that `megakernel.model.flops` counts, twice as many again for backward, and every input
 read and every output written once.
@@ -55,7 +55,7 @@ class Case:
 
 
 class Cost(NamedTuple):
-    """What a computation takes."""
+    """Bytes and operations of a computation."""
 
     bytes: float
     """Read from and written to the device's memory."""

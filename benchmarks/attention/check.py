@@ -19,7 +19,7 @@ CHECKED = 4096
 """Tokens of a row that is compared with float64 whole."""
 
 CHECKED_LAYER = 1024
-"""The same for a layer, whose heads may be thousands wide."""
+"""Tokens of a sequence that is compared whole in a layer, whose heads may be thousands wide."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Comparison:
 
     error: float
     what: str
-    """Of which tensor, and where."""
+    """The tensor and place of that error."""
 
     tolerance: float
 
@@ -43,7 +43,7 @@ class Comparison:
 
 
 def tolerance(implementation: Implementation, case: Case, dtype: torch.dtype) -> float:
-    """What rounding allows: the project's bounds for its ops; twice bfloat16's for layers of several products."""
+    """The largest error by rounding: the project's bounds for its ops, twice bfloat16's for layers."""
     if dtype == torch.float32:
         return 1e-5
     return 1e-2 if implementation.is_ours and not case.is_layer else 2e-2

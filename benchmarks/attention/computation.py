@@ -78,7 +78,7 @@ def expected(
     dtype: torch.dtype,
     shard: HeadShard = ALL_HEADS,
 ) -> Computation:
-    """What the implementation ought to give, by our modules in `dtype`."""
+    """The reference for an implementation: our modules in `dtype`."""
     drawn = [x.to(dtype) for x in drawn]
     if case.is_layer:
         return _layer(implementation, case, drawn)

@@ -21,7 +21,7 @@ FLA = "flash-linear-attention"
 """The package; its module is `fla`."""
 
 SHARE = 0.5
-"""Of the device's free memory that an implementation whose memory grows with N d^2 may take."""
+"""Share of the device's free memory that an implementation may take whose memory grows with N d^2."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Implementation:
     name: str
 
     preset: str
-    """What it computes, as a preset of the attention tree."""
+    """The preset of the attention tree that it computes."""
 
     is_ours: bool = False
     """Ours fails the whole measurement where it is wrong; another's times are left out."""
@@ -82,7 +82,7 @@ def preset_core(
     dtype: torch.dtype,
     shard: HeadShard = ALL_HEADS,
 ) -> tuple[Core, list[nn.Parameter]]:
-    """The same attention by our modules, with weights of `dtype`, whoever the implementation is."""
+    """Our own modules for the implementation's attention, with weights of `dtype`."""
     form = attention_of(implementation.preset, case)
     if not implementation.normalize:
         assert form.feature_map is not None

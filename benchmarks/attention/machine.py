@@ -1,4 +1,4 @@
-"""What a device can do: bytes per second and FLOP/s, measured on it."""
+"""The limits of a device, measured on it: bytes per second and FLOP/s."""
 
 import importlib
 import os
@@ -63,7 +63,7 @@ def _product_seconds(device: torch.device, dtype: torch.dtype, rows: int) -> flo
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """The name that the device reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     path = Path("/proc/cpuinfo")

@@ -33,7 +33,7 @@ class Peak(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What an implementation took on a case."""
+    """Times and memory of an implementation on a case."""
 
     forward: float
     """Seconds."""
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass
 class Survey:
-    """What a suite gave."""
+    """The results of a suite."""
 
     suite: Suite
     machine: Machine
@@ -69,7 +69,7 @@ class Survey:
     repeats: int
     results: list[tuple[Case, list[Row]]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """What ops said about how they run, once each."""
+    """Warnings of the ops about how they run, once each."""
 
 
 def survey(

@@ -11,7 +11,7 @@ from .suites import Suite
 from .targets import Figures, Timed
 
 MOST = 2.2
-"""What a doubling of N may cost for what is called linear."""
+"""A doubling of N costs at most this factor where growth is called linear."""
 
 
 def measured_page(survey: Survey, device: torch.device, command: str) -> str:
@@ -103,7 +103,7 @@ def _doubling(times: Times, half: Times | None) -> list[str]:
 
 
 def _growth(survey: Survey) -> list[str]:
-    """What doublings cost at most, and from where on each implementation is faster than the one it is compared with."""
+    """The largest cost of a doubling, and the length from which each implementation is faster than the baseline."""
     by_name: dict[str, dict[int, Times]] = {}
     for case, rows in survey.results:
         for row in rows:
@@ -130,7 +130,7 @@ def _growth(survey: Survey) -> list[str]:
 
 
 def _targets(suite: Suite, figures: Figures) -> list[str]:
-    """What was set out to reach, and what came of it in the worst case."""
+    """The table of targets with the worst case of each."""
     if not suite.targets:
         return []
     columns = ["target, forward + backward", "set", "worst case", "kept"]

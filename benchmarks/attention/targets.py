@@ -4,7 +4,8 @@ All are of forward and backward together, on one H100 or H200.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from .cases import Case
@@ -21,24 +22,23 @@ class Timed(NamedTuple):
     floor: float
     """Seconds that the device needs at least."""
 
-    peak: float | None = None
-    """Bytes of memory; None where nothing ran."""
+    peak: float = float("nan")
+    """Bytes of memory."""
 
 
 Figures = Mapping[tuple[str, Case], Timed]
 """By implementation and case; one that did not run is not there."""
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A bound that holds in some cases of a suite."""
 
     about: str
 
     bound: float
 
-    figure: Callable[[Figures, Case], float | None]
-    """What is bounded; KeyError or None where it is not known."""
+    figure: Callable[[Figures, Case], float]
+    """The bounded figure; KeyError where it is not known."""
 
     applies: Callable[[Case], bool]
 
@@ -47,13 +47,10 @@ class Target:
 
     def cells(self, figures: Figures, cases: Iterable[Case]) -> list[str]:
         """The target, its bound, the figure of the worst case, and whether that one keeps the bound."""
-        found = []
+        known = []
         for case in filter(self.applies, cases):
-            try:
-                found.append(self.figure(figures, case))
-            except KeyError:
-                continue
-        known = [figure for figure in found if figure is not None]
+            with suppress(KeyError):
+                known.append(self.figure(figures, case))
         bound = f"at {'most' if self.at_most else 'least'} {self.bound:g}"
         if not known:
             return [self.about, bound, "—", "—"]
@@ -88,47 +85,42 @@ def _as_fast(ours: str, other: str, bound: float, where: str, applies: Callable[
     )
 
 
-def _memory(ours: str, other: str) -> Target:
-    def share(figures: Figures, case: Case) -> float | None:
-        own, theirs = figures[ours, case].peak, figures[other, case].peak
-        return None if own is None or theirs is None else own / theirs
-
-    return Target(
-        f"peak memory of {ours} over that of {other}, one row of 1M tokens",
-        0.25,
-        share,
-        _longest_row,
-        at_most=True,
-    )
-
-
-def _of_floor(ours: str) -> Target:
-    return Target(
-        f"share of the floor that {ours} reaches, all cases",
-        0.5,
-        lambda figures, case: figures[ours, case].floor / figures[ours, case].seconds,
-        lambda case: True,
-    )
-
-
-def _growth(ours: str) -> Target:
-    def grown(figures: Figures, case: Case) -> float:
-        return figures[ours, case].seconds / figures[ours, replace(case, tokens=FEW)].seconds
-
-    return Target(f"time of {ours} at 1M tokens over that at 16k", 70, grown, _longest_row, at_most=True)
-
-
 DEFAULT = (
     _as_fast("kernel elu", "fla chunk", 2, "16k tokens", _short),
     _as_fast("kernel elu", "fla fused_chunk", 2, "16k tokens", _short),
     _as_fast("kernel elu, not normalized", "fla chunk, not normalized", 1.5, "16k tokens", _short),
     _as_fast("kernel elu, not normalized", "fla fused_chunk, not normalized", 1.5, "16k tokens", _short),
     _as_fast("kernel elu", "fla chunk", 3, "one row of 1M tokens", _longest_row),
-    _memory("kernel elu", "fla chunk"),
-    *(_of_floor(name) for name in ("kernel elu", "kernel hedgehog", "kernel favor", "FLuRKA")),
-    *(_growth(name) for name in ("kernel elu", "FLuRKA")),
+    Target(
+        "peak memory of kernel elu over that of fla chunk, one row of 1M tokens",
+        0.25,
+        lambda figures, case: figures["kernel elu", case].peak / figures["fla chunk", case].peak,
+        _longest_row,
+        at_most=True,
+    ),
+    *(
+        Target(
+            f"share of the floor that {ours} reaches, all cases",
+            0.5,
+            lambda figures, case, ours=ours: figures[ours, case].floor / figures[ours, case].seconds,
+            lambda case: True,
+        )
+        for ours in ("kernel elu", "kernel hedgehog", "kernel favor", "FLuRKA")
+    ),
+    *(
+        Target(
+            f"time of {ours} at 1M tokens over that at 16k",
+            70,
+            lambda figures, case, ours=ours: (
+                figures[ours, case].seconds / figures[ours, replace(case, tokens=FEW)].seconds
+            ),
+            _longest_row,
+            at_most=True,
+        )
+        for ours in ("kernel elu", "FLuRKA")
+    ),
 )
-"""Of causal attention."""
+"""Targets of causal attention."""
 
 PAPER = (
     _as_fast("flurka_rnn", "linear", 1.7, "figures 3 and 4", _figures_3_and_4),
@@ -138,4 +130,4 @@ PAPER = (
     _as_fast("flurka_rnn", "softmax", 23, "52,500 tokens of appendix C", _end_of_appendix_c),
     _as_fast("flurka_performer", "softmax", 23, "52,500 tokens of appendix C", _end_of_appendix_c),
 )
-"""Of the FLuRKA paper's layers; kernel parents are linear and performer, the low-rank parent is linformer."""
+"""Targets of the FLuRKA paper's layers; kernel parents are linear and performer, the low-rank parent is linformer."""

@@ -21,7 +21,7 @@ from megakernel.config.errors import UserError
 _BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
 _TEST = "test_batch"
 _TRAINED_ON = 45_000
-"""Of the 50,000 training images, in order: all of the files but the last half of the last one."""
+"""Training images, in order: all of the 50,000 but the last half of the last file."""
 
 _WEIGHTS = np.array([0.2989, 0.587, 0.114])
 
@@ -54,7 +54,7 @@ class Image(Published):
 
 
 def _gray(colors: np.ndarray) -> str:
-    """Of colors (pixels, 3)."""
+    """Gray values of colors (pixels, 3), one character each."""
     return np.rint(colors @ _WEIGHTS).clip(0, 255).astype(np.uint8).tobytes().decode("latin-1")
 
 
@@ -76,7 +76,7 @@ class _Arrays(pickle.Unpickler):
     """Reads dictionaries of arrays, and calls nothing else that a file may name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What numpy writes its arrays with, and Python 3 its bytes."""
+        """The functions with which numpy pickles arrays, and Python 3 bytes; any other is refused."""
         known = {
             ("numpy.core.multiarray", "_reconstruct"),
             ("numpy._core.multiarray", "_reconstruct"),

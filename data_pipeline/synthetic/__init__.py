@@ -19,4 +19,4 @@ KINDS: tuple[type[SyntheticTask], ...] = (
 TASKS = {kind.NAME: kind for kind in KINDS}
 """Name -> class, whose fields are the task's options."""
 
-__all__ = ["EVALUATION", "TASKS", "TRAINING", "Example", "Task"]
+__all__ = ["EVALUATION", "TASKS", "TRAINING", "Example", "SyntheticTask"]

@@ -39,29 +39,16 @@ class _Words(SyntheticTask):
     def _in_order(self, words: list[str]) -> list[str]:
         """The words in the order in which they are to be named, of those that are asked for, most frequent first."""
 
-    @property
-    def _frame(self) -> int:
-        return len(self._INTRO) + len(self._question) + self.asked * _SLOT
-
-    @property
-    def _question(self) -> str:
-        return self._QUESTION.format(self.asked)
-
-    @property
-    def shortest(self) -> int:
-        """With the shortest list."""
-        return self._frame + self._fewest * _SLOT
-
-    def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
+    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
         """See `SyntheticTask`."""
-        places, rest = divmod(characters - self._frame, _SLOT)
-        counts = self._counts(places)
+        more, rest = divmod(spare, _SLOT)
+        counts = self._counts(self._fewest + more)
         words = symbols.words(rng, len(counts))
         order = rng.permutation(np.repeat(np.arange(len(counts)), counts))
         writing = Writing()
         writing.write(self._INTRO)
         writing.write("".join(f" {words[at]}" for at in order) + "." * rest)
-        writing.write(self._question)
+        writing.write(self._QUESTION.format(self.asked))
         for word in self._in_order(words[: self.asked]):
             writing.answer(f" {word}")
         return writing.example()

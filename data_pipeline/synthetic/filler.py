@@ -26,7 +26,7 @@ SENTENCES = (
     "On market days the square smells of fish and oranges.",
     "They painted the boat green and gave it a new name.",
 )
-"""What stands around what is hidden where no other text is given."""
+"""The default text around what is hidden."""
 
 _MEAN = sum(map(len, SENTENCES)) / len(SENTENCES) + 1
 

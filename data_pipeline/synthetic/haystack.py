@@ -33,18 +33,13 @@ class Passkey(Haystack):
     _STATEMENT: ClassVar[str] = " The pass key is {}. Remember that {} is the pass key."
     _QUESTION: ClassVar[str] = "\nWhat is the pass key? The pass key is"
 
-    @property
-    def shortest(self) -> int:
-        """Without filler."""
-        return len(self._INTRO + self._STATEMENT.format("", "") + self._QUESTION) + 3 * self.digits + 1
-
-    def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
+    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
         """See `SyntheticTask`."""
         number = symbols.number(rng, self.digits)
         depth = depth_of(index, self.depths)
         writing = Writing()
         writing.write(self._INTRO)
-        text = filler(rng, characters - self.shortest)
+        text = filler(rng, spare)
         hide(writing, text, [(depth, self._STATEMENT.format(number, number))])
         writing.write(self._QUESTION)
         writing.answer(f" {number}")
@@ -68,14 +63,7 @@ class Needle(Haystack):
     _STATEMENT: ClassVar[str] = " The special number of {} is {}."
     _QUESTION: ClassVar[str] = "\nWhat is the special number of {}? The special number of {} is"
 
-    @property
-    def shortest(self) -> int:
-        """Without filler."""
-        statement = len(self._STATEMENT.format("", "")) + symbols.WORD + self.digits
-        question = len(self._QUESTION.format("", "")) + 2 * symbols.WORD
-        return self.needles * statement + question + self.digits + 1
-
-    def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
+    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
         """See `SyntheticTask`."""
         words = symbols.words(rng, self.needles)
         numbers = [symbols.number(rng, self.digits) for _ in words]
@@ -85,7 +73,7 @@ class Needle(Haystack):
             (at, self._STATEMENT.format(word, number)) for at, word, number in zip(depths, words, numbers)
         ]
         writing = Writing()
-        hide(writing, filler(rng, characters - self.shortest), statements)
+        hide(writing, filler(rng, spare), statements)
         writing.write(self._QUESTION.format(words[0], words[0]))
         writing.answer(f" {numbers[0]}")
         return writing.example(depth)
@@ -107,15 +95,7 @@ class Variables(Haystack):
     _STATEMENT: ClassVar[str] = " VAR {} = {}."
     _QUESTION: ClassVar[str] = "\nWhich variables hold {}? In their order they are"
 
-    @property
-    def shortest(self) -> int:
-        """Without filler."""
-        frame, reference = len(self._STATEMENT.format("", "")) + self._LETTERS, self._LETTERS + len("VAR ")
-        chain = frame + self._DIGITS + self.hops * (frame + reference)
-        question = len(self._QUESTION.format("")) + self._DIGITS
-        return self.chains * chain + question + (self.hops + 1) * (self._LETTERS + 1)
-
-    def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
+    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
         """See `SyntheticTask`."""
         names = symbols.distinct(rng, symbols.UPPER, self._LETTERS, self.chains * (self.hops + 1))
         chains = [names[at :: self.chains] for at in range(self.chains)]
@@ -131,7 +111,7 @@ class Variables(Haystack):
                 (at, self._STATEMENT.format(name, of)) for at, name, of in zip(depths, chain, held)
             ]
         writing = Writing()
-        hide(writing, filler(rng, characters - self.shortest), statements)
+        hide(writing, filler(rng, spare), statements)
         writing.write(self._QUESTION.format(first))
         for name in chains[0]:
             writing.answer(f" {name}")

@@ -50,15 +50,6 @@ class Mqar(Recall):
         """Queries of an example."""
         return self.pairs if self.queries is None else self.queries
 
-    @property
-    def _pair(self) -> int:
-        return self.key_length + self.value_length + 2 * self.spaced
-
-    @property
-    def shortest(self) -> int:
-        """Without anything between the queries."""
-        return (self.pairs + self.asked) * self._pair
-
     def problems(self) -> Iterator[Problem]:
         """More keys than there are, and more queries than keys."""
         yield from super().problems()
@@ -70,7 +61,7 @@ class Mqar(Recall):
         if self.asked > self.pairs:
             yield Problem("queries", self.queries, f"exceeds pairs={self.pairs}", f"set at most {self.pairs}")
 
-    def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
+    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
         """See `SyntheticTask`."""
         space = " " * self.spaced
         keys = symbols.distinct(rng, symbols.LOWER, self.key_length, self.pairs)
@@ -78,7 +69,6 @@ class Mqar(Recall):
         writing = Writing()
         for key, value in zip(keys, values):
             writing.write(f"{space}{key}{space}{value}")
-        spare = characters - self.shortest
         noise = symbols.text(rng, symbols.DIGITS, spare)
         cuts = np.sort(rng.integers(spare + 1, size=self.asked)).tolist()
         for at, begun, end in zip(rng.permutation(self.pairs), [0, *cuts], cuts):
@@ -99,18 +89,13 @@ class Copy(Recall):
     answer_length: int = Field(default=8, ge=1)
     """Letters that are counted right or wrong together."""
 
-    @property
-    def shortest(self) -> int:
-        """One letter, copied."""
-        return 3
-
-    def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
+    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
         """See `SyntheticTask`."""
-        count = (characters - 1) // 2
+        count = 1 + spare // 2
         letters = symbols.text(rng, symbols.LOWER[: self.alphabet], count)
         writing = Writing()
         # An even number of characters has one more bar, in front.
-        writing.write("|" * (characters - 1 - 2 * count) + letters + "|")
+        writing.write("|" * (spare % 2) + letters + "|")
         for start in range(0, count, self.answer_length):
             writing.answer(letters[start : start + self.answer_length])
         return writing.example()
@@ -130,15 +115,10 @@ class Induction(Recall):
     depths: int = Field(default=11, ge=1)
     """Depths, evenly spaced from start to end, at which successive examples have the star."""
 
-    @property
-    def shortest(self) -> int:
-        """Two stars with what follows them."""
-        return 2 * (1 + self.answer_length)
-
-    def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
+    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
         """See `SyntheticTask`."""
         letters = symbols.LOWER[: self.alphabet]
-        noise = symbols.text(rng, letters, characters - self.shortest)
+        noise = symbols.text(rng, letters, spare)
         answer = symbols.text(rng, letters, self.answer_length)
         depth = depth_of(index, self.depths)
         at = round(depth * len(noise))

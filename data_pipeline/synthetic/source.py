@@ -57,7 +57,7 @@ def counter(tokenizer: Tokenizer | None) -> Callable[[Example], int] | None:
 
 
 def open_filler(task: SyntheticTask) -> Filler:
-    """What a task hides things in, but for the documents of a run; UserError where it cannot be read."""
+    """The filler of a task that is not evaluated on a run's documents; UserError where it cannot be read."""
     if not isinstance(task, Haystack) or task.filler == "sentences":
         return sentences
     if task.filler == "validation":

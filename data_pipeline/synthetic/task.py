@@ -1,4 +1,4 @@
-"""What all tasks have: a length, a seed, and examples that are functions of (seed, index)."""
+"""The base of all tasks: a length, a seed, and examples that are functions of (seed, index)."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Writing:
         self.write(text)
 
     def example(self, depth: float | None = None) -> Example:
-        """What has been written."""
+        """The finished example."""
         return Example("".join(self._parts), tuple(self._answers), depth)
 
 
@@ -57,14 +57,14 @@ TRAINING, EVALUATION = 0, 1
 _TRIES = 8
 
 _CHARACTERS_PER_TOKEN = 4
-"""Of the texts that a tokenizer is trained on: enough that all parts of an example stand in them."""
+"""Assumed for texts that a tokenizer is trained on: long enough to hold all parts of an example."""
 
 
 class SyntheticTask(Section):
     """Examples without end; each is a text, and the answers in it."""
 
     NAME: ClassVar[str]
-    """What `--task` and `--source task:` call it."""
+    """Its name for `--task` and `--source task:`."""
 
     length: int = Field(default=1024, ge=2, le=1_000_000_000)
     """Tokens of an example, the end of its document among them."""
@@ -72,14 +72,9 @@ class SyntheticTask(Section):
     seed: int = Field(default=0, ge=0)
     """Seed of the examples; those of training and of evaluation differ with the same seed."""
 
-    @property
     @abstractmethod
-    def shortest(self) -> int:
-        """Characters of the shortest example that these options allow."""
-
-    @abstractmethod
-    def write(self, rng: np.random.Generator, index: int, characters: int, filler: Filler) -> Example:
-        """Example `index` in exactly so many characters, `shortest` or more."""
+    def write(self, rng: np.random.Generator, index: int, spare: int, filler: Filler) -> Example:
+        """Example `index`, exactly `spare` characters longer than the shortest that these options allow."""
 
     def example(
         self, stream: int, index: int, filler: Filler, count: Callable[[Example], int] | None
@@ -91,23 +86,24 @@ class SyntheticTask(Section):
         is trained on the example: a few characters are a token then. Raises UserError where they do not fit.
         """
 
-        def write(characters: int) -> Example:
-            return self.write(np.random.default_rng((self.seed, stream, index)), index, characters, filler)
+        def write(spare: int) -> Example:
+            return self.write(np.random.default_rng((self.seed, stream, index)), index, spare, filler)
 
+        shortest = len(write(0).text)
         room = self.length - 1
         if count is None:
-            return write(max(_CHARACTERS_PER_TOKEN * room, self.shortest))
-        characters = max(room, self.shortest)
+            return write(max(_CHARACTERS_PER_TOKEN * room - shortest, 0))
+        characters = max(room, shortest)
         fits = None
         for _ in range(_TRIES):
-            found = write(characters)
+            found = write(characters - shortest)
             tokens = count(found)
             if tokens <= room:
                 fits = found
             if 0.95 * room <= tokens <= room:
                 break
             # A little less than in proportion: what is too long is no good, what is too short is.
-            following = max(int(characters * 0.98 * room / tokens), self.shortest)
+            following = max(int(characters * 0.98 * room / tokens), shortest)
             if following == characters:
                 break
             characters = following

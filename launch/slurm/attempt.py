@@ -1,4 +1,4 @@
-"""What a batch script does besides starting processes: `python -m launch.slurm.attempt begin|end|port`."""
+"""The steps of a batch script besides starting processes: `python -m launch.slurm.attempt begin|end|port`."""
 
 import argparse
 import os
@@ -9,8 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from launch import local
@@ -75,7 +73,7 @@ def end(submission: Path, status: int) -> tuple[int, bool]:
 
 
 def _starts(run: JobFolder, status: int, step: int) -> list[Start]:
-    """Those of this job, the last of which has just ended with `status`, with `step` steps saved."""
+    """The starts of this job; the last one has just ended with `status`, with `step` steps saved."""
     found, before = [], 0
     for event in run.events(os.environ[events.JOB_VARIABLE]):
         if event["event"] == "started":
@@ -94,7 +92,7 @@ def _ends(run: JobFolder, status: int) -> TaskEnds:
 
 
 def _logs(run: JobFolder) -> Path:
-    """Of this start of the job."""
+    """The folder of logs of this start of the job."""
     return run.logs(os.environ[events.JOB_VARIABLE], restart())
 
 
@@ -111,7 +109,7 @@ def _tail(log: Path) -> str:
 
 
 def _failure(run: JobFolder) -> str | None:
-    """Of this start of the job: which nodes are not fit, else what the first process that failed said.
+    """Why this start of the job failed: unfit nodes, else the error of the first process that failed.
 
     Of a command that trains nothing the line that it ended with.
     """
@@ -128,7 +126,7 @@ def _failure(run: JobFolder) -> str | None:
 
 
 _ERROR = error_lines(" ")[0].rstrip() + " "
-"""What lines begin with that say why a command ended."""
+"""Prefix of lines that say why a command ended."""
 
 
 def _kept_off(submission: Path) -> list[str]:
@@ -239,40 +237,35 @@ _LOOK_SECONDS = 5
 
 
 NODES = "nodes"
-"""Of a start: the file with the nodes that can be used, those of the run first, separated by commas."""
+"""File of a start with the nodes that can be used, those of the run first, separated by commas."""
 
 
-@dataclass(frozen=True)
-class HereJob:
-    """A job without Slurm, under the same rules: what submitit's local and debug executors pickle and call.
+def run_here(submission: Path) -> int:
+    """Run a job without Slurm, under the same rules: what submitit's local and debug executors pickle and call.
 
-    Starts the processes, and again while they are interrupted.
+    Starts the processes, and again while they are interrupted; the exit status of the last start.
+    submission: folder of the submission, absolute.
     """
+    from submitit import JobEnvironment  # which takes its time to import
 
-    submission: Path
-    """Folder of the submission, absolute."""
-
-    def __call__(self) -> int:
-        """Exit status of the last start."""
-        from submitit import JobEnvironment  # which takes its time to import
-
-        settings = read_settings(self.submission)
-        run, cluster = self.submission.parents[1], settings.resources
-        command = [word.replace("$submission", str(self.submission)) for word in settings.command]
-        os.environ.update(cluster.environment)
-        path = [str(self.submission / "code"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, path)), PYTHONSAFEPATH="1")
-        os.environ[events.JOB_VARIABLE] = JobEnvironment().job_id
-        for number in count():
-            os.environ[events.RESTART_VARIABLE] = str(number)
-            begin(self.submission, "this machine")
-            logs = JobFolder(run).logs(os.environ[events.JOB_VARIABLE], number)
-            nproc = cluster.tasks_per_node if settings.trains else 1
-            status = local.run_ranks([sys.executable, "-m", "launch.cli", *command], nproc, logs)
-            if not end(self.submission, status)[1]:
-                break
-            events.record(run, "requeued")
-        return status
+    settings = read_settings(submission)
+    run, cluster = submission.parents[1], settings.resources
+    command = [word.replace("$submission", str(submission)) for word in settings.command]
+    os.environ.update(cluster.environment)
+    path = [str(submission / "code"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, path)), PYTHONSAFEPATH="1")
+    os.environ[events.JOB_VARIABLE] = JobEnvironment().job_id
+    number = 0
+    while True:
+        os.environ[events.RESTART_VARIABLE] = str(number)
+        begin(submission, "this machine")
+        nproc = cluster.tasks_per_node if settings.trains else 1
+        logs = _logs(JobFolder(run))
+        status = local.run_ranks([sys.executable, "-m", "launch.cli", *command], nproc, logs)
+        if not end(submission, status)[1]:
+            return status
+        events.record(run, "requeued")
+        number += 1
 
 
 def main() -> int:

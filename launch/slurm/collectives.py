@@ -39,7 +39,7 @@ def time_collectives(place: ProcessEnvironment, node: str, mib: int) -> Iterator
 
 
 def timings(store: dist.Store, place: ProcessEnvironment, node: str, mib: int) -> Iterator[Timing]:
-    """The same where the processes share a store already."""
+    """Yield the timings of processes that share a store already."""
     # A collective that lasts too long is an error to go on after; by itself NCCL would end the process.
     os.environ |= {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     store.set(f"node/{place.rank}", node)

@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a submission was made of: enough to make the next one."""
+    """The settings of a submission, enough to make the next one."""
 
     command: list[str]
     """Arguments of `megakernel`; `$submission` in them is the submission's folder."""
@@ -94,7 +94,7 @@ class JobFolder:
             raise UserError(f"{why_unreadable(str(self._file), error)}; restore or remove it") from None
 
     def jobs_if_readable(self) -> list[Job]:
-        """The same, none where the record cannot be read: one run does not hide the others."""
+        """Every job, or none where the record cannot be read: one damaged run does not hide the others."""
         with suppress(UserError):
             return self.jobs()
         return []
@@ -113,7 +113,7 @@ class JobFolder:
         return self.path / "logs" / job / str(restart)
 
     def settings(self, job: Job) -> Settings:
-        """What a job was made of."""
+        """The settings of a job."""
         return read_settings(self.submission(job.submission))
 
     def stages(self) -> list[Path]:
@@ -150,7 +150,7 @@ def write_settings(folder: Path, settings: Settings) -> None:
 
 
 def read_settings(folder: Path) -> Settings:
-    """What the submission in `folder` was made of."""
+    """The settings of the submission in `folder`."""
     settings = Settings(**json.loads((folder / SETTINGS).read_text()))
     if (folder / SECRETS).exists():  # submissions of earlier versions have none
         pairs = (word.partition("=") for word in shlex.split((folder / SECRETS).read_text()))

@@ -1,4 +1,4 @@
-"""What the processes of a run wrote: which files that is, and what is new in them."""
+"""The log files of a run's processes, and new lines in them."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from .job_folder import Job, JobFolder
 from .states import wait_until_ended
 
 BATCH = "batch"
-"""In place of a rank: the batch script."""
+"""Stands for the log of the batch script where a rank is expected."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ LEAST_MEMORY = 2 << 30
 """Bytes of host memory that a process cannot start without."""
 
 BUSY_SHARE = 0.05
-"""Of a GPU's memory: more than that in use before a run starts belongs to a process that should have ended."""
+"""A GPU with a larger share of its memory in use before a run starts still serves a process that should have ended."""
 
 SKEW_SECONDS = 60.0
 """Between clocks: collectives give up and logs are read by them. Starting on many nodes takes seconds itself."""
@@ -41,7 +41,7 @@ SKEW_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node found."""
+    """The findings of a node about itself."""
 
     node: str
     time: float
@@ -64,7 +64,7 @@ _Line = TypeVar("_Line", NodeReport, Timing)
 
 
 def look(submission: Path, node: str) -> NodeReport:
-    """What this node finds. submission: a folder that the node must see, inside the run's folder."""
+    """The report of this node. submission: a folder that the node must see, inside the run's folder."""
     return NodeReport(
         node,
         time.time(),
@@ -134,7 +134,7 @@ def read_reports(lines: Iterable[str], nodes: Sequence[str]) -> dict[str, NodeRe
 
 
 def read_timings(lines: Iterable[str]) -> list[Timing]:
-    """What the processes found together."""
+    """The timings of the all-reduces."""
     return list(_read(Timing, lines))
 
 

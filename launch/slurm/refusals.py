@@ -2,21 +2,9 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from launch.slurm_programs import UNREACHABLE, call, complaint
 from megakernel.config.cluster import Cluster
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    pattern: str
-    """In what sbatch says."""
-
-    key: str
-    """The options it is about, with spaces."""
-
-    remedy: str | Callable[[], str]
 
 
 def _listed(what: str, *command: str) -> Callable[[], str]:
@@ -36,30 +24,31 @@ _NODES = _listed(
     "nodes of this cluster, none of them both wanted and excluded", "sinfo", "-h", "-N", "-o", "%N"
 )
 
-_REFUSALS = (
-    _Refusal("invalid partition", "partition", _PARTITIONS),
-    _Refusal("Invalid account", "account", "see `sacctmgr show associations user=$USER`"),
-    _Refusal("Invalid qos", "qos", "see `sacctmgr show qos`"),
-    _Refusal("Invalid feature", "constraint", _listed("features that nodes have", "sinfo", "-h", "-o", "%f")),
-    _Refusal("reservation is invalid", "reservation", "see `scontrol show reservation`"),
-    _Refusal("Invalid node name", "nodelist exclude", _NODES),
-    _Refusal("--time specification", "time", "write hours:minutes:seconds"),
-    _Refusal("time limit", "time", _listed("a limit within the partitions'", "sinfo", "-h", "-o", "%l")),
-    _Refusal("--mem", "mem", "write a number and a unit, such as 200G"),
-    _Refusal("dependency", "dependency", "write TYPE:RUN or TYPE:JOB, such as afterok:17"),
-    _Refusal(
+_REFUSALS: tuple[tuple[str, str, str | Callable[[], str]], ...] = (
+    ("invalid partition", "partition", _PARTITIONS),
+    ("Invalid account", "account", "see `sacctmgr show associations user=$USER`"),
+    ("Invalid qos", "qos", "see `sacctmgr show qos`"),
+    ("Invalid feature", "constraint", _listed("features that nodes have", "sinfo", "-h", "-o", "%f")),
+    ("reservation is invalid", "reservation", "see `scontrol show reservation`"),
+    ("Invalid node name", "nodelist exclude", _NODES),
+    ("--time specification", "time", "write hours:minutes:seconds"),
+    ("time limit", "time", _listed("a limit within the partitions'", "sinfo", "-h", "-o", "%l")),
+    ("--mem", "mem", "write a number and a unit, such as 200G"),
+    ("dependency", "dependency", "write TYPE:RUN or TYPE:JOB, such as afterok:17"),
+    (
         "generic resource|gres",
         "gpus_per_node gpu_type",
         _listed("GPUs of a node", "sinfo", "-h", "-o", "%G"),
     ),
-    _Refusal("job array", "array", "give fewer indices; `scontrol show config` has MaxArraySize"),
-    _Refusal(
+    ("job array", "array", "give fewer indices; `scontrol show config` has MaxArraySize"),
+    (
         "[Nn]ode count|number of nodes|node configuration|Memory spec",
         "nodes gpus_per_node gpu_type mem nodelist constraint",
         "ask for less; `sinfo -o '%D %G %m'` shows nodes, GPUs and memory",
     ),
-    _Refusal("unrecognized option|ambiguous", "", "see `sbatch --help` for its options"),
+    ("unrecognized option|ambiguous", "", "see `sbatch --help` for its options"),
 )
+"""A pattern in what sbatch says; the options it is about, with spaces; the remedy."""
 
 
 def explained(stderr: str, cluster: Cluster, more: dict[str, str | None]) -> str:
@@ -68,11 +57,12 @@ def explained(stderr: str, cluster: Cluster, more: dict[str, str | None]) -> str
     if re.search(UNREACHABLE, stderr):
         return text
     values = cluster.model_dump() | more
-    for refusal in _REFUSALS:
-        if re.search(refusal.pattern, stderr):
-            given = [f"{key}={values[key]}" for key in refusal.key.split() if values[key] is not None]
+    for pattern, keys, remedy in _REFUSALS:
+        if re.search(pattern, stderr):
+            given = [f"{key}={values[key]}" for key in keys.split() if values[key] is not None]
             named = f"{', '.join(given)}: " if given else ""
             reason = text.removeprefix("sbatch: ").replace("Batch job submission failed: ", "")
-            remedy = refusal.remedy if isinstance(refusal.remedy, str) else refusal.remedy()
-            return f"{named}Slurm refuses the job ({reason}); {remedy}"
+            return (
+                f"{named}Slurm refuses the job ({reason}); {remedy if isinstance(remedy, str) else remedy()}"
+            )
     return f"Slurm refuses the job ({text}); --dry-run shows what it was given"

@@ -16,7 +16,7 @@ from launch.exit_status import ExitStatus
 _END = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>[\d,-]+): (?P<how>.+)")
 _EXITED = re.compile(r"Exited with exit code (\d+)")
 _KERNEL_SAID = "Out Of Memory"
-"""Of a process in a control group that the kernel has killed; srun itself then exits with 1."""
+"""srun's word for a process that the kernel has killed in its control group; srun then exits with 1."""
 
 _OVER_LIMIT = re.compile(
     r"slurmstepd-?(?P<node>\S*): error: StepId=\S+ exceeded memory limit \((?P<used>\d+) > (?P<limit>\d+)\)"
@@ -35,7 +35,7 @@ SILENT_NODE = "srun: error: Timed out waiting for job step to complete"
 """Where a node does not say that its processes have ended: it is gone, or they cannot be killed."""
 
 GOES_ON = 91
-"""What `attempt end` ends with where the script is to start the run again at once, on the nodes that are left."""
+"""Exit status of `attempt end` that tells the script to start the run again at once on the nodes that are left."""
 
 FAILED_NODE = "srun: error: Node failure on"
 """Where Slurm has given up a node of a job that goes on without it."""
@@ -96,7 +96,7 @@ _OF_INFRASTRUCTURE = re.compile(
     r"|fallen off the bus|unspecified launch failure|node failure|cuda error: (unknown error|system|mps|hardware)",
     re.IGNORECASE,
 )
-"""What libraries and the kernel say of a node, a GPU, a network or a file system that has failed."""
+"""Messages of libraries and the kernel about a failed node, GPU, network or file system."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megakernel.training.environment import REVISION, git, revision
 from megakernel.training.run_folder import LEASE_SECONDS, RunLock
 
 from . import log_files
-from .attempt import HereJob
+from .attempt import run_here
 from .job_folder import Job, JobFolder, Settings, write_settings
 from .refusals import explained
 from .script import REPOSITORY, Script
@@ -228,14 +228,14 @@ def _start_here(request: Request) -> submitit.Job[int]:
     """submitit's job on this machine; that of its debug executor runs when it is asked for its result."""
     folder = request.folder(request.members[0]).absolute()
     if request.cluster.executor == "debug":
-        return submitit.DebugExecutor(folder).submit(HereJob(folder))
+        return submitit.DebugExecutor(folder).submit(run_here, folder)
     executor = submitit.LocalExecutor(folder)
     executor.update_parameters(
         gpus_per_node=request.cluster.gpus_per_node,
         signal_delay_s=request.cluster.signal_delay,
         timeout_min=request.cluster.minutes or _FOR_EVER,
     )
-    return executor.submit(HereJob(folder))
+    return executor.submit(run_here, folder)
 
 
 _FOR_EVER = 60.0 * 24 * 365

@@ -1,11 +1,12 @@
 """The catalogue of mechanisms: what each preset is, where it comes from, and what it costs, read off the code."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from megakernel import attention
+from megakernel.attention import AttentionLayer, build
 from megakernel.config import PRESETS, Attention, Model, expand_preset
 from megakernel.config.algebra import Eva, Nystromformer, Skyformer
 from megakernel.model.flops import attention_flops
@@ -70,37 +71,40 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One mechanism. Sizes are those of a layer of HEADS heads of width HEAD_DIM on rows of ROW tokens."""
+    """One mechanism, as a layer of HEADS heads of width HEAD_DIM on rows of ROW tokens has it."""
 
     name: str
-    source: Origin
+    form: Attention
 
-    tree: dict[str, Any]
-    """The preset written out, with the settings of a mechanism besides the algebra."""
+    layers: dict[str, AttentionLayer]
+    """Kind of model, "decoder" or "encoder", that can use it -> its layer there."""
 
-    decodes: bool
-    """Whether a decoder can use it."""
+    @property
+    def layer(self) -> AttentionLayer:
+        """That of a decoder where it can be one."""
+        return next(iter(self.layers.values()))
 
-    encodes: bool
-    """Whether an encoder can use it."""
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The preset written out, with the settings of a mechanism besides the algebra."""
+        if self.form.mechanism == "algebra":
+            return PRESETS[self.name]
+        settings = {"eva": Eva, "skyformer": Skyformer, "nystromformer": Nystromformer}[self.form.mechanism]()
+        return {**PRESETS[self.name], self.form.mechanism: settings.model_dump()}
 
-    growth: float
-    """By how much the cost of a row grows when the row doubles: 2 is linear, 4 quadratic."""
+    @property
+    def growth(self) -> float:
+        """By how much the cost of a long row grows when it doubles: 2 is linear, 4 quadratic."""
+        sizes = {"num_layers": 1, "hidden_size": HEADS * HEAD_DIM, "num_heads": HEADS, "position": "none"}
+        kind = "causal_lm" if self.layer.causal else "masked_lm"
+        model = Model.model_validate({**sizes, "kind": kind, "attention": self.form})
+        short, long = (n * sum(attention_flops(model, self.form, n).values()) for n in (2**19, 2**20))
+        return long / short
 
-    state: int | None
-    """Numbers carried from token to token in decoding; None where they grow with the row or there is no decoding."""
-
-    parameters: int
-    """Learned numbers that the mechanism adds to the layer's projections."""
-
-    shared: int
-    """Those of them that belong to no head, so that every tensor rank holds them."""
-
-    compresses_input: bool
-    """Whether it sums landmarks of the layer's input over all ranks that share a row."""
-
-    exchanges: dict[str, tuple[str, ...]]
-    """Kind of model, "decoder" or "encoder" -> what shards of a row exchange over the context axis in it."""
+    def parameters(self, shared: bool = False) -> int:
+        """Learned numbers beside the layer's projections; shared: those of no head, which every tensor rank holds."""
+        cut = self.layer.sharded_parameters() if shared else ()
+        return sum(x.numel() for key, x in self.layer.named_parameters() if key not in cut)
 
 
 def catalogue() -> list[Entry]:
@@ -109,47 +113,9 @@ def catalogue() -> list[Entry]:
 
 
 def entry(name: str) -> Entry:
-    """One preset's entry, from its configuration, its module and its FLOP formula."""
+    """One preset's."""
     form = Attention.model_validate(expand_preset(name))
-    kinds = {"decoder": form.mixes_future_tokens is None, "encoder": form.looks_back_only is None}
-    layers = {kind: _build(name, causal=kind == "decoder") for kind, can in kinds.items() if can}
-    layer = next(iter(layers.values()))
-    parameters = dict(layer.named_parameters())
-    cut = layer.sharded_parameters()
-    return Entry(
-        name=name,
-        source=SOURCES[name],
-        tree=_written_out(form, name),
-        decodes=kinds["decoder"],
-        encodes=kinds["encoder"],
-        growth=_growth(form, kinds["decoder"]),
-        state=layer.state_sizes[0] if layer.is_recurrent else None,
-        parameters=sum(parameter.numel() for parameter in parameters.values()),
-        shared=sum(parameter.numel() for key, parameter in parameters.items() if key not in cut),
-        compresses_input=form.compresses_input,
-        exchanges={kind: layer.spec.exchanged(layer.causal) for kind, layer in layers.items()},
-    )
-
-
-def _written_out(form: Attention, name: str) -> dict[str, Any]:
-    if form.mechanism == "algebra":
-        return PRESETS[name]
-    settings = {"eva": Eva, "skyformer": Skyformer, "nystromformer": Nystromformer}[form.mechanism]()
-    return {**PRESETS[name], form.mechanism: settings.model_dump()}
-
-
-def _build(name: str, causal: bool) -> attention.AttentionLayer:
+    can = {"decoder": form.mixes_future_tokens is None, "encoder": form.looks_back_only is None}
+    make = partial(build, name, num_heads=HEADS, head_dim=HEAD_DIM, max_positions=ROW)
     with torch.device("cpu"):
-        return attention.build(name, num_heads=HEADS, head_dim=HEAD_DIM, causal=causal, max_positions=ROW)
-
-
-def _growth(form: Attention, causal: bool) -> float:
-    """The cost's exponent at long rows, as a factor per doubling."""
-    sizes = {"num_layers": 1, "hidden_size": HEADS * HEAD_DIM, "num_heads": HEADS, "position": "none"}
-    kind = "causal_lm" if causal else "masked_lm"
-    model = Model.model_validate({**sizes, "kind": kind, "attention": form})
-
-    def row(length: int) -> float:
-        return length * sum(attention_flops(model, form, length).values())
-
-    return row(2**20) / row(2**19)
+        return Entry(name, form, {kind: make(causal=kind == "decoder") for kind in can if can[kind]})

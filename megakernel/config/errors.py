@@ -1,4 +1,4 @@
-"""What a user did that does not work: one line each, with the key, its value, the reason and the remedy."""
+"""Errors that a user can mend: one line each, with the key, its value, the reason and the remedy."""
 
 import difflib
 import errno
@@ -81,7 +81,7 @@ REFUSED_BY_DISK = {
     errno.ENAMETOOLONG,
     errno.EIO,
 }
-"""What a file system refuses, and its user can change."""
+"""Refusals of a file system that its user can change."""
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def written_to(key: str, place: object) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, or its type where it says nothing."""
+    """The first line of an error, or its type where it has no text."""
     return next(filter(None, str(error).splitlines()), type(error).__name__)
 
 

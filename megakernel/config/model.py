@@ -138,9 +138,9 @@ class Model(Section):
         """
         return 0 if self.is_causal else 2
 
-    def embedding_rows(self, words: int) -> int:
-        """Rows of the embedding of so many words; those behind the words are padding and stand for nothing."""
-        return -(-words // self.vocab_multiple) * self.vocab_multiple
+    def embedding_rows(self, vocab_size: int) -> int:
+        """Padded vocabulary size: rows of the embedding, of which those behind the vocabulary stand for nothing."""
+        return -(-vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def has_position_rows(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a task with answers measured, and its plot by length and depth."""
+"""The counts of a task with answers, and their plot by length and depth."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +28,7 @@ class Cell:
     """Answers all of whose tokens are the likeliest, each with everything before it given."""
 
     tokens: int = 0
-    """Of answers."""
+    """Tokens of answers."""
 
     right_tokens: int = 0
 
@@ -110,7 +110,7 @@ class AnswerCounts:
         return together(cell for cell in self.cells if cell.length == length)
 
     def scalars(self) -> dict[str, float]:
-        """Of all examples, and the accuracy of each length where there are several."""
+        """Means over all examples, and the accuracy of each length where there are several."""
         total = self.total
         scalars = {
             "accuracy": total.accuracy,

@@ -120,7 +120,7 @@ def _measure(
 
 
 def _scored(subject: Subject, examples: Sequence[Example]) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
-    """Of each example: where its answers begin among their tokens, those tokens' losses, and which are right."""
+    """For each example the offsets of its answers among their tokens, those tokens' losses, and which are right."""
     from .perplexity import predict
 
     rows = [encode_answered(subject.tokenizer, example.text, example.answers) for example in examples]

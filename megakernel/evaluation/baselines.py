@@ -84,7 +84,7 @@ def _sizes(config: Config, vocab_size: int) -> dict[str, Any]:
 
 
 def _attention(name: str, config: Config) -> dict[str, Any]:
-    """What one family alone is told; everything else is its default."""
+    """Settings of one family alone; everything else is its default."""
     seq_len = config.training.seq_len
     if name == "nystromformer":
         landmarks = max(count for count in range(1, 65) if seq_len % count == 0)

@@ -1,4 +1,4 @@
-"""What a classifier predicts of its examples, and how that is scored."""
+"""The predictions of a classifier, and their scores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .voting import log_vote, mean_over_draws
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of examples, in order."""
+    """Labels and outputs of examples, in order."""
 
     labels: Tensor
     """(examples,) int64 classes, or float32 numbers."""
@@ -48,7 +48,7 @@ class Predictions:
 
     @property
     def scores(self) -> dict[str, float]:
-        """What GLUE's tables hold: Matthews' correlation and, of two classes, F1; or correlations of numbers.
+        """The scores of GLUE's tables: Matthews' correlation and, of two classes, F1; or correlations of numbers.
 
         F1 is that of class 1. A correlation of what does not vary is 0, as in Matthews' definition.
         """

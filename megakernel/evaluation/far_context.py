@@ -43,7 +43,7 @@ class FarBucket:
 
 @dataclass(frozen=True)
 class FarContext:
-    """What the far context is worth to a checkpoint."""
+    """The gain of a checkpoint by the far context."""
 
     task: str
     run: str
@@ -55,7 +55,7 @@ class FarContext:
     """Tokens before a bucket that stay as they are."""
 
     buckets: list[FarBucket]
-    """Those of which a document has a prediction."""
+    """Buckets with a prediction."""
 
     def _mean(self, name: str) -> float:
         tokens = sum(bucket.tokens for bucket in self.buckets)

@@ -14,7 +14,7 @@ from .subject import OnPass, OpenedRun, Result, Subject, check_positions, rows_p
 
 
 class Options(Section):
-    """What may be written behind `lm:`."""
+    """Options behind `lm:`."""
 
     samples: int | None = None
     """Validation samples, or windows; null takes --samples, else training.eval_samples. One pass at most."""

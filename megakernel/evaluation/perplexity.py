@@ -1,4 +1,4 @@
-"""What a model says of tokens: cross entropy by position, and predictions at chosen places."""
+"""Cross entropy of a model by position, and its predictions at chosen places."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -61,7 +61,7 @@ def measure(
 
 
 def _log_probabilities(model: LanguageModel, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Of the labels, (B, N)."""
+    """Log-probabilities of the labels, (B, N)."""
     return -model.losses(*inputs)
 
 
@@ -76,7 +76,7 @@ class Predictions(NamedTuple):
     """One entry for each chosen place, rows one after the other; on the CPU."""
 
     losses: Tensor
-    """(K,) float32: cross entropy of the label in nats, over all words as in training."""
+    """(K,) float32: cross entropy of the label in nats, over the whole vocabulary as in training."""
 
     right: Tensor
     """(K,) bool: whether the label is the likeliest id of the vocabulary."""
@@ -93,7 +93,7 @@ def predict(
 ) -> Predictions:
     """The predictions of `labels` at the places `chosen`; all (B, N), logits of some places at a time.
 
-    vocab_size: ids of the tokenizer; the model may have more words, which are no answer.
+    vocab_size: ids of the tokenizer; the model may have more, which are no answer.
     """
     hidden = model.hidden(tokens, positions).transpose(0, 1)[chosen]
     wanted = labels[chosen]

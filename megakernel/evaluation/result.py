@@ -1,4 +1,4 @@
-"""What an evaluation measured, as the table that the terminal and TensorBoard show."""
+"""The result of an evaluation, with the table that the terminal and TensorBoard show."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Table(NamedTuple):
     """Lines."""
 
     def markdown(self) -> str:
-        """The same for TensorBoard's text page."""
+        """The table for TensorBoard's text page."""
         rows = [*self.rows, *([self.total] if self.total else [])]
         lines = [" | ".join(row) for row in [self.columns, ("---",) * len(self.columns), *rows]]
         return "\n\n".join([self.title, "\n".join(f"| {line} |" for line in lines), *self.below])

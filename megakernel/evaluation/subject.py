@@ -38,7 +38,7 @@ class OpenedRun:
 
     @property
     def config(self) -> Config:
-        """What the run was trained with."""
+        """The configuration of the run."""
         return self.run.config
 
     @property
@@ -59,7 +59,7 @@ class Subject(OpenedRun):
 
 
 class Result(Protocol):
-    """What a task found."""
+    """The result of a task."""
 
     def scalars(self) -> dict[str, float]:
         """Numbers for TensorBoard, by the last part of their tags."""
@@ -68,7 +68,7 @@ class Result(Protocol):
         """Everything as plain values, for JSON."""
 
     def table(self) -> Table:
-        """What a reader wants to see."""
+        """The table for a reader."""
 
 
 class Task(Protocol):

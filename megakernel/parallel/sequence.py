@@ -15,12 +15,12 @@ from megakernel.parallel.axis import Axis
 from megakernel.parallel.exchange_way import Way, way
 from megakernel.parallel.progress import Progress
 from megakernel.parallel.state_exchange import (
+    AllGather,
     Background,
     Exchange,
-    Gathered,
-    Passed,
     PendingPrefix,
     Place,
+    PointToPoint,
     Runner,
 )
 from megakernel.parallel.tensor import total
@@ -77,7 +77,7 @@ class GroupShard:
         self.size = axis.size
         self._group = axis.group
         self.traffic = Traffic(progress)
-        """What has gone from here to the other shards."""
+        """Bytes sent from here to the other shards."""
 
     def previous_tokens(self, x: Tensor, count: int) -> Tensor:
         """The left neighbour's last `count` tokens, zeros on rank 0: (..., N, d) -> (..., count, d)."""
@@ -105,7 +105,7 @@ class GroupShard:
         return PendingPrefix(self._exchange(state, Place(self._axis)), state, carries)
 
     def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """The same, with the shards read from the last to the first."""
+        """Send `state` towards the earlier shards."""
         return PendingPrefix(self._exchange(state, Place(self._axis, backwards=True)), state, carries)
 
     def _exchange(self, state: KernelState, place: Place) -> Exchange:
@@ -113,10 +113,10 @@ class GroupShard:
         if chosen == "auto":
             chosen = way(self.size, state.sums.numel() * state.sums.element_size())
         if chosen == "gather":
-            return Gathered(place, self.traffic)
+            return AllGather(place, self.traffic)
         if self._background is None:
             self._background = Background(state.sums.device)
-        return Passed(place, self.traffic, self._background)
+        return PointToPoint(place, self.traffic, self._background)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of `x` over the shards, on each of them."""

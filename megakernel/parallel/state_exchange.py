@@ -1,8 +1,8 @@
 """The exclusive prefix of kernel states over the shards of a sequence, asynchronous both ways.
 
-Two ways to send the same numbers. `Gathered`: every shard's state goes to all others at once, P - 1 states per shard.
-`Passed`: each shard adds its own state to what enters it and hands the sum to its neighbour, so that one state per
-shard travels, in parts that follow each other like the stages of a pipeline. `exchange_way` says which is shorter.
+Two ways to send the same numbers. `AllGather`: every shard's state goes to all others at once, P - 1 states per shard.
+`PointToPoint`: each shard adds its own state to what enters it and hands the sum to its neighbour, so that one state
+per shard travels, in parts that follow each other like the stages of a pipeline. `exchange_way` says which is shorter.
 
 A shard makes f E + S of what enters: f is 1 or 0, where it carries or a document starts in it, or a factor per head of
 a state that decays. First (f, S), then (g, T), is (g f, g S + T): associative, so shards may be joined in any grouping.
@@ -46,7 +46,7 @@ class Exchange(Protocol):
     """One prefix and its backward; `start` and `finish` enclose local work, in forward and in backward."""
 
     entered: tuple[Tensor, Tensor]
-    """What `finish` gave."""
+    """The result of `finish`."""
 
     def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
         """Begin with this shard's state, and the factor f by which what enters it leaves: (B,) bool, or (B, H)."""
@@ -73,12 +73,12 @@ class PendingPrefix:
         self._ticket = _Start.apply(state.sums, state.log_scale, carries, exchange)
 
     def wait(self) -> KernelState:
-        """What enters this shard."""
+        """The state that enters this shard."""
         sums, log_scale = _Wait.apply(self._ticket, self._exchange)
         return KernelState(sums, log_scale)
 
 
-class Gathered:
+class AllGather:
     """Two all-gathers, forward and backward.
 
     What enters shard r is sum_s weights[r, s] sums_s; the gradient of sums_s is the same sum over r.
@@ -134,7 +134,7 @@ class Gathered:
         return gathered.flip(0) if self.backwards else gathered
 
 
-class Passed:
+class PointToPoint:
     """A chain from shard to shard, forward from the first, backward from the last.
 
     With a and b what the sums that enter a shard and its own are scaled by, E' = a E + b S leaves it; its gradient G'
@@ -248,7 +248,7 @@ class Background:
 
 
 class _Queued:
-    """What a stream will have computed."""
+    """The future result of a stream."""
 
     def __init__(self, value: Any, stream: torch.cuda.Stream):
         self._value, self._stream = value, stream

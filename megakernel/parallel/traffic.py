@@ -1,4 +1,4 @@
-"""What shards of a sequence send each other, counted where it is sent."""
+"""Bytes that the shards of a sequence send each other, counted where they are sent."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Traffic:
         self._sent[kind] += round(x.numel() * x.element_size() * times)
 
     def sends_and_returns(self, kind: Kind, x: Tensor, result: Tensor, times: float = 1.0) -> None:
-        """The same, and as much again when the gradient of `result` comes back the same way."""
+        """Count `x`, and as much again when the gradient of `result` comes back the same way."""
         self.sends(kind, x, times)
         if result.requires_grad:
             amount = x.numel() * times / max(1, result.numel())

@@ -18,7 +18,7 @@ place = {{name: int(os.environ[name.upper()]) for name in ("rank", "world_size",
 config = load({config!r}, {overrides!r})
 from megakernel.parallel import Mesh, prepare_device
 prepare_device("cpu", place["local_rank"])
-from megakernel.parallel.state_exchange import Gathered
+from megakernel.parallel.state_exchange import AllGather
 
 meant, calls = {method}, []
 
@@ -33,7 +33,7 @@ def meet_a_fault(self, *arguments):
 from launch.training import train
 sys.exit(train(config, ProcessEnvironment(**place, master_port=int(os.environ["MASTER_PORT"]))))
 """
-EXCHANGE = ("Gathered.start", 2 * 3 + 2)
+EXCHANGE = ("AllGather.start", 2 * 3 + 2)
 """In the third step: three layers exchange a state, the softmax layer trades heads instead."""
 
 AGREEMENT = ("Mesh.agree", 3)

@@ -1,25 +1,23 @@
 """What a run needs before any GPU is bought: memory, traffic and time of a step, counted; imports no torch."""
 
-from .gpus import GPUS, Gpu
+from .gpus import ACCURACY, GPUS, RATES, RATES_SOURCE, RATES_TEXT, Gpu
 from .layout import CPU, GPU, Job, Layout
-from .plan import Plan, Planned, plan
-from .rates import ACCURACY, ASSUMED, Rates
-from .scaling import WAYS, Point, efficiency, scaling
+from .plan import WAYS, Plan, Planned, efficiency, plan, scaling
 
 __all__ = [
     "ACCURACY",
-    "ASSUMED",
     "CPU",
     "GPU",
     "GPUS",
+    "RATES",
+    "RATES_SOURCE",
+    "RATES_TEXT",
     "WAYS",
     "Gpu",
     "Job",
     "Layout",
     "Plan",
     "Planned",
-    "Point",
-    "Rates",
     "efficiency",
     "plan",
     "scaling",

@@ -1,9 +1,32 @@
-"""What GPUs and the nodes they stand in can do, from their makers' datasheets.
+"""What GPUs and the nodes they stand in can do by their makers' datasheets, and what share of that work reaches.
 
 Bandwidths count one direction, which is what a ring uses in each. Gigabytes are 10^9 bytes, as datasheets count.
 """
 
 from dataclasses import dataclass, replace
+
+RATES = {
+    "matrix": 0.65,  # projections, MLP and head: share of the peak
+    "softmax": 0.5,  # fused softmax attention: share of the peak
+    "kernel": 0.25,  # feature maps, states, landmarks and windows: share of the peak
+    "memory": 0.75,  # everything that is no product: share of the memory's bandwidth
+    "link": 0.75,  # collectives inside a node: share of the link
+    "network": 0.8,  # collectives between nodes: share of the network
+    "link_latency": 3e-6,  # one step of a ring inside a node, in seconds
+    "network_latency": 8e-6,  # one step of a ring between nodes
+}
+"""What predictions rest on. The shares are round numbers in the range that trainers of this kind report."""
+
+RATES_SOURCE = "assumed: no GPU run stands behind them"
+
+RATES_TEXT = f"({RATES_SOURCE}): {', '.join(f'{name} {value:g}' for name, value in RATES.items())}"
+"""All of them on one line."""
+
+ACCURACY = {
+    "kept": "bytes kept by a layer: off by +0.0% to +0.0%",
+    "held": "bytes held at most: off by -2.5% to +3.0%",
+}
+"""How far the same model was off on a CPU: lines of benchmarks/results/plan_calibration_cpu.md; a test compares."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +62,14 @@ class Gpu:
     def peak_of(self, element: int) -> float:
         """The peak for numbers of so many bytes."""
         return self.peak if element == 2 else self.peak_float32
+
+    def flops(self, work: str, element: int) -> float:
+        """FLOP/s that work of this kind reaches."""
+        return self.peak_of(element) * RATES[work]
+
+    def moving(self, count: float) -> float:
+        """Seconds in which so many bytes are moved from or to its memory."""
+        return count / (self.bandwidth * RATES["memory"])
 
     def with_network(self, gigabits: float | None, per_node: int | None) -> "Gpu":
         """The same device behind another network, in Gbit/s per device, or in nodes of another size."""

@@ -23,10 +23,10 @@ FACTORIES = frozenset((aten.empty.memory_format, aten.zeros.default, aten.ones.d
 RANGES = frozenset((aten.arange.default, aten.arange.start, aten.arange.start_step))
 
 
-Place = int | Literal["attention"]
+Region = int | Literal["attention"]
 """A layer of those that run, by its index, or attention inside of one."""
 
-Moment = tuple[bool, Place]
+Moment = tuple[bool, Region]
 """Of a forward (False) and backward (True)."""
 
 
@@ -56,7 +56,7 @@ class Ledger(TorchDispatchMode):
         """Bytes of all tensors made or added here that are still alive."""
         self.peaks: dict[Moment, int] = {}
         """The most there were at once, by moment."""
-        self.place: Place = 0
+        self.region: Region = 0
         """What runs; whoever runs it says so."""
         self.bytes: Counter[Sent] = Counter()
         self.calls: Counter[Sent] = Counter()
@@ -97,7 +97,7 @@ class Ledger(TorchDispatchMode):
         self._numbers[storage._cdata] = self._made
         self._sizes[self._made] = storage.nbytes()
         self.now += storage.nbytes()
-        moment = self.backward, self.place
+        moment = self.backward, self.region
         self.peaks[moment] = max(self.peaks.get(moment, 0), self.now)
         address = storage._cdata
         self._ends[address] = weakref.ref(storage, lambda _: self._gone(address))

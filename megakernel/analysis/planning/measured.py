@@ -31,7 +31,7 @@ from megakernel.ops.kernels.launch import noting
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.sequence import GroupShard
 
-from .ledger import Ledger, Moment, Place, Sent
+from .ledger import Ledger, Moment, Region, Sent
 
 Part = Literal["first", "last"] | int
 """Embedding and positions; final norm, head and loss; or the transformer layer of this index."""
@@ -92,8 +92,8 @@ class Measured:
     def towards(self, other: "Measured", steps: float) -> "Measured":
         """What lies `steps` times as far from this one as the other, on the line through both."""
 
-        def along(mine: float, theirs: float) -> float:
-            return mine + steps * (theirs - mine)
+        def along(own: float, others: float) -> float:
+            return own + steps * (others - own)
 
         nothing = Amount(0.0, 0.0)
         sent = {
@@ -120,7 +120,7 @@ class Measure:
         self._parameters: dict[tuple[Part, int], int] = {}
 
     def of(self, part: Part, shape: Shape) -> Measured:
-        """What the part takes.
+        """Measure a part.
 
         Large shapes are found from small ones, where the numbers lie on a line: over rows; over context ranks, of a
         ring; over tokens, of a part that loops over them. `tests/unit/analysis/planning` holds that: kernels choose how
@@ -217,7 +217,7 @@ class Measure:
         changes = {"activation_checkpointing": shape.recompute, "checkpoint_offload": False}
         training = self.config.training.model_copy(update=changes)
         exchange = self.config.parallel.state_exchange
-        mesh: Any = _Place(tp, cp, shape.sequence_parallel, shape.softmax_exchange, exchange, ledger)
+        mesh: Any = _FakeMesh(tp, cp, shape.sequence_parallel, shape.softmax_exchange, exchange, ledger)
         return model_settings(self.config.model_copy(update={"training": training}), mesh, self.vocab_size)
 
     def _inputs(self, part: Part, shape: Shape, cp: Axis) -> tuple[Tensor, ...]:
@@ -237,8 +237,8 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What a model asks of its mesh, of a mesh whose other processes are not there."""
+class _FakeMesh:
+    """The part of a mesh that a model asks for, without the other processes."""
 
     tp: Axis
     cp: Axis
@@ -255,7 +255,7 @@ class _Place:
 
 
 class _AtOnce:
-    """In place of a thread for chains of messages, which would not know of fake tensors."""
+    """Runs chains of messages at once; a thread would not know of fake tensors."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -283,7 +283,7 @@ def _counted(
         parameter.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
     before = ledger.now
     out = inputs
-    for ledger.place, layer in enumerate(model.walk):
+    for ledger.region, layer in enumerate(model.walk):
         out = layer(out)
     loss = out if isinstance(out, Tensor) else _Loss.apply(out[0])
     # One buffer that all layers gather into.
@@ -308,10 +308,10 @@ def _counted(
 def _watch(core: AttentionLayer, ledger: Ledger, made: list[set[int]]) -> None:
     """Tell the ledger when attention runs, and note which storages it makes, but for its output."""
     there: set[int] = set()
-    outside = ledger.place
+    outside = ledger.region
 
-    def now(place: Place) -> None:
-        ledger.place = place
+    def now(region: Region) -> None:
+        ledger.region = region
 
     def enter(core: AttentionLayer, given: tuple[Any, ...]) -> None:
         there.update(ledger.alive())
@@ -388,7 +388,7 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """What Liger-Kernel's fused functions make and keep: their input, and of a norm a number of each token."""
+    """A stand-in for Liger-Kernel's fused functions, which save their input, and norms a number for each token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, width: int, numbers: tuple[int, ...]) -> Tensor:

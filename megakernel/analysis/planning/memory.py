@@ -20,7 +20,7 @@ PARTS = (
     "exchange",
     "workspace",
 )
-"""What memory is told apart by; on a GPU there is a reserve as well."""
+"""The parts of a device's memory; on a GPU there is a reserve as well."""
 
 MASTER_AND_MOMENTS = 12
 """Bytes per parameter of AdamW with float32 master weights."""
@@ -37,7 +37,7 @@ FRAGMENTS = 0.05
 
 @dataclass(frozen=True)
 class Memory:
-    """What the fullest device of a layout holds."""
+    """Memory of the fullest device of a layout."""
 
     parts: dict[str, float]
     """Bytes by part: weights, gradients and optimizer stay; the rest is there in backward, or at the update."""
@@ -60,7 +60,7 @@ def memory(job: Job) -> Memory:
     return max((_stage(job, stage) for stage in job.different_stages), key=lambda one: one.total)
 
 
-def stays(job: Job, stage: int) -> dict[str, float]:
+def persistent_bytes(job: Job, stage: int) -> dict[str, float]:
     """Bytes that lie in memory through all of a step: weights, gradients with a place of their own, optimizer."""
     zero, shards = job.layout.zero_stage, job.layout.gradient
     count = job.parameters[stage]
@@ -72,7 +72,7 @@ def stays(job: Job, stage: int) -> dict[str, float]:
     return {"weights": weights, "gradients": held[zero], "optimizer": moments}
 
 
-def comes(job: Job, stage: int) -> float:
+def gradient_bytes(job: Job, stage: int) -> float:
     """Bytes of gradients that backward makes and the update frees; a second micro-batch finds them there."""
     zero, count = job.layout.zero_stage, job.parameters[stage]
     if zero == 2:
@@ -110,8 +110,8 @@ def _stage(job: Job, stage: int) -> Memory:
         "attention states": under_way * sum(one.states * count for one, count in layers),
     }
     in_buckets, at_update = buckets(job, job.parameters[stage])
-    fixed = stays(job, stage)
-    whole = fixed["gradients"] + comes(job, stage)
+    fixed = persistent_bytes(job, stage)
+    whole = fixed["gradients"] + gradient_bytes(job, stage)
     before = whole if job.micro_batches > 1 else fixed["gradients"]
     in_layer = max((one.excess for one, _ in layers), default=0.0)
     of_one = max((one.kept for one, _ in layers), default=0.0) + entered

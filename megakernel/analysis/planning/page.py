@@ -2,14 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
+from functools import partial
 
-from megakernel.config import Config
+from megakernel.config import Attention, Config, expand_preset
 
-from .baselines import BASELINES, compare
-from .gpus import Gpu
-from .plan import Plan, Planned
-from .rates import ASSUMED
-from .scaling import WAYS, Point, Way, efficiency, grow, scaling
+from .gpus import RATES_TEXT, Gpu
+from .plan import WAYS, Plan, Planned, Way, efficiency, grow, plan, scaling
 
 SHOWN = 5
 """Layouts of the middle number of devices."""
@@ -25,11 +23,11 @@ def page(
     config: Config, vocabulary: int, note: str, counts: list[int], at: int, gpu: Gpu, command: str
 ) -> str:
     """The whole page; `at` devices are those for which the configuration is meant."""
-    points = {way: list(scaling(config, vocabulary, counts, way, gpu, at=at)) for way in WAYS}
-    own = next(point.plan for point in points["strong"] if point.plan.devices == at)
+    plans = {way: list(scaling(config, vocabulary, counts, way, gpu, at)) for way in WAYS}
+    own = next(one for one in plans["strong"] if one.devices == at)
     lines = [*_opening(config, note, at, gpu, command), *_best(own, gpu)]
     for way, title in WAYS.items():
-        lines += [f"## {_capital(title)}: *predicted*", "", *markdown(SCALED, scaled(points[way])), ""]
+        lines += [f"## {_capital(title)}: *predicted*", "", *markdown(SCALED, scaled(plans[way])), ""]
     lines += _baselines(config, vocabulary, counts, at, gpu)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -45,7 +43,7 @@ def _opening(config: Config, note: str, at: int, gpu: Gpu, command: str) -> list
         f"* {gpu.name}: {gpu.memory / 1e9:g} GB, {gpu.bandwidth / 1e12:g} TB/s, {gpu.peak / 1e12:g} TFLOP/s in "
         f"bfloat16, {gpu.link / 1e9:g} GB/s to the {gpu.per_node - 1} others of its node and "
         f"{gpu.network / 1e9:g} GB/s to other nodes ({gpu.source}).",
-        f"* Shares of these limits ({ASSUMED.source}): {ASSUMED.as_text()}.",
+        f"* Shares of these limits {RATES_TEXT}.",
         f"* {training.global_batch_size:,} row(s) of {training.seq_len:,} tokens per step, {training.dtype}; {note}.",
         "* tp, cp, dp, pp: tensor, context, data and pipeline ranks; sp: sequence parallelism.",
         "",
@@ -72,15 +70,43 @@ def _best(plan: Plan, gpu: Gpu) -> list[str]:
     return lines
 
 
-def scaled(points: list[Point]) -> Iterator[list[str]]:
+def scaled(plans: list[Plan]) -> Iterator[list[str]]:
     """A line for each number of devices: devices, rows, tokens of a row, `figures`, speed per device, layout."""
-    for point, share in zip(points, efficiency(points)):
-        training, best = point.config.training, point.plan.best
-        sizes = [f"{point.plan.devices:,}", f"{training.global_batch_size:,}", f"{training.seq_len:,}"]
+    for found, share in zip(plans, efficiency(plans)):
+        training, best = found.config.training, found.best
+        sizes = [f"{found.devices:,}", f"{training.global_batch_size:,}", f"{training.seq_len:,}"]
         if best is None:
-            yield [*sizes, *[NONE] * 5, point.plan.why_none]
+            yield [*sizes, *[NONE] * 5, found.why_none]
         else:
             yield [*sizes, *figures(best), f"{share:.0%}", str(best.layout)]
+
+
+def with_attention(config: Config, preset: str) -> Config:
+    """The same run with another attention in all layers, and rows that are one document each."""
+    form = Attention.model_validate(expand_preset(preset))
+    model = config.model.model_copy(update={"attention": form, "attention_pattern": None})
+    data = config.data.model_copy(update={"isolate_documents": False})
+    return config.model_copy(update={"model": model, "data": data})
+
+
+def compare(config: Config, vocab_size: int, devices: int, gpu: Gpu) -> dict[str, Plan]:
+    """The run as it is, and the same Transformer with softmax attention that shares a row in several ways.
+
+    Those are given what they do best: fused softmax, work balanced over the devices although half of the pairs are
+    hidden, and rows without documents, so that no masks are kept.
+    """
+    softmax = with_attention(config, "softmax")
+    planned = partial(plan, vocab_size=vocab_size, devices=devices, gpu=gpu)
+    # Shards of keys pass every device, so any number of shards is allowed, as it is to states.
+    by_ring = planned(softmax, exchange="ring", rules=with_attention(config, "linear"))
+    # Tensor ranks, also of several nodes, share the heads, and no row is cut over context ranks.
+    by_heads = planned(softmax, most_tensor=config.model.num_heads, most_context=1)
+    return {
+        "as configured: states and windows": planned(config),
+        "softmax, ring attention": by_ring,
+        "softmax, Ulysses": planned(softmax),
+        "softmax, heads over tensor ranks": by_heads,
+    }
 
 
 def _baselines(config: Config, vocabulary: int, counts: list[int], at: int, gpu: Gpu) -> Iterator[str]:
@@ -96,27 +122,28 @@ def _baselines(config: Config, vocabulary: int, counts: list[int], at: int, gpu:
     yield ""
     ways: list[Way] = ["strong", "longer"]
     for way in ways:
+        grown = ((count, grow(config, way, count, at)) for count in counts)
+        found = [compare(run, vocabulary, count, gpu) for count, run in grown if run is not None]
         rows = []
-        for count in counts:
-            grown = grow(config, way, count, at)
-            if grown is None:
-                continue
-            plans = list(compare(grown, vocabulary, count, gpu))
-            rows.append([f"{count:,}", f"{grown.training.seq_len:,}", *_against(plans)])
+        for plans in found:
+            own = next(iter(plans.values()))
+            rows.append(
+                [f"{own.devices:,}", f"{own.config.training.seq_len:,}", *_against([*plans.values()])]
+            )
         yield f"### {_capital(WAYS[way])}"
         yield ""
-        yield from markdown(["GPUs", "tokens of a row", *(baseline.name for baseline in BASELINES)], rows)
+        yield from markdown(["GPUs", "tokens of a row", *found[0]], rows)
         yield ""
 
 
 def _against(plans: list[Plan]) -> Iterator[str]:
     """The step of each, and how often the first fits into it."""
     base = plans[0].best
-    for plan in plans:
-        best = plan.best
+    for one in plans:
+        best = one.best
         if best is None or best.step is None:
-            yield plan.why_none
-        elif base is None or base.step is None or plan is plans[0]:
+            yield one.why_none
+        elif base is None or base.step is None or one is plans[0]:
             yield f"{number(best.step.seconds)} s, {best.memory.total / 1e9:.0f} GB"
         else:
             times = best.step.seconds / base.step.seconds
@@ -128,7 +155,7 @@ def _capital(text: str) -> str:
 
 
 def figures(one: Planned) -> list[str]:
-    """Of a layout that fits: seconds of a step, tokens per second, MFU, GB of memory."""
+    """Seconds of a step, tokens per second, MFU and GB of memory of a layout that fits."""
     assert one.step is not None
     step = one.step
     speed = [number(step.seconds), f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}"]

@@ -1,16 +1,28 @@
-"""The layouts of a run on so many devices: the best first, and why the others are out."""
+"""The layouts of a run on so many devices: the best first, why the others are out, and what more devices buy."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
 
-from megakernel.config import Config, Problem
+from pydantic import ValidationError
+
+from megakernel.config import Config, ConfigError, Parallel, Problem, data_parallel_size
+from megakernel.config.checks import agreement
 
 from .gpus import Gpu
-from .layout import Exchange, Job, Layout
-from .layouts import candidates
+from .layout import Exchange, Job, Layout, Recompute
 from .memory import Memory, memory
-from .rates import ASSUMED, Rates
 from .step import Step, necessary_flops, step
+
+Way = Literal["strong", "weak", "longer"]
+WAYS: dict[Way, str] = {
+    "strong": "strong scaling: the same step on more devices",
+    "weak": "weak scaling: as many rows more as devices",
+    "longer": "longer rows: a context that grows with the devices",
+}
+"""How a run grows with its devices."""
 
 ZERO_KEY = "parallel.zero_stage"
 """A stage that does not go with a cut is never what excludes it: another stage does."""
@@ -28,15 +40,16 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a number of devices can do with a run."""
+    """The layouts of a run on a number of devices."""
 
+    config: Config
     devices: int
 
     fitting: list[Planned]
     """Fastest first; of layouts that differ in micro-batch and recomputation alone, the best one."""
 
     too_large: list[Planned]
-    """Those that do not fit whatever their micro-batch and recomputation, nearest first."""
+    """Layouts that do not fit whatever their micro-batch and recomputation, nearest first."""
 
     refused: Counter[str]
     """Problem -> how many ways to cut the run it excludes."""
@@ -61,7 +74,6 @@ def plan(
     vocab_size: int,
     devices: int,
     gpu: Gpu,
-    rates: Rates = ASSUMED,
     exchange: Exchange = "own",
     rules: Config | None = None,
     most_tensor: int | None = None,
@@ -79,41 +91,113 @@ def plan(
     full: set[tuple] = set()
     fits: set[tuple] = set()
     necessary: float | None = None
-    for candidate in candidates(
-        rules or config, devices, most_tensor or gpu.per_node, most_context or devices
-    ):
+    most = (most_tensor or gpu.per_node, most_context or devices)
+    for candidate in candidates(rules or config, devices, *most):
         if isinstance(candidate, Problem):
             refused[str(candidate)] += 1
             continue
         cut = (candidate.tensor, candidate.context, candidate.pipeline, candidate.zero_stage)
-        way = (*cut, candidate.recompute)
-        sizes = (*cut, candidate.micro_batch_size)
+        way, sizes = (*cut, candidate.recompute), (*cut, candidate.micro_batch_size)
         if way in full or sizes in fits:
             continue  # nor do larger micro-batches fit; to recompute more is never faster
         job = Job(config, vocab_size, candidate, exchange=exchange)
         held = memory(job)
         if held.beyond(gpu) > 0:
             full.add(way)
-            nearest = too_large.get(cut)
-            if nearest is None or held.total < nearest.memory.total:
+            if cut not in too_large or held.total < too_large[cut].memory.total:
                 too_large[cut] = Planned(candidate, held, None)
             continue
         fits.add(sizes)
         necessary = necessary or necessary_flops(job)
-        one = Planned(candidate, held, step(job, gpu, rates, necessary))
-        best = fitting.get(cut)
-        if best is None or _seconds(one) < _seconds(best):
+        one = Planned(candidate, held, step(job, gpu, necessary))
+        if cut not in fitting or _seconds(one) < _seconds(fitting[cut]):
             fitting[cut] = one
-    return Plan(
-        devices,
-        sorted(fitting.values(), key=_seconds),
-        sorted(
-            (one for cut, one in too_large.items() if cut not in fitting), key=lambda one: one.memory.total
-        ),
-        refused,
-    )
+    left = [one for cut, one in too_large.items() if cut not in fitting]
+    left.sort(key=lambda one: one.memory.total)
+    return Plan(config, devices, sorted(fitting.values(), key=_seconds), left, refused)
 
 
 def _seconds(one: Planned) -> float:
     assert one.step is not None
     return one.step.seconds
+
+
+ZERO_STAGES = (0, 1, 2, 3)
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Ways to recompute, the slowest last."""
+
+
+def candidates(
+    config: Config, devices: int, most_tensor: int, most_context: int
+) -> Iterator[Layout | Problem]:
+    """Every layout of a valid run, and what the rules of the configuration say about the others.
+
+    They are tensor x context x pipeline of powers of two, every ZeRO stage, micro-batches of powers of two.
+    """
+    for tensor in powers(min(devices, most_tensor)):
+        for context in powers(min(devices // tensor, most_context)):
+            for pipeline, zero in product(powers(devices // (tensor * context)), ZERO_STAGES):
+                cut = {"tensor": tensor, "sequence_parallel": tensor > 1, "context": context}
+                yield from _of_cut(config, devices, cut | {"pipeline": pipeline, "zero_stage": zero})
+
+
+def _of_cut(config: Config, devices: int, cut: dict[str, Any]) -> Iterator[Layout | Problem]:
+    try:
+        changed = config.model_copy(update={"parallel": Parallel.model_validate(cut)})
+    except ValidationError as error:
+        cause: ConfigError = error.errors()[0]["ctx"]["error"]
+        yield cause.problems[0].under("parallel")
+        return
+    sections = {name: getattr(changed, name) for name in type(changed).model_fields}
+    problem = next(iter(agreement(sections)), None)
+    if problem is not None:
+        yield problem
+        return
+    for rows in powers(config.training.global_batch_size):
+        training = config.training.model_copy(update={"micro_batch_size": rows})
+        try:
+            data = data_parallel_size(changed.model_copy(update={"training": training}), devices)
+        except ConfigError as error:
+            if rows == 1:  # larger micro-batches divide where this one does
+                yield error.problems[0]
+            return
+        for recompute in RECOMPUTE:
+            yield Layout(**cut, data=data, micro_batch_size=rows, recompute=recompute)
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [2**exponent for exponent in range(most.bit_length())]
+
+
+def scaling(
+    config: Config, vocab_size: int, counts: list[int], way: Way, gpu: Gpu, at: int | None = None
+) -> Iterator[Plan]:
+    """The plans of ever more devices.
+
+    at: the number of devices for which the configuration is meant as it is; None: the first of `counts`. A number that
+    would have part of a row is left out.
+    """
+    for count in counts:
+        grown = grow(config, way, count, at or counts[0])
+        if grown is not None:
+            yield plan(grown, vocab_size, count, gpu)
+
+
+def grow(config: Config, way: Way, count: int, at: int) -> Config | None:
+    """The configuration for `count` devices; None where its size is no whole number."""
+    if way == "strong":
+        return config
+    key = "global_batch_size" if way == "weak" else "seq_len"
+    size = getattr(config.training, key) * count
+    if size % at:
+        return None
+    return config.model_copy(update={"training": config.training.model_copy(update={key: size // at})})
+
+
+def efficiency(plans: list[Plan]) -> list[float]:
+    """Tokens per second and device, over those of the first plan that fits; 0 where none does."""
+    steps = [(one.best.step if one.best else None, one.devices) for one in plans]
+    speeds = [step.tokens_per_second / devices if step else 0.0 for step, devices in steps]
+    first = next(filter(None, speeds), 1.0)
+    return [speed / first for speed in speeds]

@@ -1,4 +1,4 @@
-"""What one device hands to collectives in a step, and how long that takes between devices that lie in nodes.
+"""Bytes that one device hands to collectives in a step, and how long that takes between devices in nodes.
 
 What the model's parts send is measured; what DeepSpeed sends follows from ZeRO's stage and the pipeline.
 
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 from megakernel.parallel.exchange_way import parts
 
-from .gpus import Gpu
+from .gpus import RATES, Gpu
 from .layout import Job, Layout
 from .memory import FLOAT32, INT64, LIVE
-from .rates import Rates
 
 if TYPE_CHECKING:
     from .measured import Part
@@ -45,7 +44,7 @@ class Transfer:
     operation: Operation
 
     bytes: float
-    """What the device hands in, all messages together."""
+    """Bytes that the device hands in, all messages together."""
 
     calls: float
     """Messages."""
@@ -90,7 +89,7 @@ def traffic(job: Job, stage: int) -> list[Transfer]:
 
 
 def of_micro_batch(job: Job, stage: int) -> Iterator[Transfer]:
-    """What a forward and a backward of one micro-batch send."""
+    """Transfers of forward and backward of one micro-batch."""
     layout = job.layout
     for part, count in job.parts(stage):
         yield from (one.times(count) for one in of_part(job, part))
@@ -104,7 +103,7 @@ def of_micro_batch(job: Job, stage: int) -> Iterator[Transfer]:
 
 
 def of_part(job: Job, part: "Part") -> Iterator[Transfer]:
-    """What a layer, the embedding or the head sends for one micro-batch."""
+    """Transfers of a layer, the embedding or the head for one micro-batch."""
     ranks = {"tp": job.layout.tensor, "cp": job.layout.context}
     for (axis, name, backward, waits), (amount, calls) in job.measured(part).sent.items():
         group: Group = "tp" if axis == "tp" else "cp"
@@ -134,7 +133,7 @@ def of_step(job: Job, stage: int) -> Iterator[Transfer]:
         yield Transfer("pp", "all_reduce", job.embedding * FLOAT32, 1, 2, backward=True)
 
 
-def seconds(transfer: Transfer, layout: Layout, gpu: Gpu, rates: Rates) -> float:
+def seconds(transfer: Transfer, layout: Layout, gpu: Gpu) -> float:
     """Bytes over the slowest link of the group's ring, and a latency for each of its steps.
 
     A ring that leaves a node uses the network adapters of all its devices there. A chain has arrived when all parts of
@@ -143,23 +142,18 @@ def seconds(transfer: Transfer, layout: Layout, gpu: Gpu, rates: Rates) -> float
     if transfer.ranks == 1 or transfer.bytes == 0:
         return 0.0
     inside = ranks_in_node(transfer, layout, gpu)
-    link = gpu.link * rates.link
-    outside = inside < transfer.ranks
-    speed = min(link, inside * gpu.network * rates.network) if outside else link
-    if transfer.operation == "all_to_all" and outside:
-        # All that is for other nodes passes the device's own adapter.
-        speed = gpu.network * rates.network
-    if transfer.operation in ("send", "chain"):
-        speed = gpu.network * rates.network if outside else link
+    link, network = gpu.link * RATES["link"], gpu.network * RATES["network"]
+    outside, to_next = inside < transfer.ranks, transfer.operation in ("send", "chain")
+    speed = min(link, inside * network) if outside else link
+    if outside and (to_next or transfer.operation == "all_to_all"):
+        speed = network  # all that is for other nodes passes the device's own adapter
     if transfer.operation == "chain":
-        hops, hop = (
-            transfer.ranks + transfer.parts - 2,
-            rates.network_latency if outside else rates.link_latency,
-        )
+        hop = RATES["network_latency"] if outside else RATES["link_latency"]
+        hops = transfer.ranks + transfer.parts - 2
         return hops * (transfer.bytes / transfer.parts / speed + transfer.calls * hop)
-    hops = 1 if transfer.operation == "send" else transfer.ranks - 1
-    across = 0 if not outside else 1 if transfer.operation == "send" else transfer.ranks // inside
-    latency = (hops - min(hops, across)) * rates.link_latency + across * rates.network_latency
+    hops = 1 if to_next else transfer.ranks - 1
+    across = 0 if not outside else 1 if to_next else transfer.ranks // inside
+    latency = (hops - min(hops, across)) * RATES["link_latency"] + across * RATES["network_latency"]
     if transfer.operation == "all_reduce":
         latency *= 2
     return transfer.sent / speed + transfer.calls * latency

@@ -1,13 +1,11 @@
 """Attention matrices as images (Transformer-MGK, figures 2, 6 and 9): one sample, all layers and heads."""
 
-from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from .drawing import cells
 from .matrices import attention_matrix
 from .subject import Subject
 from .table import Row
@@ -18,29 +16,12 @@ CELLS = 64
 
 def measure(subject: Subject) -> list[Row]:
     """The weights of the first sample: see `image`."""
-    layers = next(subject.captured())
-    return [row for layer, captured in layers.items() for row in image(layer, attention_matrix(captured))]
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """A figure for each layer."""
-    layers = dict.fromkeys(row["layer"] for row in rows)
-    return {
-        f"layer_{layer}": cells(
-            [row for row in rows if row["layer"] == layer],
-            "key",
-            "query",
-            "weight",
-            "head",
-            downwards=True,
-            decades=4,
-        )
-        for layer in layers
-    }
+    of_first = takewhile(lambda found: found[0] == 0, subject.captured())
+    return [row for _, layer, captured in of_first for row in image(layer, attention_matrix(captured))]
 
 
 def image(layer: int, weights: Tensor) -> list[Row]:
-    """Of weights (H, N, N), at most CELLS x CELLS cells for each head; cells without weight are left out.
+    """The rows of weights (H, N, N): at most CELLS x CELLS cells for each head; cells without weight are left out.
 
     query, key: the first token of a cell. weight: what a query of the cell lays on all its keys, on average.
     """

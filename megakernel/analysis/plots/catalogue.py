@@ -1,23 +1,16 @@
 """The analyses: what each shows, where a paper shows it, and which runs it says something about. Loads no torch."""
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from megakernel.config import Attention, Config, UserError
 
-from .table import Row
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from .subject import Subject
+from .table import Plot
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """One analysis; the module of its name has `measure` and `draw`."""
+    """One analysis; the module of its name has `measure(subject) -> rows`."""
 
     name: str
     shows: str
@@ -26,10 +19,12 @@ class Analysis:
     source: str
     """The paper and its figure or table; empty for what is ours."""
 
-    value: str
+    plots: Sequence[Plot]
+
+    value: str = ""
     """The column whose smallest, mean and largest number are printed; empty where these say nothing."""
 
-    by: tuple[str, ...]
+    by: tuple[str, ...] = ()
     """Columns that divide the rows for that."""
 
     needs: str = ""
@@ -38,26 +33,10 @@ class Analysis:
     fits: Callable[[Attention], bool] = lambda form: True
     """Whether a layer of this attention has it."""
 
-    def measure(self, subject: "Subject") -> list[Row]:
-        """Its rows."""
-        return self._module.measure(subject)
-
-    def draw(self, rows: Sequence[Row]) -> "Mapping[str, Figure]":
-        """Its plots, from the rows alone: name -> figure."""
-        return self._module.draw(rows)
-
     def applies(self, config: Config) -> bool:
         """Whether a layer of the run has what it needs."""
         model = config.model
         return any(self.fits(model.layer_attention(layer)) for layer in range(model.num_layers))
-
-    @property
-    def _module(self) -> Any:
-        return importlib.import_module(f"{__package__}.{self.name}")
-
-
-def _has_covariance(form: Attention) -> bool:
-    return form.feature_map is not None and form.feature_map.is_gmm
 
 
 def _has_noisy_kernel(form: Attention) -> bool:
@@ -72,29 +51,24 @@ def _has_gate(form: Attention) -> bool:
     return joins and form.compression is not None
 
 
-def _has_priors(form: Attention) -> bool:
-    return form.mixture is not None and form.mixture.estep == "soft"
-
-
-def _keeps_tokens(form: Attention) -> bool:
-    return not form.compresses_input and form.keys_per_head == 1
-
-
 _KL = "Learning the Transformer Kernel"
 _HEADS = ("layer", "head")
+_REACHES = ("span", "beyond_16", "beyond_64", "beyond_256", "far_mass")
+_NOISE = "source of noise that training redraws"
+
 
 _ALL = (
     Analysis(
         "attention",
         "attention matrices of one sample, as images",
         "Transformer-MGK, figures 2, 6, 9",
-        "",
-        (),
+        [Plot("cells", "", "key", "query", "weight", "head", each="layer", downwards=True, decades=4)],
     ),
     Analysis(
         "singular_values",
         "singular values of attention matrices and of outputs",
         "FLuRKA, figure 1; Skyformer, figure 4",
+        [Plot("lines", "", "index", "value", "head", "layer", each="of", log_y=True)],
         "value",
         ("of", *_HEADS),
     ),
@@ -102,16 +76,23 @@ _ALL = (
         "ranks",
         "ranks of attention matrices over samples and heads",
         "Transformer-MGK, figures 2, 7; FLuRKA, figure 1",
+        [Plot("distributions", name, name, "layer") for name in ("rank", "stable_rank")],
         "rank",
         _HEADS,
     ),
     Analysis(
-        "span", "attention span, and weight far away and beyond the near window", "", "span", ("layer",)
+        "span",
+        "attention span, and weight far away and beyond the near window",
+        "",
+        [Plot("cells", name, "head", "layer", name) for name in _REACHES],
+        "span",
+        ("layer",),
     ),
     Analysis(
         "gates",
         "how gates divide queries between near and far",
         "",
+        [Plot("lines", "histogram", "near", "share", "head", "layer", steps=True)],
         "gate",
         ("layer",),
         "gate between a near window and landmarks (near: {join: gated})",
@@ -121,15 +102,17 @@ _ALL = (
         "covariances",
         "eigenvalues of learned covariances",
         f"{_KL}, tables 4, 9-12",
+        [Plot("lines", "eigenvalues", "index", "eigenvalue", "head", "layer", log_y=True)],
         "eigenvalue",
         _HEADS,
         "learned Gaussian mixture (gmm_rks, gmm_prf)",
-        _has_covariance,
+        lambda form: form.feature_map is not None and form.feature_map.is_gmm,
     ),
     Analysis(
         "kernel_deviation",
         "relative standard deviation of kernel estimates over draws",
         f"{_KL}, section 4.1",
+        [Plot("cells", "deviation", "head", "layer", "deviation", first="sample")],
         "deviation",
         _HEADS,
         "feature map of tokens with noise that training redraws",
@@ -139,33 +122,52 @@ _ALL = (
         "voting",
         "inconsistency of predictions over draws, and the gain of a vote",
         f"{_KL}, figure 5",
+        [
+            Plot("lines", "accuracy", "draws", "voting_accuracy", log_x=True),
+            Plot("lines", "loss", "draws", "loss", log_x=True),
+        ],
         "voting_accuracy",
         ("draws",),
-        "source of noise that training redraws",
+        _NOISE,
         lambda form: form.redraws,
     ),
     Analysis(
         "gradients",
         "deviation and size of the head's gradients over draws",
         f"{_KL}, table 14",
+        [Plot("distributions", name, name) for name in ("deviation", "absolute_mean")],
         "deviation",
         (),
-        "source of noise that training redraws",
+        _NOISE,
         lambda form: form.redraws,
     ),
     Analysis(
         "spectral_error",
         "error of approximations of softmax on the run's queries and keys",
         "Skyformer, figure 1",
+        [
+            Plot(
+                "lines",
+                "",
+                "features",
+                "error",
+                "mechanism",
+                "length",
+                each="weights",
+                log_x=True,
+                log_y=True,
+            )
+        ],
         "error",
         ("weights", "mechanism", "features"),
         "key of its own for every token",
-        _keeps_tokens,
+        lambda form: not form.compresses_input and form.keys_per_head == 1,
     ),
     Analysis(
         "instability",
         "instability over 20 steps from initial weights, over that of softmax",
         "Skyformer, table 3",
+        [Plot("lines", "ratio", "step", "ratio", "mechanism", log_y=True, means=True)],
         "ratio",
         ("mechanism",),
     ),
@@ -173,15 +175,17 @@ _ALL = (
         "mixing",
         "mixing coefficients of mixture keys",
         "Transformer-MGK, table 8",
+        [Plot("cells", "pi", "key", "head", "pi", "layer")],
         "pi",
         ("layer", "key"),
         "mixture of keys with priors (estep: soft)",
-        _has_priors,
+        lambda form: form.mixture is not None and form.mixture.estep == "soft",
     ),
     Analysis(
         "query_likelihood",
         "likelihood of queries under the Gaussians around keys",
         "Transformer-MGK, section 4",
+        [Plot("cells", "nll", "head", "layer", "nll", first="sample")],
         "nll",
         ("layer",),
         "weight for every pair under softmax or gaussian similarity",
@@ -191,6 +195,10 @@ _ALL = (
         "mixture_costs",
         "operations and parameters of mixture keys over softmax's",
         "Transformer-MGK, figure 3",
+        [
+            Plot("lines", "operations", "width", "operations", "tokens", log_x=True),
+            Plot("lines", "parameters", "width", "parameters", log_x=True),
+        ],
         "operations",
         ("width",),
         "mixture of keys",
@@ -200,6 +208,7 @@ _ALL = (
         "claims",
         "where FLuRKA needs fewer operations than its parents",
         "FLuRKA, claims 1-3",
+        [Plot("cells", name, "tokens", "rank", name) for name in ("over_low_rank", "over_kernel", "claim_1")],
         "over_kernel",
         ("tokens",),
         "kernel over compressed keys (FLuRKA)",

@@ -12,12 +12,8 @@ therefore too low where d_m hardly exceeds d_k, and claims 1 and 3 fail in a sli
 d_k=250, d_m=256, H=8. The same derivation without the slip gives N > d_k (2 H + 1), which is enough everywhere.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from matplotlib.figure import Figure
-
-from .drawing import cells
 from .subject import Subject
 from .table import Row
 
@@ -115,11 +111,6 @@ def measure(subject: Subject) -> list[Row]:
     """See `claim_map`."""
     model = subject.config.model
     return claim_map(model.hidden_size, model.num_heads)
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """Maps over tokens and compressed keys: operations of a parent over FLuRKA's, and where claim 1 promises both."""
-    return {name: cells(rows, "tokens", "rank", name) for name in ("over_low_rank", "over_kernel", "claim_1")}
 
 
 def claim_map(width: int, heads: int) -> list[Row]:

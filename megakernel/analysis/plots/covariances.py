@@ -1,27 +1,18 @@
 """Eigenvalues of the learned covariances of spectral mixtures (KL, tables 4, 9 to 12): below 1 they reduce variance."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from megakernel.attention.features import GaussianMixture
 from megakernel.model.layer import attention_cores
 
-from .drawing import lines
 from .subject import Subject
 from .table import Row
 
 
 def measure(subject: Subject) -> list[Row]:
-    """See `eigenvalue_rows`."""
+    """The rows of `eigenvalue_rows`."""
     return eigenvalue_rows(subject.model)
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """Eigenvalues in descending order, means over components, a panel for each layer."""
-    return {"eigenvalues": lines(rows, "index", "eigenvalue", "head", "layer", log_y=True)}
 
 
 def eigenvalue_rows(model: nn.Module) -> list[Row]:
@@ -39,7 +30,7 @@ def eigenvalue_rows(model: nn.Module) -> list[Row]:
 
 @torch.no_grad()
 def eigenvalues(mixture: GaussianMixture) -> Tensor:
-    """Of the covariances S^T S, or of the variances of a diagonal one: (H_kv, C, d) float64, descending."""
+    """Eigenvalues of the covariances S^T S, or the variances of diagonal ones: (H_kv, C, d) float64, descending."""
     if mixture.full:
         return torch.linalg.svdvals(mixture.factor.double()).square()
     return mixture.log_variance.double().exp().sort(-1, descending=True).values

@@ -4,7 +4,7 @@ Figures belong to no window and to no global state of matplotlib.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
 import numpy as np
@@ -13,16 +13,28 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .table import Row
+from .table import Plot, Row
 
 WIDTH, HEIGHT = 3.2, 2.6
-"""Of a panel, in inches."""
+"""Size of a panel, in inches."""
 
 COLUMNS = 4
 """Panels beside each other."""
 
 MOST_NAMED = 12
 """Lines that a legend names."""
+
+
+def figures(rows: Sequence[Row], plots: Iterable[Plot]) -> dict[str, Figure]:
+    """Name -> figure, of those plots that have a value to show."""
+    found = {}
+    for plot in plots:
+        draw, place = _KINDS[plot.kind]
+        own = [row for row in rows if plot.first is None or row[plot.first] == rows[0][plot.first]]
+        for name, part in _groups(own, plot.each):
+            if any(row[plot.columns[place]] != "" for row in part):
+                found[plot.name or name.replace(" ", "_")] = draw(part, *plot.columns, **plot.options)
+    return found
 
 
 def lines(
@@ -35,10 +47,11 @@ def lines(
     log_x: bool = False,
     log_y: bool = False,
     steps: bool = False,
+    means: bool = False,
 ) -> Figure:
     """A line for each value of `series`, a panel for each of `panel`; rows that share x, line and panel are averaged.
 
-    log_x: to base 2. steps: y holds from its x to the next.
+    log_x: to base 2. steps: y holds from its x to the next. means: the legend tells each line's mean.
     """
 
     def draw(axes: Axes, of_panel: Sequence[Row]) -> None:
@@ -49,10 +62,10 @@ def lines(
                 if row[y] != "":
                     points.setdefault(float(row[x]), []).append(float(row[y]))
             places = sorted(points)
-            means = [fmean(points[place]) for place in places]
-            axes.plot(
-                places, means, label=label, drawstyle="steps-post" if steps else "default", linewidth=1.2
-            )
+            heights = [fmean(points[place]) for place in places]
+            text = f"{label}: {fmean(heights):.2f}" if means else label
+            style = "steps-post" if steps else "default"
+            axes.plot(places, heights, label=text, drawstyle=style, linewidth=1.2)
         if log_x:
             axes.set_xscale("log", base=2)
         if log_y:
@@ -112,7 +125,7 @@ def cells(
 def distributions(
     rows: Sequence[Row], value: str, series: str | None = None, panel: str | None = None
 ) -> Figure:
-    """How often `value` lies where, a histogram for each value of `series`."""
+    """Histograms of `value`, one for each value of `series`."""
     numbers = [float(row[value]) for row in rows if row[value] != ""]
     edges = np.histogram_bin_edges(numbers, bins=20)
 
@@ -169,3 +182,11 @@ def _panels(rows: Sequence[Row], panel: str | None, draw: Callable[[Axes, Sequen
     for axes in all_axes[len(groups) :]:
         axes.set_visible(False)
     return figure
+
+
+_KINDS: dict[str, tuple[Callable[..., Figure], int]] = {
+    "lines": (lines, 1),
+    "cells": (cells, 2),
+    "distributions": (distributions, 0),
+}
+"""Function by kind of plot, and the place of the column with values among its arguments."""

@@ -1,16 +1,12 @@
-"""What gates give the near window, where there is something far to give to (docs/formulas.md, 4)."""
-
-from collections.abc import Mapping, Sequence
+"""The share that gates give the near window, of queries that have a far context (docs/formulas.md, 4)."""
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from megakernel.attention.near_far import NearFarAttention
 from megakernel.uptraining.head_statistics import far_keys
 from megakernel.uptraining.query_rows import QueryRows
 
-from .drawing import lines
 from .subject import CapturedAttention, Subject
 from .table import Row
 
@@ -21,21 +17,15 @@ BINS = 20
 def measure(subject: Subject) -> list[Row]:
     """layer, head, near (where a bin begins), share (of the queries), gate (the head's mean, in all its rows)."""
     found: dict[int, list[Tensor]] = {}
-    for layers in subject.captured():
-        for layer, captured in layers.items():
-            if (gates := near_shares(captured)) is not None:
-                found.setdefault(layer, []).append(gates)
+    for _, layer, captured in subject.captured():
+        if (gates := near_shares(captured)) is not None:
+            found.setdefault(layer, []).append(gates)
     return [row for layer, parts in found.items() for row in histogram(layer, torch.cat(parts, -1))]
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """A histogram for each head, a panel for each layer."""
-    return {"histogram": lines(rows, "near", "share", "head", "layer", steps=True)}
 
 
 @torch.no_grad()
 def near_shares(captured: CapturedAttention) -> Tensor | None:
-    """What the near part of each query counts, (H, queries) of those that see something far; None without a gate."""
+    """The gate of each query that sees a far context, (H, queries); None without a gate."""
     core, inputs = captured.core, captured.inputs
     if not isinstance(core, NearFarAttention):
         return None

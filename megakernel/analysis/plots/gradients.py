@@ -1,16 +1,12 @@
 """Gradients that reach the head over draws of the noise: their standard deviation and mean size (KL, table 14)."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from megakernel.evaluation.voting import each_draw
 from megakernel.model import LanguageModel
 from megakernel.model.layer_inputs import LayerInputs
 
-from .drawing import distributions
 from .subject import Subject
 from .table import Row
 
@@ -28,11 +24,6 @@ def measure(subject: Subject) -> list[Row]:
         return torch.stack([head_gradient(model, inputs) for inputs in model_inputs]).sum(0)
 
     return gradient_rows(torch.stack(list(each_draw(model, gradient, subject.draws))))
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """Distributions over neurons."""
-    return {name: distributions(rows, name) for name in ("deviation", "absolute_mean")}
 
 
 def head_gradient(model: LanguageModel, inputs: LayerInputs) -> Tensor:

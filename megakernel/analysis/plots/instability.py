@@ -5,11 +5,9 @@ behind two layers, as a ratio to what softmax attention has at the same step. Mo
 layers at most; weights outside attention begin equal. The optimizer is the run's, at its highest learning rate.
 """
 
-from collections.abc import Mapping, Sequence
-from statistics import fmean
+from collections.abc import Sequence
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from megakernel.attention import finish_step, redraw
@@ -17,7 +15,6 @@ from megakernel.config import Attention, Model, Optimizer, expand_preset
 from megakernel.model import IGNORED, LanguageModel
 from megakernel.model.layer_inputs import LayerInputs
 
-from .drawing import lines
 from .subject import Subject
 from .table import Row
 
@@ -39,16 +36,6 @@ def measure(subject: Subject) -> list[Row]:
         for name, of_steps in scores.items()
         for step, score in enumerate(of_steps, start=1)
     ]
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """Ratios by step."""
-    means = {
-        name: fmean(float(row["ratio"]) for row in rows if row["mechanism"] == name)
-        for name in dict.fromkeys(str(row["mechanism"]) for row in rows)
-    }
-    named = [row | {"mechanism": f"{row['mechanism']}: {means[str(row['mechanism'])]:.2f}"} for row in rows]
-    return {"ratio": lines(named, "step", "ratio", "mechanism", log_y=True)}
 
 
 def compared_models(model: Model) -> dict[str, Model]:
@@ -97,7 +84,7 @@ def instability(
 
 @torch.no_grad()
 def states(model: LanguageModel, inputs: LayerInputs) -> Tensor:
-    """What the last transformer layer gives, before the final norm; (N, B, C) float64."""
+    """The output of the last transformer layer, before the final norm; (N, B, C) float64."""
     for layer in model.walk[:-2]:
         inputs = layer(inputs)
     return inputs[0].double()

@@ -3,10 +3,7 @@
 The paper takes it of the model's output only, which `voting` does too; here it is of phi(q).phi(k) itself.
 """
 
-from collections.abc import Mapping, Sequence
-
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from megakernel.attention.flurka import FlurkaAttention
@@ -15,7 +12,6 @@ from megakernel.evaluation.voting import has_noise, mean_over_draws
 from megakernel.ops.phi import features
 from megakernel.uptraining.query_rows import sample_queries
 
-from .drawing import cells
 from .subject import CapturedAttention, Subject
 from .table import Row
 
@@ -25,22 +21,12 @@ TOKENS = 64
 
 def measure(subject: Subject) -> list[Row]:
     """layer, head, sample, deviation: the median over pairs of a query and a key, of std / |mean| over the draws."""
-    rows: list[Row] = []
-    for sample, layers in enumerate(subject.captured()):
-        for layer, captured in layers.items():
-            if not estimates_kernels(captured):
-                continue
-            rows += [
-                {"layer": layer, "head": head, "sample": sample, "deviation": of_pairs.median().item()}
-                for head, of_pairs in enumerate(deviations(captured, subject.draws).flatten(1))
-            ]
-    return rows
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """A map over layers and heads, of the first sample."""
-    first = [row for row in rows if row["sample"] == rows[0]["sample"]]
-    return {"deviation": cells(first, "head", "layer", "deviation")}
+    return [
+        {"layer": layer, "head": head, "sample": sample, "deviation": of_pairs.median().item()}
+        for sample, layer, captured in subject.captured()
+        if estimates_kernels(captured)
+        for head, of_pairs in enumerate(deviations(captured, subject.draws).flatten(1))
+    ]
 
 
 def estimates_kernels(captured: CapturedAttention) -> bool:

@@ -7,6 +7,8 @@ from megakernel.model import LanguageModel
 from megakernel.model.layer_inputs import LayerInputs
 
 from . import attention, covariances, singular_values
+from .catalogue import ANALYSES
+from .drawing import figures
 from .matrices import attention_matrix
 from .subject import captured_attention, first_row
 from .table import Row
@@ -40,10 +42,9 @@ def attention_figures(
             relative = singular_values.relative_singular_values(matrix)
             values += singular_values.decay(layer, name, relative)
     eigenvalues = covariances.eigenvalue_rows(model) if draw else []
-    tables = {attention: images, singular_values: values, covariances: eigenvalues}
+    tables = {"attention": images, "singular_values": values, "covariances": eigenvalues}
     return {
-        f"analysis/{module.__name__.rpartition('.')[2]}/{plot}": figure
-        for module, rows in tables.items()
-        if rows
-        for plot, figure in module.draw(rows).items()
+        f"analysis/{name}/{plot}": figure
+        for name, rows in tables.items()
+        for plot, figure in figures(rows, ANALYSES[name].plots).items()
     }

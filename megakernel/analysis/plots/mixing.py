@@ -1,13 +1,8 @@
 """Mixing coefficients pi of mixture keys, per layer and head (Transformer-MGK, table 8)."""
 
-from collections.abc import Mapping, Sequence
-
-from matplotlib.figure import Figure
-
 from megakernel.attention.mixture import KeyMixture
 from megakernel.model.layer import attention_cores
 
-from .drawing import cells
 from .subject import Subject
 from .table import Row
 
@@ -22,8 +17,3 @@ def measure(subject: Subject) -> list[Row]:
         for head, of_head in enumerate(mixture.priors().tolist())
         for key, value in enumerate(of_head)
     ]
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """A panel for each layer."""
-    return {"pi": cells(rows, "key", "head", "pi", "layer")}

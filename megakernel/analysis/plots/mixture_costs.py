@@ -7,13 +7,8 @@ The paper counts every multiplication and addition of an attention layer, n (2 k
 all N^2 pairs and without the softmax; D is the width of a head, D_x of the input.
 """
 
-from collections.abc import Mapping, Sequence
-
-from matplotlib.figure import Figure
-
 from megakernel.config import Model
 
-from .drawing import lines
 from .subject import Subject
 from .table import Row
 
@@ -53,14 +48,6 @@ TOKENS = tuple(2**n for n in range(8, 15))
 def measure(subject: Subject) -> list[Row]:
     """See `ratios`."""
     return ratios(subject.config.model)
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """Ratios by the width of a head, a line for each length."""
-    return {
-        "operations": lines(rows, "width", "operations", "tokens", log_x=True),
-        "parameters": lines(rows, "width", "parameters", log_x=True),
-    }
 
 
 def ratios(model: Model) -> list[Row]:

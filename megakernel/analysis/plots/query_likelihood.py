@@ -8,17 +8,14 @@ per number of the query, -log p / d.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from megakernel.attention.mixture import PairwiseAttention, keys_and_priors
 from megakernel.attention.softmax import SoftmaxAttention
 from megakernel.uptraining.query_rows import QueryRows
 
-from .drawing import cells
 from .subject import CapturedAttention, Subject
 from .table import Row
 
@@ -27,16 +24,10 @@ def measure(subject: Subject) -> list[Row]:
     """layer, head, sample, nll: the mean over the queries of a row."""
     return [
         {"layer": layer, "head": head, "sample": sample, "nll": value}
-        for sample, layers in enumerate(subject.captured())
-        for layer, captured in layers.items()
+        for sample, layer, captured in subject.captured()
         if isinstance(captured.core, (PairwiseAttention, SoftmaxAttention))
         for head, value in enumerate(negative_log_likelihood(captured).tolist())
     ]
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """A map over layers and heads, of the first sample."""
-    return {"nll": cells([row for row in rows if row["sample"] == 0], "head", "layer", "nll")}
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ LONGEST = 4096
 
 @dataclass(frozen=True)
 class Result:
-    """What one analysis found, and where it is."""
+    """The rows of one analysis, and the files that hold them."""
 
     analysis: Analysis
     rows: Sequence[Row]
@@ -86,6 +87,7 @@ def analyze_run(
     from data_pipeline.order import Share
     from megakernel.model import cast
 
+    from .drawing import figures
     from .subject import Subject
 
     found = opened(source)
@@ -94,7 +96,7 @@ def analyze_run(
     subject = Subject(config, model, batches, found.device, length, draws)
     for analysis in analyses:
         begin(analysis)
-        rows = analysis.measure(subject)
+        rows = import_module(f"{__package__}.{analysis.name}").measure(subject)
         if not rows and ALL in names:
             continue
         if not rows:
@@ -105,7 +107,7 @@ def analyze_run(
         write_whole(table, to_csv(rows))
         plots = {
             name: _save(figure, target / f"{analysis.name}_{name}.png")
-            for name, figure in analysis.draw(rows).items()
+            for name, figure in figures(rows, analysis.plots).items()
         }
         if shows:
             tagged = {f"analysis/{analysis.name}/{name}": path for name, path in plots.items()}

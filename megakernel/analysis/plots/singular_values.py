@@ -3,13 +3,9 @@
 A kernel of F features makes a matrix of rank F at most, and values of width D an output of rank D.
 """
 
-from collections.abc import Mapping, Sequence
-
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from .drawing import lines
 from .matrices import exact_matrix
 from .subject import Subject
 from .table import Row
@@ -18,26 +14,17 @@ from .table import Row
 def measure(subject: Subject) -> list[Row]:
     """See `decay`; means over the samples, which are cut to the shortest of them."""
     sums: dict[tuple[int, str], Tensor] = {}
-    for layers in subject.captured():
-        for layer, captured in layers.items():
-            for name, matrix in (("weights", exact_matrix(captured)), ("output", captured.output[0])):
-                values = relative_singular_values(matrix)
-                before = sums.get((layer, name), torch.zeros_like(values))
-                count = min(before.shape[-1], values.shape[-1])
-                sums[layer, name] = before[:, :count] + values[:, :count] / len(subject.batches)
+    for _, layer, captured in subject.captured():
+        for name, matrix in (("weights", exact_matrix(captured)), ("output", captured.output[0])):
+            values = relative_singular_values(matrix)
+            before = sums.get((layer, name), torch.zeros_like(values))
+            count = min(before.shape[-1], values.shape[-1])
+            sums[layer, name] = before[:, :count] + values[:, :count] / len(subject.batches)
     return [row for (layer, name), values in sums.items() for row in decay(layer, name, values)]
 
 
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """A figure of the weights and one of the outputs, a panel for each layer."""
-    return {
-        name: lines([row for row in rows if row["of"] == name], "index", "value", "head", "layer", log_y=True)
-        for name in ("weights", "output")
-    }
-
-
 def relative_singular_values(matrices: Tensor) -> Tensor:
-    """Of (H, N, M), in descending order, as shares of the largest: (H, min(N, M)) float64."""
+    """Singular values of (H, N, M) in descending order, as shares of the largest: (H, min(N, M)) float64."""
     values = torch.linalg.svdvals(matrices.double())
     return values / values[:, :1].clamp(min=torch.finfo(values.dtype).tiny)
 

@@ -1,15 +1,11 @@
 """How far back heads look: the attention span of each layer, and what lies beyond its near window."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from megakernel.uptraining.head_statistics import far_keys, shares
 from megakernel.uptraining.query_rows import QueryRows
 
-from .drawing import cells
 from .matrices import attention_matrix
 from .subject import Subject
 from .table import Row
@@ -21,13 +17,10 @@ DISTANCES = (16, 64, 256)
 def measure(subject: Subject) -> list[Row]:
     """layer, head, and means over the queries of all samples of what `reach` finds; empty where no query has it."""
     found: dict[int, list[Tensor]] = {}
-    for layers in subject.captured():
-        for layer, captured in layers.items():
-            every = torch.arange(captured.inputs.length, device=captured.inputs.q.device)
-            rows = QueryRows.of(captured.inputs, every, captured.core.causal)
-            found.setdefault(layer, []).append(
-                reach(attention_matrix(captured), rows, captured.core.near_window)
-            )
+    for _, layer, captured in subject.captured():
+        core, inputs = captured.core, captured.inputs
+        rows = QueryRows.of(inputs, torch.arange(inputs.length, device=inputs.q.device), core.causal)
+        found.setdefault(layer, []).append(reach(attention_matrix(captured), rows, core.near_window))
     table: list[Row] = []
     for layer, parts in found.items():
         sums = torch.stack(parts).sum(0)
@@ -37,12 +30,6 @@ def measure(subject: Subject) -> list[Row]:
                 row[name] = value / count if count else ""
             table.append(row)
     return table
-
-
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """Maps over layers and heads."""
-    shown = [name for name in NAMES if any(row[name] != "" for row in rows)]
-    return {name: cells(rows, "head", "layer", name) for name in shown}
 
 
 NAMES = ("span", *(f"beyond_{distance}" for distance in DISTANCES), "far_mass")

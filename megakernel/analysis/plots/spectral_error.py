@@ -5,11 +5,10 @@ random projections, means. Their number of features is what the figure's d count
 `uniform` is what costs nothing, the mean of all values.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from megakernel.attention import AttentionLayer, build
@@ -17,8 +16,7 @@ from megakernel.attention.heads import generator
 from megakernel.model import LanguageModel
 from megakernel.ops.pseudo_inverse import exact_inverse, regularized_inverse
 
-from .drawing import lines
-from .subject import CapturedAttention, Subject, captured_attention, first_row
+from .subject import CapturedAttention, Subject
 from .table import Row
 
 FEATURES = (16, 32, 64, 128, 256)
@@ -34,47 +32,19 @@ def measure(subject: Subject) -> list[Row]:
     return rows
 
 
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """Means over layers, a panel for each length, a figure for trained and for random weights."""
-    return {
-        weights: lines(
-            [row for row in rows if row["weights"] == weights],
-            "features",
-            "error",
-            "mechanism",
-            "length",
-            log_x=True,
-            log_y=True,
-        )
-        for weights in dict.fromkeys(str(row["weights"]) for row in rows)
-    }
-
-
 def model_errors(weights: str, model: LanguageModel, subject: Subject) -> list[Row]:
     """Means over samples and heads, for each layer of `model` whose tokens have one key each."""
     sums: dict[tuple[int, int, str, int], float] = {}
-    for batch in subject.batches:
-        row = first_row((batch.tokens, batch.positions), subject.seq_len)
-        layers = captured_attention(model, tuple(part.to(subject.device) for part in row))
-        for layer, captured in layers.items():
-            if captured.core.compresses_input or captured.core.keys_per_head != 1:
-                continue
-            q, k, v = rotated(captured)
-            for length in lengths(q.shape[2]):
-                for (mechanism, features), error in errors(*(x[:, :, :length] for x in (q, k, v))).items():
-                    place = (length, features, mechanism, layer)
-                    sums[place] = sums.get(place, 0.0) + error / len(subject.batches)
-    return [
-        {
-            "weights": weights,
-            "length": length,
-            "features": features,
-            "mechanism": mechanism,
-            "layer": layer,
-            "error": error,
-        }
-        for (length, features, mechanism, layer), error in sums.items()
-    ]
+    for _, layer, captured in subject.captured(model):
+        if captured.core.compresses_input or captured.core.keys_per_head != 1:
+            continue
+        q, k, v = rotated(captured)
+        for length in lengths(q.shape[2]):
+            for (mechanism, features), error in errors(*(x[:, :, :length] for x in (q, k, v))).items():
+                place = (length, features, mechanism, layer)
+                sums[place] = sums.get(place, 0.0) + error / len(subject.batches)
+    names = ("length", "features", "mechanism", "layer")
+    return [{"weights": weights, **dict(zip(names, place)), "error": error} for place, error in sums.items()]
 
 
 def lengths(tokens: int) -> list[int]:

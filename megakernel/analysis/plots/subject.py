@@ -1,4 +1,4 @@
-"""What an analysis is given: a model, samples, and what its attention layers are called with in reading them."""
+"""The input of an analysis: a model, samples, and the captured inputs of its attention layers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,7 +95,7 @@ class Subject:
     """A checkpoint and the validation samples to look at it with."""
 
     config: Config
-    """What the run was trained with."""
+    """The configuration of the run."""
 
     model: LanguageModel
     """The whole model, float32, in evaluation mode."""
@@ -111,11 +111,16 @@ class Subject:
     draws: int = 100
     """Draws of noise, for analyses of what it does."""
 
-    def captured(self) -> Iterator[dict[int, CapturedAttention]]:
-        """For each sample, what each layer is called with in reading its row, the first of two documents."""
-        for batch in self.batches:
+    def captured(self, model: LanguageModel | None = None) -> Iterator[tuple[int, int, CapturedAttention]]:
+        """Sample, layer, and what that is called with in reading the sample's row, the first of two documents.
+
+        model: another than the run's.
+        """
+        for sample, batch in enumerate(self.batches):
             row = first_row((batch.tokens, batch.positions), self.seq_len)
-            yield captured_attention(self.model, tuple(part.to(self.device) for part in row))
+            layers = captured_attention(model or self.model, tuple(part.to(self.device) for part in row))
+            for layer, captured in layers.items():
+                yield sample, layer, captured
 
     def model_inputs(self) -> list[LayerInputs]:
         """The samples as the model's first layer reads them, a label of all of them counting as 1 / their number."""

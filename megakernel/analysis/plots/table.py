@@ -1,13 +1,33 @@
-"""Rows of numbers: what an analysis finds, what its CSV file holds, and what its plots are drawn from."""
+"""Rows of numbers: what an analysis finds, what its CSV file holds, and which plots are drawn from them."""
 
 import csv
 import io
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Row = dict[str, int | float | str]
 """Column -> value; all rows of a table have the same columns in the same order."""
+
+
+class Plot:
+    """A figure of a table's rows: `name`, or one for each value of the column `each`, named after it.
+
+    kind: function of `drawing` that makes it. columns, options: its arguments.
+    first: column of which only rows with the first value are drawn.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["lines", "cells", "distributions"],
+        name: str,
+        *columns: str,
+        each: str | None = None,
+        first: str | None = None,
+        **options: Any,
+    ):
+        self.kind, self.name, self.columns = kind, name, columns
+        self.each, self.first, self.options = each, first, options
 
 
 class Summary(NamedTuple):

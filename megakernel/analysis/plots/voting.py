@@ -1,17 +1,14 @@
-"""What the noise of learned kernels does to predictions, and what a vote gains (KL, section 4.1, figure 5)."""
+"""Inconsistency of predictions under the noise of learned kernels, and the gain of a vote (KL, 4.1, figure 5)."""
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from megakernel.evaluation.voting import each_draw
 from megakernel.model import IGNORED, LanguageModel
 from megakernel.model.layer_inputs import LayerInputs
 
-from .drawing import lines
 from .subject import Subject
 from .table import Row
 
@@ -28,16 +25,8 @@ def measure(subject: Subject) -> list[Row]:
     return vote_rows(hits.bool(), likeliest.long(), logs)
 
 
-def draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
-    """Accuracy and loss by the number of draws."""
-    return {
-        "accuracy": lines(rows, "draws", "voting_accuracy", log_x=True),
-        "loss": lines(rows, "draws", "loss", log_x=True),
-    }
-
-
 def predictions(model: LanguageModel, inputs: LayerInputs) -> Tensor:
-    """Of the labels that count, (3, T) float64: whether the likeliest is right, which it is, log p(label)."""
+    """(3, T) float64 for the labels that count: whether the likeliest class is right, that class, log p(label)."""
     tokens, positions, labels, _ = inputs
     if model.settings.model.classifier is not None:
         logs, counted = model.log_probabilities(tokens, positions), labels != IGNORED

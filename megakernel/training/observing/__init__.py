@@ -1,1 +1,1 @@
-"""What a run shows of itself: console, metrics, TensorBoard, profiles."""
+"""The output of a run: console, metrics, TensorBoard, profiles."""

@@ -1,4 +1,4 @@
-"""What a run measures, on disk: metrics.jsonl and TensorBoard, one curve over all restarts."""
+"""The metrics of a run on disk: metrics.jsonl and TensorBoard, one curve over all restarts."""
 
 import json
 import math
@@ -59,7 +59,7 @@ LAYOUT = {
 
 
 def _hparams(config: Config) -> "tuple[Summary, Summary, Summary]":
-    """What the experiment compares, this run's values, and that it has succeeded."""
+    """Summaries for TensorBoard: the compared metrics, this run's values, and its success."""
     from torch.utils.tensorboard.summary import hparams
 
     return hparams(dict(_flat(config.model_dump(mode="json"))), dict.fromkeys(COMPARED))
@@ -76,7 +76,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str 
 
 @dataclass
 class Entry:
-    """What there is to write of one step, by TensorBoard tag."""
+    """The metrics of one step, by TensorBoard tag."""
 
     scalars: dict[str, float] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(default_factory=dict)

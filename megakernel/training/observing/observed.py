@@ -1,4 +1,4 @@
-"""What a run shows besides numbers, and in which steps: histograms, plots, samples, profiles."""
+"""The output of a run besides numbers, and its steps: histograms, plots, samples, profiles."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,16 +27,19 @@ MakeModel = Callable[[ModelSettings, Callable[[], float]], Parted]
 
 @dataclass(frozen=True)
 class Providers:
-    """What a run takes from the rooms above training, which training does not know."""
+    """Functions of the packages above training, which training does not import."""
 
     make_model: Callable[[Config, Corpora, Ranks], MakeModel]
-    """What makes the model that lowers the run's objective. Raises UserError, alike on all ranks."""
+    """Returns the maker of the model for the run's objective. Raises UserError, alike on all ranks."""
 
     figures: "Callable[[LanguageModel, LayerInputs, bool], dict[str, Figure]]"
     """Plots of what attention layers make of the first row; called on all ranks, and drawn where it is told to."""
 
     sampler: Callable[[Config, Tokenizer], Callable[[LanguageModel], str]]
-    """What has a model continue logging.sample_prompt, in Markdown. Raises UserError for more than its positions."""
+    """Returns a function that continues logging.sample_prompt with a model, in Markdown.
+
+    Raises UserError for more tokens than the model has positions.
+    """
 
 
 class Observed:

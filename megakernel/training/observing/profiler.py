@@ -1,4 +1,4 @@
-"""What the steps of a process consist of, and what its device's memory holds, as files to look at."""
+"""Traces of the steps of a process, and snapshots of its device's memory, as files to look at."""
 
 import sys
 from collections.abc import Callable, Iterator

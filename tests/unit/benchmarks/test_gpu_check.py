@@ -27,7 +27,7 @@ def test_the_page_is_written_behind_every_program(tmp_path):
     first, second = run_all("speed", [program("first", "print('one')"), reads], 60, out)
     assert "| first | passed |" in second.output
     assert "1 of 2 programs" in second.output
-    assert (first.verdict, second.verdict) == ("passed", "passed")
+    assert (first.result, second.result) == ("passed", "passed")
     assert "    one" in out.read_text()
 
 
@@ -42,7 +42,7 @@ def test_a_program_is_cut_off_in_time_with_what_it_started_and_printed(tmp_path,
     start = time.monotonic()
     cut, late = run_all("speed", [program("long", text), program("late", "")], 5, tmp_path / "page.md")
     assert time.monotonic() - start < 60
-    assert (cut.verdict, late.verdict) == ("cut off", "no time left")
+    assert (cut.result, late.result) == ("cut off", "no time left")
     child = int(cut.output)
     for _ in range(100):
         if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
@@ -57,8 +57,8 @@ def test_a_program_is_cut_off_in_time_with_what_it_started_and_printed(tmp_path,
 def test_what_failed_and_what_is_not_installed_are_told_apart():
     failed = run(program("no", "raise SystemExit(3)"), 60)
     missing = run(Check("tool", ("no-such-tool-anywhere",)), 60)
-    assert (failed.verdict, failed.failed) == ("failed with status 3", True)
-    assert (missing.verdict, missing.failed) == ("not installed", False)
+    assert (failed.result, failed.failed) == ("failed with status 3", True)
+    assert (missing.result, missing.failed) == ("not installed", False)
 
 
 @pytest.mark.parametrize(

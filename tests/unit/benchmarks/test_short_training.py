@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import short_training
+from benchmarks import trained
 from benchmarks.short_training import CONFIG, CONTROL, Outcome, Run, main, runs, train
 from megakernel.config import PRESETS, load, to_yaml
 
@@ -82,7 +82,7 @@ def done(tmp_path, monkeypatch):
     def no_process(*command, **options):
         raise AssertionError("a run that is done is not repeated")
 
-    monkeypatch.setattr(short_training.subprocess, "run", no_process)
+    monkeypatch.setattr(trained.subprocess, "run", no_process)
 
     def write(run, losses):
         config = load(CONFIG, run.overrides)

@@ -2,7 +2,7 @@
 
 import math
 
-from benchmarks.training_speed import BASELINE, Sizes, Turn, configuration, llama, page, row, theirs
+from benchmarks.training_speed import BASELINE, Sizes, Turn, baseline, configuration, llama, page, row
 from megakernel.model.parameters import parameter_count
 
 TINY = Sizes(length=16, rows=2, layers=1, width=32, heads=2, inner=64, vocab_size=128)
@@ -23,7 +23,7 @@ def test_both_models_have_the_same_weights():
 
 
 def test_the_baseline_learns():
-    step = theirs(TINY)
+    step = baseline(TINY)
     losses = [step() for _ in range(4)]
     assert abs(losses[0] - math.log(TINY.vocab_size)) < 0.2
     assert losses[-1] < losses[0]

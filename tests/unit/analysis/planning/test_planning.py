@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megakernel.analysis.planning import ACCURACY, ASSUMED, GPU, GPUS, Job, Layout, ledger, measured, plan
-from megakernel.analysis.planning.baselines import BASELINES, compare
-from megakernel.analysis.planning.layouts import candidates
+from megakernel.analysis.planning import ACCURACY, GPU, GPUS, RATES, Job, Layout, ledger, measured, plan
 from megakernel.analysis.planning.measured import Measure, Shape
 from megakernel.analysis.planning.memory import memory
-from megakernel.analysis.planning.plan import Plan
-from megakernel.analysis.planning.scaling import efficiency, grow, scaling
+from megakernel.analysis.planning.page import compare
+from megakernel.analysis.planning.plan import Plan, candidates, efficiency, grow, scaling
 from megakernel.analysis.planning.step import step
 from megakernel.analysis.planning.traffic import Transfer, of_part, ranks_in_node, seconds
 from megakernel.config import Config, ConfigError, Parallel, Problem, load
@@ -145,7 +143,7 @@ def test_the_best_layout_is_the_fastest_that_fits(of_sixteen):
     times = [one.step.seconds for one in of_sixteen.fitting]
     assert times == sorted(times)
     assert all(one.memory.beyond(H100) <= 0 for one in of_sixteen.fitting)
-    assert all(0 < one.step.mfu < ASSUMED.matrix for one in of_sixteen.fitting)
+    assert all(0 < one.step.mfu < RATES["matrix"] for one in of_sixteen.fitting)
 
 
 def test_what_does_not_fit_says_by_how_much():
@@ -173,7 +171,7 @@ def test_recomputation_keeps_less_and_takes_longer(less, more):
     jobs = [Job(run, 50_257, Layout(1, False, 1, 1, 1, 1, 1, way)) for way in (less, more)]
     kept = [memory(job).parts["activations"] + memory(job).parts["attention states"] for job in jobs]
     assert kept[0] < kept[1]
-    assert step(jobs[0], H100, ASSUMED).seconds > step(jobs[1], H100, ASSUMED).seconds
+    assert step(jobs[0], H100).seconds > step(jobs[1], H100).seconds
 
 
 def test_state_traffic_does_not_contain_the_length_and_ring_traffic_does():
@@ -192,18 +190,18 @@ def test_a_group_that_leaves_its_node_is_as_fast_as_its_adapters():
     across = Transfer("cp", "all_gather", 1e9, 1, 4)
     assert ranks_in_node(inside, layout, H100) == 4
     assert ranks_in_node(across, layout, H100) == 2
-    fast, slow = (seconds(one, layout, H100, ASSUMED) for one in (inside, across))
+    fast, slow = (seconds(one, layout, H100) for one in (inside, across))
     # Three steps of a ring: all inside the node, or two of them across.
-    latency = 3 * ASSUMED.link_latency, ASSUMED.link_latency + 2 * ASSUMED.network_latency
-    assert fast == pytest.approx(3e9 / (450e9 * ASSUMED.link) + latency[0])
-    assert slow == pytest.approx(3e9 / (2 * 50e9 * ASSUMED.network) + latency[1])
-    slower = seconds(across, layout, H100.with_network(100, None), ASSUMED)
+    latency = 3 * RATES["link_latency"], RATES["link_latency"] + 2 * RATES["network_latency"]
+    assert fast == pytest.approx(3e9 / (450e9 * RATES["link"]) + latency[0])
+    assert slow == pytest.approx(3e9 / (2 * 50e9 * RATES["network"]) + latency[1])
+    slower = seconds(across, layout, H100.with_network(100, None))
     assert slower - latency[1] == pytest.approx(4 * (slow - latency[1]))
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
     run = config()
-    piped = step(Job(run, 50_257, Layout(1, False, 1, 1, 4, 1, 1, "none")), H100, ASSUMED)
+    piped = step(Job(run, 50_257, Layout(1, False, 1, 1, 4, 1, 1, "none")), H100)
     busy = sum(seconds for part, seconds in piped.parts.items() if part not in ("bubble", "optimizer"))
     # 16 micro-batches over 4 stages: 3 of 19 slots are empty, but for the sum of the tied embedding's gradients.
     assert piped.parts["bubble"] == pytest.approx(busy * 3 / 16, rel=0.02)
@@ -225,8 +223,7 @@ def test_runs_grow_with_their_devices():
 @pytest.mark.second
 def test_baselines_pay_for_every_pair_of_tokens():
     run = config(training={"seq_len": 524_288, "global_batch_size": 1})
-    own, ring, ulysses, heads = compare(run, 50_257, 4, H100)
-    assert len(BASELINES) == 4
+    own, ring, ulysses, heads = compare(run, 50_257, 4, H100).values()
     assert own.best.step.seconds * 4 < ring.best.step.seconds
     assert all(one.layout.context <= 4 for one in ulysses.fitting)
     assert {one.layout.context for one in (*heads.fitting, *heads.too_large)} == {1}

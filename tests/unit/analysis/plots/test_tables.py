@@ -1,12 +1,14 @@
 """Tables survive the disk, plots show them, and TensorBoard has each once."""
 
+from importlib import import_module
+
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megakernel.analysis.plots import drawing
 from megakernel.analysis.plots.catalogue import ANALYSES, chosen
 from megakernel.analysis.plots.run import show
-from megakernel.analysis.plots.table import summaries, to_csv
+from megakernel.analysis.plots.table import Plot, summaries, to_csv
 from megakernel.config import Config, UserError
 from tests.csv_tables import from_csv
 
@@ -97,10 +99,17 @@ def test_what_does_not_apply_is_one_line_that_says_what_does(name, explanation):
 
 
 def test_every_analysis_has_its_module():
-    for analysis in ANALYSES.values():
-        assert callable(analysis.measure)
-        assert analysis._module.measure.__doc__
-        assert analysis._module.draw.__doc__
+    for name in ANALYSES:
+        assert import_module(f"megakernel.analysis.plots.{name}").measure.__doc__
+
+
+def test_a_plot_may_be_one_for_each_value_of_the_first_rows_and_shows_no_empty_column():
+    plots = [
+        Plot("cells", "", "head", "name", "value", each="layer"),
+        Plot("lines", "gap", "head", "gap", first="head"),
+    ]
+    assert list(drawing.figures(ROWS, plots)) == ["layer_0", "layer_1", "gap"]
+    assert list(drawing.figures([ROWS[1], ROWS[3]], plots)) == ["layer_0", "layer_1"]
 
 
 def test_plots_shown_again_are_there_once(tmp_path):
