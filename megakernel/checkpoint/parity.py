@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megakernel.config import Model, UserError
-from megakernel.model import LanguageModel, ModelSettings
+from megakernel.model import LanguageModel, ModelSettings, rotate_by
 from megakernel.parallel import Mesh, OneProcess
 from megakernel.parallel.device import free_memory, is_out_of_memory
 from megakernel.parallel.ranks import Ranks
@@ -180,6 +180,7 @@ def _logits(checkpoint: DenseCheckpoint, device: torch.device) -> Tensor:
     """(1, N, V) of `made_tokens`."""
     assert checkpoint.model.vocab_size is not None
     plain = checkpoint.model.model_copy(update={"vocab_multiple": 1})
+    plain = plain.for_rows(_length(plain))
     with torch.device("meta"):
         model = LanguageModel(ModelSettings(plain, checkpoint.model.vocab_size, OneProcess())).eval()
     weights = {name: checkpoint.read(name)["fp32"].float() for name in checkpoint.names}
@@ -195,6 +196,7 @@ def _logits(checkpoint: DenseCheckpoint, device: torch.device) -> Tensor:
 def _logits_of_all_ranks(model: LanguageModel, mesh: Mesh) -> Tensor:
     """The same on the ranks of the last stage, which gather them; empty on all others."""
     settings = model.settings
+    rotate_by(model, settings.model.for_rows(_length(settings.model)))
     tokens = made_tokens(_length(settings.model), settings.vocab_size, mesh.device)
     entering = before_head(model, (tokens, torch.arange(tokens.shape[1], device=mesh.device)[None]), mesh)
     return torch.empty(0) if entering is None else model.logits(entering[0])

@@ -132,6 +132,17 @@ def _phases_rotate_what_rotates(model: Model, training: Training) -> Iterator[Pr
             yield Problem(f"{phase.key}.{key}", getattr(own, key), reason, remedy)
 
 
+def _frequencies_are_for_the_rows(model: Model, training: Training) -> Iterator[Problem]:
+    for phase in training.phases:
+        scaling, length = phase.model(model).rope_scaling, phase.training.seq_len
+        if scaling.goes_by_length and scaling.rows < length:
+            reason = (
+                f"is of frequencies for rows of {scaling.rows} tokens, and {phase.key}.seq_len is {length}"
+            )
+            remedy = f"set model.rope_scaling.seq_len={length}"
+            yield Problem("model.rope_scaling.kind", scaling.kind, reason, remedy)
+
+
 def _shards_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if parallel.context == 1 or model.num_heads % parallel.tensor:
         return
@@ -395,6 +406,7 @@ _RULES: list[Rule] = [
     _numbers_do_not_flow_through_stages,
     _sequence_is_cut_evenly,
     _phases_rotate_what_rotates,
+    _frequencies_are_for_the_rows,
     _shards_have_heads_to_trade,
     _bfloat16_has_master_weights,
     _positions_reach_the_end,

@@ -38,7 +38,8 @@ def logits(names, folder, dtype):
         for name in names:
             checkpoint = DenseCheckpoint(Path(folder, name), vocab_multiple=128)
             assert checkpoint.model.vocab_size is not None
-            model = LanguageModel(ModelSettings(checkpoint.model, checkpoint.model.vocab_size, mesh)).eval()
+            wanted = checkpoint.model.for_rows(dense_models.LENGTH)
+            model = LanguageModel(ModelSettings(wanted, checkpoint.model.vocab_size, mesh)).eval()
             for key, target in model.state_dict().items():
                 if isinstance(target, torch.Tensor):
                     target.copy_(checkpoint.read(key)["fp32"])
