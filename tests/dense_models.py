@@ -152,6 +152,8 @@ def dense_model(name: str) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
+            # The vector of a padding token is 0, which a step of any size would change.
+            parameter.masked_fill_(parameter == 0, 0.1)
     return model
 
 

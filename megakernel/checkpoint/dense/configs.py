@@ -43,6 +43,8 @@ def plain_config(model: Model, words: int, positions: int) -> dict[str, Any] | N
             "tie_word_embeddings": model.tie_embeddings,
             "initializer_range": model.init_std,
             "use_cache": True,
+            # Not the family's own, which a smaller vocabulary does not have.
+            "pad_token_id": None,
             **_keys(kind, model, longest),
         }
         if _read_back(written) == wanted:

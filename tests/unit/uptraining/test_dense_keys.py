@@ -288,6 +288,28 @@ def test_import_says_how_far_logits_are_and_writes_nothing_where_they_differ(
     assert not to.exists()
 
 
+@every_family
+def test_check_prints_the_distance_behind_each_layer(family, changed, capsys):
+    assert main(["import", str(changed(family)), "--check"]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    found = {place: float(distance) for place, distance in (line.rsplit(maxsplit=1) for line in lines)}
+    assert list(found) == ["embedding", "layer 0", "layer 1 and norm", "logits"]
+    assert max(found.values()) < 2e-5
+
+
+def test_check_shows_where_a_model_read_wrong_departs(changed, tmp_path, capsys, monkeypatch):
+    folder, frequencies = changed("llama"), {"rope_base": 7.0}
+    assert main(["import", str(folder), "--check", "--to", str(tmp_path / "model.yaml")]) == 2
+    assert "--check compares alone; leave one of them out" in capsys.readouterr().err
+    monkeypatch.setattr("megakernel.checkpoint.dense.families._rope", lambda config: frequencies)
+    assert main(["import", str(folder), "--check"]) == 2
+    told = capsys.readouterr()
+    found = [float(line.rsplit(maxsplit=1)[1]) for line in told.out.splitlines()[1:]]
+    assert found[0] < 1e-6
+    assert min(found[1:]) > 1e-3
+    assert "logits differ from those of transformers by" in told.err
+
+
 def test_of_a_model_that_memory_does_not_hold_the_first_layers_are_compared(changed, monkeypatch):
     checkpoint = DenseCheckpoint(changed("qwen2"))
     whole = comparison.size(checkpoint)
