@@ -31,10 +31,7 @@ class RopeScaling(Section):
     """How the frequencies of rope_base are changed; names and meanings as in `transformers`."""
 
     kind: Literal["none", "linear", "ntk", "yarn", "llama3", "longrope", "dynamic"] = "none"
-    """none, all frequencies / factor (linear), a larger base (ntk), or by wavelength (yarn, llama3).
-
-    longrope and dynamic go by the rows' length seq_len: a factor for each frequency, or a base that grows with it.
-    """
+    """none, / factor (linear), a larger base (ntk), by wavelength (yarn, llama3), by seq_len (longrope, dynamic)."""
 
     factor: float | None = Field(default=None, ge=1)
     """How many times longer than original_seq_len rows may become."""
@@ -58,8 +55,7 @@ class RopeScaling(Section):
     """yarn: a pair that turns less often than this has its frequency divided by factor; None: 1."""
 
     attention_factor: float | None = Field(default=None, gt=0)
-    """What rotated queries and keys are multiplied by; None: 0.1 ln(factor) + 1 (yarn) or, of longrope,
-    sqrt(1 + ln(factor) / ln(original_seq_len)), 1 without a factor."""
+    """What rotated queries and keys are multiplied by, of yarn and longrope; None: what their papers make of factor."""
 
     low_freq_factor: float | None = Field(default=None, gt=0)
     """llama3: wavelengths above original_seq_len / this are multiplied by factor; None: 1."""
