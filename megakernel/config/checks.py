@@ -168,6 +168,17 @@ def _shards_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Pr
         yield Problem("parallel.softmax_exchange", "heads", reason, "set ring or auto")
 
 
+def _rings_pass_no_caps(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if parallel.context == 1 or parallel.softmax_exchange != "ring":
+        return
+    capped = [key for key, attention in _named_attentions(model) if attention.softcap is not None]
+    if capped:
+        reason = (
+            f"passes keys round, and {' and '.join(capped)} caps exponents, which shards do by trading heads"
+        )
+        yield Problem("parallel.softmax_exchange", "ring", reason, "set auto or heads")
+
+
 def _bfloat16_has_master_weights(parallel: Parallel, training: Training) -> Iterator[Problem]:
     if parallel.zero_stage == 0 and training.dtype == "bfloat16":
         reason = "has no float32 master weights in DeepSpeed, which training.dtype=bfloat16 needs"
@@ -408,6 +419,7 @@ _RULES: list[Rule] = [
     _phases_rotate_what_rotates,
     _frequencies_are_for_the_rows,
     _shards_have_heads_to_trade,
+    _rings_pass_no_caps,
     _bfloat16_has_master_weights,
     _positions_reach_the_end,
     _encoders_see_both_ways,

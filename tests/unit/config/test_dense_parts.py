@@ -43,6 +43,13 @@ def test_what_cannot_be_is_refused(model, key, remedy):
     assert remedy in (None, found[key].remedy)
 
 
+def test_ring_attention_caps_nothing():
+    sections = {"attention": {"preset": "softmax", "softcap": 50.0}}
+    found = problems(model=sections, parallel={"context": 2, "softmax_exchange": "ring"})
+    assert found["parallel.softmax_exchange"].remedy == "set auto or heads"
+    assert "parallel.softmax_exchange" not in problems(model=sections, parallel={"context": 2})
+
+
 def test_layers_rotate_as_the_pattern_says():
     sections = {"rope_pattern": ["local", "main", "none"], "local_rope": {"base": 100.0}, "num_layers": 4}
     model = config(model=sections).model
