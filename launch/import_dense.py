@@ -22,21 +22,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a new file for the YAML (default: print it on the console)",
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing, and print how far from transformers the hidden states are behind each layer",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Check that every tensor is there in its shape and none is unknown, and logits; give the model section."""
     if args.to is not None and args.to.exists():
         raise UserError(f"--to {args.to} exists already; name a new file, or remove it")
+    if args.check and args.to is not None:
+        raise UserError(f"--to {args.to} would not be written: --check compares alone; leave one of them out")
     import torch
 
     from megakernel.checkpoint.dense import DenseCheckpoint
     from megakernel.checkpoint.dense.checkpoint import fragment
-    from megakernel.checkpoint.parity import of_folder
+    from megakernel.checkpoint.parity import Parity, layer_distances, of_folder
     from megakernel.model.parameters import parameter_count
     from megakernel.training.run_folder import write_whole
 
     checkpoint = DenseCheckpoint(args.checkpoint)
+    if args.check:
+        found = layer_distances(checkpoint, str(args.checkpoint), torch.device("cpu"))
+        width = max(map(len, found))
+        print(f"{'behind':{width}}  largest difference / largest number, float32")
+        for place, distance in found.items():
+            print(f"{place:{width}}  {distance:.1e}")
+        Parity(found["logits"]).check(str(args.checkpoint))
+        return 0
     model = checkpoint.model
     assert model.vocab_size is not None
     plain = model.model_copy(update={"vocab_multiple": 1})  # padding is the run's, not the checkpoint's

@@ -7,13 +7,20 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 LENGTH = 64
@@ -29,6 +36,7 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _GROUPED = _SIZES | {"num_key_value_heads": 2}
+_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def _rope(kind: str, **keys: Any) -> dict[str, Any]:
@@ -62,6 +70,66 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **_GROUPED, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=16)
     ),
     "qwen3, tied": Qwen3Config(**_GROUPED, head_dim=16, tie_word_embeddings=True),
+    "llama, biases of attention, dynamic": LlamaConfig(
+        **_GROUPED | {"max_position_embeddings": 40},
+        attention_bias=True,
+        rope_parameters=_rope("dynamic", factor=2.0),
+    ),
+    "qwen3, biases": Qwen3Config(**_GROUPED, head_dim=16, attention_bias=True),
+    "smollm3": SmolLM3Config(
+        **_GROUPED, pad_token_id=0, no_rope_layers=[1, 0], attention_bias=True, tie_word_embeddings=True
+    ),
+    "granite": GraniteConfig(
+        **_GROUPED,
+        mlp_bias=True,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
+    ),
+    "olmo2": Olmo2Config(**_GROUPED, attention_bias=True),
+    "olmo3, some layers slide": Olmo3Config(
+        **_GROUPED,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": _rope("default"),
+            "full_attention": _rope("yarn", factor=4.0, original_max_position_embeddings=16),
+        },
+    ),
+    "phi3, sliding": Phi3Config(**_GROUPED, **_SPECIAL, sliding_window=8),
+    "phi3, partly rotated, longrope": Phi3Config(
+        **_GROUPED,
+        **_SPECIAL,
+        original_max_position_embeddings=16,
+        rope_parameters=_rope(
+            "longrope",
+            short_factor=[1.0, 1.5],
+            long_factor=[1.5, 4.0],
+            factor=4.0,
+            original_max_position_embeddings=16,
+            partial_rotary_factor=0.5,
+        ),
+    ),
+    "gemma2": Gemma2Config(
+        **_GROUPED,
+        head_dim=16,
+        sliding_window=8,
+        query_pre_attn_scalar=12,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **_GROUPED,
+        head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=16,
+        rope_parameters={
+            "sliding_attention": _rope("default"),
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+        },
+    ),
     # An odd number of words, as GPT-2's own.
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY + 3, n_embd=32, n_layer=2, n_head=4, n_positions=LENGTH, initializer_range=0.2
@@ -84,6 +152,8 @@ def dense_model(name: str) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
+            # The vector of a padding token is 0, which a step of any size would change.
+            parameter.masked_fill_(parameter == 0, 0.1)
     return model
 
 

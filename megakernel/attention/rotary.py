@@ -65,24 +65,48 @@ def frequencies(head_dim: int, base: float, scaling: RopeScaling) -> tuple[Tenso
     """Radians per token of each pair (head_dim / 2,), float64, and what rotated vectors are multiplied by.
 
     linear: f / s, position interpolation (Chen et al. 2023). ntk: of base * s^(d / (d - 2)), which leaves the fastest
-    pair as it is and slows the slowest by s. yarn, llama3: f or f / s by wavelength, with a ramp between.
+    pair as it is and slows the slowest by s; dynamic: of ntk with s L / L0 - (s - 1) for rows of L tokens, more than
+    the L0 of before. yarn, llama3: f or f / s by wavelength, with a ramp between. longrope: each by its own factor.
     """
     factor = scaling.factor or 1.0
-    if scaling.kind == "ntk":
+    if scaling.kind in ("ntk", "dynamic"):
         if head_dim == 2:
-            raise ValueError("head_dim=2: rope_scaling kind ntk needs a second pair; take kind linear")
-        base = base * factor ** (head_dim / (head_dim - 2))
+            raise ValueError(
+                f"head_dim=2: rope_scaling kind {scaling.kind} needs a second pair; take kind linear"
+            )
+        grown = factor
+        if scaling.original_seq_len is not None:
+            grown = factor * max(scaling.rows / scaling.original_seq_len, 1.0) - (factor - 1)
+        base = base * grown ** (head_dim / (head_dim - 2))
     # Named: they are no weights, which a model that is built on no device gets later.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     plain = base**-exponents
     if scaling.kind == "linear":
         return plain / factor, 1.0
+    if scaling.kind == "longrope":
+        return plain / _longrope_factors(scaling), _longrope_length(scaling)
     if scaling.kind == "yarn":
         length = scaling.attention_factor or 0.1 * math.log(factor) + 1.0
         return _mixed(plain, factor, _yarn_kept(head_dim, base, scaling)), length
     if scaling.kind == "llama3":
         return _mixed(plain, factor, _llama3_kept(plain, scaling)), 1.0
     return plain, 1.0
+
+
+def _longrope_factors(scaling: RopeScaling) -> Tensor:
+    """What each pair's frequency is divided by (LongRoPE, Ding et al. 2024)."""
+    assert scaling.original_seq_len is not None
+    factors = scaling.long_factor if scaling.rows > scaling.original_seq_len else scaling.short_factor
+    return torch.tensor(factors, dtype=torch.float64, device="cpu")
+
+
+def _longrope_length(scaling: RopeScaling) -> float:
+    """What rotated vectors are multiplied by, which keeps the spread of q.k over more tokens."""
+    assert scaling.original_seq_len is not None
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    factor = scaling.factor or 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(scaling.original_seq_len)) if factor > 1 else 1.0
 
 
 def _mixed(plain: Tensor, factor: float, kept: Tensor) -> Tensor:

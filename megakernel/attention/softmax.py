@@ -18,13 +18,16 @@ from megakernel.ops.softmax_attention.ring import ring_attention
 class SoftmaxAttention(AttentionLayer):
     """softmax(q k^T / sqrt(d)) v, over all tokens in sight: of the document, or the last `window` of them.
 
+    With a cap the exponents are c tanh(q k^T / (c sqrt(d))).
+
     Shards of a sequence trade tokens for heads where they have as many heads each, so that each sees whole rows of its
     own, all with the same work. Otherwise, or where `exchange` says so, keys and values go round (`ring_attention`).
     """
 
     def __init__(self, form: Attention, settings: LayerSettings):
         super().__init__(form, settings)
-        self.window, self.exchange = form.window, settings.softmax_exchange
+        self.window, self.softcap = form.window, form.softcap
+        self.exchange = settings.softmax_exchange
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
@@ -39,6 +42,7 @@ class SoftmaxAttention(AttentionLayer):
             *rows.of_keys(k, v),
             causal=self.causal,
             window=self.window,
+            softcap=self.softcap,
             positions=rows.of_positions(inputs.at, q.shape[2]),
             key_mask=real,
             initial_state=inputs.state,
@@ -46,6 +50,8 @@ class SoftmaxAttention(AttentionLayer):
         return rows.cut(out), state
 
     def _goes_round(self, cp_shard: ContextParallelShard) -> bool:
+        if self.softcap is not None:
+            return False
         divide = len(self.query_heads) % cp_shard.size == 0
         return cp_shard.size > 1 and (self.exchange == "ring" or (self.exchange == "auto" and not divide))
 

@@ -27,6 +27,7 @@ def frozen_model(
     """
     # Ranks share its words as the run's, with which they are compared.
     model = model.model_copy(update={"vocab_multiple": settings.model.vocab_multiple})
+    model = model.for_rows(settings.model.rope_scaling.seq_len)
     own = replace(settings, model=model, recompute="none", offload=False, mlp_chunk_size=None, lora=None)
     mesh = settings.mesh
     assert isinstance(mesh, Mesh)

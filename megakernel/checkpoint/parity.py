@@ -6,13 +6,14 @@ In bfloat16 `transformers` is as far from itself, with another order of the same
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megakernel.config import Model, UserError
-from megakernel.model import LanguageModel, ModelSettings
+from megakernel.model import LanguageModel, ModelSettings, rotate_by
+from megakernel.model.layer import TransformerLayer
 from megakernel.parallel import Mesh, OneProcess
 from megakernel.parallel.device import free_memory, is_out_of_memory
 from megakernel.parallel.ranks import Ranks
@@ -106,14 +107,9 @@ def of_folder(checkpoint: DenseCheckpoint, named: str, device: torch.device) -> 
     """
     if checkpoint.config["model_type"] == OWN:
         return Parity(None, "transformers knows the dense model through Megakernel alone")
-    layers, free = checkpoint.model.num_layers, _free(device)
-    if too_large(checkpoint, free):
-        smallest = size(_part(checkpoint, 1)[0])
-        for_each = (size(checkpoint) - smallest) // max(layers - 1, 1)
-        fitting = int((LARGEST_SHARE * free - smallest) // for_each) + 1 if layers > 1 else 0
-        if fitting < 1:
-            return Parity(None, too_large(checkpoint, free))
-        layers = min(fitting, layers - 1)
+    layers = _fitting_layers(checkpoint, device)
+    if layers < 1:
+        return Parity(None, too_large(checkpoint, _free(device)))
     part, config = _part(checkpoint, layers)
     try:
         found = compared(_logits(part, device), named, checkpoint.folder, config)
@@ -126,6 +122,57 @@ def of_folder(checkpoint: DenseCheckpoint, named: str, device: torch.device) -> 
     )
 
 
+@torch.no_grad()
+def layer_distances(checkpoint: DenseCheckpoint, named: str, device: torch.device) -> dict[str, float]:
+    """How far hidden states are from those of `transformers` in float32, as shares of the largest number there.
+
+    By place: what the first layer reads, each layer's output, the last one's behind the norm before the head, and the
+    logits. In this process alone; of a model that memory does not hold, of the first layers that it does. Raises
+    UserError where none fits, or `transformers` cannot compute it.
+    """
+    if checkpoint.config["model_type"] == OWN:
+        raise UserError(
+            f"{named}: transformers knows the model through Megakernel alone; check the dense model"
+        )
+    layers = _fitting_layers(checkpoint, device)
+    if layers < 1:
+        raise UserError(f"{named}: {too_large(checkpoint, _free(device))}; check it on a larger machine")
+    part, config = _part(checkpoint, layers)
+    model, tokens = _model(part, device)
+    ours: list[Tensor] = []
+    for layer in model.modules():
+        if isinstance(layer, TransformerLayer):
+            layer.register_forward_pre_hook(lambda _, inputs: ours.append(inputs[0][0].transpose(0, 1)))
+    hidden = model.hidden(tokens, torch.arange(tokens.shape[1], device=device)[None])
+    ours += [hidden.transpose(0, 1), model.logits(hidden)]
+    del model
+    try:
+        output = _reference(checkpoint.folder, config, tokens, named, output_hidden_states=True)
+    except MemoryError as error:
+        raise UserError(
+            f"{named}: transformers ran out of memory ({error}); check it on a larger machine"
+        ) from None
+    behind = [f"layer {layer}" for layer in range(layers - 1)]
+    places = ["embedding", *behind, f"layer {layers - 1} and norm", "logits"]
+    theirs = [*output.hidden_states, output.logits]
+    return {place: _distance(x, y) for place, x, y in zip(places, ours, theirs, strict=True)}
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def _fitting_layers(checkpoint: DenseCheckpoint, device: torch.device) -> int:
+    """How many of the first layers memory holds beside nothing else, all or fewer; 0 where not even one."""
+    layers, free = checkpoint.model.num_layers, _free(device)
+    if not too_large(checkpoint, free):
+        return layers
+    smallest = size(_part(checkpoint, 1)[0])
+    for_each = (size(checkpoint) - smallest) // max(layers - 1, 1)
+    fitting = int((LARGEST_SHARE * free - smallest) // for_each) + 1 if layers > 1 else 0
+    return min(max(fitting, 0), layers - 1)
+
+
 def compared(ours: Tensor, named: str, folder: Path, config: "PreTrainedConfig | None" = None) -> Parity:
     """Hold logits (1, N, V) of `made_tokens` against those that `transformers` computes of a folder.
 
@@ -133,10 +180,10 @@ def compared(ours: Tensor, named: str, folder: Path, config: "PreTrainedConfig |
     """
     _, length, words = ours.shape
     try:
-        reference = _reference_logits(folder, config, made_tokens(length, words, ours.device), named)
+        reference: Tensor = _reference(folder, config, made_tokens(length, words, ours.device), named).logits
     except MemoryError as error:  # more than its weights, or memory that others took meanwhile
         return Parity(None, f"transformers ran out of memory ({error})")
-    return Parity(float((ours - reference).abs().max() / reference.abs().max()))
+    return Parity(_distance(ours, reference))
 
 
 def made_tokens(length: int, words: int, device: torch.device) -> Tensor:
@@ -178,8 +225,15 @@ def _part(checkpoint: DenseCheckpoint, layers: int) -> tuple[DenseCheckpoint, "P
 @torch.no_grad()
 def _logits(checkpoint: DenseCheckpoint, device: torch.device) -> Tensor:
     """(1, N, V) of `made_tokens`."""
+    model, tokens = _model(checkpoint, device)
+    return model.logits(model.hidden(tokens, torch.arange(tokens.shape[1], device=device)[None]))
+
+
+def _model(checkpoint: DenseCheckpoint, device: torch.device) -> tuple[LanguageModel, Tensor]:
+    """The model in float32, and `made_tokens` for it."""
     assert checkpoint.model.vocab_size is not None
     plain = checkpoint.model.model_copy(update={"vocab_multiple": 1})
+    plain = plain.for_rows(_length(plain))
     with torch.device("meta"):
         model = LanguageModel(ModelSettings(plain, checkpoint.model.vocab_size, OneProcess())).eval()
     weights = {name: checkpoint.read(name)["fp32"].float() for name in checkpoint.names}
@@ -187,14 +241,14 @@ def _logits(checkpoint: DenseCheckpoint, device: torch.device) -> Tensor:
         weights, assign=True, strict=False
     )  # Megatron-core's layers have entries of no weights
     model.to(device)
-    tokens = made_tokens(_length(plain), checkpoint.model.vocab_size, device)
-    return model.logits(model.hidden(tokens, torch.arange(tokens.shape[1], device=device)[None]))
+    return model, made_tokens(_length(plain), checkpoint.model.vocab_size, device)
 
 
 @torch.no_grad()
 def _logits_of_all_ranks(model: LanguageModel, mesh: Mesh) -> Tensor:
     """The same on the ranks of the last stage, which gather them; empty on all others."""
     settings = model.settings
+    rotate_by(model, settings.model.for_rows(_length(settings.model)))
     tokens = made_tokens(_length(settings.model), settings.vocab_size, mesh.device)
     entering = before_head(model, (tokens, torch.arange(tokens.shape[1], device=mesh.device)[None]), mesh)
     return torch.empty(0) if entering is None else model.logits(entering[0])
@@ -205,7 +259,10 @@ def _length(model: Model) -> int:
 
 
 @torch.no_grad()
-def _reference_logits(folder: Path, config: "PreTrainedConfig | None", tokens: Tensor, named: str) -> Tensor:
+def _reference(
+    folder: Path, config: "PreTrainedConfig | None", tokens: Tensor, named: str, **options: bool
+) -> Any:
+    """What `transformers` computes of a folder, asked with `options`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -218,7 +275,7 @@ def _reference_logits(folder: Path, config: "PreTrainedConfig | None", tokens: T
             folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, **given
         )
         reference.config.return_dict = True
-        logits: Tensor = reference.to(tokens.device).eval()(tokens).logits
+        output = reference.to(tokens.device).eval()(tokens, **options)
     # It reads configurations of any kind, with code of their own and libraries that need not be there.
     except Exception as error:
         text = " ".join(str(error).split())
@@ -230,4 +287,4 @@ def _reference_logits(folder: Path, config: "PreTrainedConfig | None", tokens: T
         ) from error
     finally:
         logging.set_verbosity(verbosity)
-    return logits
+    return output

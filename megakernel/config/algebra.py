@@ -248,6 +248,9 @@ class Algebra(Section):
     window: int | None = Field(default=None, ge=2)
     """Last tokens that a query of plain softmax sees, its own included; None: all of its document's."""
 
+    softcap: float | None = Field(default=None, gt=0)
+    """c of c tanh(q.k / c) in the exponents of plain softmax, as Gemma 2 has it; None: they are not capped."""
+
     far_rope: Literal["none", "centroid"] = "none"
     """Rotation of landmarks: none, or pool unrotated keys and rotate the landmark at its block's centre."""
 

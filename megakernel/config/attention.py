@@ -89,9 +89,13 @@ class Attention(Algebra):
                 "rotates landmarks and there are none",
                 "remove it or add compression",
             )
-        if self.window is not None and not (self.is_full_softmax and self.mixture is None):
-            remedy = "remove it; near and compression have windows of blocks"
-            yield Problem("window", self.window, "is for plain softmax alone", remedy)
+        if not (self.is_full_softmax and self.mixture is None):
+            if self.window is not None:
+                remedy = "remove it; near and compression have windows of blocks"
+                yield Problem("window", self.window, "is for plain softmax alone", remedy)
+            if self.softcap is not None:
+                reason = "is for plain softmax alone: other mechanisms have no exponents q.k to cap"
+                yield Problem("softcap", self.softcap, reason, "remove it")
         if self.near is not None:
             yield from self._near_problems(self.near)
         if self.compression is not None:

@@ -132,6 +132,17 @@ def _phases_rotate_what_rotates(model: Model, training: Training) -> Iterator[Pr
             yield Problem(f"{phase.key}.{key}", getattr(own, key), reason, remedy)
 
 
+def _frequencies_are_for_the_rows(model: Model, training: Training) -> Iterator[Problem]:
+    for phase in training.phases:
+        scaling, length = phase.model(model).rope_scaling, phase.training.seq_len
+        if scaling.goes_by_length and scaling.rows < length:
+            reason = (
+                f"is of frequencies for rows of {scaling.rows} tokens, and {phase.key}.seq_len is {length}"
+            )
+            remedy = f"set model.rope_scaling.seq_len={length}"
+            yield Problem("model.rope_scaling.kind", scaling.kind, reason, remedy)
+
+
 def _shards_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Problem]:
     if parallel.context == 1 or model.num_heads % parallel.tensor:
         return
@@ -155,6 +166,17 @@ def _shards_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Pr
             f"in {' and '.join(softmax)}"
         )
         yield Problem("parallel.softmax_exchange", "heads", reason, "set ring or auto")
+
+
+def _rings_pass_no_caps(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if parallel.context == 1 or parallel.softmax_exchange != "ring":
+        return
+    capped = [key for key, attention in _named_attentions(model) if attention.softcap is not None]
+    if capped:
+        reason = (
+            f"passes keys round, and {' and '.join(capped)} caps exponents, which shards do by trading heads"
+        )
+        yield Problem("parallel.softmax_exchange", "ring", reason, "set auto or heads")
 
 
 def _bfloat16_has_master_weights(parallel: Parallel, training: Training) -> Iterator[Problem]:
@@ -395,7 +417,9 @@ _RULES: list[Rule] = [
     _numbers_do_not_flow_through_stages,
     _sequence_is_cut_evenly,
     _phases_rotate_what_rotates,
+    _frequencies_are_for_the_rows,
     _shards_have_heads_to_trade,
+    _rings_pass_no_caps,
     _bfloat16_has_master_weights,
     _positions_reach_the_end,
     _encoders_see_both_ways,

@@ -328,7 +328,8 @@ def _every_pair(form: Algebra) -> Mechanism:
 
     return Mechanism(
         layer="softmax.SoftmaxAttention" if plain else "mixture.PairwiseAttention",
-        exchanges=("heads or ring",) if plain else ("heads",),
+        # Ring attention knows no cap.
+        exchanges=("heads or ring",) if plain and form.softcap is None else ("heads",),
         flops=flops,
         state_sizes=state_sizes,
         weighs_every_pair=True,

@@ -38,6 +38,23 @@ class Classifier(Section):
     """Documents per example; of two, each read on its own, the head sees [a, b, a*b, a-b]."""
 
 
+class LocalRope(Section):
+    """Rotary frequencies of the layers that model.rope_pattern calls local."""
+
+    base: float = Field(default=10_000.0, gt=1)
+    """Base of their frequencies."""
+
+    scaling: RopeScaling = RopeScaling()
+    """How they are changed, whatever the rows' length."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Frequencies that go by the rows' length."""
+        if self.scaling.goes_by_length:
+            remedy = "take linear, ntk, yarn or llama3, or name the layers main in rope_pattern"
+            reason = "goes by the rows' length, which model.rope_scaling alone knows"
+            yield Problem("scaling.kind", self.scaling.kind, reason, remedy)
+
+
 class Model(Section):
     """A transformer: a decoder, or an encoder in which every token sees every other."""
 
@@ -65,17 +82,41 @@ class Model(Section):
     ffn_hidden_size: int | None = Field(default=None, gt=0, le=100_000_000)
     """Inner width of the MLP; None takes 4 (gelu) or 8/3 (swiglu, rounded up to 128) x hidden_size."""
 
-    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
-    """MLP nonlinearity; gelu_tanh is gelu by a formula with tanh, as GPT-2 has it."""
+    activation: Literal["swiglu", "geglu_tanh", "gelu", "gelu_tanh"] = "swiglu"
+    """MLP nonlinearity, with a gate (swiglu, geglu) or none; _tanh is gelu by a formula with tanh, as GPT-2 has it."""
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalization before attention, before the MLP and before the head."""
+    """Normalization around attention and MLP, and before the head."""
+
+    norm_placement: Literal["before", "after", "both"] = "before"
+    """Whether attention and MLP have a norm of what they read, of what they give (as OLMo 2), or both (as Gemma)."""
+
+    zero_centered_norm: bool = False
+    """A weight w of RMSNorm multiplies by 1 + w, as Gemma's and Megatron-core's layernorm_zero_centered_gamma."""
 
     norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the variance inside the norm."""
 
     qk_norm: bool = False
-    """RMSNorm of each head's queries and keys, before positions rotate them."""
+    """RMSNorm of queries and keys, before positions rotate them."""
+
+    qk_norm_width: Literal["head", "all"] = "head"
+    """What qk_norm takes the mean of: the numbers of each head, or of all heads together (as OLMo 2)."""
+
+    embedding_multiplier: float = Field(default=1.0, gt=0)
+    """Token embeddings are multiplied by it, rounded to their dtype; sqrt(hidden_size) in Gemma."""
+
+    attention_multiplier: float | None = Field(default=None, gt=0)
+    """Multiplies q.k in every mechanism, through the queries; None: 1 / sqrt(head_dim)."""
+
+    residual_multiplier: float = Field(default=1.0, gt=0)
+    """Multiplies what attention and MLP add to the residual stream."""
+
+    logits_scaling: float = Field(default=1.0, gt=0)
+    """Logits are divided by it."""
+
+    final_logit_softcapping: float | None = Field(default=None, gt=0)
+    """c of c tanh(logits / c), which keeps logits within c; None: they are not capped."""
 
     parallel_residual: bool = False
     """The MLP reads what the attention reads, not what it has made of it."""
@@ -95,8 +136,17 @@ class Model(Section):
     rope_scaling: RopeScaling = RopeScaling()
     """How they are changed for rows longer than those learned from."""
 
+    rope_pattern: Annotated[list[Literal["main", "local", "none"]], Field(min_length=1)] | None = None
+    """Repeated over the layers: rotated by rope_base and rope_scaling (main), by local_rope (local), or not at all."""
+
+    local_rope: LocalRope | None = None
+    """Frequencies of layers that rope_pattern calls local, such as those with windows."""
+
     known_seq_len: int | None = Field(default=None, gt=0, le=1_000_000_000)
     """Tokens of the longest rows that imported weights have learned from; plain exports name no fewer."""
+
+    family: str | None = None
+    """model_type of the checkpoint that was imported, to which plain exports go back where its parts still fit."""
 
     max_positions: int | None = Field(default=None, gt=0, le=1_000_000_000)
     """Rows of the learned position table, and columns of linformer's E and F; None takes training.seq_len."""
@@ -106,6 +156,9 @@ class Model(Section):
 
     bias: bool = False
     """Biases in the attention output and MLP projections."""
+
+    mlp_bias: bool | None = None
+    """Biases in the MLP projections; None takes bias."""
 
     qkv_bias: bool = False
     """Biases in the query, key and value projection."""
@@ -180,11 +233,26 @@ class Model(Section):
         return int(self.head_size * self.rotary_share)
 
     @property
+    def is_mlp_gated(self) -> bool:
+        """Whether the MLP has a gate beside what it gates."""
+        return self.activation in ("swiglu", "geglu_tanh")
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether the MLP's projections have biases."""
+        return self.bias if self.mlp_bias is None else self.mlp_bias
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by before a mechanism that divides q.k by sqrt(head_dim)."""
+        return 1.0 if self.attention_multiplier is None else self.attention_multiplier * self.head_size**0.5
+
+    @property
     def ffn_size(self) -> int:
         """Inner width of the MLP."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        if self.activation != "swiglu":
+        if not self.is_mlp_gated:
             return 4 * self.hidden_size
         return -(-8 * self.hidden_size // (3 * 128)) * 128
 
@@ -194,6 +262,19 @@ class Model(Section):
             return self.attention
         entry = self.attention_pattern[layer % len(self.attention_pattern)]
         return self.attention if entry == "main" else entry
+
+    def for_rows(self, seq_len: int | None) -> "Model":
+        """The model with the rotary frequencies of rows of so many tokens, where they go by that."""
+        return self.model_copy(update={"rope_scaling": self.rope_scaling.for_rows(seq_len)})
+
+    def layer_rope(self, layer: int) -> tuple[float, RopeScaling] | None:
+        """Base and scaling of the frequencies that rotate a layer, counted from 0; None: positions do not."""
+        if self.position != "rope":
+            return None
+        entry = "main" if self.rope_pattern is None else self.rope_pattern[layer % len(self.rope_pattern)]
+        if entry == "local" and self.local_rope is not None:
+            return self.local_rope.base, self.local_rope.scaling
+        return None if entry == "none" else (self.rope_base, self.rope_scaling)
 
     def problems(self) -> Iterator[Problem]:
         """Head counts and widths that do not fit each other, and keys of another kind of model."""
@@ -208,7 +289,10 @@ class Model(Section):
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             reason, choice = f"does not divide num_heads={self.num_heads}", ", ".join(map(str, divisors))
             yield Problem("num_kv_heads", self.kv_heads, reason, f"choose one of {choice}")
-        yield from self.without_effect("position", dict.fromkeys(("rope_scaling", "rotary_share"), ("rope",)))
+        takers = dict.fromkeys(("rope_scaling", "rotary_share", "rope_pattern"), ("rope",))
+        yield from self.without_effect("position", takers)
+        yield from self._rope_problems()
+        yield from self._norm_problems()
         if self.position == "rope" and self.rotary_size % 2:
             reason = f"rotates pairs, and {self.rotary_size} numbers of a head are to be rotated"
             yield Problem(
@@ -225,10 +309,42 @@ class Model(Section):
             if getattr(self, key) and any(layer.compresses_input for layer in layers):
                 reason = "cannot stand behind E and F, which act on the input before its projections"
                 yield Problem(key, True, reason, "remove it or set compression.compress: projected")
-        if self.position != "rope" and any(layer.far_rope != "none" for layer in layers):
-            remedy = "set far_rope: none or take position: rope"
-            yield Problem("position", self.position, "leaves far_rope nothing to rotate with", remedy)
         maps = dict.fromkeys(self.layer_attention(layer).feature_map for layer in range(self.num_layers))
         for feature_map in maps:
             for problem in feature_map.problems_at(self.head_size) if feature_map is not None else ():
                 yield problem.under("attention.feature_map")
+
+    def _rope_problems(self) -> Iterator[Problem]:
+        layers = range(self.num_layers)
+        if any(self.layer_rope(i) is None and self.layer_attention(i).far_rope != "none" for i in layers):
+            key, reason = "position", "leaves far_rope nothing to rotate with"
+            remedy = "set far_rope: none or take position: rope"
+            if self.position == "rope":
+                key, remedy = "rope_pattern", "set far_rope: none in layers that are not rotated"
+            yield Problem(key, getattr(self, key), reason, remedy)
+        named = self.rope_pattern is not None and "local" in self.rope_pattern
+        if named and self.local_rope is None:
+            yield Problem("local_rope", None, "is missing beside local in rope_pattern", "add its base")
+        if self.local_rope is not None and not named:
+            remedy = "remove it or name layers local in rope_pattern"
+            yield Problem("local_rope", "{...}", "has no layer in rope_pattern", remedy)
+        local = None if self.local_rope is None else self.local_rope.scaling
+        for key, scaling in (("rope_scaling", self.rope_scaling), ("local_rope.scaling", local)):
+            problem = None if scaling is None else scaling.pairs_problem(self.rotary_size // 2)
+            if problem is not None:
+                yield problem.under(key)
+
+    def _norm_problems(self) -> Iterator[Problem]:
+        if self.normalized_residual and self.norm_placement == "after":
+            reason = "needs a norm before attention, and norm_placement is after"
+            yield Problem("normalized_residual", True, reason, "remove it or take norm_placement: both")
+        if self.zero_centered_norm and self.norm != "rmsnorm":
+            reason = f"has no effect on norm: {self.norm}"
+            yield Problem("zero_centered_norm", True, reason, "remove it or take norm: rmsnorm")
+        if self.qk_norm_width != "head" and not self.qk_norm:
+            reason = "has no effect without qk_norm"
+            yield Problem("qk_norm_width", self.qk_norm_width, reason, "remove it or set qk_norm: true")
+        if self.classifier is not None and (self.logits_scaling != 1 or self.final_logit_softcapping):
+            key = "logits_scaling" if self.logits_scaling != 1 else "final_logit_softcapping"
+            reason = "is of a vocabulary's logits, and the model is a classifier"
+            yield Problem(key, getattr(self, key), reason, "remove it")

@@ -20,6 +20,7 @@ class TokenEmbedding(nn.Module):
     def __init__(self, settings: ModelSettings):
         super().__init__()
         self.scattered = settings.mesh.sequence_parallel
+        self.multiplier = settings.model.embedding_multiplier
         with drawn_from(settings.seed, "embedding"):
             self.tokens = embedding(settings)
 
@@ -29,6 +30,9 @@ class TokenEmbedding(nn.Module):
         hidden = self.tokens(ids)
         if not self.scattered:  # the scatter has already put the sequence first
             hidden = hidden.transpose(0, 1).contiguous()
+        if self.multiplier != 1:
+            # Rounded first, as models with such embeddings were trained.
+            hidden = hidden * torch.tensor(self.multiplier, dtype=hidden.dtype).item()
         return (hidden, *rest)
 
 

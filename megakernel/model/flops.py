@@ -41,7 +41,7 @@ def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, floa
     Parts that no layer has are absent.
     """
     width, size = model.hidden_size, model.head_size
-    matrices = 3 if model.activation == "swiglu" else 2
+    matrices = 3 if model.is_mlp_gated else 2
     parts: Counter[str] = Counter()
     for layer in range(model.num_layers):
         attention = model.layer_attention(layer)

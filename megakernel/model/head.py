@@ -17,7 +17,7 @@ from .layer_inputs import IGNORED, LayerInputs
 from .linear import column_input, column_linear
 from .norm import Norm
 from .settings import ModelSettings, drawn_from
-from .vocabulary_loss import DistillationTarget, summed_distillation, summed_loss
+from .vocabulary_loss import PLAIN, DistillationTarget, LogitScaling, summed_distillation, summed_loss
 
 
 class FinalNorm(nn.Module):
@@ -64,7 +64,7 @@ def mean_loss(
     """
     hidden, _, labels, num_targets = inputs
     tp, rows, words = settings.mesh.tp, settings.loss_chunk_size, settings.local_vocab_size
-    group = None if tp.size == 1 else tp.group
+    group, scaling = None if tp.size == 1 else tp.group, LogitScaling.of(settings.model)
     hidden = column_input(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
     # Of a causal model nearly all tokens count; finding out waits for the device.
@@ -75,13 +75,13 @@ def mean_loss(
         assert counts is not None
         teacher_hidden = column_input(distillation.hidden, settings).flatten(0, 1)[counts]
         own = replace(distillation, hidden=teacher_hidden)
-        summed, parts = summed_distillation(hidden, weight, targets, rows, words, group, own)
+        summed, parts = summed_distillation(hidden, weight, targets, rows, words, group, own, scaling)
         distillation.parts = torch.cat([parts, counts.sum()[None]])
-    elif group is None:
+    elif group is None and not scaling:
         # A vocabulary that lies here whole needs no other rank: whoever is fastest on this device computes the loss.
         summed = choose(SUMS, None)(hidden, weight, targets, rows, words)
     else:
-        summed = summed_loss(hidden, weight, targets, rows, words, group)
+        summed = summed_loss(hidden, weight, targets, rows, words, group, scaling)
     return summed / num_targets.squeeze()
 
 
@@ -89,8 +89,9 @@ def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: Model
     """Cross entropy of each token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED."""
     hidden = column_input(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
-    is_cut = settings.mesh.tp.size > 1
-    return _losses(weight, hidden, targets, settings.loss_chunk_size, settings.local_vocab_size, is_cut)
+    chunk, words = settings.loss_chunk_size, settings.local_vocab_size
+    scaling, is_cut = LogitScaling.of(settings.model), settings.mesh.tp.size > 1
+    return _losses(weight, hidden, targets, chunk, words, is_cut, scaling)
 
 
 def _sum_of_losses(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, words: int) -> Tensor:
@@ -108,17 +109,27 @@ Logits are of `rows` tokens at a time.
 """
 
 
-def _losses(weight: Tensor, hidden: Tensor, targets: Tensor, rows: int, words: int, is_cut: bool) -> Tensor:
+def _losses(
+    weight: Tensor,
+    hidden: Tensor,
+    targets: Tensor,
+    rows: int,
+    words: int,
+    is_cut: bool,
+    scaling: LogitScaling = PLAIN,
+) -> Tensor:
     """Cross entropy (T,) of hidden states (T, C), the logits of `rows` tokens at a time; autograd keeps them.
 
     is_cut: whether tensor ranks share the vocabulary.
     """
     chunks = zip(hidden.split(rows), targets.split(rows))
-    return torch.cat([_chunk_losses(weight, chunk, target, words, is_cut) for chunk, target in chunks])
+    return torch.cat([_chunk_losses(weight, *chunk, words, is_cut, scaling) for chunk in chunks])
 
 
-def _chunk_losses(weight: Tensor, hidden: Tensor, target: Tensor, words: int, is_cut: bool) -> Tensor:
-    logits = F.linear(hidden, weight).float()
+def _chunk_losses(
+    weight: Tensor, hidden: Tensor, target: Tensor, words: int, is_cut: bool, scaling: LogitScaling
+) -> Tensor:
+    logits = scaling(F.linear(hidden, weight).float())
     logits[:, words:] = -math.inf
     if not is_cut:
         return F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="none")

@@ -14,7 +14,7 @@ from .layer import TransformerLayer
 from .layer_inputs import LayerInputs
 from .linear import column_input
 from .settings import ModelSettings
-from .vocabulary_loss import DistillationTarget
+from .vocabulary_loss import DistillationTarget, LogitScaling
 
 TIED = "embedding"
 """Name of the embedding that is also the head."""
@@ -153,7 +153,7 @@ class LanguageModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (N, B, C) -> logits (B, N, V) of the words that may follow."""
         rows = column_input(hidden, self.settings).transpose(0, 1)
-        logits = F.linear(rows, self.output_matrix)
+        logits = LogitScaling.of(self.settings.model)(F.linear(rows, self.output_matrix))
         if self.settings.mesh.tp.size > 1:
             from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 

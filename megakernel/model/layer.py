@@ -21,30 +21,38 @@ from .norm import Norm
 from .self_attention import SelfAttention
 from .settings import ModelSettings, drawn_from
 
+
+def _geglu_tanh(x: Tensor) -> Tensor:
+    """gelu(gate) * up of x (..., 2 F), the gate in its first F columns."""
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": swiglu,
+    "geglu_tanh": _geglu_tanh,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 
 
 class MLP(nn.Module):
-    """Up, activation, down; of SwiGLU gate and up are one matrix."""
+    """Up, activation, down; gate and up are one matrix."""
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
         model = settings.model
         self.activation = _ACTIVATIONS[model.activation]
-        parts = 2 if model.activation == "swiglu" else 1
+        parts = 2 if model.is_mlp_gated else 1
         self.linear_fc1 = column_linear(
             settings,
             model.hidden_size,
             parts * model.ffn_size,
-            bias=model.bias,
+            bias=model.has_mlp_bias,
             skip_bias_add=True,
             stride=parts,
         )
-        self.linear_fc2 = row_linear(settings, model.ffn_size, model.hidden_size, bias=model.bias)
+        self.linear_fc2 = row_linear(settings, model.ffn_size, model.hidden_size, bias=model.has_mlp_bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x (N, B, C) -> (output (N, B, C), its bias or None)."""
@@ -55,7 +63,8 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)) = y, then y + mlp(norm(y)), or y + mlp(norm(x)) where the two are parallel.
 
-    With a normalized residual norm(x) + attention(norm(x)) = y.
+    With a normalized residual norm(x) + attention(norm(x)) = y. What attention and MLP give may go through a norm of
+    its own, beside or in place of that of what they read, and is multiplied by residual_multiplier.
     """
 
     def __init__(self, settings: ModelSettings, index: int):
@@ -66,12 +75,16 @@ class TransformerLayer(nn.Module):
         self.mlp_chunk_size = settings.mlp_chunk_size
         self.parallel = settings.model.parallel_residual
         self.normalized = settings.model.normalized_residual
+        self.multiplier = settings.model.residual_multiplier
         self.bias_group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
         with drawn_from(settings.seed, "layer", index):
-            self.attention_norm = Norm(settings)
+            before, after = _norms(settings)
+            self.attention_norm = before()
             self.self_attention = SelfAttention(settings, index)
-            self.mlp_norm = Norm(settings)
+            self.attention_post_norm = after()
+            self.mlp_norm = before()
             self.mlp = MLP(settings)
+            self.mlp_post_norm = after()
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
         """Hidden states (N, B, C) to hidden states; the rest of the inputs passes through."""
@@ -86,11 +99,12 @@ class TransformerLayer(nn.Module):
         """The same for tokens that follow those already in `state` (None: the beginning); returns the new state."""
         residual, normed = self._enter(hidden)
         output, state = self.self_attention.extend(normed, positions, state)
-        return self._add_mlp(self._add(residual, output), hidden), state
+        return self._add_mlp(self._add(residual, output, self.attention_post_norm), hidden), state
 
     def _compute(self, hidden: Tensor, positions: Tensor) -> Tensor:
         residual, normed = self._enter(hidden)
-        return self._add_mlp(self._add(residual, self.self_attention(normed, positions)), hidden)
+        output = self.self_attention(normed, positions)
+        return self._add_mlp(self._add(residual, output, self.attention_post_norm), hidden)
 
     def _enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What attention is added to, and what it reads."""
@@ -107,13 +121,20 @@ class TransformerLayer(nn.Module):
         return torch.cat([checkpoint(self._mlp_of, *chunk, use_reentrant=False) for chunk in chunks])
 
     def _mlp_of(self, residual: Tensor, source: Tensor) -> Tensor:
-        return self._add(residual, self.mlp(self.mlp_norm(source)))
+        return self._add(residual, self.mlp(self.mlp_norm(source)), self.mlp_post_norm)
 
-    def _add(self, residual: Tensor, output: tuple[Tensor, Tensor | None]) -> Tensor:
+    def _add(self, residual: Tensor, output: tuple[Tensor, Tensor | None], norm: nn.Module) -> Tensor:
         branch, bias = output
         if bias is not None:  # added to sequence shards: each tensor rank's gradient is a part of it
             branch = branch + replicated(bias, self.bias_group)
-        return residual + branch
+        branch = norm(branch)
+        return residual + (branch if self.multiplier == 1 else branch * self.multiplier)
+
+
+def _norms(settings: ModelSettings) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
+    """What makes the norms of what attention and MLP read, and of what they give."""
+    norm, placement = partial(Norm, settings), settings.model.norm_placement
+    return nn.Identity if placement == "after" else norm, nn.Identity if placement == "before" else norm
 
 
 def attention_cores(model: nn.Module) -> dict[int, AttentionLayer]:

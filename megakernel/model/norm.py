@@ -4,9 +4,16 @@ import torch
 from torch import Tensor, nn
 
 from megakernel.ops.layers import layer_norm, rms_norm
-from megakernel.parallel import replicated
+from megakernel.parallel import replicated, total
+from megakernel.parallel.tensor import mark_cut
 
 from .settings import ModelSettings
+
+
+def _weight(settings: ModelSettings, width: int) -> tuple[nn.Parameter, float]:
+    """What a norm multiplies by at first, which is 1 in all, and what is added to that weight."""
+    offset = 1.0 if settings.model.zero_centered_norm else 0.0
+    return nn.Parameter(torch.full((width,), 1.0 - offset)), offset
 
 
 class HeadNorm(nn.Module):
@@ -16,11 +23,37 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.eps = settings.model.norm_eps
         self.group = settings.mesh.tp.group if settings.mesh.tp.size > 1 else None
-        self.weight = nn.Parameter(torch.ones(settings.model.head_size))
+        self.weight, self.offset = _weight(settings, settings.model.head_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., head_dim) -> the same shape and dtype."""
-        return rms_norm(x, replicated(self.weight, self.group), self.eps)
+        return rms_norm(x, replicated(self.weight, self.group), self.eps, self.offset)
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over the numbers of all heads of a token together, those on other tensor ranks included.
+
+    Each rank has the weights of its own heads.
+    """
+
+    def __init__(self, settings: ModelSettings, heads: int):
+        """heads: of the whole layer."""
+        super().__init__()
+        tp = settings.mesh.tp
+        self.eps = settings.model.norm_eps
+        self.group = tp.group if tp.size > 1 else None
+        self.width = heads * settings.model.head_size
+        self.weight, self.offset = _weight(settings, self.width // tp.size)
+        mark_cut(self.weight, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, H_kv, heads of each, N, head_dim) -> the same shape and dtype; computed in float32 or better."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum((1, 2, 4), keepdim=True)
+        if self.group is not None:
+            squares = total(squares, self.group)
+        weight = self.weight.to(wide.dtype).view(*x.shape[1:3], 1, x.shape[4]) + self.offset
+        return (wide * torch.rsqrt(squares / self.width + self.eps) * weight).to(x.dtype)
 
 
 class Norm(nn.Module):
@@ -35,7 +68,7 @@ class Norm(nn.Module):
         self.kind = settings.model.norm
         self.eps = settings.model.norm_eps
         self.group = settings.mesh.tp.group if settings.mesh.sequence_parallel else None
-        self.weight = nn.Parameter(torch.ones(settings.model.hidden_size))
+        self.weight, self.offset = _weight(settings, settings.model.hidden_size)
         self.bias = (
             nn.Parameter(torch.zeros(settings.model.hidden_size)) if self.kind == "layernorm" else None
         )
@@ -44,6 +77,6 @@ class Norm(nn.Module):
         """x (..., hidden_size) -> the same shape and dtype."""
         weight = replicated(self.weight, self.group)
         if self.kind == "rmsnorm":
-            return rms_norm(x, weight, self.eps)
+            return rms_norm(x, weight, self.eps, self.offset)
         assert self.bias is not None
         return layer_norm(x, weight, replicated(self.bias, self.group), self.eps)

@@ -14,7 +14,7 @@ from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
 from .linear import LowRankUpdate, apply, column_linear, row_linear
-from .norm import HeadNorm
+from .norm import AllHeadsNorm, HeadNorm
 from .settings import ModelSettings
 
 MECHANISM = ".self_attention.core."
@@ -26,16 +26,19 @@ UPDATES = re.compile(r"\.self_attention\.(value|output)_update\.")
 
 def rotate_by(layers: nn.Module, model: Model) -> None:
     """Let all layers rotate by the frequencies that this model section names; nothing else of it is looked at."""
-    rotary = _rotary(model)
+    made: list[tuple[Any, attention.Rotary | None]] = []
     for layer in layers.modules():
         if isinstance(layer, SelfAttention):
-            layer.rotary = rotary
+            rope = model.layer_rope(layer.index)
+            # Layers that rotate alike share the tables that they make.
+            if (found := next((one for one in made if one[0] == rope), None)) is None:
+                made.append(found := (rope, _rotary(model, layer.index)))
+            layer.rotary = found[1]
 
 
-def _rotary(model: Model) -> attention.Rotary | None:
-    if model.position != "rope":
-        return None
-    return attention.Rotary(model.rotary_size, model.rope_base, model.rope_scaling)
+def _rotary(model: Model, index: int) -> attention.Rotary | None:
+    rope = model.layer_rope(index)
+    return None if rope is None else attention.Rotary(model.rotary_size, *rope)
 
 
 class SelfAttention(nn.Module):
@@ -48,7 +51,7 @@ class SelfAttention(nn.Module):
     def __init__(self, settings: ModelSettings, index: int):
         super().__init__()
         model, mesh = settings.model, settings.mesh
-        self.mesh = mesh
+        self.mesh, self.index = mesh, index
         self.head_dim = model.head_size
         self.kv_heads = model.kv_heads // mesh.tp.size
         self.queries_per_key = model.num_heads // model.kv_heads
@@ -57,15 +60,16 @@ class SelfAttention(nn.Module):
         self.isolate_documents = settings.isolate_documents
         self.pads = model.classifier is not None
         self.recompute = settings.recompute == "selective"
-        self.rotary = _rotary(model)
+        self.rotary = _rotary(model, index)
+        self.query_scale = model.query_scale
         heads = model.num_heads + (self.keys_per_head + 1) * model.kv_heads
         self.qkv = column_linear(settings, model.hidden_size, heads * model.head_size, bias=model.qkv_bias)
         self.further = None
         further = model.layer_attention(index).spec.further * model.kv_heads
         if further:
             self.further = column_linear(settings, model.hidden_size, further, bias=False)
-        self.query_norm = HeadNorm(settings) if model.qk_norm else None
-        self.key_norm = HeadNorm(settings) if model.qk_norm else None
+        self.query_norm = _qk_norm(settings, model.num_heads)
+        self.key_norm = _qk_norm(settings, model.kv_heads * self.keys_per_head)
         self.core = attention.build(
             model.layer_attention(index),
             num_heads=model.num_heads,
@@ -126,7 +130,8 @@ class SelfAttention(nn.Module):
     def _project(self, hidden: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
         parts = (self.queries_per_key, self.keys_per_head, 1)
         if isinstance(self.core, LowRankAttention) and self.core.compresses_input:
-            return compressed_input.project(hidden, self.qkv.weight, parts, self.core, self.mesh, inputs)
+            q, k, v = compressed_input.project(hidden, self.qkv.weight, parts, self.core, self.mesh, inputs)
+            return self._scaled(q), k, v
         fused, _ = apply(self.qkv, hidden)
         tokens, batch, _ = fused.shape
         groups = fused.view(tokens, batch, self.kv_heads, sum(parts), self.head_dim)
@@ -136,12 +141,21 @@ class SelfAttention(nn.Module):
         v = v.squeeze(2)
         if self.value_update is not None:
             v = v + self.value_update(hidden).view(tokens, batch, self.kv_heads, -1).permute(1, 2, 0, 3)
-        return q.flatten(1, 2), k.squeeze(2) if self.keys_per_head == 1 else k, v
+        return self._scaled(q.flatten(1, 2)), k.squeeze(2) if self.keys_per_head == 1 else k, v
+
+    def _scaled(self, q: Tensor) -> Tensor:
+        return q if self.query_scale == 1 else q * self.query_scale
 
     def _merge(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
         merged = heads.permute(2, 0, 1, 3).flatten(2)
         output, bias = apply(self.output, merged)
         return output if self.output_update is None else output + self.output_update(merged), bias
+
+
+def _qk_norm(settings: ModelSettings, heads: int) -> nn.Module | None:
+    if not settings.model.qk_norm:
+        return None
+    return AllHeadsNorm(settings, heads) if settings.model.qk_norm_width == "all" else HeadNorm(settings)
 
 
 def is_new(name: str) -> bool:

@@ -18,9 +18,43 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megakernel.config import Model
 from megakernel.ops.dispatch import accum_dtype
 
 from .layer_inputs import IGNORED
+
+
+@dataclass(frozen=True)
+class LogitScaling:
+    """Logits y = c tanh(x / (s c)) of products x of states and the head, or x / s without a cap."""
+
+    divisor: float = 1.0
+    """s"""
+
+    cap: float | None = None
+    """c"""
+
+    @classmethod
+    def of(cls, model: Model) -> "LogitScaling":
+        """That of a model section."""
+        return cls(model.logits_scaling, model.final_logit_softcapping)
+
+    def __bool__(self) -> bool:
+        return self.divisor != 1 or self.cap is not None
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """y of x, in its dtype."""
+        if self.divisor != 1:
+            products = products / self.divisor
+        return products if self.cap is None else (products / self.cap).tanh() * self.cap
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """dy/dx at logits y."""
+        return (1.0 if self.cap is None else 1 - (logits / self.cap).square()) / self.divisor
+
+
+PLAIN = LogitScaling()
+"""Logits are the products."""
 
 
 @dataclass(eq=False)
@@ -41,6 +75,9 @@ class DistillationTarget:
     cross_entropy: float
     """Weight of the labels' cross entropy in the loss; 0: labels only say which tokens count."""
 
+    scaling: LogitScaling = PLAIN
+    """Of the teacher's logits."""
+
     parts: Tensor | None = None
     """Left by `head.mean_loss`: this shard's sums of cross entropy and KL(teacher || model), and their tokens."""
 
@@ -52,6 +89,7 @@ def summed_loss(
     rows: int,
     words: int,
     group: ProcessGroup | None = None,
+    scaling: LogitScaling = PLAIN,
 ) -> Tensor:
     """The sum over tokens of the cross entropy in nats, in float32 or wider: ().
 
@@ -62,8 +100,9 @@ def summed_loss(
         rows: tokens whose logits may exist at once.
         words: how many of the rank's rows stand for a word; those behind them are padding.
         group: the ranks that share the vocabulary, in order of its words; None: this one has all.
+        scaling: of the logits.
     """
-    return summed_distillation(hidden, weight, targets, rows, words, group, None)[0]
+    return summed_distillation(hidden, weight, targets, rows, words, group, None, scaling)[0]
 
 
 def summed_distillation(
@@ -74,6 +113,7 @@ def summed_distillation(
     words: int,
     group: ProcessGroup | None,
     distillation: DistillationTarget | None,
+    scaling: LogitScaling = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """The same for a loss with distillation, and its parts (2,) without gradients.
 
@@ -81,7 +121,7 @@ def summed_distillation(
     """
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     sums: tuple[Tensor, Tensor] = _SummedLoss.apply(
-        hidden, weight, targets, rows, words, group, distillation, learns
+        hidden, weight, targets, rows, words, group, distillation, scaling, learns
     )
     return sums
 
@@ -97,6 +137,7 @@ class _SummedLoss(torch.autograd.Function):
         words: int,
         group: ProcessGroup | None,
         distillation: DistillationTarget | None,
+        scaling: LogitScaling,
         learns: bool,
     ) -> tuple[Tensor, Tensor]:
         for_hidden, for_weight = (learns and needed for needed in ctx.needs_input_grad[:2])
@@ -108,13 +149,17 @@ class _SummedLoss(torch.autograd.Function):
             of_weight = torch.zeros_like(weight, dtype=dtype)
         parts = torch.zeros(2, dtype=accum_dtype(hidden.dtype), device=hidden.device)
         for part in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
-            logits = _logits(hidden[part], weight, words, parts.dtype)
+            logits, scaled = _logits(hidden[part], weight, words, parts.dtype, scaling)
             if distillation is None:
                 found, slope = _cross_entropy(logits, targets[part], group)
             else:
-                teacher_logits = _logits(distillation.hidden[part], distillation.weight, words, parts.dtype)
+                teacher_logits, _ = _logits(
+                    distillation.hidden[part], distillation.weight, words, parts.dtype, distillation.scaling
+                )
                 found, slope = _taught(logits, teacher_logits, targets[part], words, group, distillation)
             parts += found
+            if scaling:
+                slope.mul_(scaled)
             slope = slope.to(hidden.dtype)
             if of_hidden is not None:
                 torch.mm(slope, weight, out=of_hidden[part])
@@ -136,14 +181,17 @@ class _SummedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (None if slope is None else slope * gradients[0] for slope in ctx.saved_tensors)
-        return (*scaled, None, None, None, None, None, None)
+        return (*scaled, *[None] * 7)
 
 
-def _logits(hidden: Tensor, weight: Tensor, words: int, dtype: torch.dtype) -> Tensor:
-    """(T, R / tp), -inf at padding."""
-    logits = F.linear(hidden, weight).to(dtype)
+def _logits(
+    hidden: Tensor, weight: Tensor, words: int, dtype: torch.dtype, scaling: LogitScaling
+) -> tuple[Tensor, Tensor | float]:
+    """(T, R / tp), -inf at padding, and their slope by the products that they are made of."""
+    logits = scaling(F.linear(hidden, weight).to(dtype))
+    slope = scaling.slope(logits)
     logits[:, words:] = -math.inf
-    return logits
+    return logits, slope
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:

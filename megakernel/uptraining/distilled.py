@@ -9,7 +9,7 @@ from megakernel.config import Config
 from megakernel.model import LanguageModel, Parted
 from megakernel.model.layer_inputs import LayerInputs, as_bits, from_bits
 from megakernel.model.settings import DTYPES
-from megakernel.model.vocabulary_loss import DistillationTarget
+from megakernel.model.vocabulary_loss import DistillationTarget, LogitScaling
 from megakernel.parallel import Mesh
 
 
@@ -26,6 +26,11 @@ class Teacher:
     def hidden(self, inputs: LayerInputs) -> Tensor:
         """States (N, B, C) before its head, of the tokens of inputs; of a stage, from what enters to what leaves."""
         return self.model.body(inputs)[0]
+
+    @property
+    def logit_scaling(self) -> LogitScaling:
+        """Of its logits."""
+        return LogitScaling.of(self.model.settings.model)
 
     @property
     def output_matrix(self) -> Tensor:
@@ -76,7 +81,8 @@ class Distillation:
         if teacher_hidden is None:
             return self.objective.cross_entropy * self.student.loss(leaving)
         weights = self.objective.temperature, self.objective.kl, self.objective.cross_entropy
-        distillation = DistillationTarget(teacher_hidden, self.teacher.output_matrix, *weights)
+        target = teacher_hidden, self.teacher.output_matrix
+        distillation = DistillationTarget(*target, *weights, self.teacher.logit_scaling)
         loss = self.student.loss(leaving, distillation)
         assert distillation.parts is not None
         self._parts = distillation.parts if self._parts is None else self._parts + distillation.parts

@@ -38,13 +38,17 @@ class Identity(NamedTuple):
 def identity_tokens(dense: Model, student: Model, length: int, mesh: Mesh) -> int:
     """Tokens at the beginning of rows of `length` that every layer of both models sees whole; 0 for none.
 
-    Behind a layer's own window the two need not be the same, and a model that approximates is none to be. With
-    sequence parallelism ranks take equal parts.
+    Behind a layer's own window the two need not be the same, and a model that approximates, or drops the cap of a dense
+    layer's exponents, is none to be. With sequence parallelism ranks take equal parts.
     """
     whole = [dense.layer_attention(layer) for layer in range(dense.num_layers)]
+    own = [student.layer_attention(layer) for layer in range(student.num_layers)]
     if not all(attention.is_full_softmax and attention.mixture is None for attention in whole):
         return 0
-    attentions = (*whole, *(student.layer_attention(layer) for layer in range(student.num_layers)))
+    # A window knows no cap of exponents: without the dense layer's no length makes the two the same.
+    if any(theirs.softcap not in (None, mine.softcap) for theirs, mine in zip(whole, own)):
+        return 0
+    attentions = (*whole, *own)
     windows = [attention.window for attention in attentions if attention.window is not None]
     tokens = min(IDENTITY_TOKENS, length, *windows)
     return tokens - tokens % mesh.tp.size if mesh.sequence_parallel else tokens
@@ -84,7 +88,8 @@ class Preflight(NamedTuple):
     identity: Identity | None
     """Of a student whose near windows cover the tokens: the dense model again.
 
-    None where rows are cut in shards, or none of those tokens counts (data.scored: answers).
+    None where rows are cut in shards, none of those tokens counts (data.scored: answers), or a dense layer's softcap is
+    dropped.
     """
 
     dense: tuple[float, float]
@@ -172,5 +177,8 @@ def _differences(student: Model, dense: Model) -> str:
     return f" ({', '.join(f'model.{key}={getattr(dense, key)}' for key in keys)})" if keys else ""
 
 
-_OWN = ("attention", "attention_pattern", "max_positions", "known_seq_len", "vocab_multiple", "init_std")
+_OWN = (
+    *("attention", "attention_pattern", "max_positions", "known_seq_len", "vocab_multiple", "init_std"),
+    "family",
+)
 """Keys in which a student is not its dense model, or need not be."""

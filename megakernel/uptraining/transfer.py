@@ -138,7 +138,7 @@ class AttentionTransfer:
         queries = sample_queries(inputs.length, self._query_rows, self._seed, self._step)
         rows = QueryRows.of(inputs, queries, student.causal)
         scores = rows.scores()
-        if isinstance(teacher, SoftmaxAttention):
+        if isinstance(teacher, SoftmaxAttention) and teacher.softcap is None:
             teacher_weights = rows.softmax(scores, teacher.window)
         else:
             teacher_weights = rows.weights(teacher.forward)  # past the hooks, which would capture the call

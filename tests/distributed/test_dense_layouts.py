@@ -42,7 +42,8 @@ def look(place, names):
 
         def read(name):
             source = WeightSource.find("init.from", place / name)
-            settings = ModelSettings(source.model(), source.model().vocab_size, mesh)
+            wanted = source.model().for_rows(dense_models.LENGTH)
+            settings = ModelSettings(wanted, wanted.vocab_size, mesh)
             return frozen_model(settings, source.model(), source, torch.float32)
 
         said = dict.fromkeys(names)

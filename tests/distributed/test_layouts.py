@@ -80,6 +80,15 @@ LEARNED_KERNELS = (
 )
 """Every learned kernel in a layer, with three draws of noise in five steps, whatever their number."""
 
+DENSE_PARTS = (
+    *("model.qk_norm=true", "model.qk_norm_width=all", "model.norm_placement=both", "model.mlp_bias=true"),
+    *("model.zero_centered_norm=true", "model.activation=geglu_tanh", "model.num_kv_heads=2"),
+    *("model.embedding_multiplier=8", "model.attention_multiplier=0.3", "model.residual_multiplier=0.5"),
+    *("model.logits_scaling=0.5", "model.final_logit_softcapping=4", "model.rope_pattern=[main, none]"),
+    *("model.attention={preset: softmax, softcap: 1.0}", "model.attention_pattern=[main, flurka]"),
+)
+"""What families of dense checkpoints have beyond a Llama."""
+
 VARIANTS = {
     "tied rope swiglu rmsnorm": ((), LAYOUTS),
     "untied learned gelu layernorm biases": (
@@ -93,6 +102,10 @@ VARIANTS = {
             "tp2 sequence parallel pp2",
             "dp2 zero 3",
         ],
+    ),
+    "parts of dense families": (
+        DENSE_PARTS,
+        ["tp2 sequence parallel", "tp2 cp2", "tp2 dp2 zero 1", "pp2", "dp2 zero 3", "dp2 loss chunks"],
     ),
     "six heads": (
         SIX_HEADS,
@@ -119,6 +132,7 @@ FIRST = {
     ),
     "untied learned gelu layernorm biases": ("cp4", "tp2 sequence parallel pp2", "dp2 zero 3"),
     "six heads": ("cp4 states passed on", "tp2 cp2"),
+    "parts of dense families": ("tp2 sequence parallel",),
 }
 """Of the first tier: every way to share out a model with every other, and each option once, for two steps."""
 SHORT = [(variant, name, 2) for variant, names in FIRST.items() for name in names]

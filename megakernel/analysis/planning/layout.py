@@ -89,7 +89,7 @@ class Job:
             return True
         wanted = self.config.parallel.softmax_exchange
         divides = self.heads % self.layout.context == 0
-        return attention.is_full_softmax and (wanted == "ring" or (wanted == "auto" and not divides))
+        return attention.passes_keys_round and (wanted == "ring" or (wanted == "auto" and not divides))
 
     @property
     def rows(self) -> int:

@@ -379,7 +379,7 @@ def _stack(on_gpu: bool) -> Iterator[None]:
             os.environ[VARIABLE] = chosen
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     return _Fused.apply(x, weight, x.shape[-1], x.shape[:-1])
 
 

@@ -154,7 +154,7 @@ def _matrix_flops(job: Job, attention: Attention) -> float:
     """Projections and MLP per token of one device, forward."""
     model = job.model
     vectors = 2 * model.num_heads + (attention.keys_per_head + 1) * model.kv_heads
-    matrices = 3 if model.activation == "swiglu" else 2
+    matrices = 3 if model.is_mlp_gated else 2
     whole = 2 * model.hidden_size * (model.head_size * vectors + model.ffn_size * matrices)
     return whole / job.layout.tensor
 

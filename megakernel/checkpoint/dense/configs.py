@@ -1,134 +1,153 @@
 """Our model section as the configuration of a plain architecture of `transformers`: the inverse of `families`."""
 
-from collections.abc import Callable
 from typing import Any
 
-from megakernel.config import Attention, Model
+from megakernel.config import Model
+from megakernel.config.rope import RopeScaling
+
+from .families import FAMILIES, model_section
+
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+"""Families in the order in which they are tried, and their classes."""
 
 
 def plain_config(model: Model, words: int, positions: int) -> dict[str, Any] | None:
     """config.json of a causal model, or None where no known architecture has its parts together.
 
-    words: of the vocabulary. positions: the longest row of training; what imported weights knew before stays known.
+    It is of the family that the weights came from, else of the first that fits: one whose configuration, written from
+    the model and read again, is the same function. words: of the vocabulary. positions: the longest row of training;
+    what imported weights knew before stays known.
     """
-    layers = {model.layer_attention(layer) for layer in range(model.num_layers)}
-    plain = {layer.model_copy(update={"window": None}) for layer in layers}
-    if plain != {Attention(similarity="softmax")} or model.normalized_residual:
-        return None
-    for fits, config in _KINDS:
-        if fits(model):
-            return _common(model, words) | config(model, max(positions, model.known_seq_len or 0))
+    model = _with_plain_base(model)
+    longest = max(positions, model.known_seq_len or 0)
+    wanted = _function(model)
+    for kind in sorted(_CLASSES, key=lambda kind: kind != model.family):
+        written = {
+            "architectures": [_CLASSES[kind]],
+            "model_type": kind,
+            "vocab_size": words,
+            "tie_word_embeddings": model.tie_embeddings,
+            "initializer_range": model.init_std,
+            "use_cache": True,
+            # Not the family's own, which a smaller vocabulary does not have.
+            "pad_token_id": None,
+            **_keys(kind, model, longest),
+        }
+        if _read_back(written) == wanted:
+            return written
     return None
 
 
-def _common(model: Model, words: int) -> dict[str, Any]:
-    return {
-        "vocab_size": words,
-        "tie_word_embeddings": model.tie_embeddings,
-        "initializer_range": model.init_std,
-        "use_cache": True,
+def _read_back(written: dict[str, Any]) -> dict[str, Any] | None:
+    """The function of the model that a configuration is read as; None where it is read as none."""
+    try:
+        return _function(Model.model_validate(model_section(written, "")))
+    except ValueError:
+        return None
+
+
+_NO_FUNCTION = {
+    # of the vocabulary, of training, and of rows
+    *("vocab_size", "vocab_multiple", "init_std", "known_seq_len", "max_positions", "family"),
+    # what several ways of writing them mean
+    *("num_kv_heads", "head_dim", "ffn_hidden_size", "mlp_bias", "attention", "attention_pattern"),
+    *("rope_base", "rope_scaling", "rope_pattern", "local_rope", "rotary_share", "attention_multiplier"),
+}
+
+
+def _function(model: Model) -> dict[str, Any]:
+    """What a model computes, in one way of writing it."""
+    layers = [(model.layer_attention(layer), model.layer_rope(layer)) for layer in range(model.num_layers)]
+    return model.model_dump(exclude=_NO_FUNCTION) | {
+        "layers": layers,
+        "heads": (model.kv_heads, model.head_size, model.query_scale),
+        "ffn": (model.ffn_size, model.has_mlp_bias),
+        "rotated": model.rotary_size if model.position == "rope" else 0,
     }
 
 
-def _windows(model: Model) -> list[int | None]:
-    """Of each layer."""
-    return [model.layer_attention(layer).window for layer in range(model.num_layers)]
+def _with_plain_base(model: Model) -> Model:
+    """The same with the base that `ntk` stands for; rows' lengths are not the checkpoint's to say."""
+    scaling, size = model.rope_scaling, model.rotary_size
+    if scaling.kind == "ntk":
+        base = model.rope_base * (scaling.factor or 1.0) ** (size / (size - 2))
+        return model.model_copy(update={"rope_base": base, "rope_scaling": RopeScaling()})
+    return model.for_rows(None)
 
 
-def _is_llama(model: Model) -> bool:
-    parts = (model.norm, model.activation, model.position, model.rotary_share, model.parallel_residual)
-    biases = (model.qkv_bias, model.bias)
-    # Their biased queries and keys under a norm have biased outputs and an MLP without biases.
-    known = biases == (False, False) or (not model.qk_norm and model.qkv_bias)
-    windows = set(_windows(model))
-    # Of these families Mistral's layers all have the same window, and Qwen's have one or none each.
-    slides = len(windows - {None}) < 2 and (_llama_kind(model) != "llama" or windows == {None})
-    return parts == ("rmsnorm", "swiglu", "rope", 1.0, False) and known and slides
-
-
-def _llama_kind(model: Model) -> str:
-    if model.qk_norm:
-        return "qwen3"
-    if model.qkv_bias:
-        return "llama" if model.bias else "qwen2"
-    return "llama" if model.bias or None in _windows(model) else "mistral"
-
-
-def _llama(model: Model, positions: int) -> dict[str, Any]:
-    kind, windows = _llama_kind(model), _windows(model)
-    biases = {"attention_bias": model.qkv_bias} if kind in ("llama", "qwen3") else {}
-    if kind == "llama":
-        biases["mlp_bias"] = model.bias
-    sliding: dict[str, Any] = {}
-    if any(windows):
-        sliding["sliding_window"] = max(window for window in windows if window is not None)
-    if any(windows) and kind != "mistral":
-        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
-        sliding |= {"use_sliding_window": True, "layer_types": kinds}
-    names = {
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
+def _keys(kind: str, model: Model, longest: int) -> dict[str, Any]:
+    """What a family reads, and what its configuration completes that from."""
+    if kind == "gpt2":
+        return _gpt2(model, longest)
+    if model.rope_scaling.kind == "dynamic":
+        longest = model.rope_scaling.original_seq_len or longest  # from where on its frequencies grow
+    windows = [model.layer_attention(layer).window for layer in range(model.num_layers)]
+    known = {
+        **_sizes(model, longest, windows),
+        "hidden_act": _gelu(model) if kind == "gpt_neox" else "silu",
+        "rope_parameters": _rope(kind, model, windows),
+        "layer_norm_eps": model.norm_eps,
+        "use_parallel_residual": model.parallel_residual,
     }
+    written = {key: value for key, value in known.items() if key in FAMILIES[kind].keys}
+    if kind in ("qwen2", "qwen3", "smollm3") and any(windows):
+        written["use_sliding_window"] = True
+    if kind == "phi3" and model.rope_scaling.original_seq_len is not None:
+        written["original_max_position_embeddings"] = model.rope_scaling.original_seq_len
+    return written
+
+
+def _sizes(model: Model, longest: int, windows: list[int | None]) -> dict[str, Any]:
+    """By the names of Llama and those that have come after it."""
+    scale = model.query_scale * model.head_size**-0.5
     return {
-        "architectures": [names[kind]],
-        "model_type": kind,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_size,
         "intermediate_size": model.ffn_size,
-        "hidden_act": "silu",
+        "hidden_activation": "gelu_pytorch_tanh",
         "rms_norm_eps": model.norm_eps,
-        "max_position_embeddings": positions,
-        "rope_parameters": _rope(model),
-        **biases,
-        **sliding,
+        "max_position_embeddings": longest,
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": model.has_mlp_bias,
+        "sliding_window": max((window for window in windows if window is not None), default=None),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "no_rope_layers": [int(model.layer_rope(layer) is not None) for layer in range(model.num_layers)],
+        "embedding_multiplier": model.embedding_multiplier,
+        "attention_multiplier": model.attention_multiplier or scale,
+        "residual_multiplier": model.residual_multiplier,
+        "logits_scaling": model.logits_scaling,
+        "query_pre_attn_scalar": round(scale**-2),
+        "attn_logit_softcapping": model.layer_attention(0).softcap,
+        "final_logit_softcapping": model.final_logit_softcapping,
     }
 
 
-def _is_gpt2(model: Model) -> bool:
-    parts = (model.norm, model.position, model.parallel_residual, model.qk_norm, model.bias, model.qkv_bias)
-    plain = parts == ("layernorm", "learned", False, False, True, True) and not any(_windows(model))
-    return plain and model.activation != "swiglu" and model.kv_heads == model.num_heads
-
-
-def _gpt2(model: Model, positions: int) -> dict[str, Any]:
+def _gpt2(model: Model, longest: int) -> dict[str, Any]:
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
         "n_embd": model.hidden_size,
         "n_layer": model.num_layers,
         "n_head": model.num_heads,
         "n_inner": model.ffn_size,
-        "n_positions": model.max_positions or positions,
+        "n_positions": model.max_positions or longest,
         "activation_function": _gelu(model),
         "layer_norm_epsilon": model.norm_eps,
-    }
-
-
-def _is_neox(model: Model) -> bool:
-    parts = (model.norm, model.position, model.qk_norm, model.bias, model.qkv_bias)
-    plain = parts == ("layernorm", "rope", False, True, True) and not any(_windows(model))
-    return plain and model.activation != "swiglu" and model.kv_heads == model.num_heads
-
-
-def _neox(model: Model, positions: int) -> dict[str, Any]:
-    return {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "model_type": "gpt_neox",
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "intermediate_size": model.ffn_size,
-        "hidden_act": _gelu(model),
-        "layer_norm_eps": model.norm_eps,
-        "max_position_embeddings": positions,
-        "use_parallel_residual": model.parallel_residual,
-        "attention_bias": True,
-        "rope_parameters": {**_rope(model), "partial_rotary_factor": model.rotary_share},
     }
 
 
@@ -136,22 +155,25 @@ def _gelu(model: Model) -> str:
     return "gelu" if model.activation == "gelu" else "gelu_new"
 
 
-def _rope(model: Model) -> dict[str, Any]:
-    scaling = model.rope_scaling
-    keys = {key: value for key, value in scaling.model_dump().items() if value is not None and key != "kind"}
+def _rope(kind: str, model: Model, windows: list[int | None]) -> dict[str, Any]:
+    main = _frequencies(model.rope_base, model.rope_scaling)
+    if kind in ("gpt_neox", "phi3"):
+        return main | {"partial_rotary_factor": model.rotary_share}
+    if kind not in ("gemma3_text", "olmo3"):
+        return main
+    slides = next((layer for layer, window in enumerate(windows) if window), None)
+    local = None if slides is None else model.layer_rope(slides)
+    return {
+        "full_attention": main,
+        "sliding_attention": main if local is None else _frequencies(*local),
+    }
+
+
+def _frequencies(base: float, scaling: RopeScaling) -> dict[str, Any]:
+    keys = {key: value for key, value in scaling.model_dump(mode="json").items() if value is not None}
+    kind = keys.pop("kind")
     if "original_seq_len" in keys:
         keys["original_max_position_embeddings"] = keys.pop("original_seq_len")
-    if scaling.kind == "ntk":
-        factor = scaling.factor or 1.0
-        size = model.rotary_size
-        return {"rope_type": "default", "rope_theta": model.rope_base * factor ** (size / (size - 2))}
-    kind = "default" if scaling.kind == "none" else scaling.kind
-    return {"rope_type": kind, "rope_theta": model.rope_base, **keys}
-
-
-_KINDS: list[tuple[Callable[[Model], bool], Callable[[Model, int], dict[str, Any]]]] = [
-    (_is_llama, _llama),
-    (_is_gpt2, _gpt2),
-    (_is_neox, _neox),
-]
-"""Whether a model is of a kind, and its configuration."""
+    if kind == "dynamic":  # which takes that of max_position_embeddings
+        del keys["original_max_position_embeddings"]
+    return {"rope_type": "default" if kind == "none" else kind, "rope_theta": base, **keys}

@@ -58,7 +58,10 @@ class Family(NamedTuple):
     """Our names of a layer's modules -> theirs, of which several make one of ours."""
 
     transposed: bool = False
-    """Matrices are kept the other way round, and that of queries, keys and values has all queries first."""
+    """Matrices are kept the other way round."""
+
+    queries_first: bool = False
+    """The one matrix of queries, keys and values has all queries first, then all keys, then all values."""
 
     ignored: tuple[str, ...] = ()
     """Ends of names that hold nothing learned."""
@@ -74,6 +77,8 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         if not isinstance(config.get("model"), dict):
             raise UserError(f"{source} has no `model`; export the run again with `megakernel export`")
         return config["model"] | {"vocab_size": config["vocab_size"]}
+    if kind in REFUSED:
+        raise UserError(f"{source}: model_type={kind!r} is not read: {REFUSED[kind]}")
     if kind not in FAMILIES:
         known = ", ".join([*FAMILIES, OWN])
         raise UserError(f"{source}: model_type={kind!r} is not known; this reads {known}")
@@ -85,6 +90,7 @@ def model_section(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     except _Unlike as error:
         raise UserError(f"{source}: {error}") from None
     common = {
+        "family": kind,
         "attention": "softmax",
         "vocab_size": config["vocab_size"],
         "tie_embeddings": config["tie_word_embeddings"],
@@ -104,20 +110,40 @@ def _expect(config: Mapping[str, Any], key: str, *allowed: Any) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    given = {key: value for key, value in config["rope_parameters"].items() if value is not None}
+    """Which frequencies rotate which layers."""
+    parameters = config["rope_parameters"]
+    if config["model_type"] not in _BY_LAYER_TYPE:
+        return {"position": "rope", **_frequencies(config, parameters)}
+    main, local = (_frequencies(config, parameters[kind]) for kind in ("full_attention", "sliding_attention"))
+    section = {"position": "rope", **main}
+    if local == main:
+        return section
+    pattern = ["local" if kind == "sliding_attention" else "main" for kind in config["layer_types"]]
+    if "local" not in pattern:
+        return section
+    scaling = {"scaling": local["rope_scaling"]} if "rope_scaling" in local else {}
+    return {**section, "rope_pattern": pattern, "local_rope": {"base": local["rope_base"], **scaling}}
+
+
+_BY_LAYER_TYPE = ("gemma3_text", "olmo3")
+"""Families whose rope_parameters are those of each of their layer_types."""
+
+
+def _frequencies(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    given = {key: value for key, value in parameters.items() if value is not None}
     if "rope_theta" not in given:
         raise _Unlike(f"rope_parameters={given} has no rope_theta; one for all layers is read")
     kind = given.get("rope_type", "default")
-    section: dict[str, Any] = {"position": "rope", "rope_base": given["rope_theta"]}
+    section: dict[str, Any] = {"rope_base": given["rope_theta"]}
     share = given.get("partial_rotary_factor", 1.0)
-    if config["model_type"] == "gpt_neox":
+    if config["model_type"] in ("gpt_neox", "phi3"):
         section |= {} if share == 1.0 else {"rotary_share": share}
     elif kind != "default":  # else the other families do not look at it
         _expect(given, "partial_rotary_factor", 1.0)
     if kind == "default":
         return section
     if kind not in _SCALED:
-        raise _Unlike(f"rope_type={kind!r} has no counterpart here; linear, yarn and llama3 are read")
+        raise _Unlike(f"rope_type={kind!r} has no counterpart here; {', '.join(_SCALED)} are read")
     if kind == "yarn":
         _expect(given, "truncate", True)
         if given.get("mscale") and given.get("mscale_all_dim"):
@@ -125,6 +151,11 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
                 "mscale and mscale_all_dim have no counterpart here; write their quotient as attention_factor"
             )
     scaling = {ours: given[key] for key, ours in _SCALED[kind].items() if key in given}
+    longest = config["max_position_embeddings"]
+    if kind == "dynamic":
+        scaling["original_seq_len"] = longest
+    if kind == "longrope":
+        scaling.setdefault("factor", max(longest / scaling["original_seq_len"], 1.0))
     return {**section, "rope_scaling": {"kind": kind, **scaling}}
 
 
@@ -132,8 +163,10 @@ _ORIGINAL = {"factor": "factor", "original_max_position_embeddings": "original_s
 
 _SCALED = {
     "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
     "yarn": _ORIGINAL | {key: key for key in ("beta_fast", "beta_slow", "attention_factor")},
     "llama3": _ORIGINAL | {key: key for key in ("low_freq_factor", "high_freq_factor")},
+    "longrope": _ORIGINAL | {key: key for key in ("short_factor", "long_factor", "attention_factor")},
 }
 """rope_type -> their keys that it reads, and ours."""
 
@@ -147,26 +180,29 @@ def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
         raise _Unlike(
             f"layer_types has {unknown.pop()!r}; only full_attention and sliding_attention are read"
         )
+    cap = config.get("attn_logit_softcapping")
+    full = {"preset": "softmax", **({} if cap is None else {"softcap": cap})}
     if "sliding_attention" not in kinds:
-        return {}
+        return {} if cap is None else {"attention": full}
     if window is None:
         raise _Unlike(
             "layer_types has 'sliding_attention', and no layer has a sliding_window; set both or none"
         )
-    sliding = {"attention": {"preset": "softmax", "window": window}}
+    sliding = {"attention": {**full, "window": window}}
     if "full_attention" not in kinds:
         return sliding
-    pattern = ["main" if kind == "sliding_attention" else "softmax" for kind in kinds]
-    return {**sliding, "attention_pattern": pattern}
+    whole = "softmax" if cap is None else full
+    return {
+        **sliding,
+        "attention_pattern": ["main" if kind == "sliding_attention" else whole for kind in kinds],
+    }
 
 
 def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    kind = config["model_type"]
     _expect(config, "hidden_act", "silu")
-    biased = config.get("attention_bias", config["model_type"] == "qwen2")
-    if config["model_type"] != "qwen2" and biased != config.get("mlp_bias", False):
-        raise _Unlike(
-            "attention_bias and mlp_bias differ; here the output projections have biases or have none"
-        )
+    biased = config.get("attention_bias", kind == "qwen2")
+    bias, mlp_bias = biased and kind != "qwen2", config.get("mlp_bias", False)
     heads, width = config["num_attention_heads"], config["hidden_size"]
     head_dim = config.get("head_dim") or width // heads
     return {
@@ -180,12 +216,46 @@ def _llama_section(config: Mapping[str, Any]) -> dict[str, Any]:
         "norm": "rmsnorm",
         "norm_eps": config["rms_norm_eps"],
         "qkv_bias": biased,
-        "bias": biased and config["model_type"] != "qwen2",
-        "qk_norm": config["model_type"] == "qwen3",
+        "bias": bias,
+        **({} if mlp_bias == bias else {"mlp_bias": mlp_bias}),
+        "qk_norm": kind in ("qwen3", "olmo2", "olmo3", "gemma3_text"),
         "known_seq_len": config["max_position_embeddings"],
         **_attention(config),
         **_rope(config),
     }
+
+
+def _smollm3_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    rotated = [bool(rotates) for rotates in config["no_rope_layers"]][: config["num_hidden_layers"]]
+    pattern = {} if all(rotated) else {"rope_pattern": ["main" if one else "none" for one in rotated]}
+    return _llama_section(config) | pattern
+
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def _granite_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _llama_section(config) | {key: config[key] for key in _MULTIPLIERS}
+
+
+def _olmo_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    return _llama_section(config) | {"norm_placement": "after", "qk_norm_width": "all"}
+
+
+def _gemma_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    _expect(config, "hidden_activation", "gelu_pytorch_tanh")
+    _expect(config, "use_bidirectional_attention", False)
+    section = _llama_section(config) | {
+        "activation": "geglu_tanh",
+        "norm_placement": "both",
+        "zero_centered_norm": True,
+        "embedding_multiplier": config["hidden_size"] ** 0.5,
+    }
+    if (scalar := config["query_pre_attn_scalar"]) != config["head_dim"]:
+        section["attention_multiplier"] = scalar**-0.5
+    if (cap := config.get("final_logit_softcapping")) is not None:
+        section["final_logit_softcapping"] = cap
+    return section
 
 
 def _gelu(config: Mapping[str, Any], key: str) -> str:
@@ -242,8 +312,11 @@ def layer_parts(family: Family, model: Model, index: int) -> Parts:
     for ours, theirs in family.modules.items():
         if ours in _QK_NORMS and not model.qk_norm:
             continue
-        other_bias = model.norm == "layernorm" if ours.endswith("norm") else model.bias
-        has_bias = model.qkv_bias if ours == _QKV else other_bias
+        has_bias = model.norm == "layernorm" and ours.endswith("norm")
+        if not ours.endswith("norm"):
+            has_bias = model.has_mlp_bias if ours.startswith("mlp.") else model.bias
+        if ours == _QKV:
+            has_bias = model.qkv_bias
         for kind in ("weight", "bias") if has_bias else ("weight",):
             names = tuple(f"{family.layers}.{index}.{name}.{kind}" for name in theirs)
             parts[f"{ours}.{kind}"] = _part(family, model, ours, names)
@@ -251,21 +324,40 @@ def layer_parts(family: Family, model: Model, index: int) -> Parts:
 
 
 def _part(family: Family, model: Model, ours: str, names: tuple[str, ...]) -> Part:
-    if ours == _QKV and (len(names) > 1 or family.transposed):
+    if ours == _QKV and (len(names) > 1 or family.queries_first):
         return GroupedHeads(names, model.num_heads, model.kv_heads, model.head_size, family.transposed)
     return Same(names, family.transposed) if len(names) == 1 else Stacked(names)
 
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("hidden_act", "max_position_embeddings", "rope_parameters", "head_dim"),
+    *("max_position_embeddings", "rope_parameters", "head_dim"),
 )
 
+_NORMS_BEFORE = {"attention_norm": ("input_layernorm",), "mlp_norm": ("post_attention_layernorm",)}
+_NORMS_AFTER = {
+    "attention_post_norm": ("post_attention_layernorm",),
+    "mlp_post_norm": ("post_feedforward_layernorm",),
+}
+_NORMS_AROUND = _NORMS_AFTER | {
+    "attention_norm": ("input_layernorm",),
+    "mlp_norm": ("pre_feedforward_layernorm",),
+}
 
-def _llama(*keys: str) -> Family:
+
+def _llama(
+    *keys: str,
+    section: Callable[[Mapping[str, Any]], dict[str, Any]] = _llama_section,
+    activation: str = "hidden_act",
+    norms: Mapping[str, tuple[str, ...]] = _NORMS_BEFORE,
+) -> Family:
+    """One of the many with the tensors of a Llama, by their own names of norms.
+
+    keys: that it reads besides its sizes. activation: the key of its MLP's.
+    """
     return Family(
-        keys=(*_SIZES, "num_key_value_heads", "rms_norm_eps", *keys),
-        section=_llama_section,
+        keys=(*_SIZES, "num_key_value_heads", "rms_norm_eps", activation, *keys),
+        section=section,
         around={
             "embedding": "model.embed_tokens.weight",
             "norm.weight": "model.norm.weight",
@@ -273,15 +365,33 @@ def _llama(*keys: str) -> Family:
         },
         layers="model.layers",
         modules={
-            "attention_norm": ("input_layernorm",),
             _QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             **dict(zip(_QK_NORMS, (("self_attn.q_norm",), ("self_attn.k_norm",)))),
             "self_attention.output": ("self_attn.o_proj",),
-            "mlp_norm": ("post_attention_layernorm",),
             "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
             "mlp.linear_fc2": ("mlp.down_proj",),
+            **norms,
         },
         ignored=("rotary_emb.inv_freq",),
+    )
+
+
+def _fused(family: Family) -> Family:
+    """The same with one matrix of queries, keys and values, and one of gate and up."""
+    one = {_QKV: ("self_attn.qkv_proj",), "mlp.linear_fc1": ("mlp.gate_up_proj",)}
+    return family._replace(modules={**family.modules, **one}, queries_first=True)
+
+
+def _gemma(*keys: str) -> Family:
+    own = ("query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention")
+    sliding = ("sliding_window", "layer_types", "attention_bias")
+    return _llama(
+        *sliding,
+        *own,
+        *keys,
+        section=_gemma_section,
+        activation="hidden_activation",
+        norms=_NORMS_AROUND,
     )
 
 
@@ -291,6 +401,18 @@ FAMILIES = {
     # Their configuration completes these two as use_sliding_window and max_window_layers ask for.
     "qwen2": _llama("sliding_window", "layer_types"),
     "qwen3": _llama("sliding_window", "layer_types", "attention_bias"),
+    "smollm3": _llama(
+        *("attention_bias", "mlp_bias", "sliding_window", "layer_types", "no_rope_layers"),
+        section=_smollm3_section,
+    ),
+    "granite": _llama("attention_bias", "mlp_bias", *_MULTIPLIERS, section=_granite_section),
+    "olmo2": _llama("attention_bias", section=_olmo_section, norms=_NORMS_AFTER),
+    "olmo3": _llama(
+        *("attention_bias", "sliding_window", "layer_types"), section=_olmo_section, norms=_NORMS_AFTER
+    ),
+    "phi3": _fused(_llama("sliding_window")),
+    "gemma2": _gemma("attn_logit_softcapping"),
+    "gemma3_text": _gemma(),
     "gpt2": Family(
         keys=(
             *("n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function"),
@@ -315,10 +437,11 @@ FAMILIES = {
             "mlp.linear_fc2": ("mlp.c_proj",),
         },
         transposed=True,
+        queries_first=True,
         ignored=(".attn.bias", ".attn.masked_bias"),
     ),
     "gpt_neox": Family(
-        keys=(*_SIZES, "layer_norm_eps", "use_parallel_residual", "attention_bias"),
+        keys=(*_SIZES, "hidden_act", "layer_norm_eps", "use_parallel_residual", "attention_bias"),
         section=_neox_section,
         around={
             "embedding": "gpt_neox.embed_in.weight",
@@ -340,3 +463,14 @@ FAMILIES = {
     ),
 }
 """model_type -> family."""
+
+_EXPERTS = (
+    "its MLPs are experts that a router chooses, of which the model here has one; take a dense model, "
+    "see docs/dense_models.md"
+)
+
+REFUSED = {
+    **dict.fromkeys(("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "phimoe"), _EXPERTS),
+    "gemma3": "it has a vision tower; save its language model alone as gemma3_text (Gemma3ForCausalLM)",
+}
+"""model_type -> why no model here is that, and what to do."""

@@ -32,20 +32,23 @@ SWIGLU = _implementations(plain.swiglu)
 ROTATE = _implementations(plain.rotate)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32 or better.
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, backend: str | None = None
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, computed in float32 or better.
 
     Args:
         x: (..., C).
         weight: (C,).
         eps: added to the mean square.
+        offset: 1 where weights are centred at zero.
         backend: chunked, reference or liger; None takes the environment's MEGAKERNEL_BACKEND, else liger on a GPU
             where it is installed and chunked elsewhere.
 
     Returns:
         (..., C) in the dtype of x.
     """
-    return cast(Tensor, choose(RMS_NORM, backend)(x, weight, eps))
+    return cast(Tensor, choose(RMS_NORM, backend)(x, weight, eps, offset))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, backend: str | None = None) -> Tensor:

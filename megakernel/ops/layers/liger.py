@@ -31,13 +31,13 @@ def _is_installed() -> bool:
     return importlib.util.find_spec("liger_kernel") is not None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """See `megakernel.ops.layers.rms_norm`."""
     from liger_kernel.ops import LigerRMSNormFunction
 
     # `gemma` computes all in float32 and rounds once, as torch does; `llama` rounds before the weight as well. Not in
     # place: the gradient that comes from behind may be another's too.
-    return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "gemma", False)
+    return LigerRMSNormFunction.apply(x, weight, eps, offset, "gemma", False)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -10,9 +10,9 @@ ROWS = 4096
 """Vectors whose float32 copies RMSNorm's backward holds at a time."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """See `megakernel.ops.layers.rms_norm`."""
-    normed: Tensor = _RmsNorm.apply(x, weight, eps)
+    normed: Tensor = _RmsNorm.apply(x, weight, eps, offset)
     return normed
 
 
@@ -23,16 +23,20 @@ class _RmsNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return F.rms_norm(x, weight.shape, weight, eps)
+        ctx.eps, ctx.offset = eps, offset
+        if not offset:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        # A half would lose of 1 + w what w has beyond 8 bits of 1.
+        precise = _precise(x)
+        return F.rms_norm(x.to(precise), weight.shape, weight.to(precise) + offset, eps).to(x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+        precise = _precise(x)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dweight = torch.zeros_like(weight, dtype=precise)
         width = weight.numel()
@@ -42,9 +46,13 @@ class _RmsNorm(torch.autograd.Function):
             scale = torch.rsqrt(some_x.square().mean(-1, keepdim=True) + ctx.eps)
             normed = some_x * scale
             dweight += (some_grad * normed).sum(0)
-            some_grad = some_grad * weight.to(precise)
+            some_grad = some_grad * (weight.to(precise) + ctx.offset)
             some_dx.copy_(scale * (some_grad - normed * (some_grad * normed).mean(-1, keepdim=True)))
-        return dx, dweight.to(weight.dtype), None
+        return dx, dweight.to(weight.dtype), None, None
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops.arguments import check_heads, check_positions
 from megakernel.ops.dispatch import accum_dtype, choose
@@ -32,6 +33,7 @@ def softmax_attention(
     *,
     causal: bool = True,
     window: int | None = None,
+    softcap: float | None = None,
     positions: Positions = 0,
     key_mask: Tensor | None = None,
     mass: Tensor | None = None,
@@ -47,6 +49,7 @@ def softmax_attention(
             the queries.
         causal: token i sees tokens j <= i of its document; otherwise all tokens of its document.
         window: of causal attention, token i sees tokens j > i - window alone; None: all.
+        softcap: c of weights exp(c tanh(q.k / (c sqrt(d)))); None: exponents are not capped.
         positions: (B, N) positions within documents, or the position of the first token of rows that hold one
             document each.
         key_mask: (B, N) bool, False removes a key; not together with a state.
@@ -75,9 +78,10 @@ def softmax_attention(
     # One new token after its own cache, or uncut rows, need no mask: the fused kernels are fastest without
     # one.
     is_cut = window is not None and k.shape[2] > window
-    if isinstance(positions, Tensor) or (cached and q.shape[2] > 1) or is_cut:
+    if isinstance(positions, Tensor) or (cached and q.shape[2] > 1) or is_cut or softcap is not None:
         spans = document_spans(position_rows(positions, q.shape[2], q.device), cached, causal, window)
-    out = choose(IMPLEMENTATIONS, backend)(q, k, v, spans, causal and cached == 0, key_mask, mass)
+    whole = causal and cached == 0
+    out = choose(IMPLEMENTATIONS, backend)(q, k, v, spans, whole, key_mask, mass, softcap)
     forgotten = 0 if window is None else max(0, k.shape[2] - window + 1)
     return out, SoftmaxState(k[:, :, forgotten:], v[:, :, forgotten:])
 
@@ -90,8 +94,9 @@ def chunked(
     causal: bool,
     key_mask: Tensor | None,
     mass: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
-    """PyTorch's fused kernels; packed rows by blocks of queries, without an N x N mask.
+    """PyTorch's fused kernels; packed and capped rows by blocks of queries, without an N x N matrix.
 
     spans: what each query may see; None: all keys, or with `causal` those up to its own.
     """
@@ -110,12 +115,36 @@ def chunked(
         mask = spans.mask(slice(start, start + BLOCK), low, high)
         if key_mask is not None:
             mask = mask & key_mask[:, None, low:high]
+        keys, values = k[:, :, low:high], v[:, :, low:high]
+        if softcap is not None:
+            arguments = (queries, keys, values, mask[:, None], softcap)
+            if torch.is_grad_enabled():
+                # Backward weighs a block again: no kernel of PyTorch caps, and all weights are N x N numbers.
+                outputs.append(checkpoint(_weighed, *arguments, use_reentrant=False))
+            else:
+                outputs.append(_weighed(*arguments))
+            continue
         outputs.append(
-            F.scaled_dot_product_attention(
-                queries, k[:, :, low:high], v[:, :, low:high], attn_mask=mask[:, None], enable_gqa=grouped
-            )
+            F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask[:, None], enable_gqa=grouped)
         )
     return torch.cat(outputs, 2)
+
+
+def _weighed(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float | None) -> Tensor:
+    """Weighted means (B, H, N, D) in the dtype of q, from the formula, in float32 or better.
+
+    visible: (B or 1, 1, N, keys) bool.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.to(accum_dtype(x.dtype)).repeat_interleave(group, 1) for x in (k, v))
+    scores = _capped(q.to(k.dtype) @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, softcap)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    # A row that sees nothing is 0 / 0 in the formula and 0 here.
+    return (weights.masked_fill(~visible, 0.0) @ v).to(q.dtype)
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else softcap * (scores / softcap).tanh()
 
 
 def reference(
@@ -126,6 +155,7 @@ def reference(
     causal: bool,
     key_mask: Tensor | None,
     mass: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """From the formula, in one matrix."""
     group = q.shape[1] // k.shape[1]
@@ -143,7 +173,7 @@ def reference(
         visible = visible & (mass > 0)[:, None]
     if key_mask is not None:
         visible = visible & key_mask[:, None]
-    scores = q.to(k.dtype) @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = _capped(q.to(k.dtype) @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, softcap)
     if mass is not None:
         scores = scores + mass.to(k.dtype).clamp(min=torch.finfo(k.dtype).tiny).log()[:, None, None]
     weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)

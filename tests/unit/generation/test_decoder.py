@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn.functional import linear
 from torch.utils import _pytree as pytree
 
 from megakernel import attention
@@ -47,6 +46,42 @@ PARTS = {
     },
     "untied": {"attention": ATTENTION["flurka"], "tie_embeddings": False, "qk_norm": True},
     "no positions": {"attention": ATTENTION["flurka"], "position": "none", "qkv_bias": True},
+    "as gemma": {
+        "attention": {"preset": "softmax", "window": 7, "softcap": 1.0},
+        "attention_pattern": ["main", {"preset": "softmax", "softcap": 1.0}],
+        "rope_pattern": ["local", "main"],
+        "local_rope": {"base": 100.0},
+        "rope_scaling": {"kind": "linear", "factor": 2.0},
+        "activation": "geglu_tanh",
+        "norm_placement": "both",
+        "zero_centered_norm": True,
+        "qk_norm": True,
+        "embedding_multiplier": 32**0.5,
+        "attention_multiplier": 0.3,
+        "final_logit_softcapping": 2.0,
+    },
+    "as olmo, granite and smollm": {
+        "attention": ATTENTION["flurka"],
+        "attention_pattern": ["main", "softmax"],
+        "rope_pattern": ["main", "none"],
+        "norm_placement": "after",
+        "qk_norm": True,
+        "qk_norm_width": "all",
+        "bias": True,
+        "mlp_bias": False,
+        "qkv_bias": True,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.2,
+        "logits_scaling": 8.0,
+        "rope_scaling": {
+            "kind": "longrope",
+            "original_seq_len": 8,
+            "seq_len": 64,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+            "factor": 4.0,
+        },
+    },
 }
 """Sections of models that continue text."""
 
@@ -72,7 +107,7 @@ def parallel_logits(model, tokens, positions):
     with torch.no_grad():
         for layer in model.walk[:-1]:
             stream = layer(stream)
-        return linear(stream[0], model.output_matrix)[:, 0]
+        return model.logits(stream[0])[0]
 
 
 def text(count):

@@ -7,7 +7,12 @@ import torch.nn.functional as F
 from megakernel.config import Model
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.model.layer_inputs import IGNORED
-from megakernel.model.vocabulary_loss import DistillationTarget, summed_distillation, summed_loss
+from megakernel.model.vocabulary_loss import (
+    DistillationTarget,
+    LogitScaling,
+    summed_distillation,
+    summed_loss,
+)
 from megakernel.parallel import OneProcess
 
 TOKENS, WIDTH, WORDS = 23, 16, 40
@@ -33,25 +38,34 @@ def drawn(dtype):
     return [torch.randn(shape).to(dtype) for shape in shapes], targets
 
 
-def expected(tensors, targets, weights):
+SCALINGS = (LogitScaling(), LogitScaling(divisor=3.0), LogitScaling(divisor=0.5, cap=2.0))
+
+
+def expected(tensors, targets, weights, scaling=SCALINGS[0], their_scaling=SCALINGS[0]):
     """The loss and its parts, of a vocabulary that nothing pads."""
     hidden, head, theirs, their_head = tensors
     head, their_head = head[:WORDS], their_head[:WORDS]
-    logits = (hidden @ head.T)[targets != IGNORED]
+    logits = scaled(hidden @ head.T, scaling)[targets != IGNORED]
     cross_entropy = F.cross_entropy(logits, targets[targets != IGNORED], reduction="sum")
     if weights is None:
         return cross_entropy, ()
     temperature = weights["temperature"]
-    teacher = F.log_softmax((theirs @ their_head.T)[targets != IGNORED] / temperature, -1)
+    their_logits = scaled(theirs @ their_head.T, their_scaling)[targets != IGNORED]
+    teacher = F.log_softmax(their_logits / temperature, -1)
     divergence = F.kl_div(F.log_softmax(logits / temperature, -1), teacher, reduction="sum", log_target=True)
     loss = weights["cross_entropy"] * cross_entropy + weights["divergence"] * temperature**2 * divergence
     return loss, (cross_entropy.item(), divergence.item())
 
 
-def found(hidden, head, targets, rows, distillation=None, words=WORDS, group=None):
+def scaled(products, scaling):
+    logits = products / scaling.divisor
+    return logits if scaling.cap is None else scaling.cap * torch.tanh(logits / scaling.cap)
+
+
+def found(hidden, head, targets, rows, distillation=None, words=WORDS, group=None, scaling=SCALINGS[0]):
     if distillation is None:
-        return summed_loss(hidden, head, targets, rows, words, group), None
-    return summed_distillation(hidden, head, targets, rows, words, group, distillation)
+        return summed_loss(hidden, head, targets, rows, words, group, scaling), None
+    return summed_distillation(hidden, head, targets, rows, words, group, distillation, scaling)
 
 
 @pytest.mark.parametrize("rows", [TOKENS, 8], ids=["one chunk", "chunks"])
@@ -77,6 +91,23 @@ def test_loss_and_gradients_are_those_of_whole_logits(dtype, weights, rows):
         assert actual.dtype == dtype
         assert (actual - exact).norm() <= bound * exact.norm()
     assert not gradients[1][WORDS:].any()
+
+
+@pytest.mark.parametrize("weights", [LESSONS["labels"], LESSONS["both, heated"]], ids=["labels", "both"])
+@pytest.mark.parametrize("scaling", SCALINGS[1:], ids=["divided", "capped"])
+def test_gradients_go_through_divided_and_capped_logits(scaling, weights):
+    tensors, targets = drawn(torch.float64)
+    learned = [x.requires_grad_() for x in tensors[:2]]
+    their_scaling = LogitScaling(cap=1.5)
+    right, _ = expected(tensors, targets, weights, scaling, their_scaling)
+    slopes = torch.autograd.grad(right, learned)
+    distillation = None
+    if weights is not None:
+        distillation = DistillationTarget(*tensors[2:], **weights, scaling=their_scaling)
+    loss, _ = found(*learned, targets, 8, distillation, scaling=scaling)
+    assert loss.item() == pytest.approx(right.item(), rel=1e-14)
+    for actual, exact in zip(torch.autograd.grad(loss, learned), slopes, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-13)
 
 
 def test_a_model_that_predicts_what_its_teacher_does_has_nothing_to_learn():

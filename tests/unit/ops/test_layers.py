@@ -12,13 +12,14 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(plain, "ROWS", 3)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(7, 2, 6), (2, 6), (0, 6)])
-def test_backward_of_rms_norm(small_chunks, shape):
+def test_backward_of_rms_norm(small_chunks, shape, offset):
     x = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, dtype=torch.float64, requires_grad=True)
     pull = torch.randn(shape, dtype=torch.float64)
-    expected = torch.autograd.grad(F.rms_norm(x, (6,), weight, 1e-5), (x, weight), pull)
-    found = torch.autograd.grad(plain.rms_norm(x, weight, 1e-5), (x, weight), pull)
+    expected = torch.autograd.grad(F.rms_norm(x, (6,), offset + weight, 1e-5), (x, weight), pull)
+    found = torch.autograd.grad(plain.rms_norm(x, weight, 1e-5, offset), (x, weight), pull)
     for right, actual in zip(expected, found, strict=True):
         torch.testing.assert_close(actual, right, rtol=1e-12, atol=1e-12)
 
@@ -27,6 +28,12 @@ def test_rms_norm_of_strided_rows(small_chunks):
     x = torch.randn(6, 5, dtype=torch.float64).T.requires_grad_()
     weight = torch.randn(6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *t: plain.rms_norm(*t, 1e-5), (x, weight))
+
+
+def test_a_weight_around_zero_loses_no_bits_beside_1():
+    x, weight = torch.randn(4, 8).bfloat16(), (torch.randn(8) / 300).bfloat16()
+    exact = F.rms_norm(x.float(), (8,), 1 + weight.float(), 1e-5).bfloat16()
+    assert torch.equal(plain.rms_norm(x, weight, 1e-5, 1.0), exact)
 
 
 def test_rms_norm_keeps_nothing_wider_than_its_input():

@@ -34,6 +34,22 @@ def test_softmax_equals_the_reference(causal, masked, positions):
     assert_same(run, [q, k, v])
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
+def test_exponents_are_capped(window, positions):
+    q, k, v = inputs()
+
+    def run(backend):
+        options = {"window": window, "softcap": 0.3, "positions": positions, "backend": backend}
+        return softmax_attention(q, k, v, **options)[:1]
+
+    assert_same(run, [q, k, v])
+    # By itself: the last query of a document that begins 8 tokens before it, or with the row.
+    reach = min(window or N, N if isinstance(positions, int) else 13)
+    exponents = 0.3 * torch.tanh(q[1, 3, -1] @ k[1, 1, -reach:].T / WIDTH**0.5 / 0.3)
+    torch.testing.assert_close(run("chunked")[0][1, 3, -1], exponents.softmax(0) @ v[1, 1, -reach:])
+
+
 @pytest.mark.parametrize("window", [1, 5, N])
 @pytest.mark.parametrize("positions", [0, PACKED], ids=["whole_rows", "packed"])
 def test_last_tokens_alone_are_seen(window, positions):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from launch.cli import main
-from megakernel.checkpoint.dense import DenseCheckpoint
+from megakernel.checkpoint.dense import FAMILIES, DenseCheckpoint
 from megakernel.checkpoint.dense.configs import plain_config
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import UserError, load
@@ -141,7 +141,15 @@ FAULTS = {
     "config.json cut off": (lambda f: (f / "config.json").write_text('{"model_type": "ll'), "is no JSON"),
     "unknown family": (
         lambda f: edit_config(f, model_type="mamba"),
-        "model_type='mamba' is not known; this reads llama, mistral, qwen2, qwen3, gpt2, gpt_neox, megakernel",
+        f"model_type='mamba' is not known; this reads {', '.join(FAMILIES)}, megakernel",
+    ),
+    "experts": (
+        lambda f: edit_config(f, model_type="gpt_oss"),
+        "model_type='gpt_oss' is not read: its MLPs are experts that a router chooses, of which the model here has one",
+    ),
+    "a vision tower": (
+        lambda f: edit_config(f, model_type="gemma3"),
+        "it has a vision tower; save its language model alone as gemma3_text",
     ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "is not whole: model.safetensors missing"),
     "pickled weights": (
@@ -206,8 +214,8 @@ FAULTS = {
         "hidden_act='relu' has no counterpart here; only 'silu' is read",
     ),
     "frequencies that are not ours": (
-        lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        "rope_type='dynamic' has no counterpart here",
+        lambda f: edit_config(f, rope_parameters={"rope_type": "proportional", "rope_theta": 1e4}),
+        "rope_type='proportional' has no counterpart here; linear, dynamic, yarn, llama3, longrope are read",
     ),
 }
 

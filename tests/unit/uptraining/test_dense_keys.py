@@ -21,6 +21,13 @@ EXAMPLES = {
     "mistral": "mistral, sliding",
     "qwen2": "qwen2, some layers slide",
     "qwen3": "qwen3, tied",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "olmo3": "olmo3, some layers slide",
+    "phi3": "phi3, sliding",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
     "gpt2": "gpt2",
     "gpt_neox": "gpt_neox",
 }
@@ -115,6 +122,17 @@ OTHER_VALUES = {
     "max_position_embeddings": dense_models.LENGTH,
     "rope_scaling": None,
     "logit_scale": 0.5,
+    "no_rope_layers": [0, 1],
+    "no_rope_layer_interval": 1,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.7,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "hidden_activation": "relu",
+    "query_pre_attn_scalar": 7,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 1.5,
+    "use_bidirectional_attention": True,
 }
 SIZES = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
 
@@ -135,6 +153,8 @@ def test_keys_that_a_family_does_not_read_change_nothing_on_either_side(family, 
     completed = {"use_sliding_window", "max_window_layers"} if family.startswith("qwen") else set()
     if family == "mistral":
         completed.add("layer_types")  # with which it is another family
+    if family in ("olmo3", "gemma3_text"):
+        completed.add("partial_rotary_factor")  # which scaled frequencies do not ignore: it is refused
     completed |= {"rotary_pct", "rotary_emb_base", "rope_theta", "rope_scaling"}
     stray = {key: value for key, value in OTHER_VALUES.items() if key not in read | completed}
     everything = {key for one in FAMILIES.values() for key in one.keys}
@@ -266,6 +286,28 @@ def test_import_says_how_far_logits_are_and_writes_nothing_where_they_differ(
     told = capsys.readouterr()
     assert f"{folder}: logits differ from those of transformers by" in told.err
     assert not to.exists()
+
+
+@every_family
+def test_check_prints_the_distance_behind_each_layer(family, changed, capsys):
+    assert main(["import", str(changed(family)), "--check"]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    found = {place: float(distance) for place, distance in (line.rsplit(maxsplit=1) for line in lines)}
+    assert list(found) == ["embedding", "layer 0", "layer 1 and norm", "logits"]
+    assert max(found.values()) < 2e-5
+
+
+def test_check_shows_where_a_model_read_wrong_departs(changed, tmp_path, capsys, monkeypatch):
+    folder, frequencies = changed("llama"), {"rope_base": 7.0}
+    assert main(["import", str(folder), "--check", "--to", str(tmp_path / "model.yaml")]) == 2
+    assert "--check compares alone; leave one of them out" in capsys.readouterr().err
+    monkeypatch.setattr("megakernel.checkpoint.dense.families._rope", lambda config: frequencies)
+    assert main(["import", str(folder), "--check"]) == 2
+    told = capsys.readouterr()
+    found = [float(line.rsplit(maxsplit=1)[1]) for line in told.out.splitlines()[1:]]
+    assert found[0] < 1e-6
+    assert min(found[1:]) > 1e-3
+    assert "logits differ from those of transformers by" in told.err
 
 
 def test_of_a_model_that_memory_does_not_hold_the_first_layers_are_compared(changed, monkeypatch):
