@@ -55,11 +55,11 @@ class Known:
 
 def fold(source: Source, known: Known) -> None:
     """Change the tree of a module, and note the edits that make the same of its text."""
-    used = {id(node): _loads(node) for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)}
+    functions = [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)]
+    used = [_loads(node) for node in functions]
     _Folding(source, known).visit(source.tree)
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.FunctionDef):
-            _drop_unused(source, node, used[id(node)])
+    for function, before in zip(functions, used):
+        _drop_unused(source, function, before)
 
 
 def _loads(node: ast.AST) -> set[str]:
@@ -104,6 +104,7 @@ class _Folded(ast.Constant):
 class _Folding(ast.NodeTransformer):
     def __init__(self, source: Source, known: Known):
         self.source, self.known = source, known
+        self._calls = {name.partition("(")[0] for name in known.values if "(" in name}
 
     def _constant(self, node: ast.expr, value: Any) -> ast.expr:
         folded = ast.copy_location(_Folded(value), node)
@@ -135,7 +136,7 @@ class _Folding(ast.NodeTransformer):
         if called in self.known.arguments:
             first = _default(node)
             return self.visit(self._instead(node, first)) if first is not None else node
-        if (whole := ast.unparse(node)) in self.known.values:
+        if called in self._calls and (whole := ast.unparse(node)) in self.known.values:
             return self._constant(node, self.known.values[whole])
         left_out = self.known.keywords.get(called, ())
         for number, keyword in reversed(list(enumerate(node.keywords))):
