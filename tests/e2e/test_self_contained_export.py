@@ -102,15 +102,13 @@ def test_batches_beams_and_stop_strings(told):
 
 def test_trainer_peft_and_new_words(told):
     assert told["losses"][-1] < told["losses"][0]
-    assert told["trained_is_saved"]
-    assert told["adapter_is_loaded"]
-    assert (
-        told["adapter_apart"] < 1e-4
-    )  # the same weights elsewhere in memory, which products may sum in another order
-    assert told["merged_is_saved"]
-    assert told["merged_apart"] < 1e-3  # logits of size 1 in float32; products of other matrices
     assert told["words"] == 257 + 7
-    assert told["grown_is_saved"]
+    # Logits of size 1 in float32: the same weights elsewhere in memory are summed in another order now and then.
+    assert told["merged_apart"] < 1e-3
+    for name in ("trained", "adapted", "merged", "grown"):
+        alike, apart = told[name]
+        assert alike, name
+        assert apart < 1e-4, name
 
 
 def test_what_is_saved_stays_self_contained_and_loads_nothing_of_here(told):

@@ -39,6 +39,16 @@ if __name__ == "__main__":
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         torch.save({"logits": model(tokens).logits}, out / "logits.pt")
+
+    def same(one, other):
+        """Whether all tensors are alike, bit for bit, and how far apart the logits of two models are."""
+        before, after = one.eval().state_dict(), other.eval().state_dict()
+        alike = before.keys() == after.keys() and all(
+            torch.equal(before[name], after[name]) for name in before
+        )
+        with torch.no_grad():
+            return [alike, (one(tokens).logits - other(tokens).logits).abs().max().item()]
+
     greedy = {"max_new_tokens": 24, "do_sample": False}
 
     def generated(rows, of=model, **how):
@@ -72,8 +82,7 @@ if __name__ == "__main__":
     trainer.train()
     told["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tuned = load(out / "trainer" / "checkpoint-6")  # self-contained as what it was tuned from
-    with torch.no_grad():
-        told["trained_is_saved"] = torch.equal(tuned(tokens).logits, trainer.model.eval()(tokens).logits)
+    told["trained"] = same(trainer.model, tuned)
 
     # PEFT.
     adapted = get_peft_model(
@@ -86,26 +95,19 @@ if __name__ == "__main__":
         loss.backward()
         optimizer.step()
     adapted.save_pretrained(out / "adapter")
-    with torch.no_grad():
-        expected = adapted.eval()(tokens).logits
-        again = PeftModel.from_pretrained(load(folder), out / "adapter").eval()
-        told["adapter_apart"] = (again(tokens).logits - expected).abs().max().item()
-        before, after = adapted.state_dict(), again.state_dict()
-        told["adapter_is_loaded"] = before.keys() == after.keys() and all(
-            torch.equal(before[name], after[name]) for name in before
-        )
-        merged = again.merge_and_unload()
-        told["merged_apart"] = (merged(tokens).logits - expected).abs().max().item()
-        merged.save_pretrained(out / "merged")
-        told["merged_is_saved"] = torch.equal(load(out / "merged")(tokens).logits, merged(tokens).logits)
+    again = PeftModel.from_pretrained(load(folder), out / "adapter")
+    told["adapted"] = same(adapted, again)
+    merged = again.merge_and_unload()
+    told["merged_apart"] = (merged(tokens).logits - adapted(tokens).logits).abs().max().item()
+    merged.save_pretrained(out / "merged")
+    told["merged"] = same(merged, load(out / "merged"))
 
-        # More words, saved and loaded again.
-        grown = load(folder)
-        grown.resize_token_embeddings(grown.config.vocab_size + 7)
-        grown.save_pretrained(out / "grown")
-        logits = load(out / "grown")(tokens).logits
-        told["words"] = logits.shape[-1]
-        told["grown_is_saved"] = torch.equal(logits, grown(tokens).logits)
+    # More words, saved and loaded again.
+    grown = load(folder)
+    grown.resize_token_embeddings(grown.config.vocab_size + 7)
+    grown.save_pretrained(out / "grown")
+    told["words"] = grown(tokens).logits.shape[-1]
+    told["grown"] = same(grown, load(out / "grown"))
 
     told["loaded"] = [name for name in ABSENT if name in sys.modules]
     told["code_is_kept"] = [
