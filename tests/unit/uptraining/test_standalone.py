@@ -119,6 +119,21 @@ def test_a_configuration_that_the_text_does_not_know_is_one_line(fault, tmp_path
     assert "\n" not in str(caught.value)
 
 
+def test_a_missing_file_of_several_is_one_line(tmp_path):
+    build(attention="linear").save_pretrained(tmp_path, max_shard_size="20KB")
+    lost = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match=f"No such file or directory: {lost}") as caught:
+        loaded(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_positions_beyond_learned_ones_are_one_line(tmp_path):
+    build(**PARTS["learned positions, tied"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a text of 65 tokens exceeds the model's 64 learned positions"):
+        loaded(tmp_path)(texts(1, 65))
+
+
 ABSENT = Definition("megakernel.example", "absent")
 
 
