@@ -275,12 +275,14 @@ class _Folding(ast.NodeTransformer):
             source.drop(source.lines_of(node)[0], end)
             return []
         if self._is_elif(node):
-            assert is_true or self._is_elif(kept[0]), "an `else` behind a branch that is never taken"
             if is_true:  # it takes the place of `else`
                 source.edits.append(Edit(source.span(node)[0], inside, b"else:\n"))
                 source.drop(source.line(_end(kept[-1]) + 1), end)
-            else:
+            elif self._is_elif(kept[0]):
                 source.drop(start, source.line(kept[0].lineno))
+            else:
+                word = source.content.rindex(b"else:", start, source.line(kept[0].lineno))
+                source.drop(start, source.content.rindex(b"\n", start, word) + 1)
             return self._visited(kept)
         if is_true:
             source.drop(start, inside)
@@ -311,11 +313,8 @@ class _Folding(ast.NodeTransformer):
         width = kept[0].col_offset - column
         for number in range(1, _end(kept[-1]) + 1):
             place = self.source.line(number)
-            if (
-                place >= start
-                and number not in inside
-                and self.source.content[place : place + width].isspace()
-            ):
+            indented = self.source.content[place : place + width] == b" " * width  # an empty line is not
+            if place >= start and number not in inside and indented:
                 self.source.drop(place, place + width)
 
     def _visited(self, statements: list[ast.stmt]) -> list[ast.stmt]:

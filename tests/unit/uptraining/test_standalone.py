@@ -152,12 +152,16 @@ def f(x, tp):
         return megatron.f(x)
     elif x:  # é
         y = x + 1
+    elif tp.size == 2:
+        y = 3
     else:
         y = 2
     group = x if tp.size > 1 and x else None
     forms = {"chunked": f, "triton": g}
     if alone():
         # Stays.
+        y = f(y)
+
         return (y,
                 group, forms, """
   text""")
@@ -173,6 +177,8 @@ def f(x, tp):
     group = None
     forms = {"chunked": f}
     # Stays.
+    y = f(y)
+
     return (y,
             group, forms, """
   text""")
