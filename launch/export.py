@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.to}: {config['architectures'][0]} in {config['dtype']}, with its tokenizer")
     if "auto_map" in config:
         print(
-            "load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True), where Megakernel is "
-            "installed from its source checkout (pip install PATH)"
+            "load it with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True); it needs torch and "
+            "transformers, and Megakernel nowhere"
         )
     return 0

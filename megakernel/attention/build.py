@@ -46,7 +46,11 @@ def build(
         num_heads, num_kv_heads or num_heads, head_dim, causal, max_positions, seed, heads, softmax_exchange
     )
     spec = form.spec
-    module, name = ((causal and spec.causal_layer) or spec.layer).split(".")
-    # By name: the configuration, which knows all mechanisms, loads no torch.
+    return layer_class((causal and spec.causal_layer) or spec.layer)(form, settings)
+
+
+def layer_class(place: str) -> type[AttentionLayer]:
+    """The class that a mechanism names: the configuration, which knows all of them, loads no torch."""
+    module, name = place.split(".")
     kind: type[AttentionLayer] = getattr(import_module(f"megakernel.attention.{module}"), name)
-    return kind(form, settings)
+    return kind

@@ -22,6 +22,7 @@ from .dense.checkpoint import CONFIG, INDEX, ONE_FILE, our_parts, vocabulary_nam
 from .dense.configs import plain_config
 from .dense.families import FAMILIES, OWN
 from .dense.tokenizer import save_tokenizer
+from .model_card import CARD, model_card
 from .trained_run import TrainedRun, recorded_config, tokenizer_folder
 from .universal import WEIGHT
 from .weight_source import weights
@@ -32,7 +33,7 @@ _DTYPES = DTYPES | {"float16": torch.float16}
 def export(
     run_folder: Path, to: Path, *, step: int | None = None, dtype: str | None = None
 ) -> dict[str, Any]:
-    """Write safetensors, config.json, generation_config.json and the tokenizer; returns config.json.
+    """Write safetensors, config.json, generation_config.json, README.md and the tokenizer; returns config.json.
 
     Args:
         run_folder: of a causal_lm.
@@ -59,6 +60,7 @@ def export(
         if config["model_type"] == OWN:
             settings.pop("cache_implementation", None)  # of keys and values, of which its state is none
         _write(folder / FILE, settings)
+        (folder / CARD).write_text(source.card(run_folder, config["model_type"]), encoding="utf-8")
     return config
 
 
@@ -107,6 +109,13 @@ class _Source:
         config.save_pretrained(folder)
         write_tensors(folder, ((f"model.{name}", self._read(name).to(x.dtype)) for name, x in like.items()))
         return config.to_dict()
+
+    def card(self, run_folder: Path, model_type: str) -> str:
+        """README.md."""
+        step = self.run.checkpoint.step
+        measured = run_folder / "evaluation" / f"step_{step}"
+        name = self.run.config.run.name
+        return model_card(name, step, self.model, self.seq_len, model_type, measured)
 
     def _theirs(self, parts: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(parts):

@@ -14,31 +14,7 @@ from megakernel.model import LanguageModel, ModelSettings, cast
 from megakernel.parallel import OneProcess
 
 from .dense.families import OWN
-
-CODE_FILE = "modeling_megakernel.py"
-"""What `trust_remote_code=True` runs: it takes the classes from the installed package."""
-
-_CODE = '''"""The model of this folder is made of layers of the package that exported it, which has to be installed."""
-
-import importlib.util
-import os
-
-INSTALL = (
-    "this model needs the package that exported it: `pip install PATH` of its source checkout or `pip install git+URL` "
-    "of its repository; the `megakernel` of the public index is another project"
-)
-
-_found = importlib.util.find_spec("megakernel")  # the other package is not run to find out that it is another
-_places = _found.submodule_search_locations or [] if _found else []
-if not any(os.path.isdir(os.path.join(place, "checkpoint", "pretrained")) for place in _places):
-    raise ImportError(INSTALL)
-try:  # of imports elsewhere `transformers` says what to install, by their name
-    from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
-except ImportError as error:
-    raise ImportError(f"{INSTALL} ({error})") from error
-
-__all__ = ["MegakernelConfig", "MegakernelForCausalLM"]
-'''
+from .standalone.code import CODE_FILE, code_of
 
 
 class MegakernelConfig(PreTrainedConfig):
@@ -84,13 +60,16 @@ class MegakernelConfig(PreTrainedConfig):
     @property
     def section(self) -> Model:
         """`model`, validated. Raises UserError where it is missing or not of this version."""
+        return self._section()
+
+    def _section(self, **changes: Any) -> Model:
         if self.model is None:
             raise UserError("config.json has no `model`; export the run again with `megakernel export`")
-        return validate_section(Model, self.model, "config.json: model")
+        return validate_section(Model, {**self.model, **changes}, "config.json: model")
 
     def language_model(self, *, shapes_only: bool = False) -> LanguageModel:
         """The layers, in torch's default dtype as a run casts them; drawn in float32, or without memory."""
-        section = self.section.model_copy(update={"vocab_multiple": 1})
+        section = self._section(vocab_multiple=1)
         dtype = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float32)
@@ -104,7 +83,7 @@ class MegakernelConfig(PreTrainedConfig):
         """Write config.json and, beside it, the code that `trust_remote_code=True` runs."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CODE_FILE).write_text(_CODE, encoding="utf-8")
+        (folder / CODE_FILE).write_text(code_of(self.section), encoding="utf-8")
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @classmethod

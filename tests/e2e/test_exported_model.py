@@ -57,6 +57,22 @@ def test_a_folder_is_whole_and_says_how_it_is_loaded(run, tmp_path, capsys):
     assert dtypes == {torch.bfloat16, torch.float32}  # random features keep their digits
 
 
+def test_the_card_says_how_the_folder_is_loaded_and_what_was_measured(run, exported, tmp_path):
+    card = (exported / "README.md").read_text()
+    assert 'AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)' in card
+    assert "flurka (hedgehog)" in card
+    assert "Apache-2.0" in card
+    assert "Evaluation" not in card
+    measured = run / "evaluation" / "step_2"
+    measured.mkdir(parents=True)
+    (measured / "perplexity.md").write_text("| position | loss |\n|---|---|\n| all | 3.2 |\n")
+    try:
+        assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
+    finally:
+        (measured / "perplexity.md").unlink()
+    assert (tmp_path / "out" / "README.md").read_text().endswith("| all | 3.2 |\n")
+
+
 def test_frequencies_are_those_that_the_weights_know(run, exported, tmp_path):
     assert main(["export", str(run), "--to", str(tmp_path / "out"), "--step", "1"]) == 0
     found = []

@@ -1,9 +1,6 @@
 """Our models behind the interface of `transformers`: cache, padding, documents, loss, files."""
 
 import copy
-import importlib.machinery
-import sys
-import types
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.dense.tokenizer import save_tokenizer
 from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
+from megakernel.checkpoint.standalone import standalone_code
 from megakernel.config import Model, UserError
 from tests.unit.generation.test_decoder import ATTENTION, EOD, MIXED, PARTS, is_recurrent, numbers, shaken
 
@@ -322,39 +320,30 @@ def test_a_folder_names_its_code(mixed, tmp_path):
     mixed.save_pretrained(tmp_path)
     config = MegakernelConfig.from_pretrained(tmp_path)
     assert config.auto_map["AutoModelForCausalLM"] == "modeling_megakernel.MegakernelForCausalLM"
-    assert "from megakernel.checkpoint.pretrained import" in (tmp_path / "modeling_megakernel.py").read_text()
+    assert (tmp_path / "modeling_megakernel.py").read_text() == standalone_code(config.section)
     assert config.section == mixed.config.section
     assert (config.hidden_size, config.num_hidden_layers) == (32, 4)
 
 
-@pytest.mark.parametrize("installed", ["nothing", "the package of the public index"])
-def test_a_folder_says_which_package_it_needs_and_runs_no_other(installed, mixed, tmp_path, monkeypatch):
-    mixed.save_pretrained(tmp_path)
-    other = None
-    if installed != "nothing":  # it has the name alone
-        other = types.ModuleType("megakernel")
-        other.__spec__ = importlib.machinery.ModuleSpec("megakernel", None, is_package=True)
-        other.__spec__.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setitem(sys.modules, "megakernel", other)
-    with pytest.raises(
-        ImportError, match=r"`pip install PATH` of its source checkout .* is another project$"
-    ):
-        get_class_from_dynamic_module("modeling_megakernel.MegakernelConfig", str(tmp_path))
+PLACES = {
+    "checkpoint": "megakernel.checkpoint.pretrained",
+    "uptraining": "megakernel.uptraining.pretrained",
+}
 
 
-def test_a_folder_that_names_the_place_of_before_loads(mixed, tmp_path):
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_folder_of_before_whose_code_asks_for_the_package_loads(place, mixed, tmp_path):
     mixed.save_pretrained(tmp_path)
-    code = tmp_path / "modeling_megakernel.py"
-    now = code.read_text()
-    before = now.replace('"checkpoint", "pretrained"', '"uptraining", "pretrained"').replace(
-        "megakernel.checkpoint.pretrained", "megakernel.uptraining.pretrained"
-    )
-    assert before.count("uptraining") == now.count("checkpoint") == 2
-    code.write_text(before)
+    asks = f"from {place} import MegakernelConfig, MegakernelForCausalLM\n"
+    (tmp_path / "modeling_megakernel.py").write_text(f"try:\n    {asks}except ImportError:\n    raise\n")
     named = get_class_from_dynamic_module("modeling_megakernel.MegakernelForCausalLM", str(tmp_path))
+    assert named is MegakernelForCausalLM
     model = named.from_pretrained(tmp_path)
     for name, weight in mixed.state_dict().items():
         assert model.state_dict()[name].equal(weight), name
+    model.save_pretrained(tmp_path)
+    code = (tmp_path / "modeling_megakernel.py").read_text()
+    assert code == standalone_code(mixed.config.section)  # and needs the package no more
 
 
 MASK = torch.tensor([[1, 1, 0, 1]])

@@ -1,0 +1,264 @@
+"""Modules of this package as syntax trees over their text: what their names stand for, and texts with changes."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = "megakernel"
+
+
+class Edit(NamedTuple):
+    """Bytes `start` to `end` of a module become `text`."""
+
+    start: int
+    end: int
+    text: bytes = b""
+
+
+class Definition(NamedTuple):
+    """What a name stands for, of this package or of another."""
+
+    module: str
+    name: str
+    """Empty: the module itself."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is of this package."""
+        return self.module.partition(".")[0] == PACKAGE
+
+
+@dataclass
+class Source:
+    """A module that is read and not run."""
+
+    name: str
+    content: bytes
+    is_package: bool = False
+    edits: list[Edit] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str) -> "Source":
+        """The module of this name."""
+        spec = find_spec(name)
+        assert spec is not None, name
+        assert spec.origin is not None, name
+        return cls(name, Path(spec.origin).read_bytes(), spec.submodule_search_locations is not None)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Its syntax tree, which may be changed."""
+        return ast.parse(self.content)
+
+    @cached_property
+    def _lines(self) -> list[int]:
+        ends = [match.end() for match in re.finditer(rb"\n", self.content)]
+        return [0, *ends]
+
+    def line(self, number: int) -> int:
+        """Where a line starts, counted from 1; of the line behind the last, the end."""
+        return self._lines[number - 1] if number <= len(self._lines) else len(self.content)
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Where a node starts and ends."""
+        place: ast.expr = node  # type: ignore[assignment]
+        assert place.end_lineno is not None
+        assert place.end_col_offset is not None
+        start = self._lines[place.lineno - 1] + place.col_offset
+        return start, self._lines[place.end_lineno - 1] + place.end_col_offset
+
+    def lines_of(self, node: ast.AST) -> tuple[int, int]:
+        """The same of whole lines, with decorators and with the comments right above."""
+        statement: ast.stmt = node  # type: ignore[assignment]
+        first = min([statement.lineno, *(x.lineno for x in getattr(statement, "decorator_list", ()))])
+        while first > 1 and self.content[self.line(first - 1) : self.line(first)].lstrip().startswith(b"#"):
+            first -= 1
+        assert statement.end_lineno is not None
+        return self.line(first), self.line(statement.end_lineno + 1)
+
+    def drop(self, start: int, end: int) -> None:
+        """Leave these bytes out."""
+        self.edits.append(Edit(start, end))
+
+    def text(self, start: int, end: int) -> str:
+        """These bytes after all edits; one inside another is without effect."""
+        parts, place = [], start
+        for edit in sorted(self.edits, key=lambda edit: (edit.start, -edit.end)):
+            if edit.end <= place or edit.start >= end or (edit.start < place and edit.text):
+                continue
+            parts += [self.content[place : max(edit.start, place)], edit.text]
+            place = edit.end
+        parts.append(self.content[place:end])
+        return b"".join(parts).decode()
+
+    @cached_property
+    def statements(self) -> dict[str, ast.stmt]:
+        """Name -> the statement of the module that defines it."""
+        found: dict[str, ast.stmt] = {}
+        for statement in self.tree.body:
+            if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+                found[statement.name] = statement
+            elif isinstance(statement, ast.Assign | ast.AnnAssign):
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                for target in targets:
+                    names = (part for part in ast.walk(target) if isinstance(part, ast.Name))
+                    found |= {name.id: statement for name in names}
+        return found
+
+    @cached_property
+    def imports(self) -> dict[str, Definition]:
+        """Name -> what the module imports by it, for types alone too."""
+        found: dict[str, Definition] = {}
+        for statement in _outside_functions(self.tree.body):
+            if isinstance(statement, ast.Import):
+                for alias in statement.names:
+                    whole = alias.name if alias.asname else alias.name.partition(".")[0]
+                    found[alias.asname or whole] = Definition(whole, "")
+            elif isinstance(statement, ast.ImportFrom):
+                module = self._absolute(statement)
+                names = {alias.asname or alias.name: alias.name for alias in statement.names}
+                found |= {known: Definition(module, name) for known, name in names.items()}
+        return found
+
+    def _absolute(self, statement: ast.ImportFrom) -> str:
+        if not statement.level:
+            return statement.module or ""
+        above = self.name.split(".")
+        above = above[: len(above) - statement.level + self.is_package]
+        return ".".join([*above, *([statement.module] if statement.module else [])])
+
+
+def _outside_functions(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.If | ast.Try):
+            yield from _outside_functions(statement.body)
+        else:
+            yield statement
+
+
+@dataclass
+class Reference:
+    """A place of the text that names what a module knows, rather than a local variable."""
+
+    node: ast.Name | ast.Attribute
+    hidden: frozenset[str]
+    """Names that are local variables there."""
+
+    at_once: bool
+    """Whether it is looked up while the module is imported."""
+
+    in_text: bool
+    """Whether it is a part of an f-string, whose places are not known before Python 3.12."""
+
+
+def references(node: ast.AST) -> list[Reference]:
+    """Names, and attributes of names, in a statement of a module that no function or comprehension in it binds."""
+    visitor = _Visitor()
+    visitor.visit(node)
+    return visitor.found
+
+
+class _Visitor(ast.NodeVisitor):
+    def __init__(self) -> None:
+        self.found: list[Reference] = []
+        self.scopes: list[tuple[frozenset[str], bool]] = []
+        """Names of each scope, the innermost last, and whether it is a class: functions in one do not see them."""
+
+        self.depth = self.texts = 0
+
+    def _hidden(self) -> frozenset[str]:
+        inner = len(self.scopes) - 1
+        seen = (
+            names for place, (names, is_class) in enumerate(self.scopes) if not is_class or place == inner
+        )
+        return frozenset().union(*seen)
+
+    def _find(self, node: ast.Name | ast.Attribute) -> None:
+        first = node.value if isinstance(node, ast.Attribute) else node
+        assert isinstance(first, ast.Name)
+        hidden = self._hidden()
+        if first.id not in hidden:
+            self.found.append(Reference(node, hidden, self.depth == 0, self.texts > 0))
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load):
+            self._find(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.value, ast.Name):
+            self._find(node)
+        else:
+            self.visit(node.value)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        self.texts += 1
+        self.generic_visit(node)
+        self.texts -= 1
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for part in (*node.decorator_list, *node.bases, *node.keywords):
+            self.visit(part)
+        self.scopes.append((frozenset(_bound(node.body)), True))
+        for statement in node.body:
+            self.visit(statement)
+        self.scopes.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for decorator in node.decorator_list:
+            self.visit(decorator)
+        if node.returns is not None:
+            self.visit(node.returns)
+        self._function(node.args, node.body)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self._function(node.args, [node.body])
+
+    def _function(self, arguments: ast.arguments, body: list) -> None:
+        listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        listed += [x for x in (arguments.vararg, arguments.kwarg) if x is not None]
+        for part in (*arguments.defaults, *arguments.kw_defaults, *(x.annotation for x in listed)):
+            if part is not None:
+                self.visit(part)
+        self.scopes.append((frozenset({x.arg for x in listed} | _bound(body)), False))
+        self.depth += 1
+        for statement in body:
+            self.visit(statement)
+        self.depth -= 1
+        self.scopes.pop()
+
+    def _comprehension(self, node: ast.AST) -> None:
+        self.scopes.append((frozenset(_bound([x.target for x in getattr(node, "generators", ())])), False))
+        self.generic_visit(node)
+        self.scopes.pop()
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension
+
+
+def _bound(body: list) -> set[str]:
+    """Names that statements bind, not those of functions and comprehensions in them."""
+    names: set[str] = set()
+    waiting: list[ast.AST] = list(body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Lambda):
+            continue
+        if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            inner = (part.target for part in ast.walk(node) if isinstance(part, ast.NamedExpr))
+            names |= {target.id for target in inner}
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        waiting.extend(ast.iter_child_nodes(node))
+    return names

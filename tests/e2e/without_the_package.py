@@ -1,0 +1,117 @@
+"""What a user does with an exported folder where nothing of this repository is installed; told as JSON.
+
+Arguments: the folder, a new folder to write to, and tokens as JSON.
+"""
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+
+ABSENT = ("megakernel", "launch", "data_pipeline", "megatron", "deepspeed", "pydantic")
+
+if __name__ == "__main__":
+    assert [name for name in ABSENT if importlib.util.find_spec(name) is not None] == []
+    folder, out, ids = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    told = {}
+    start = time.process_time()
+    import transformers  # noqa: F401
+
+    told["transformers_seconds"], start = time.process_time() - start, time.process_time()
+    # The models of `transformers` that every AutoModelForCausalLM loads, whatever the folder says.
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel  # noqa: F401
+
+    told["their_models_seconds"], start = time.process_time() - start, time.process_time()
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    get_class_from_dynamic_module("modeling_megakernel.MegakernelForCausalLM", str(folder))
+    told["class_seconds"] = time.process_time() - start
+
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+    def load(place):
+        return AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True).eval()
+
+    model, tokens = load(folder), torch.tensor([ids])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        torch.save({"logits": model(tokens).logits}, out / "logits.pt")
+
+    def same(one, other):
+        """Whether all tensors are alike, bit for bit, and how far apart the logits of two models are."""
+        before, after = one.eval().state_dict(), other.eval().state_dict()
+        alike = before.keys() == after.keys() and all(
+            torch.equal(before[name], after[name]) for name in before
+        )
+        with torch.no_grad():
+            return [alike, (one(tokens).logits - other(tokens).logits).abs().max().item()]
+
+    greedy = {"max_new_tokens": 24, "do_sample": False}
+
+    def generated(rows, of=model, **how):
+        given = tokenizer(rows, return_tensors="pt", padding=True, padding_side="left")
+        found = of.generate(**given, **greedy | how)[:, given["input_ids"].shape[1] :]
+        return [tokenizer.decode(row, skip_special_tokens=True) for row in found]
+
+    prompts = ["import ", "def f(x):\n    return é"]
+    told["texts"] = [generated([prompt])[0] for prompt in prompts]
+    told["padded"] = generated(prompts)
+    told["beams"] = [generated(prompts, num_beams=3, use_cache=used) for used in (True, False)]
+    told["stop"] = stop = told["texts"][1][5:7]
+    told["stopped"] = generated(prompts[1:], stop_strings=[stop], tokenizer=tokenizer)[0]
+
+    # One short fine-tune with what there is to save memory.
+    rows = [{"input_ids": ids[place : place + 32]} for place in range(0, 64, 8)]
+    arguments = TrainingArguments(
+        output_dir=str(out / "trainer"),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        gradient_checkpointing=True,
+        logging_steps=1,
+        save_steps=6,
+        report_to="none",
+        use_cpu=True,
+        seed=0,
+    )
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    trainer = Trainer(load(folder), arguments, train_dataset=rows, data_collator=collator)
+    trainer.train()
+    told["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    tuned = load(out / "trainer" / "checkpoint-6")  # self-contained as what it was tuned from
+    told["trained"] = same(trainer.model, tuned)
+
+    # PEFT.
+    adapted = get_peft_model(
+        load(folder), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    optimizer = torch.optim.AdamW([x for x in adapted.parameters() if x.requires_grad], lr=0.05)
+    for _ in range(2):
+        loss = adapted.train()(tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    adapted.save_pretrained(out / "adapter")
+    again = PeftModel.from_pretrained(load(folder), out / "adapter")
+    told["adapted"] = same(adapted, again)
+    merged = again.merge_and_unload()
+    told["merged_apart"] = (merged(tokens).logits - adapted(tokens).logits).abs().max().item()
+    merged.save_pretrained(out / "merged")
+    told["merged"] = same(merged, load(out / "merged"))
+
+    # More words, saved and loaded again.
+    grown = load(folder)
+    grown.resize_token_embeddings(grown.config.vocab_size + 7)
+    grown.save_pretrained(out / "grown")
+    told["words"] = grown(tokens).logits.shape[-1]
+    told["grown"] = same(grown, load(out / "grown"))
+
+    told["loaded"] = [name for name in ABSENT if name in sys.modules]
+    told["code_is_kept"] = [
+        (place / "modeling_megakernel.py").read_bytes() == (folder / "modeling_megakernel.py").read_bytes()
+        for place in (out / "trainer" / "checkpoint-6", out / "merged", out / "grown")
+    ]
+    print(json.dumps(told))

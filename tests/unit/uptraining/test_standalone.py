@@ -1,0 +1,196 @@
+"""The code of an exported model: the package's own, in one file that needs torch and `transformers` alone."""
+
+import ast
+import configparser
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from megakernel.checkpoint.standalone import code, standalone_code
+from megakernel.checkpoint.standalone.folding import Known, fold
+from megakernel.checkpoint.standalone.sources import Definition, Source, references
+from megakernel.config import Model
+from tests.tiers import tiered
+from tests.unit.generation.test_decoder import PARTS
+from tests.unit.uptraining.test_pretrained import build, texts
+
+SIZES = {"num_layers": 1, "hidden_size": 32, "num_heads": 4}
+FIRST = ["mixed", "linear"]
+
+
+def loaded(folder):
+    kind = get_class_from_dynamic_module("modeling_megakernel.MegakernelForCausalLM", str(folder))
+    assert kind.__module__.startswith("transformers_modules.")
+    return kind.from_pretrained(folder).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", tiered(PARTS, FIRST))
+def test_logits_are_those_of_the_package_bit_for_bit(name, tmp_path):
+    model = build(**PARTS[name])
+    model.save_pretrained(tmp_path)
+    alone, ids = loaded(tmp_path), texts(2, 33)
+    for cached in (True, False):
+        assert torch.equal(alone(ids, use_cache=cached).logits, model(ids, use_cache=cached).logits)
+    found, expected = (x(ids[:, :20]).past_key_values for x in (alone, model))
+    for token in ids[:, 20:].split(1, 1):
+        logits = model(token, past_key_values=expected).logits
+        assert torch.equal(alone(token, past_key_values=found).logits, logits)
+
+
+@pytest.mark.parametrize(
+    "attention", tiered(["flurka", "linear", "softmax", "gmm_rks", "eva", "mgk"], ["linear"])
+)
+def test_the_text_names_nothing_that_it_lacks(attention, tmp_path):
+    text = standalone_code(Model(attention=attention, **SIZES))
+    (tmp_path / "modeling.py").write_text(text)
+    ruff = [str(Path(sys.executable).with_name("ruff")), "check", "--isolated", "--select", "E9,F401,F8"]
+    done = subprocess.run([*ruff, "--ignore", "F841", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    imported = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(str(node.module).partition(".")[0])
+    assert imported - sys.stdlib_module_names == {"torch", "transformers", "packaging"}
+
+
+def test_the_text_holds_the_mechanisms_of_the_model_and_its_origin():
+    text = standalone_code(Model(attention="linear", **SIZES))
+    assert text.splitlines()[0] == "# SPDX-License-Identifier: Apache-2.0"
+    assert "# megakernel/attention/kernel.py" in text
+    assert "class KernelAttention" in text
+    assert "class FlurkaAttention" not in text
+    mixed = standalone_code(Model(**SIZES | PARTS["mixed"]))
+    assert all(f"class {name}Attention" in mixed for name in ("Flurka", "Kernel", "Local", "Softmax"))
+
+
+def test_the_same_sources_give_the_same_bytes():
+    model = Model(attention="linear", **SIZES)
+    text = standalone_code(model)
+    code._code.cache_clear()
+    assert standalone_code(model) == text
+
+
+def test_the_oldest_versions_are_those_of_the_package():
+    told = configparser.ConfigParser()
+    told.read(Path(__file__).parents[3] / "setup.cfg")
+    needed = [Requirement(line) for line in told["options"]["install_requires"].split("\n") if line]
+    oldest = {item.name: str(item.specifier).removeprefix(">=") for item in needed}
+    assert {name: oldest[name] for name in code.NEEDED} == code.NEEDED
+
+
+@pytest.mark.parametrize("name", code.NEEDED)
+def test_an_older_library_is_one_line(name, tmp_path, monkeypatch):
+    build(attention="linear").save_pretrained(tmp_path)
+    monkeypatch.setattr(sys.modules[name], "__version__", "2.3.0")
+    oldest = code.NEEDED[name]
+    with pytest.raises(
+        ImportError, match=rf"needs {name}>={oldest} and finds 2.3.0; pip install -U"
+    ) as caught:
+        loaded(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+FAULTS = {
+    "another mechanism": (
+        {"attention": {"near": {"block_size": 8}}},
+        "has attention that no layer had when this was exported",
+    ),
+    "an unknown key": ({"widht": 3}, "config.json: widht is no key of Model; remove it"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_configuration_that_the_text_does_not_know_is_one_line(fault, tmp_path):
+    build(attention="linear").save_pretrained(tmp_path)
+    changes, text = FAULTS[fault]
+    kind = get_class_from_dynamic_module("modeling_megakernel.MegakernelForCausalLM", str(tmp_path))
+    config = kind.config_class.from_pretrained(tmp_path)
+    config.model = {**config.model, **changes}
+    with pytest.raises(ValueError, match=text) as caught:
+        kind(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_of_several_is_one_line(tmp_path):
+    build(attention="linear").save_pretrained(tmp_path, max_shard_size="20KB")
+    lost = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match=f"No such file or directory: {lost}") as caught:
+        loaded(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_positions_beyond_learned_ones_are_one_line(tmp_path):
+    build(**PARTS["learned positions, tied"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a text of 65 tokens exceeds the model's 64 learned positions"):
+        loaded(tmp_path)(texts(1, 65))
+
+
+ABSENT = Definition("megakernel.example", "absent")
+
+
+def folded(text):
+    source = Source("megakernel.example", text.encode())
+    fold(source, Known({"tp.size": 1, "alone()": True}, ("triton",), {}, ABSENT, {}, (), (), ()))
+    return source.text(0, len(source.content))
+
+
+def test_branches_that_are_never_taken_leave_and_the_rest_stays_as_it_is():
+    before = '''
+def f(x, tp):
+    # Of ranks, or none.
+    if tp.size > 1:
+        import megatron
+        return megatron.f(x)
+    elif x:  # é
+        y = x + 1
+    elif tp.size == 2:
+        y = 3
+    else:
+        y = 2
+    group = x if tp.size > 1 and x else None
+    forms = {"chunked": f, "triton": g}
+    if alone():
+        # Stays.
+        y = f(y)
+
+        return (y,
+                group, forms, """
+  text""")
+    return forms
+'''
+    after = '''
+def f(x, tp):
+    # Of ranks, or none.
+    if x:  # é
+        y = x + 1
+    else:
+        y = 2
+    group = None
+    forms = {"chunked": f}
+    # Stays.
+    y = f(y)
+
+    return (y,
+            group, forms, """
+  text""")
+'''
+    assert folded(before) == after
+
+
+def test_local_variables_hide_what_the_module_knows():
+    text = "def f(a, b=outer):\n    c = [d for d in a if e]\n    return lambda a: a + c + g\n"
+    (function,) = ast.parse(text).body
+    assert [(x.node.id, x.at_once) for x in references(function)] == [
+        ("outer", True),
+        ("e", False),
+        ("g", False),
+    ]
