@@ -247,7 +247,7 @@ class Trainer:
     def _bits(self, tag: str, loss: float, split: str) -> dict[str, float]:
         """Only a causal model's cross entropy of all tokens is a code length of the text."""
         is_cross_entropy = tag == "eval" or self.config.objective.kind == "labels"
-        if not is_cross_entropy or not self.config.model.is_causal or self.config.data.scored != "all":
+        if not is_cross_entropy or not self.config.model.is_causal or not self.corpora.is_text(split):
             return {}
         return {f"{tag}/bits_per_byte": self.corpora.bits_per_byte(loss, split)}
 
