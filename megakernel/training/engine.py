@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -172,7 +173,8 @@ class Engine:
         self, settings: ModelSettings, make_model: Callable[[ModelSettings, Callable[[], float]], Parted]
     ) -> Parted:
         model = make_model(settings, lambda: self.loss_scale)
-        freeze(model, self.config.optimizer.trained)
+        updates = self.config.optimizer.updates
+        freeze(model, self.config.optimizer.trained, updates is None or updates.mechanism)
         if (dropout := self.config.training.near_dropout) is not None:
             drop_near_windows(model, LinearDecay(dropout.start, dropout.steps), self.config.run.seed)
         return model
@@ -201,6 +203,9 @@ class Engine:
     def redraw(self, step: int) -> None:
         """Let the model hold the random numbers that `step`, counted from 0, is trained with."""
         attention.redraw(self.engine.module, step)
+        if self.config.optimizer.updates is not None:  # for their dropout, which tensor ranks draw alike
+            place = (self.config.run.seed, step, self.mesh.dp.rank, self.mesh.cp.rank)
+            torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
         self.engine.module.begin_step(step)
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
