@@ -34,7 +34,7 @@ from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
-from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
+from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step, updates_on_cpu
 from .optimizer import SHARE, build_optimizer, freeze
 from .schedule import LinearDecay, drop_near_windows
 from .step_costs import ContextTraffic, MemoryPeaks
@@ -155,7 +155,8 @@ class Engine:
         self.pipelined = mesh.pp.size > 1
         self._passed_on: tuple[torch.Size, bool] | None = None
         model = Ranks.of(mesh).alike(lambda: self._made(settings, make_model))
-        optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config))
+        on_cpu = updates_on_cpu(config, mesh)
+        optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config), on_cpu)
         self.partitions = partitions(model)
         self.record = record(model, self.partitions, optimizer)
         self.engine, self.optimizer, *_ = deepspeed.initialize(

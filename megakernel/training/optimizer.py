@@ -111,9 +111,11 @@ def counts_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
 
 
 def build_optimizer(
-    model: nn.Module, settings: configuration.Optimizer, mesh: Mesh, deepspeed_clips: bool
+    model: nn.Module, settings: configuration.Optimizer, mesh: Mesh, deepspeed_clips: bool, on_cpu: bool
 ) -> torch.optim.AdamW:
     """The optimizer that DeepSpeed wraps; its learning rate is set anew before every step. Called on all ranks.
+
+    on_cpu: where it finds the weights, which DeepSpeed may have moved there.
 
     Raises UserError, alike on all ranks, where pipeline stages have not as many groups of weights.
     """
@@ -130,7 +132,7 @@ def build_optimizer(
         "betas": (settings.beta1, settings.beta2),
         "eps": settings.eps,
         # One pass over the weights where a CPU takes ten, each as long as reading them from memory.
-        "fused": mesh.device.type == "cpu",
+        "fused": on_cpu,
     }
     if deepspeed_clips:
         return torch.optim.AdamW(groups, **options)
