@@ -1,6 +1,7 @@
 """Conversations through a tokenizer's own chat template, and what of them counts."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from transformers import AutoTokenizer
 from data_pipeline import tokenizers
 from data_pipeline.chat import ChatTemplate
 from data_pipeline.corpus import Corpora
+from data_pipeline.document import Columns
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.manifest import Manifest
 from data_pipeline.order import Share
+from data_pipeline.sources import Files
 from data_pipeline.token_files import TokenFile, scored_prefix
 from data_pipeline.tokenizers import ByteTokenizer
 from launch.cli import main
@@ -193,10 +196,10 @@ def test_bytes_take_a_template_from_a_file_and_keep_it(tmp_path: Path):
 
 
 def test_conversations_without_an_answer_are_counted_as_skipped(tmp_path: Path):
-    source = write_chats(tmp_path / "chats.jsonl", [*CHATS, said("Anybody?"), []])
-    given = str(saved(CHATML, tmp_path / "tokenizer"))
-    manifest = prepared(tmp_path / "out", [str(source)], tokenizer=given, chat=True, text_key="messages")
-    assert manifest.skipped == {"no message of the assistant": 1, "empty": 1}
+    table = write_chats(tmp_path / "chats.jsonl", [*CHATS[:3], said("Anybody?"), []])
+    source = Files([table], Columns(("messages",), chat=True), {})
+    assert [document.messages for document in source] == [tuple(chat) for chat in CHATS[:3]]
+    assert source.skipped == {"no message of the assistant": 1, "empty": 1}
 
 
 @pytest.mark.parametrize(
@@ -239,13 +242,12 @@ def test_a_chat_template_without_conversations_is_refused(tmp_path: Path):
 
 
 def test_corpora_of_two_templates_are_refused(chats: Path, configure: Configure, tmp_path: Path):
-    source = write_chats(tmp_path / "chats.jsonl", CHATS)
-    given = str(saved(MARKED, tmp_path / "tokenizer"))
-    prepared(tmp_path / "other", [str(source)], tokenizer=given, chat=True, text_key="messages")
+    other = shutil.copytree(chats, tmp_path / "other")
+    Manifest.read(other).model_copy(update={"chat_template": "0" * 64}).write(other)
     with pytest.raises(
         UserError, match=r"prepared with another chat template than .*prepared; prepare it with"
     ):
-        Corpora(configure([chats, tmp_path / "other"]).data)
+        Corpora(configure([chats, other]).data)
 
 
 def test_a_masked_language_model_learns_no_conversations(chats: Path, configure: Configure):

@@ -67,6 +67,7 @@ def test_positions_count_from_the_start_of_a_window(part: PreparedCorpus, seq_le
         assert torch.equal(batch.positions[0], torch.arange(seq_len))
 
 
+@pytest.mark.second
 def test_of_conversations_what_the_assistant_wrote_is_predicted_once(tmp_path: Path):
     chats = [said(f"What is {at}?", f"It is {at}." * 9, "And?", "No.") for at in range(30)]
     source, given = write_chats(tmp_path / "chats.jsonl", chats), saved(CHATML, tmp_path / "tokenizer")
