@@ -17,6 +17,7 @@ from data_pipeline.document import Columns
 from data_pipeline.loader import TrainingBatches, ValidationBatches
 from data_pipeline.manifest import Manifest
 from data_pipeline.order import Share
+from data_pipeline.prepare import open_source
 from data_pipeline.sources import Files
 from data_pipeline.token_files import TokenFile, scored_prefix
 from data_pipeline.tokenizers import ByteTokenizer
@@ -193,6 +194,15 @@ def test_bytes_take_a_template_from_a_file_and_keep_it(tmp_path: Path):
     assert not kept.ends_messages
     (tmp_path / "plain.jinja").write_text(PLAIN + " ")
     assert main([str(part) for part in command]) == 2, "another template makes another folder"
+
+
+def test_a_dataset_of_the_hubs_form_gives_the_same_conversations(tmp_path: Path):
+    (tmp_path / "dataset").mkdir()
+    table = write_chats(tmp_path / "dataset" / "train.jsonl", CHATS[:5])
+    columns = Columns(("messages",), chat=True)
+    hub = open_source([f"hf:{tmp_path / 'dataset'}"], columns=columns)
+    assert list(hub) == list(Files([table], columns, {}))
+    assert hub.describe()["kind"] == "hub"
 
 
 def test_conversations_without_an_answer_are_counted_as_skipped(tmp_path: Path):
