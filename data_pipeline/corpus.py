@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from data_pipeline import tokenizers
@@ -31,6 +32,11 @@ class PreparedCorpus:
     def prefix(self, split: str) -> Path:
         """Path of the split's token files without `.bin` and `.idx`."""
         return self.folder / split
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether its documents are conversations, of which what the assistant wrote alone counts."""
+        return self.manifest.chat_template is not None
 
     def record(self, split: str) -> SplitRecord:
         """Counts and files of a split that the folder has."""
@@ -60,7 +66,9 @@ class Corpora:
         ]
         _check_one_tokenizer(self.train, "data.train", self.train[0])
         _check_one_tokenizer(self.validation, validation_key, self.train[0])
+        _check_one_template([*self.train, *self.validation])
         self._add_bos = data.add_bos
+        self._all_count = data.scored == "all"
 
     @property
     def vocab_size(self) -> int:
@@ -84,8 +92,9 @@ class Corpora:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Self-contained folder that `tokenizers.load` reads."""
-        return self.train[0].folder / "tokenizer"
+        """Self-contained folder that `tokenizers.load` reads; of conversations, if any, for their template."""
+        corpus = next((corpus for corpus in self.train if corpus.is_chat), self.train[0])
+        return corpus.folder / "tokenizer"
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -104,6 +113,11 @@ class Corpora:
             corpus.weight / total * corpus.record(split).bytes / corpus.record(split).tokens
             for corpus in corpora
         )
+
+    def is_text(self, split: str) -> bool:
+        """Whether all tokens of the split count, so that a causal model's loss of them is a code length."""
+        corpora = self.train if split == "train" else self.validation
+        return self._all_count and not any(corpus.is_chat for corpus in corpora)
 
     def bits_per_byte(self, loss: float, split: str) -> float:
         """Loss in nats per token -> bits per UTF-8 byte of the split's text, which other tokenizers' compare with."""
@@ -148,6 +162,16 @@ def _check_files(key: str, corpus: PreparedCorpus, split: str, verify: bool) -> 
             verify_split(corpus.folder, corpus.manifest, split, token_type)
     except UserError as error:
         raise UserError(f"{key}={corpus.folder} {error}; {_AGAIN}") from None
+
+
+def _check_one_template(corpora: Iterable[PreparedCorpus]) -> None:
+    chats = [corpus for corpus in corpora if corpus.is_chat]
+    for first, other in pairwise(chats):
+        if other.manifest.chat_template != first.manifest.chat_template:
+            raise UserError(
+                f"data.train: {other.folder} was prepared with another chat template than {first.folder}; prepare it "
+                f"with --tokenizer {first.folder / 'tokenizer'}"
+            )
 
 
 def _check_one_tokenizer(corpora: Iterable[PreparedCorpus], key: str, first: PreparedCorpus) -> None:

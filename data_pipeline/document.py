@@ -1,8 +1,9 @@
 """What sources give and `prepare` writes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 Label: TypeAlias = int | str
 """A class as the source names it."""
@@ -25,6 +26,9 @@ class Document(NamedTuple):
     answers: tuple[tuple[int, int], ...] | None = None
     """Of a task's example: first character and end of each answer in its one text."""
 
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """Of a conversation: what its template renders. Its one text is what they say, without roles."""
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -35,6 +39,9 @@ class Columns:
 
     numbers: bool = False
     """Labels are numbers to predict, not classes."""
+
+    chat: bool = False
+    """The one text is a conversation, a list of messages."""
 
     @property
     def names(self) -> tuple[str, ...]:

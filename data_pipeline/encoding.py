@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from data_pipeline import tokenizers
+from data_pipeline.chat import ChatTemplate
 from data_pipeline.document import Document, Label
 from data_pipeline.tokenizers import Tokenizer
 
@@ -105,13 +106,16 @@ class Encoded:
     """Consecutive documents of one split."""
 
     tokens: list[np.ndarray] = field(default_factory=list)
-    """One array per row: BOS where documents begin with it, a text, or several that are joined, an end behind each."""
+    """One array per row: BOS where documents begin with it, a text, or several that are joined, an end behind each.
+
+    Of a conversation what its template makes of it, with an end behind it.
+    """
 
     labels: list[Label | float] = field(default_factory=list)
     """One per example, if they are labelled."""
 
     scored: list[np.ndarray] = field(default_factory=list)
-    """One array per text, as `AnsweredTokens.scored`, if answers are known."""
+    """One array per text, as `AnsweredTokens.scored` and `ChatTokens.scored`, if answers are known."""
 
     bytes: int = 0
     """UTF-8 bytes of their texts."""
@@ -132,31 +136,41 @@ class Encoder:
         self._dtype = np.dtype(dtype)
         self._seed = seed
         self._validation_fraction = validation_fraction
+        self._chat: ChatTemplate | None = None
 
     def encode(self, documents: list[Document]) -> dict[str, Encoded]:
         """The documents' tokens by split, in order."""
         splits = {"train": Encoded(), "validation": Encoded()}
-        plain = [text for document in documents if document.answers is None for text in document.texts]
-        ids = iter(self._tokenizer.encode_batch(plain))
+        plain = [document for document in documents if document.answers is None and document.messages is None]
+        ids = iter(self._tokenizer.encode_batch([text for document in plain for text in document.texts]))
         for document in documents:
             content = "".join(document.texts).encode()
             name = document.split or split_of(content, self._seed, self._validation_fraction)
             split = splits.setdefault(name, Encoded())
             rows: list[np.ndarray] = []
             for text in document.texts:
-                if document.answers is None:
-                    is_within = document.joined and rows
-                    tokens = [*([] if is_within else self._tokenizer.prefix), *next(ids)]
-                else:
+                if document.messages is not None:
+                    tokens, scored = self._template.encode(document.messages)
+                    split.scored.append(scored)
+                elif document.answers is not None:
                     answered = encode_answered(self._tokenizer, text, document.answers)
-                    tokens = answered.tokens
+                    tokens = [*answered.tokens, self._tokenizer.eod]
                     split.scored.append(answered.scored())
-                rows.append(np.array([*tokens, self._tokenizer.eod], dtype=self._dtype))
+                else:
+                    is_within = document.joined and rows
+                    tokens = [*([] if is_within else self._tokenizer.prefix), *next(ids), self._tokenizer.eod]
+                rows.append(np.array(tokens, dtype=self._dtype))
             split.tokens += [np.concatenate(rows)] if document.joined else rows
             if document.label is not None:
                 split.labels.append(document.label)
             split.bytes += len(content)
         return splits
+
+    @property
+    def _template(self) -> ChatTemplate:
+        if self._chat is None:
+            self._chat = ChatTemplate(self._tokenizer)
+        return self._chat
 
 
 def batched(documents: Iterable[Document]) -> Iterator[list[Document]]:

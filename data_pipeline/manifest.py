@@ -107,6 +107,9 @@ class Manifest(_Record):
     labels: LabelsRecord | None = None
     """None where documents have no labels."""
 
+    chat_template: str | None = None
+    """SHA-256 of what conversations were rendered by: tokens that are not scored count in no loss. None: texts."""
+
     skipped: dict[str, int]
     """Documents that are in no split, by reason."""
 

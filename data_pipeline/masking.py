@@ -9,7 +9,7 @@ from torch import Tensor
 
 from data_pipeline.batch import Batch
 from data_pipeline.order import Share
-from data_pipeline.packed_text import document_positions, first_places
+from data_pipeline.packed_text import positions_of
 from data_pipeline.samples import BlendedSamples
 from megakernel.config.data import Masking
 
@@ -95,6 +95,5 @@ class MaskedTokens:
         ]
         labels = torch.stack([cp_shard.tokens for cp_shard in shards])
         tokens, hidden = map(torch.stack, zip(*rows))
-        first = first_places(shards, start, self._isolate_documents)
-        positions = document_positions(labels, self._vocabulary.eod, self._isolate_documents, first)
-        return Batch(tokens, labels, hidden, positions)
+        places = torch.stack([cp_shard.places for cp_shard in shards])
+        return Batch(tokens, labels, hidden, positions_of(places, self._isolate_documents, start))

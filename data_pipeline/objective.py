@@ -58,9 +58,19 @@ def open_objective(config: Config, corpora: Corpora, split: str, seq_len: int, s
         check_answers(parts, split, key)
     samples = BlendedSamples(parts, split, seq_len, seed, cache, keys=(key, seq_len_key), answers=answers)
     if model.kind == "masked_lm":
+        check_texts(parts, key)
         masking = data.masking or Masking()
         return MaskedTokens(samples, masking, vocabulary, seed, data.isolate_documents)
-    return NextTokens(samples, corpora.eod, data.isolate_documents)
+    return NextTokens(samples, data.isolate_documents)
+
+
+def check_texts(corpora: Sequence[PreparedCorpus], key: str) -> None:
+    """UserError, naming `key`, where a corpus holds conversations, of which a masked model would learn all tokens."""
+    if chats := [str(corpus.folder) for corpus in corpora if corpus.is_chat]:
+        raise UserError(
+            f"{key}={', '.join(chats)} holds conversations, whose answers a causal_lm learns; set model.kind: "
+            "causal_lm, or give corpora of texts"
+        )
 
 
 def check_answers(corpora: Sequence[PreparedCorpus], split: str, key: str) -> None:

@@ -1,11 +1,12 @@
 """Documents to a prepared folder: Megatron token files by split, the tokenizer, and a manifest."""
 
+import hashlib
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from fnmatch import fnmatch
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from rich.progress import (
 )
 
 from data_pipeline import tokenizers
+from data_pipeline.chat import ChatTemplate
 from data_pipeline.document import TEXT, Columns, Document
 from data_pipeline.encoding import batched, encode_in_processes
 from data_pipeline.labels import write_labels
@@ -42,7 +44,7 @@ from data_pipeline.sources import (
     table_kind,
 )
 from data_pipeline.tokenizers import Tokenizer
-from megakernel.config.errors import UserError, written_to
+from megakernel.config.errors import UserError, first_line, written_to
 
 
 @dataclass(frozen=True)
@@ -82,17 +84,59 @@ class PrepareRequest:
     add_bos: bool | None = None
     """Whether documents begin with the tokenizer's BOS; None: as its own rule says."""
 
+    chat: bool = False
+    """Documents are conversations, which begin as the tokenizer's chat template begins them."""
+
+    chat_template: Path | None = None
+    """File of a template in place of the tokenizer's own."""
+
     @property
     def columns(self) -> Columns:
         """What is read of a table."""
         second = () if self.second_text_key is None else (self.second_text_key,)
-        return Columns((self.text_key, *second), self.labels)
+        return Columns((self.text_key, *second), self.labels, chat=self.chat)
 
     def arguments(self) -> dict[str, Any]:
         """As JSON, with paths made absolute so that the folder they were typed in does not matter."""
         named = self.source == ["stdlib"] or self.source[0].partition(":")[0] in (HUB, "task", *BENCHMARKS)
         source = self.source if named else [str(Path(path).resolve()) for path in self.source]
-        return {**asdict(self), "source": source, "include": list(self.include)}
+        template = None if self.chat_template is None else digest(self.read_template() or "")
+        return {**asdict(self), "source": source, "include": list(self.include), "chat_template": template}
+
+    def read_template(self) -> str | None:
+        """The text of `chat_template`. Raises UserError where it is no text."""
+        if self.chat_template is None:
+            return None
+        try:
+            return self.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"--chat-template {self.chat_template} cannot be read ({first_line(error)}); give a file of Jinja"
+            ) from None
+
+    def check(self) -> None:
+        """UserError for options that cannot be, together or alone."""
+        if not 0 <= self.validation_fraction < 1:
+            raise UserError(f"--validation-fraction {self.validation_fraction} must lie in [0, 1)")
+        if self.second_text_key is not None and self.labels is None:
+            raise UserError(
+                f"--second-text-key {self.second_text_key} needs labels beside it; add --labels KEY"
+            )
+        if self.chat_template is not None and not self.chat:
+            raise UserError(f"--chat-template {self.chat_template} needs conversations; add --chat")
+        if self.chat and self.labels is not None:
+            raise UserError(f"--labels {self.labels}: conversations have no classes; leave it or --chat out")
+        if self.chat and self.add_bos is not None:
+            raise UserError("--add-bos: the chat template says how conversations begin; leave it out")
+
+
+_DEFAULTS = {field.name: field.default for field in fields(PrepareRequest)}
+"""Of options that manifests of earlier versions do not name."""
+
+
+def digest(text: str) -> str:
+    """SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def prepare(
@@ -103,12 +147,7 @@ def prepare(
     The folder appears whole or not at all. Raises UserError for what cannot be prepared, and for an existing
     folder that holds something else, unless `overwrite`.
     """
-    if not 0 <= request.validation_fraction < 1:
-        raise UserError(f"--validation-fraction {request.validation_fraction} must lie in [0, 1)")
-    if request.second_text_key is not None and request.labels is None:
-        raise UserError(
-            f"--second-text-key {request.second_text_key} needs labels beside it; add --labels KEY"
-        )
+    request.check()
     with written_to("--out", out):
         is_there = out.exists()
     if is_there and not (out / MANIFEST).is_file():  # only what prepare made is ever replaced
@@ -132,6 +171,9 @@ def prepare(
         with console.status("tokenizer"):
             texts = (text for document in _documents(source, request) for text in document.texts)
             tokenizer = tokenizers.make(request.tokenizer, texts, add_bos=request.add_bos)
+            if request.chat:
+                tokenizer.chat_template = request.read_template() or tokenizer.chat_template
+                ChatTemplate(tokenizer)  # refused now, where there is none
             tokenizer.save(folder / "tokenizer")
         source.encoded_by(tokenizer)
         splits, labels = _write_splits(source, request, tokenizer, workers, folder, console)
@@ -147,6 +189,7 @@ def prepare(
             ),
             splits=splits,
             labels=labels,
+            chat_template=digest(tokenizer.chat_template or "") if request.chat else None,
             skipped=dict(source.skipped),
             versions={
                 name: version(name) for name in ("megatron-core", "datasets", "tokenizers", "transformers")
@@ -233,11 +276,12 @@ def _check_made_by(request: PrepareRequest, out: Path) -> None:
     wanted = request.arguments()
     if wanted["add_bos"] == (manifest.tokenizer.bos is not None):  # also in what says nothing of it
         del wanted["add_bos"]
-    changed = [key for key, value in wanted.items() if manifest.arguments.get(key) != value]
+    found = _DEFAULTS | manifest.arguments
+    changed = [key for key, value in wanted.items() if found[key] != value]
     if changed:
         key = changed[0]
         raise UserError(
-            f"--out {out} was prepared with {key}={manifest.arguments.get(key)!r}, not {wanted[key]!r}; "
+            f"--out {out} was prepared with {key}={found[key]!r}, not {wanted[key]!r}; "
             "choose another --out, or add --overwrite"
         )
     for split in manifest.splits:
@@ -282,8 +326,10 @@ def open_source(
 
     `stdlib` with labels is its functions by package. include: name patterns that files inside directories
     must match, any if empty. seed, workers: of a task that is made. Raises UserError for a path that is not there, a
-    directory without a matching file, labels of what is no table, and as `open_benchmark` does.
+    directory without a matching file, labels or conversations of what is no table, and as `open_benchmark` does.
     """
+    if columns.chat and not (len(spec) == 1 and spec[0].startswith(f"{HUB}:")):
+        _check_tables(spec, include)
     if spec == ["stdlib"]:
         description = {"kind": "stdlib", "python": ".".join(map(str, sys.version_info[:3]))}
         if columns.label is not None:
@@ -306,6 +352,19 @@ def open_source(
         return open_benchmark(spec[0], seed, workers)
     files = [file for path in spec for file in _expand(Path(path), include)]
     return _files(files, columns, {"kind": "files", "paths": [str(Path(path).resolve()) for path in spec]})
+
+
+def _check_tables(spec: list[str], include: Sequence[str]) -> None:
+    """UserError unless all that a source names are tables."""
+    is_made = spec[0] == "stdlib" or spec[0].partition(":")[0] in ("task", *BENCHMARKS)
+    other = next((Path(name) for name in spec if is_made), None) or next(
+        (file for name in spec for file in _expand(Path(name), include) if table_kind(file) is None), None
+    )
+    if other is not None:
+        raise UserError(
+            f"--chat reads tables of conversations, and {other} is none; give hf:NAME, or files that end in "
+            f"{', '.join(TABLES)}"
+        )
 
 
 def _files(files: list[Path], columns: Columns, description: dict[str, Any]) -> Files:

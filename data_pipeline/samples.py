@@ -61,8 +61,8 @@ class SampleShard(NamedTuple):
     tokens: Tensor
     """(N,) int64."""
 
-    position: int
-    """Place of the first in its document, or in the sample where that begins within the document."""
+    places: Tensor
+    """(N,) int64: of each in its document, or in the sample where that begins within the document."""
 
     scored: Tensor | None = None
     """(N,) bool: which of them belong to answers; None where that is not asked, or not known."""
@@ -104,7 +104,7 @@ class CorpusSamples:
     ):
         """cache: folder of the indices that `build` makes. answers: read which tokens belong to answers, too.
 
-        The split holds at least one sample of seq_len + 1 tokens.
+        Of conversations they are always read. The split holds at least one sample of seq_len + 1 tokens.
         """
         self._corpus = corpus
         self._split = split
@@ -113,7 +113,7 @@ class CorpusSamples:
         self._cache = cache
         self._tokens = TokenFile(corpus.prefix(split))
         self._scored: TokenFile | None = None
-        if answers and corpus.record(split).scored is not None:
+        if (answers or corpus.is_chat) and corpus.record(split).scored is not None:
             self._scored = TokenFile(scored_prefix(corpus.prefix(split)))
         self._epochs: OrderedDict[int, _Plan] = OrderedDict()
         self.per_epoch = (corpus.record(split).tokens - 1) // seq_len
@@ -193,7 +193,10 @@ class CorpusSamples:
             parts.append((documents[at], int(since - begins[at]), int(until - since)))
         tokens = torch.from_numpy(_joined(self._tokens, parts, np.int64))
         scored = None if self._scored is None else torch.from_numpy(_joined(self._scored, parts, np.bool_))
-        return SampleShard(tokens, start - max(int(begins[begun]), offset), scored)
+        # Not by the tokens that end documents: a chat template may write them inside of one.
+        places = np.concatenate([np.arange(length) for _, _, length in parts], dtype=np.int64)
+        places[: parts[0][2]] += start - max(int(begins[begun]), offset)
+        return SampleShard(tokens, torch.from_numpy(places), scored)
 
     def _documents(self, index: int) -> tuple[np.ndarray, int]:
         """The documents that sample `index` has a part of, in order, and at which token of the first it begins."""
@@ -300,7 +303,7 @@ class BlendedSamples(Blend[Tensor]):
     ):
         """keys: the configuration keys that named the corpora and the length, for errors.
 
-        answers: read which tokens belong to answers, of the corpora that know it.
+        answers: read which tokens belong to answers, of the corpora that know it; of conversations always.
 
         Raises UserError where a corpus has too few tokens for one sample.
         """

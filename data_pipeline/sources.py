@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
+from data_pipeline.chat import ASSISTANT, conversation
 from data_pipeline.document import TEXT, Columns, Document, Label
 from data_pipeline.tokenizers import Tokenizer, unreachable
 from megakernel.config.errors import UserError, first_line
@@ -59,10 +60,12 @@ class Source(ABC):
         """The documents that have text; the others are counted in `skipped`."""
         self.skipped.clear()
         for document in self._read():
-            if all(document.texts):
-                yield document
-            else:
+            if not all(document.texts):
                 self.skipped["empty"] += 1
+            elif document.messages is not None and not _is_answered(document.messages):
+                self.skipped["no message of the assistant"] += 1
+            else:
+                yield document
 
     def encoded_by(self, tokenizer: Tokenizer) -> None:
         """Be told what the documents that are read from now on are encoded by."""
@@ -245,7 +248,16 @@ def _check_columns(names: Collection[str], columns: Columns) -> None:
             raise UserError(f"no column {key!r} among {', '.join(names)}; set --{_option(key, columns)}")
 
 
+def _is_answered(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return any(message["role"] == ASSISTANT for message in messages)
+
+
 def _document(values: tuple[Any, ...], columns: Columns) -> Document:
+    if columns.chat:
+        if not isinstance(values[0], list):
+            found = type(values[0]).__name__
+            raise UserError(f"column {columns.texts[0]!r} holds {found}, not messages; set --text-key")
+        return conversation(values[0])
     for key, value in zip(columns.names, values):
         allowed, wanted = columns.label_form if key == columns.label else (str | None, "text")
         if not isinstance(value, allowed):

@@ -35,6 +35,8 @@ def unreachable(name: str, repo_type: str) -> str | None:
 
 BPE_EOD = "<|endoftext|>"
 UNKNOWN_WORD = "<|unknown|>"
+CHAT_TEMPLATE = "chat_template.jinja"
+"""File of a tokenizer's folder, as `transformers` names it."""
 ADD_BOS = "add_bos"
 """Key of tokenizer_config.json under which `Tokenizer.add_bos` is kept."""
 MOST_MERGED = 4_000_000
@@ -56,6 +58,9 @@ class Tokenizer(ABC):
     add_bos = False
     """Whether documents and prompts begin with it."""
 
+    chat_template: str | None = None
+    """Jinja that makes texts of conversations; None where it has none."""
+
     probe = _PROBE
     """A text whose ids tell tokenizers of this kind apart."""
 
@@ -70,6 +75,15 @@ class Tokenizer(ABC):
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write everything `load` needs into `folder`."""
+
+    @abstractmethod
+    def for_transformers(self) -> Any:
+        """The same tokenizer as a `PreTrainedTokenizerBase`, with the chat template. UserError where there is none."""
+
+    @property
+    def eod_text(self) -> str:
+        """How `eod` is written in a chat template."""
+        return BPE_EOD
 
     @abstractmethod
     def _vocabulary(self) -> Any:
@@ -87,6 +101,12 @@ class Tokenizer(ABC):
     def prompt(self, text: str) -> list[int]:
         """Ids of a text to continue; of an empty one the token that comes before a document's first."""
         return [*self.prefix, *self.encode(text)] or [self.eod]
+
+    @property
+    def ends_messages(self) -> bool:
+        """Whether its chat template writes `eod` inside of conversations, so that it does not tell where they end."""
+        template = self.chat_template or ""
+        return "eos_token" in template or self.eod_text in template
 
     @property
     def hash(self) -> str:
@@ -129,6 +149,18 @@ class ByteTokenizer(_BytesTokenizer):
         """The text; bytes that are not UTF-8 (a cut character) become U+FFFD."""
         return self._bytes(ids).decode(errors="replace")
 
+    def save(self, folder: Path) -> None:
+        """Write the marker, and the chat template."""
+        super().save(folder)
+        if self.chat_template is not None:
+            (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
+
+    def for_transformers(self) -> Any:
+        """A byte-level BPE without merges."""
+        tokenizer = byte_level(self.eod, BPE_EOD)
+        tokenizer.chat_template = self.chat_template
+        return tokenizer
+
 
 class PixelTokenizer(_BytesTokenizer):
     """Gray values, written as the characters U+0000 to U+00FF, are ids 0-255; 256 ends an image."""
@@ -151,6 +183,10 @@ class PixelTokenizer(_BytesTokenizer):
         """The image, a character for each pixel."""
         return self._bytes(ids).decode("latin-1")
 
+    def for_transformers(self) -> Any:
+        """There is none."""
+        raise UserError("--tokenizer pixels reads images; take --tokenizer byte, or a Hugging Face tokenizer")
+
 
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of `transformers`; its end-of-sequence token ends documents."""
@@ -166,6 +202,7 @@ class HuggingFaceTokenizer(Tokenizer):
         # A token that also ends documents stands before each as it is.
         self.add_bos = self._adds_bos and self.bos != self.eod
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self.chat_template = self._own_template
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without `bos`; special tokens spelled out in a text are ordinary text."""
@@ -190,7 +227,24 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._adds_bos != self.add_bos:
             self._tokenizer.add_bos_token = self.add_bos
         self._tokenizer.init_kwargs[ADD_BOS] = self.add_bos
-        self._tokenizer.save_pretrained(folder)
+        self.for_transformers().save_pretrained(folder)
+
+    def for_transformers(self) -> Any:
+        """What it wraps."""
+        if self.chat_template != self._own_template:
+            self._tokenizer.chat_template = self.chat_template
+        return self._tokenizer
+
+    @property
+    def eod_text(self) -> str:
+        """Its end-of-sequence token."""
+        return self._tokenizer.eos_token
+
+    @property
+    def _own_template(self) -> str | None:
+        """Of several the one for conversations without tools."""
+        own = self._tokenizer.chat_template
+        return own.get("default") if isinstance(own, dict) else own
 
     @property
     def _adds_bos(self) -> bool:
@@ -222,7 +276,10 @@ def load(folder: Path | str, *, add_bos: bool | None = None, own_rule: bool = Fa
 def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
     for kind in (ByteTokenizer, PixelTokenizer):
         if (Path(folder) / kind.marker).is_file():
-            return kind()
+            marked = kind()
+            template = Path(folder) / CHAT_TEMPLATE
+            marked.chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
+            return marked
     from transformers import AutoTokenizer, PreTrainedConfig
 
     try:
@@ -248,6 +305,7 @@ def _load(folder: Path | str, own_rule: bool) -> Tokenizer:
         )
     found, ours = HuggingFaceTokenizer(tokenizer), ByteTokenizer()
     found.add_bos = tokenizer.init_kwargs.get(ADD_BOS, own_rule and found.add_bos)
+    ours.chat_template = found.chat_template
     known = is_byte_level(tokenizer.get_vocab(), ours.eod) and found.encode(_PROBE) == ours.encode(_PROBE)
     return ours if known else found  # an exported one is known again: data is the same as under its own name
 

@@ -14,6 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
     parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a run with optimizer.trained: lora the updates alone, as an adapter of PEFT for the model that it "
+        "began with (default: the model with them merged)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         help="of the weights (default: that of training)",
@@ -26,6 +32,13 @@ def run(args: argparse.Namespace) -> int:
     from megakernel.checkpoint.trained_run import student
 
     folder = student(args.run_folder)
+    if args.adapter:
+        from megakernel.checkpoint.adapter import export_adapter
+
+        settings = export_adapter(folder, args.to, step=args.step, dtype=args.dtype)
+        base = settings["base_model_name_or_path"] or "the model that the run began with"
+        print(f"{args.to}: adapter of rank {settings['r']} for {base}, with its tokenizer")
+        return 0
     config = export(folder, args.to, step=args.step, dtype=args.dtype)
     if folder != args.run_folder:
         print(f"{folder}: the student of the up-training {args.run_folder}")

@@ -14,6 +14,9 @@ from launch.arguments import Number
 from launch.messages import console
 
 HELP = "tokenize text into a folder that training reads"
+MESSAGES = "messages"
+"""Column that holds conversations, as datasets of chats name it."""
+
 EXAMPLE = "megakernel prepare --source stdlib --tokenizer byte --out data/stdlib"
 
 
@@ -51,7 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which documents are held out, or made",
     )
     parser.add_argument(
-        "--text-key", default=PrepareRequest.text_key, help="column that holds the text of a row"
+        "--text-key",
+        metavar="KEY",
+        help=f"column that holds the text of a row (default {PrepareRequest.text_key}; with --chat {MESSAGES})",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="rows are conversations, lists of {role, content}: the tokenizer's chat template renders them, and only "
+        "what the assistant wrote counts in the loss",
+    )
+    parser.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja in place of the tokenizer's own template; it goes with the tokenizer into runs and exports",
     )
     parser.add_argument(
         "--labels", metavar="KEY", help="column that holds the class of a row, for a classifier"
@@ -88,7 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare the folder; 0 when it is there. Raises UserError for what the user can mend."""
     given = {field.name: getattr(args, field.name) for field in fields(PrepareRequest)}
-    request = PrepareRequest(**given | {"include": tuple(args.include)})
+    key = args.text_key or (MESSAGES if args.chat else PrepareRequest.text_key)
+    request = PrepareRequest(**given | {"include": tuple(args.include), "text_key": key})
     stderr = console(stderr=True)
     # An orderly exit, so that a prepare ended by a scheduler or with its terminal leaves no half-made folder.
     ends = [end for end in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(end) != signal.SIG_IGN]

@@ -17,6 +17,7 @@ from megakernel import attention
 from megakernel.attention.compression import OWN_SHARE, own_stretch, pooling_logits
 from megakernel.config import Attention, Config, Lora, Model, UserError
 from megakernel.config.algebra import BlockCompression
+from megakernel.model.self_attention import UPDATES
 
 from .universal import STATE, WEIGHT, WholeTensors
 
@@ -208,7 +209,18 @@ def _changed(logits: Tensor, *, part: int | None = None, rank: int, heads: int |
     return fewer.clone() if heads is None else fewer.repeat(heads, 1, 1)
 
 
-_VALUE, _OUTPUT = ".value_update.", ".output_update."
+UPDATED = {
+    "self_attention.qkv": ("query", "key", "value"),
+    "self_attention.output": ("output",),
+    "mlp.linear_fc1": ("gate", "up"),
+    "mlp.linear_fc2": ("down",),
+}
+"""A layer's matrix -> the targets of low-rank updates that it is made of."""
+
+
+def update_name(layer: str, module: str, target: str) -> str:
+    """The name of a low-rank update of a layer's matrix."""
+    return f"{layer}.{module.partition('.')[0]}.{target}_update"
 
 
 def without_updates(source: WholeTensors, config: Config) -> WholeTensors:
@@ -228,7 +240,7 @@ class Folded:
     @property
     def names(self) -> set[str]:
         """All parameters and buffers but the updates."""
-        return {name for name in self._source.names if _VALUE not in name and _OUTPUT not in name}
+        return {name for name in self._source.names if UPDATES.search(name) is None}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor."""
@@ -239,26 +251,35 @@ class Folded:
 
         An update may be smaller than what a frozen bfloat16 weight can tell apart.
         """
-        layer, _, kind = name.partition(".self_attention.")
-        updated = {"qkv.weight": "value_update", "output.weight": "output_update"}.get(kind)
-        update = f"{layer}.self_attention.{updated}."
-        if updated is None or f"{update}up" not in self._source.names:
+        layer, _, kind = name.partition(".")
+        module = kind.removesuffix(".weight")
+        named = {target: update_name(layer, module, target) for target in UPDATED.get(module, ())}
+        updates = {target: update for target, update in named.items() if f"{update}.up" in self._source.names}
+        if kind == module or not updates:
             return self._source.read(name, keys)
         if WEIGHT not in keys:
             return {}
-        weight, up, down = (
-            self._source.read(part, [WEIGHT])[WEIGHT] for part in (name, f"{update}up", f"{update}down")
-        )
-        change = self._scale * (up.float() @ down.float())
-        whole = weight.float().clone()
-        target = self._values(whole) if updated == "value_update" else whole
-        target += change.view_as(target)
+        whole = self._source.read(name, [WEIGHT])[WEIGHT].detach().float().clone()
+        rows = self._rows(module, whole)
+        for target, update in updates.items():
+            up, down = (
+                self._source.read(f"{update}.{part}", [WEIGHT])[WEIGHT].detach().float()
+                for part in ("up", "down")
+            )
+            rows[target] += self._scale * (up @ down).view(rows[target].shape)
         return {WEIGHT: whole}
 
-    def _values(self, fused: Tensor) -> Tensor:
-        """The values' rows (H_kv, d, C) of a fused projection, whose rows are grouped by key head; a view."""
+    def _rows(self, module: str, whole: Tensor) -> dict[str, Tensor]:
+        """Target -> its rows of a matrix, views. Those of the projection to heads are grouped by key head."""
         model = self._model
-        return fused.view(model.kv_heads, -1, model.head_size, fused.shape[-1])[:, -1]
+        if module == "self_attention.qkv":
+            heads = whole.view(model.kv_heads, -1, model.head_size, whole.shape[-1])
+            queries = model.num_heads // model.kv_heads
+            return {"query": heads[:, :queries], "key": heads[:, queries:-1], "value": heads[:, -1:]}
+        if module == "mlp.linear_fc1" and model.activation == "swiglu":
+            half = len(whole) // 2
+            return {"gate": whole[:half], "up": whole[half:]}
+        return {UPDATED[module][-1]: whole}
 
 
 class Unrounded:

@@ -72,6 +72,8 @@ class _Source:
         self.run = run
         self.dtype = dtype
         self.bos, self.eod = tokenizer.bos, tokenizer.eod
+        # What also ends messages does not say where positions begin again.
+        self.isolates = run.config.data.isolate_documents and not tokenizer.ends_messages
         self.model = _with_position_rows(phase.model(run.config.model), run.config.training.seq_len)
         self.tensors = weights(run.checkpoint, run.config)
         self.seq_len = phase.training.seq_len
@@ -100,7 +102,7 @@ class _Source:
             model=self.model.model_dump(mode="json"),
             vocab_size=self.words,
             max_position_embeddings=self.seq_len,
-            isolate_documents=self.run.config.data.isolate_documents,
+            isolate_documents=self.isolates,
             eos_token_id=self.eod,
             architectures=["MegakernelForCausalLM"],
             dtype=self.dtype,

@@ -246,6 +246,19 @@ def _teachers_stand_beside_their_students(
         yield Problem("objective.kind", objective.kind, reason, "set kind: labels")
 
 
+def _adapters_begin_updates(init: Init, optimizer: Optimizer, uptrain: Uptrain | None) -> Iterator[Problem]:
+    if init.adapter is None:
+        return
+    if init.source is None or optimizer.updates is None:
+        reason = "is of low-rank updates beside weights, and there are none"
+        yield Problem("init.adapter", init.adapter, reason, "set init.from and optimizer.trained: lora")
+    if uptrain is not None:
+        reason = "would begin every stage of uptrain"
+        yield Problem(
+            "init.adapter", init.adapter, reason, "export the model with it, and take that as init.from"
+        )
+
+
 def _frozen_weights_are_whole(optimizer: Optimizer, model: Model, parallel: Parallel) -> Iterator[Problem]:
     if optimizer.trained == "all":
         return
@@ -255,6 +268,9 @@ def _frozen_weights_are_whole(optimizer: Optimizer, model: Model, parallel: Para
     if optimizer.updates is not None and any(a.compresses_input for a in _attentions(model)):
         reason = "updates values of the input, and the layer compresses its input"
         yield Problem("optimizer.trained", "lora", reason, "set compression.compress: projected")
+    if optimizer.updates is not None and "gate" in optimizer.updates.targets and model.activation != "swiglu":
+        reason = f"names a matrix that an MLP of activation: {model.activation} has not"
+        yield Problem("optimizer.lora.targets", optimizer.updates.targets, reason, "leave gate out")
     if optimizer.trained == "mechanism" and all(a.is_full_softmax for a in _attentions(model)):
         reason = "leaves nothing to train: softmax attention owns no weights"
         yield Problem("optimizer.trained", optimizer.trained, reason, "set all or another model.attention")
@@ -429,6 +445,7 @@ _RULES: list[Rule] = [
     _masking_has_an_effect,
     _answers_are_next_tokens,
     _teachers_stand_beside_their_students,
+    _adapters_begin_updates,
     _frozen_weights_are_whole,
     stages_lead_to_the_model,
     stages_share_a_schedule,

@@ -37,6 +37,9 @@ else:
 class Init(_WithFrom):
     """Where the weights of a new run come from; what it continues is not asked for again."""
 
+    adapter: Path | None = None
+    """Folder in PEFT's form (adapter_config.json) whose matrices the updates of optimizer.trained: lora begin with."""
+
     moments: Path | None = None
     """Run or checkpoint whose AdamW moments go on, for weights of the same name and shape; null begins all at 0."""
 

@@ -13,7 +13,7 @@ from .section import Section
 
 
 class Lora(Section):
-    """Low-rank updates W + alpha/rank B A of attention projections, whose W stay as they are."""
+    """Low-rank updates W + alpha/rank B A of a layer's matrices, whose W stay as they are."""
 
     rank: int = Field(default=8, gt=0, le=100_000)
     """Rows of A."""
@@ -21,10 +21,16 @@ class Lora(Section):
     alpha: float = Field(default=16.0, gt=0)
     """Updates are multiplied by alpha / rank."""
 
-    targets: Annotated[list[Literal["output", "value"]], Field(min_length=1)] = Field(
-        default=["output", "value"]
-    )
-    """Projections that are updated: behind the heads, and to the values."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an update's inputs that training sets to 0; drawn anew on another layout."""
+
+    targets: Annotated[
+        list[Literal["query", "key", "value", "output", "gate", "up", "down"]], Field(min_length=1)
+    ] = Field(default=["output", "value"])
+    """Matrices that are updated: the projections to and behind the heads, and those of the MLP."""
+
+    mechanism: bool = True
+    """Train what attention mechanisms own, too."""
 
 
 class Optimizer(Section):
@@ -40,7 +46,7 @@ class Optimizer(Section):
     """Peak learning rate of what attention mechanisms own (feature maps, E, F, gates, masses); None takes lr."""
 
     trained: Literal["all", "mechanism", "lora"] = "all"
-    """Weights that are updated: all, what attention mechanisms own, or that and low-rank updates of projections."""
+    """Weights that are updated: all, what attention mechanisms own, or that and low-rank updates (`lora`)."""
 
     lora: Lora | None = None
     """Low-rank updates of trained: lora; None takes their defaults."""

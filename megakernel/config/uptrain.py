@@ -1,6 +1,7 @@
 """The uptrain section: how a dense model becomes the configured one, stage by stage."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -46,8 +47,15 @@ class DistillStage(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Both sides' logits are divided by it."""
 
+    teacher: Path | None = None
+    """Run, checkpoint or dense model of the same vocabulary to learn from, of whatever sizes; null takes init.from."""
+
     def problems(self) -> Iterator[Problem]:
         """Without a teacher the labels are all there is."""
+        if self.kl == 0 and self.teacher is not None:
+            yield Problem(
+                "teacher", self.teacher, "has no effect beside kl=0", "remove it, or set kl above 0"
+            )
         if self.kl == 0 and self.cross_entropy != 1:
             reason = "weighs the labels, and beside kl=0 there is nothing to weigh them against"
             yield Problem("cross_entropy", self.cross_entropy, reason, "set 1, or kl above 0")

@@ -108,7 +108,7 @@ def measure_far(
     Raises UserError where a sample's corpus has no other document.
     """
     vocab_size = subject.tokenizer.vocab_size
-    objective = NextTokens(samples, subject.tokenizer.eod, subject.config.data.isolate_documents)
+    objective = NextTokens(samples, subject.config.data.isolate_documents)
     bos = -1 if samples.corpora[0].bos is None else samples.corpora[0].bos
     starts = bucket_starts(near, samples.seq_len)
     sums = {start: np.zeros(2) for start in starts}

@@ -117,7 +117,8 @@ class LanguageModelling:
             batches = ValidationBatches(config, corpora, Share(), split)
         else:
             counts = (training.seq_len, stride, training.eval_samples, training.micro_batch_size)
-            batches = SlidingBatches(corpora.validation, *counts, corpora.eod)
+            answers = config.data.scored == "answers"
+            batches = SlidingBatches(corpora.validation, *counts, corpora.eod, answers)
         by_position: list[PositionBucket] = []
         accuracy, scores = None, None
         if config.model.classifier is not None:
@@ -129,7 +130,7 @@ class LanguageModelling:
             tokens = sum(bucket.tokens for bucket in by_position)
             loss = sum(bucket.loss * bucket.tokens for bucket in by_position) / tokens
         # The answers alone are no text.
-        is_text = config.model.is_causal and (stride is not None or config.data.scored == "all")
+        is_text = config.model.is_causal and corpora.is_text(split)
         return Evaluation(
             run=str(subject.folder),
             step=subject.run.checkpoint.step,

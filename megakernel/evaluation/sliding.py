@@ -8,7 +8,7 @@ import torch
 
 from data_pipeline.batch import Batch
 from data_pipeline.corpus import PreparedCorpus
-from data_pipeline.token_files import TokenFile
+from data_pipeline.token_files import TokenFile, scored_prefix
 
 
 class Window(NamedTuple):
@@ -37,10 +37,23 @@ class SlidingBatches:
     """The windows of the corpora's validation documents, each document by itself; these in an order drawn once."""
 
     def __init__(
-        self, corpora: list[PreparedCorpus], seq_len: int, stride: int, most: int, rows: int, eod: int
+        self,
+        corpora: list[PreparedCorpus],
+        seq_len: int,
+        stride: int,
+        most: int,
+        rows: int,
+        eod: int,
+        answers: bool = False,
     ):
-        """most: windows, of all corpora together. rows: windows in a batch."""
+        """most: windows, of all corpora together. rows: windows in a batch. answers: as of `CorpusSamples`."""
         self._files = [TokenFile(corpus.prefix("validation")) for corpus in corpora]
+        self._answers = [
+            TokenFile(scored_prefix(corpus.prefix("validation")))
+            if (answers or corpus.is_chat) and corpus.record("validation").scored is not None
+            else None
+            for corpus in corpora
+        ]
         self._seq_len = seq_len
         self._rows = rows
         self._eod = eod
@@ -77,5 +90,8 @@ class SlidingBatches:
             read = self._files[file].get(document, offset=start, length=length + 1)
             rows[row, : length + 1] = torch.from_numpy(read.astype(np.int64))
             counted[row, scored - start : length] = True
+            if (answers := self._answers[file]) is not None:
+                counts = answers.get(document, offset=start + 1, length=length)
+                counted[row, :length] &= torch.from_numpy(counts != 0)
         tokens, labels = rows[:, :-1], rows[:, 1:]
         return Batch(tokens, labels, counted, torch.arange(self._seq_len).repeat(len(rows), 1))

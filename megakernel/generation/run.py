@@ -100,7 +100,7 @@ def continued(
     It ends where the model ends the document, or after max_new_tokens tokens.
     """
     text = TextStream(tokenizer, prompt)
-    decoder = Decoder(model, tokenizer.eod, isolate_documents)
+    decoder = Decoder(model, tokenizer.eod, isolate_documents and not tokenizer.ends_messages)
     draws = torch.Generator().manual_seed(seed)
     unread = prompt
     for _ in range(max_new_tokens):

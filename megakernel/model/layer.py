@@ -16,7 +16,7 @@ from megakernel.ops.layers import swiglu
 from megakernel.parallel import replicated
 
 from .layer_inputs import LayerInputs
-from .linear import apply, column_linear, row_linear
+from .linear import apply, column_linear, low_rank_update, row_linear, updated
 from .norm import Norm
 from .self_attention import SelfAttention
 from .settings import ModelSettings, drawn_from
@@ -53,11 +53,21 @@ class MLP(nn.Module):
             stride=parts,
         )
         self.linear_fc2 = row_linear(settings, model.ffn_size, model.hidden_size, bias=model.has_mlp_bias)
+        width, inner = model.hidden_size, model.ffn_size
+        self.gated = model.is_mlp_gated
+        self.gate_update = low_rank_update(settings, "gate", width, inner, "outputs") if self.gated else None
+        self.up_update = low_rank_update(settings, "up", width, inner, "outputs")
+        self.down_update = low_rank_update(settings, "down", inner, width, "inputs")
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x (N, B, C) -> (output (N, B, C), its bias or None)."""
         inner, bias = apply(self.linear_fc1, x)
-        return apply(self.linear_fc2, self.activation(inner if bias is None else inner + bias))
+        if self.gate_update is not None or self.up_update is not None:
+            updates = (self.gate_update, self.up_update) if self.gated else (self.up_update,)
+            inner = torch.cat(updated(inner.chunk(len(updates), -1), updates, x), -1)
+        active = self.activation(inner if bias is None else inner + bias)
+        output, bias = apply(self.linear_fc2, active)
+        return output if self.down_update is None else output + self.down_update(active), bias
 
 
 class TransformerLayer(nn.Module):

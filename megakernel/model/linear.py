@@ -4,7 +4,7 @@ Megatron-core, which takes seconds to import, is asked for where a mesh has proc
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -127,6 +127,28 @@ class WholeLinear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
+def low_rank_update(
+    settings: ModelSettings, target: str, inputs: int, outputs: int, cut: str
+) -> "LowRankUpdate | None":
+    """The update of the matrix that settings.lora calls `target`; None where it does not name that."""
+    if settings.lora is None or target not in settings.lora.targets:
+        return None
+    return LowRankUpdate(settings, settings.lora, inputs, outputs, cut)
+
+
+def updated(
+    parts: Sequence[Tensor],
+    updates: Sequence["LowRankUpdate | None"],
+    x: Tensor,
+    form: Callable[[Tensor], Tensor] = lambda update: update,
+) -> list[Tensor]:
+    """Each part of a fused product of x with its update, where it has one, in the part's form."""
+    return [
+        part if update is None else part + form(update(x))
+        for part, update in zip(parts, updates, strict=True)
+    ]
+
+
 class LowRankUpdate(nn.Module):
     """alpha / rank B A x, zero at first, for a projection from `inputs` to `outputs` numbers.
 
@@ -140,6 +162,7 @@ class LowRankUpdate(nn.Module):
         self.settings, self.cut = settings, cut
         self.shard_group = tp.group if settings.mesh.sequence_parallel else None
         self.scale = lora.alpha / lora.rank
+        self.dropout = lora.dropout
         bound = 1 / math.sqrt(inputs)
         down = torch.empty(lora.rank, inputs).uniform_(-bound, bound)  # whole, then cut
         if cut == "inputs":
@@ -153,6 +176,7 @@ class LowRankUpdate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, B, inputs), its tokens or its columns cut -> (N, B, outputs), cut the other way."""
+        x = F.dropout(x, self.dropout, self.training and self.dropout > 0)
         if self.cut == "outputs":
             small = column_input(F.linear(x, replicated(self.down, self.shard_group)), self.settings)
             return self.scale * F.linear(small, self.up)

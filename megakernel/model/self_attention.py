@@ -13,14 +13,14 @@ from megakernel.config import Model
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
-from .linear import LowRankUpdate, apply, column_linear, row_linear
+from .linear import apply, column_linear, low_rank_update, row_linear, updated
 from .norm import AllHeadsNorm, HeadNorm
 from .settings import ModelSettings
 
 MECHANISM = ".self_attention.core."
 """In the names of what an attention mechanism owns."""
 
-UPDATES = re.compile(r"\.self_attention\.(value|output)_update\.")
+UPDATES = re.compile(r"\.(self_attention|mlp)\.\w+_update\.")
 """In the names of low-rank updates."""
 
 
@@ -85,13 +85,12 @@ class SelfAttention(nn.Module):
         self.output = row_linear(
             settings, model.num_heads * model.head_size, model.hidden_size, bias=model.bias
         )
-        self.value_update = self.output_update = None
-        width = model.kv_heads * model.head_size
-        if settings.lora is not None and "value" in settings.lora.targets:
-            self.value_update = LowRankUpdate(settings, settings.lora, model.hidden_size, width, "outputs")
-        if settings.lora is not None and "output" in settings.lora.targets:
-            heads = model.num_heads * model.head_size
-            self.output_update = LowRankUpdate(settings, settings.lora, heads, model.hidden_size, "inputs")
+        width, size = model.hidden_size, model.head_size
+        keys = self.keys_per_head * model.kv_heads
+        self.query_update = low_rank_update(settings, "query", width, model.num_heads * size, "outputs")
+        self.key_update = low_rank_update(settings, "key", width, keys * size, "outputs")
+        self.value_update = low_rank_update(settings, "value", width, model.kv_heads * size, "outputs")
+        self.output_update = low_rank_update(settings, "output", model.num_heads * size, width, "inputs")
 
     def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """hidden (N, B, C), positions (B, N) -> (output (N, B, C), its bias or None)."""
@@ -135,16 +134,18 @@ class SelfAttention(nn.Module):
         fused, _ = apply(self.qkv, hidden)
         tokens, batch, _ = fused.shape
         groups = fused.view(tokens, batch, self.kv_heads, sum(parts), self.head_dim)
-        q, k, v = groups.permute(1, 2, 3, 0, 4).split(parts, dim=2)
+        updates = (self.query_update, self.key_update, self.value_update)
+        q, k, v = updated(groups.permute(1, 2, 3, 0, 4).split(parts, dim=2), updates, hidden, self._by_heads)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        v = v.squeeze(2)
-        if self.value_update is not None:
-            v = v + self.value_update(hidden).view(tokens, batch, self.kv_heads, -1).permute(1, 2, 0, 3)
-        return self._scaled(q.flatten(1, 2)), k.squeeze(2) if self.keys_per_head == 1 else k, v
+        return self._scaled(q.flatten(1, 2)), k.squeeze(2) if self.keys_per_head == 1 else k, v.squeeze(2)
 
     def _scaled(self, q: Tensor) -> Tensor:
         return q if self.query_scale == 1 else q * self.query_scale
+
+    def _by_heads(self, x: Tensor) -> Tensor:
+        """(N, B, heads x d) -> (B, H_kv, heads of each key head, N, d)."""
+        return x.unflatten(-1, (self.kv_heads, -1, self.head_dim)).permute(1, 2, 3, 0, 4)
 
     def _merge(self, heads: Tensor) -> tuple[Tensor, Tensor | None]:
         merged = heads.permute(2, 0, 1, 3).flatten(2)

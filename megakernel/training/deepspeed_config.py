@@ -35,6 +35,8 @@ def deepspeed_config(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, 
         "train_batch_size": config.training.micro_batch_size * accumulation * mesh.gradient.size,
         "gradient_clipping": config.optimizer.clip_grad_norm if deepspeed_clips(config) else 0.0,
         "zero_optimization": zero,
+        # An offloaded optimizer is ours as well: DeepSpeed's own would have to be compiled at the first start.
+        "zero_force_ds_cpu_optimizer": False,
         # By default each tensor rank sends its slice of a stage's output, as if all ranks held the same; with
         # sequence parallelism each holds other tokens.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
@@ -46,6 +48,12 @@ def deepspeed_config(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, 
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
         ours["communication_data_type"] = "fp32"
     return merged(ours, config.deepspeed)
+
+
+def updates_on_cpu(config: Config, mesh: Mesh) -> bool:
+    """Whether AdamW finds its weights in host memory."""
+    offload = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
+    return mesh.device.type == "cpu" or offload.get("device") == "cpu"
 
 
 def check_own_keys(config: Config) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -33,7 +34,7 @@ from megakernel.model.layer_inputs import LayerInputs
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
-from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step
+from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step, updates_on_cpu
 from .optimizer import SHARE, build_optimizer, freeze
 from .schedule import LinearDecay, drop_near_windows
 from .step_costs import ContextTraffic, MemoryPeaks
@@ -154,7 +155,8 @@ class Engine:
         self.pipelined = mesh.pp.size > 1
         self._passed_on: tuple[torch.Size, bool] | None = None
         model = Ranks.of(mesh).alike(lambda: self._made(settings, make_model))
-        optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config))
+        on_cpu = updates_on_cpu(config, mesh)
+        optimizer = build_optimizer(model, config.optimizer, mesh, deepspeed_clips(config), on_cpu)
         self.partitions = partitions(model)
         self.record = record(model, self.partitions, optimizer)
         self.engine, self.optimizer, *_ = deepspeed.initialize(
@@ -172,7 +174,8 @@ class Engine:
         self, settings: ModelSettings, make_model: Callable[[ModelSettings, Callable[[], float]], Parted]
     ) -> Parted:
         model = make_model(settings, lambda: self.loss_scale)
-        freeze(model, self.config.optimizer.trained)
+        updates = self.config.optimizer.updates
+        freeze(model, self.config.optimizer.trained, updates is None or updates.mechanism)
         if (dropout := self.config.training.near_dropout) is not None:
             drop_near_windows(model, LinearDecay(dropout.start, dropout.steps), self.config.run.seed)
         return model
@@ -201,6 +204,9 @@ class Engine:
     def redraw(self, step: int) -> None:
         """Let the model hold the random numbers that `step`, counted from 0, is trained with."""
         attention.redraw(self.engine.module, step)
+        if self.config.optimizer.updates is not None:  # for their dropout, which tensor ranks draw alike
+            place = (self.config.run.seed, step, self.mesh.dp.rank, self.mesh.cp.rank)
+            torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
         self.engine.module.begin_step(step)
 
     def train_step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:

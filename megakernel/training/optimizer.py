@@ -9,7 +9,7 @@ from torch import nn
 from megakernel import config as configuration
 from megakernel.config import UserError
 from megakernel.model import Pipeline
-from megakernel.model.self_attention import MECHANISM, is_new
+from megakernel.model.self_attention import MECHANISM, UPDATES, is_new
 from megakernel.parallel import Mesh
 
 SHARE = "share_of_lr"
@@ -43,13 +43,16 @@ def parameter_groups(model: nn.Module, settings: configuration.Optimizer) -> lis
     return [group for group in groups if group["params"]]
 
 
-def freeze(model: nn.Module, trained: str) -> None:
+def freeze(model: nn.Module, trained: str, mechanism: bool = True) -> None:
     """Let the weights that optimizer.trained names have gradients, and no others.
+
+    mechanism: whether low-rank updates have what mechanisms own beside them.
 
     Raises UserError where no attention mechanism owns any.
     """
+    is_trained = is_new if mechanism else UPDATES.search
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained == "all" or is_new(name))
+        parameter.requires_grad_(trained == "all" or bool(is_trained(name)))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
             f"optimizer.trained={trained} and {_layers(model)} no weights of its own; take a feature map that "
@@ -108,9 +111,11 @@ def counts_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
 
 
 def build_optimizer(
-    model: nn.Module, settings: configuration.Optimizer, mesh: Mesh, deepspeed_clips: bool
+    model: nn.Module, settings: configuration.Optimizer, mesh: Mesh, deepspeed_clips: bool, on_cpu: bool
 ) -> torch.optim.AdamW:
     """The optimizer that DeepSpeed wraps; its learning rate is set anew before every step. Called on all ranks.
+
+    on_cpu: where it finds the weights, which DeepSpeed may have moved there.
 
     Raises UserError, alike on all ranks, where pipeline stages have not as many groups of weights.
     """
@@ -127,7 +132,7 @@ def build_optimizer(
         "betas": (settings.beta1, settings.beta2),
         "eps": settings.eps,
         # One pass over the weights where a CPU takes ten, each as long as reading them from memory.
-        "fused": mesh.device.type == "cpu",
+        "fused": on_cpu,
     }
     if deepspeed_clips:
         return torch.optim.AdamW(groups, **options)

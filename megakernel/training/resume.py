@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data_pipeline.corpus import Corpora
+from megakernel.checkpoint.adapter import read_adapter
 from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.reshape import reshape
 from megakernel.checkpoint.weight_source import WeightSource
-from megakernel.config import Model, UserError
+from megakernel.config import Lora, Model, UserError
 from megakernel.model.self_attention import is_new
 from megakernel.parallel.ranks import Ranks
 
@@ -74,6 +75,18 @@ def start_from_weights(
     ):
         if names:
             note(f"{len(names)} weights {what}: {in_layers(names)}")
+
+
+def start_with_adapter(
+    folder: Path, model: Model, lora: Lora, engine: Engine, ranks: Ranks, note: Note
+) -> None:
+    """Take low-rank updates from an adapter in PEFT's form, behind the weights that they are of.
+
+    Raises UserError, alike on all ranks, where it is none, or is not of the updates that the run has.
+    """
+    adapter = ranks.first(lambda: read_adapter(folder, model, lora))
+    engine.load_weights(adapter)
+    note(f"low-rank updates of {len(adapter.names) // 2} matrices from {folder}")
 
 
 def in_layers(names: Sequence[str]) -> str:

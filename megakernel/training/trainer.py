@@ -30,7 +30,7 @@ from .observing.metrics_writer import Entry, MetricsWriter
 from .observing.observed import Observed, Providers
 from .observing.profiler import Profiler, kept_when_memory_runs_out
 from .observing.throughput import Throughput, peak_tflops
-from .resume import resume, start_from_weights, start_with_moments
+from .resume import resume, start_from_weights, start_with_adapter, start_with_moments
 from .run_folder import RunFolder, free_learning_rates, stop_file
 from .schedule import learning_rate
 from .stop_requests import Stop, StopRequests
@@ -152,6 +152,9 @@ class Trainer:
         source = self.config.init.source
         if done == 0 and source is not None:
             start_from_weights(source, self.config.model, self.corpora, self.engine, self.ranks, self._note)
+        adapter, lora = self.config.init.adapter, self.config.optimizer.updates
+        if done == 0 and adapter is not None and lora is not None:
+            start_with_adapter(adapter, self.config.model, lora, self.engine, self.ranks, self._note)
         moments = self.config.init.moments
         if done == 0 and moments is not None:
             start_with_moments(moments, self.config.model, self.engine, self.ranks, self._note)
@@ -247,7 +250,7 @@ class Trainer:
     def _bits(self, tag: str, loss: float, split: str) -> dict[str, float]:
         """Only a causal model's cross entropy of all tokens is a code length of the text."""
         is_cross_entropy = tag == "eval" or self.config.objective.kind == "labels"
-        if not is_cross_entropy or not self.config.model.is_causal or self.config.data.scored != "all":
+        if not is_cross_entropy or not self.config.model.is_causal or not self.corpora.is_text(split):
             return {}
         return {f"{tag}/bits_per_byte": self.corpora.bits_per_byte(loss, split)}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from data_pipeline.corpus import Corpora
 from megakernel.checkpoint.frozen import frozen_model
 from megakernel.checkpoint.weight_source import WeightSource
-from megakernel.config import Config
+from megakernel.config import Config, UserError
 from megakernel.model import LanguageModel, ModelSettings, Parted, Pipeline, build_model
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.settings import DTYPES
@@ -38,8 +38,14 @@ def model_maker(
 def _with_teacher(
     config: Config, source: WeightSource, settings: ModelSettings, loss_scale: Callable[[], float]
 ) -> Parted:
-    teacher = Teacher(frozen_model(settings, source.model(), source, DTYPES[config.training.dtype]))
     assert isinstance(settings.mesh, Mesh)
+    wanted, tensor, stages = source.model(), settings.mesh.tp.size, settings.mesh.pp.size
+    if wanted.kv_heads % tensor or wanted.num_layers < stages:
+        raise UserError(
+            f"{source.key}={source.folder} has {wanted.num_layers} layers of {wanted.kv_heads} key heads, which "
+            f"parallel.pipeline={stages} and parallel.tensor={tensor} do not share; set sizes that divide its own"
+        )
+    teacher = Teacher(frozen_model(settings, wanted, source, DTYPES[config.training.dtype]))
     model = TaughtPipeline(settings, loss_scale) if settings.mesh.pp.size > 1 else TaughtModel(settings)
     objective = LayerTransfer if config.objective.kind == "transfer" else Distillation
     model.objective = objective(model, teacher, config, settings.mesh)

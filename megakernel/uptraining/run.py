@@ -64,6 +64,9 @@ class Uptraining:
         corpora = Corpora(self.config.data)
         # What there is to remark on its tokenizer, the first stage says.
         self.ranks.first(lambda: source.check_tokenizer(corpora))
+        if (teacher := self.uptrain.distill.teacher) is not None:
+            larger = WeightSource.find("uptrain.distill.teacher", teacher, self.ranks)
+            self.ranks.first(lambda: larger.check_tokenizer(corpora))
         moments = self.config.init.moments
         if moments is not None and self._reads(moments, source):
             find_moments(moments, self.ranks)

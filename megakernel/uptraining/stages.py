@@ -234,8 +234,8 @@ def _distillation(config: Config, uptrain: Uptrain) -> dict[str, Any]:
         return {"kind": "labels"}
     return {
         "kind": "distill",
-        "teacher": str(config.init.source),
         **weights.model_dump(mode="json"),
+        "teacher": str(weights.teacher or config.init.source),
     }
 
 

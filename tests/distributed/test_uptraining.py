@@ -257,6 +257,63 @@ def test_a_distillation_shows_what_its_loss_is_made_of(ranks, place):
     assert loss == pytest.approx(summed, rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def larger(place):
+    """A dense run of more layers, heads and numbers than the student's source."""
+    sizes = ("model.num_layers=3", "model.hidden_size=96", "model.num_heads=6", "training.steps=20")
+    train(place / "dense.yaml", 1, "run.name=larger", *sizes)
+    return place / "larger"
+
+
+def learned_from(teacher, place, ranks):
+    options = [
+        "objective.kind=distill",
+        f"objective.teacher={teacher}",
+        "training.steps=8",
+        "optimizer.lr=0.003",
+    ]
+    name = f"run.name=larger-{ranks.replace(' ', '-')}"
+    return train(place / "student.yaml", *layout(ranks), *options, name)
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("ranks", ["tp2 sequence parallel", "cp2 dp2 zero 2", "pp2"])
+def test_a_teacher_may_be_larger_than_the_students_source(ranks, larger, place):
+    alone = learned_from(larger, place, "one process")
+    assert scalars(alone, "train/divergence")[-1] < scalars(alone, "train/divergence")[0]
+    for tag in ("train/loss", "train/divergence", "eval/loss"):
+        assert scalars(learned_from(larger, place, ranks), tag) == pytest.approx(
+            scalars(alone, tag), rel=1e-4
+        ), tag
+
+
+@pytest.mark.second
+def test_the_stages_learn_from_a_larger_teacher_and_refuse_one_that_is_not_there(larger, place):
+    wanted = ("run.name=from_larger", "training.steps=4")
+    uptrain(place / "student.yaml", 1, *wanted, f"uptrain={{distill: {{teacher: {larger}}}}}")
+    (main,) = (place / "from_larger").glob("*-main/config.yaml")
+    assert load(main).objective.teacher == larger
+    assert scalars(metrics(main.parent), "train/divergence")
+    with pytest.raises(RankFailedError, match=r"uptrain\.distill\.teacher=.*nowhere is no run"):
+        uptrain(
+            place / "student.yaml", 1, "run.name=none", f"uptrain={{distill: {{teacher: {place}/nowhere}}}}"
+        )
+
+
+@pytest.mark.second
+def test_a_teacher_whose_heads_tensor_ranks_cannot_share_is_refused(place):
+    train(
+        place / "dense.yaml",
+        1,
+        "run.name=odd",
+        "model.num_heads=1",
+        "model.num_kv_heads=1",
+        "training.steps=1",
+    )
+    with pytest.raises(RankFailedError, match=r"has 2 layers of 1 key heads, which parallel\.pipeline=1 and"):
+        learned_from(place / "odd", place, "tp2")
+
+
 def test_low_rank_updates_are_all_that_moves_and_fold_into_what_they_update(place):
     overrides = ["run.name=lora", "optimizer.trained=lora", "training.steps=12", "optimizer.lr=0.003"]
     train(place / "student.yaml", 1, *overrides)

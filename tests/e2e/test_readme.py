@@ -1,4 +1,4 @@
-"""The README, the quickstart and the guide to long context, typed in as they stand."""
+"""The README, the quickstart and the guides to long context and to tuning, typed in as they stand."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/quickstart.md", "docs/long_context.md")
+PAGES = ("README.md", "docs/quickstart.md", "docs/long_context.md", "docs/tuning.md")
 PROGRAMS = {"megakernel": "launch.cli", "tensorboard": "tensorboard.main"}
 """Program -> its module, so that this checkout and this Python run, installed or not."""
 
@@ -36,6 +36,9 @@ def typed(page):
 def folder(tmp_path):
     """What a reader's clone holds for these commands."""
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    for page in PAGES:  # blocks that name a file are its text
+        for name, text in re.findall(r"```\w+ (\S+)\n(.*?)```", (REPOSITORY / page).read_text(), re.DOTALL):
+            (tmp_path / name).write_text(text)
     return tmp_path
 
 
@@ -112,7 +115,7 @@ def test_text_becomes_a_model_that_writes_by_the_commands_of_the_readme(folder):
 
 
 @pytest.mark.second
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_every_command_does_what_the_pages_say(folder):
     for command in dict.fromkeys(command for page in PAGES for command in typed(page)):
         if command.startswith("tensorboard"):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from data_pipeline import tokenizers
-from data_pipeline.tokenizers import BPE_EOD, ByteTokenizer, Tokenizer, byte_level
+from data_pipeline.tokenizers import ByteTokenizer, Tokenizer
 from megakernel.checkpoint.trained_run import tokenizer_folder
 from megakernel.config import UserError
 
@@ -14,7 +14,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write it in the form that `AutoTokenizer` reads, with the ids that the model was trained on."""
     if isinstance(tokenizer, ByteTokenizer):
-        byte_level(tokenizer.eod, BPE_EOD).save_pretrained(folder)
+        tokenizer.for_transformers().save_pretrained(folder)
     else:
         tokenizer.save(folder)
 

@@ -1,6 +1,7 @@
 """Windows that overlap predict each token once."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from data_pipeline.corpus import PreparedCorpus
 from megakernel.evaluation.sliding import SlidingBatches, Window, windows
+from tests.chats import CHATML, said, saved, write_chats
 from tests.unit.data.conftest import documents, prepared, write_jsonl
 
 SEQ_LEN, STRIDE, EOD = 32, 12, 256
@@ -63,3 +65,19 @@ def test_no_more_windows_are_read_than_asked_for(part: PreparedCorpus):
 def test_positions_count_from_the_start_of_a_window(part: PreparedCorpus, seq_len: int):
     for batch in SlidingBatches([part], seq_len, seq_len // 2, 4, 4, EOD):
         assert torch.equal(batch.positions[0], torch.arange(seq_len))
+
+
+@pytest.mark.second
+def test_of_conversations_what_the_assistant_wrote_is_predicted_once(tmp_path: Path):
+    chats = [said(f"What is {at}?", f"It is {at}." * 9, "And?", "No.") for at in range(30)]
+    source, given = write_chats(tmp_path / "chats.jsonl", chats), saved(CHATML, tmp_path / "tokenizer")
+    manifest = prepared(
+        tmp_path / "chats", [str(source)], tokenizer=str(given), chat=True, text_key="messages"
+    )
+    part = PreparedCorpus(tmp_path / "chats", 1.0, manifest)
+    read = list(SlidingBatches([part], SEQ_LEN, STRIDE, 10**6, 3, EOD))
+    record = manifest.splits["validation"].scored
+    assert record is not None
+    assert sum(int(batch.loss_mask.sum()) for batch in read) == record.tokens
+    said_by_assistant = torch.cat([batch.labels[batch.loss_mask] for batch in read])
+    assert not (said_by_assistant == ord("W")).any(), "questions alone have one"

@@ -249,6 +249,14 @@ def test_without_kl_no_teacher_is_loaded():
     assert (only.config.objective.kind, only.config.objective.teacher) == ("labels", None)
 
 
+def test_the_main_stage_may_learn_from_another_model_than_it_starts_from():
+    plan = stages(made(transfer={"steps": 3}, distill={"teacher": "models/larger"}))
+    assert [stage.config.objective.teacher for stage in plan] == [
+        plan[0].config.init.source,
+        Path("models/larger"),
+    ]
+
+
 def test_layers_that_stay_softmax():
     (only,) = stages(made(layers={"keep": [0, 3]}))
     kinds = [only.config.model.layer_attention(layer).is_full_softmax for layer in range(4)]
@@ -285,6 +293,7 @@ LONGER = {"steps": 1, "seq_len": 1024}
         ({"layers": {"keep": 4}, "transfer": {"steps": 1}}, {}, "uptrain.layers.keep"),
         ({}, {"model": {"attention": "softmax"}}, "uptrain.layers.keep"),
         ({"distill": {"kl": 0, "cross_entropy": 0}}, {}, "uptrain.distill.cross_entropy"),
+        ({"distill": {"kl": 0, "teacher": "models/larger"}}, {}, "uptrain.distill.teacher"),
         ({"alpha": 0.8, "anneal": 0.3}, {}, "uptrain.alpha"),
         ({"alpha": 0.3}, {"model": {"attention": "hedgehog"}}, "uptrain.alpha"),
         ({"length": LONGER | {"seq_len": 64}}, {}, "uptrain.length.seq_len"),
