@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernel_attention.arguments import Rows
 from megakernel.ops.kernels.features import padded
 
 
@@ -55,10 +54,10 @@ class Near(NamedTuple):
 class Window(NamedTuple):
     """The tokens that windows are of, which begin with those of a tail."""
 
-    keys: Rows
-    columns: Rows
-    """Of values."""
+    keys: Any
+    """`Rows`, and of values `columns`; None where nobody reads them."""
 
+    columns: Any
     windows: Any
     """(B, N) int32: the first token of each token's window; None where blocks are those of the row."""
 

@@ -232,20 +232,20 @@ class _Call(NamedTuple):
         far.start(key_kernels.bwd_dkv, batch, queries, kept.keys, self.wide_matrix, state, row, *found)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         dy_k = self._projected(k) if learned and not self.near.softmax else None
+        numbers = tuple(landmarks.new_empty(2, *k.shape[:3], far.rank))
         self.start(
             window_kernels.window_backward,
             *(batch, self.queries, self.window, self.pools, self.matrix, row, self.shares, joined),
-            *(queries.grad, means, dlandmarks, dpooled, dk, dv, dy_k),
+            *(queries.grad, means, dlandmarks, dpooled, numbers, dk, dv, dy_k),
             programs=triton.cdiv(k.shape[2], far.tile("window_backward").chunk) * batch * row.heads,
         )
         parts = triton.cdiv(row.keys // far.rank, BLOCKS_AT_ONCE)
         pools = self.pools.of_keys
         dpools = landmarks.new_empty(2, batch, row.heads, parts, *pools.shape[-2:])
-        self.start_pool(
-            pool_kernels.pool_backward,
-            *(batch, BLOCKS_AT_ONCE, row, dlandmarks, dpooled, *dpools),
-            EACH=BLOCKS_AT_ONCE,
-        )
+        known = (batch, BLOCKS_AT_ONCE, row, numbers, *dpools)
+        # Nobody reads the tokens again.
+        places = self._replace(window=self.window._replace(keys=None, columns=None))
+        places.start_pool(pool_kernels.pool_backward, *known, EACH=BLOCKS_AT_ONCE)
         dkeys, dvalues = (part.sum((0, 2) if pools.dim() == 3 else (0, 1, 2)) for part in dpools)
         pairs = ((dy_k, k), (dy_landmarks, landmarks))
         of_matrix = [products_of_queries(dy, x, row.heads) for dy, x in pairs if dy is not None]

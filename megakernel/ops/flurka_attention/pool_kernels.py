@@ -5,7 +5,7 @@ import triton.language as tl
 
 from megakernel.ops.flurka_attention.arguments import block_end
 from megakernel.ops.kernel_attention.arguments import head_at
-from megakernel.ops.kernels.features import dot, load_rows, rounded
+from megakernel.ops.kernels.features import dot, load_rows, rounded, store_rows
 
 
 @triton.jit
@@ -86,8 +86,7 @@ def pool(
 def pool_backward(
     window,
     row,
-    dlandmarks,
-    dvalues,
+    numbers,
     of_keys,
     of_values,
     EACH: tl.constexpr,
@@ -97,32 +96,23 @@ def pool_backward(
     RP: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """What EACH blocks add to the gradients of E and F, (B, H_kv, parts, R, B) float32: of landmarks times tokens.
+    """What EACH blocks add to the gradients of E and F, (B, H_kv, parts, R, B) float32.
 
-    Program: EACH blocks of a key head.
+    Their keys' parts are the two `numbers` of `window_kernels.window_backward`. Program: EACH blocks of a key head.
     """
     R: tl.constexpr = CUT.rank
     B: tl.constexpr = NEAR.block_size
     blocks = tl.cdiv(row.length, B)
     parts = tl.cdiv(blocks, EACH)
     head, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    batch, kv = head // row.heads, head % row.heads
-    k, v = head_at(window.keys, batch, kv), head_at(window.columns, batch, kv)
-    dtype: tl.constexpr = k.dtype.element_ty
-    total_k = tl.zeros((RP, BP), tl.float32)
+    batch = head // row.heads
+    own = head.to(tl.int64) * (window.before + row.length)
+    total_k = tl.zeros((BP, RP), tl.float32)
     total_v = total_k
     for block in range(part * EACH, tl.minimum(part * EACH + EACH, blocks)):
         at, count = tokens_of_block(window, row, batch, block, NEAR)
-        seat = (head.to(tl.int64) * blocks + block) * R
-        tokens = load_rows(k + at * window.keys.row, window.keys.row, count, BP, PHI.width, PHI.padded_width)
-        grad = load_rows(dlandmarks + seat * PHI.width, PHI.width, R, RP, PHI.width, PHI.padded_width)
-        total_k += dot(grad, tl.trans(tokens), dtype)
-        tokens = load_rows(
-            v + at * window.columns.row, window.columns.row, count, BP, CUT.values, CUT.padded_values
-        )
-        grad = load_rows(dvalues + seat * CUT.values, CUT.values, R, RP, CUT.values, CUT.padded_values)
-        total_v += dot(grad, tl.trans(tokens), dtype)
-    r, b = tl.arange(0, RP)[:, None], tl.arange(0, BP)[None, :]
-    place = tl.program_id(0).to(tl.int64) * (R * B) + r * B + b
-    tl.store(of_keys + place, total_k, mask=(r < R) & (b < B))
-    tl.store(of_values + place, total_v, mask=(r < R) & (b < B))
+        total_k += load_rows(numbers[0] + (own + at) * R, R, count, BP, R, RP)
+        total_v += load_rows(numbers[1] + (own + at) * R, R, count, BP, R, RP)
+    place = tl.program_id(0).to(tl.int64) * (B * R)
+    store_rows(of_keys + place, B, R, tl.trans(total_k), B, BP)
+    store_rows(of_values + place, B, R, tl.trans(total_v), B, BP)

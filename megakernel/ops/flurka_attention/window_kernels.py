@@ -152,6 +152,7 @@ def window_backward(
     means,
     dlandmarks,
     dpooled,
+    numbers,
     dk,
     dv,
     dy,
@@ -162,7 +163,9 @@ def window_backward(
     """Gradients of keys (B, H_kv, before + N, D), values (..., V) and projected keys (..., M); rows of tiles are keys.
 
     Through windows, and from their landmarks, which hand back E^T dlandmarks (B, H_kv, blocks R, D) and F^T dpooled
-    (..., V). Program: CUT.chunk keys of a key head, which go by CUT.block queries.
+    (..., V). `numbers`, two of (B, H_kv, before + N, R) float32: dlandmarks.k and dpooled.v of each key and the
+    landmarks of its block, which `pool_backward` adds up. Program: CUT.chunk keys of a key head, which go by CUT.block
+    queries.
     """
     C: tl.constexpr = CUT.chunk
     BQ: tl.constexpr = CUT.block
@@ -223,8 +226,15 @@ def window_backward(
     RP: tl.constexpr = CUT.padded_rank
     HALF: tl.constexpr = NEAR.half
     HP: tl.constexpr = NEAR.padded_half
-    pooled_a = tl.zeros((C, HP), tl.float32)
-    pooled_b = tl.zeros((C, HP), tl.float32)
+    REST: tl.constexpr = NEAR.width - NEAR.half
+    pooled_a, pooled_b = of_a, of_b
+    if not NEAR.softmax:
+        pooled_a = tl.zeros((C, HP), tl.float32)
+        pooled_b = pooled_a
+    elif NEAR.rotary:
+        pooled_a, pooled_b = turned(of_a, of_b, angles(window, 0, NEAR), NEAR, True)
+    of_keys = tl.zeros((C, RP), tl.float32)
+    of_columns = of_keys
     landmark = tl.arange(0, RP)
     blocks = tl.cdiv(row.length, B)
     nearest = at + NEAR.reach - B
@@ -234,25 +244,26 @@ def window_backward(
         pooled = ((inner >= 0) & (inner < B) & (end >= 0))[:, None] & (landmark < R)[None, :]
         seats = kv.to(tl.int64) * pools.head + landmark[None, :] * B + inner[:, None]
         place = (head.to(tl.int64) * blocks + block) * R
-        part = dlandmarks + place * NEAR.width
-        of_keys = tl.load(pools.of_keys + seats, mask=pooled, other=0.0)
-        pooled_a += dot(of_keys, load_rows(part, NEAR.width, R, RP, HALF, HP), dtype)
-        rest = load_rows(part + HALF, NEAR.width, R, RP, NEAR.width - HALF, HP)
-        pooled_b += dot(of_keys, rest, dtype)
-        of_pool = tl.load(pools.of_values + seats, mask=pooled, other=0.0)
-        of_values += dot(
-            of_pool, load_rows(dpooled + place * CUT.values, CUT.values, R, RP, CUT.values, VP), dtype
-        )
+        shares_of_keys = tl.load(pools.of_keys + seats, mask=pooled, other=0.0)
+        first_half = load_rows(dlandmarks + place * NEAR.width, NEAR.width, R, RP, HALF, HP)
+        along = dot(load_rows(k, window.keys.row, left, C, HALF, HP), tl.trans(first_half), dtype)
+        pooled_a += dot(shares_of_keys, first_half, dtype)
+        second_half = load_rows(dlandmarks + place * NEAR.width + HALF, NEAR.width, R, RP, REST, HP)
+        along += dot(load_rows(k + HALF, window.keys.row, left, C, REST, HP), tl.trans(second_half), dtype)
+        pooled_b += dot(shares_of_keys, second_half, dtype)
+        of_keys += tl.where(pooled, along, 0.0)
+        shares_of_values = tl.load(pools.of_values + seats, mask=pooled, other=0.0)
+        columns = load_rows(dpooled + place * CUT.values, CUT.values, R, RP, CUT.values, VP)
+        of_columns += tl.where(pooled, dot(values, tl.trans(columns), dtype), 0.0)
+        of_values += dot(shares_of_values, columns, dtype)
 
     entry = head.to(tl.int64) * (window.before + row.length) + seat
+    store_rows(numbers[0] + entry * R, R, left, of_keys, R, RP)
+    store_rows(numbers[1] + entry * R, R, left, of_columns, R, RP)
     store_rows(dv + entry * CUT.values, CUT.values, left, of_values, CUT.values, VP)
     of_tokens = dk + entry * NEAR.width
-    if NEAR.softmax:
-        if NEAR.rotary:
-            of_a, of_b = turned(of_a, of_b, angles(window, 0, NEAR), NEAR, True)
-        store_halves(of_tokens, of_a + pooled_a, of_b + pooled_b, window, 0, left, False, False, NEAR)
-    else:
-        store_halves(of_tokens, pooled_a, pooled_b, window, 0, left, False, False, NEAR)
+    store_halves(of_tokens, pooled_a, pooled_b, window, 0, left, False, False, NEAR)
+    if not NEAR.softmax:
         tl.debug_barrier()
         LEARNED: tl.constexpr = dy is not None
         ka, kb, _logs = phi(k, window.keys.row, left, projection, matrix.low, C, PHI)
