@@ -75,10 +75,7 @@ class Data(Section):
     """Begin prompts and made examples with the tokenizer's BOS; None: as the documents of data.train do."""
 
     scored: Literal["all", "answers"] = "all"
-    """Tokens a causal_lm is trained on: all, or of corpora of tasks (`prepare --source task:`) the answers alone.
-
-    Of conversations (`prepare --chat`) it is always what the assistant wrote alone.
-    """
+    """Tokens a causal_lm is trained on: all, or of tasks the answers alone. Of chats always the assistant's alone."""
 
     index_cache: Path | None = None
     """Folder of sample indices, deleted when unused for 30 days; None takes `.index_cache` inside the first corpus."""

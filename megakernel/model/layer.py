@@ -55,9 +55,9 @@ class MLP(nn.Module):
         self.linear_fc2 = row_linear(settings, model.ffn_size, model.hidden_size, bias=model.has_mlp_bias)
         width, inner = model.hidden_size, model.ffn_size
         self.gated = model.is_mlp_gated
-        self.gate_update = low_rank_update(settings, "gate", width, inner, "outputs") if self.gated else None
-        self.up_update = low_rank_update(settings, "up", width, inner, "outputs")
-        self.down_update = low_rank_update(settings, "down", inner, width, "inputs")
+        self.gate_update = low_rank_update(settings, "gate", width, inner, "column") if self.gated else None
+        self.up_update = low_rank_update(settings, "up", width, inner, "column")
+        self.down_update = low_rank_update(settings, "down", inner, width, "row")
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x (N, B, C) -> (output (N, B, C), its bias or None)."""

@@ -128,17 +128,17 @@ class WholeLinear(nn.Linear):
 
 
 def low_rank_update(
-    settings: ModelSettings, target: str, inputs: int, outputs: int, cut: str
+    settings: ModelSettings, target: str, inputs: int, outputs: int, parallel: str
 ) -> "LowRankUpdate | None":
     """The update of the matrix that settings.lora calls `target`; None where it does not name that."""
     if settings.lora is None or target not in settings.lora.targets:
         return None
-    return LowRankUpdate(settings, settings.lora, inputs, outputs, cut)
+    return LowRankUpdate(settings, settings.lora, inputs, outputs, parallel)
 
 
 def updated(
     parts: Sequence[Tensor],
-    updates: Sequence["LowRankUpdate | None"],
+    updates: Sequence[nn.Module | None],
     x: Tensor,
     form: Callable[[Tensor], Tensor] = lambda update: update,
 ) -> list[Tensor]:
@@ -152,32 +152,32 @@ def updated(
 class LowRankUpdate(nn.Module):
     """alpha / rank B A x, zero at first, for a projection from `inputs` to `outputs` numbers.
 
-    cut: `outputs`, where tensor ranks share the projection's rows, or `inputs`, where they share its columns. The
-    small product A x is what travels between the ranks.
+    parallel: `column` or `row`, as the projection's outputs or inputs are partitioned over tensor ranks. The small
+    product A x is what travels between them.
     """
 
-    def __init__(self, settings: ModelSettings, lora: Lora, inputs: int, outputs: int, cut: str):
+    def __init__(self, settings: ModelSettings, lora: Lora, inputs: int, outputs: int, parallel: str):
         super().__init__()
         tp = settings.mesh.tp
-        self.settings, self.cut = settings, cut
+        self.settings, self.parallel = settings, parallel
         self.shard_group = tp.group if settings.mesh.sequence_parallel else None
         self.scale = lora.alpha / lora.rank
         self.dropout = lora.dropout
         bound = 1 / math.sqrt(inputs)
         down = torch.empty(lora.rank, inputs).uniform_(-bound, bound)  # whole, then cut
-        if cut == "inputs":
+        if parallel == "row":
             down = down.chunk(tp.size, 1)[tp.rank].clone()
         else:
             outputs //= tp.size
         self.down = nn.Parameter(down)
         self.up = nn.Parameter(torch.zeros(outputs, lora.rank))
-        shared, dimension = (self.down, 1) if cut == "inputs" else (self.up, 0)
+        shared, dimension = (self.down, 1) if parallel == "row" else (self.up, 0)
         mark_cut(shared, dimension)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, B, inputs), its tokens or its columns cut -> (N, B, outputs), cut the other way."""
         x = F.dropout(x, self.dropout, self.training and self.dropout > 0)
-        if self.cut == "outputs":
+        if self.parallel == "column":
             small = column_input(F.linear(x, replicated(self.down, self.shard_group)), self.settings)
             return self.scale * F.linear(small, self.up)
         small = F.linear(x, self.down)

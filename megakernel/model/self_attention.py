@@ -87,10 +87,10 @@ class SelfAttention(nn.Module):
         )
         width, size = model.hidden_size, model.head_size
         keys = self.keys_per_head * model.kv_heads
-        self.query_update = low_rank_update(settings, "query", width, model.num_heads * size, "outputs")
-        self.key_update = low_rank_update(settings, "key", width, keys * size, "outputs")
-        self.value_update = low_rank_update(settings, "value", width, model.kv_heads * size, "outputs")
-        self.output_update = low_rank_update(settings, "output", model.num_heads * size, width, "inputs")
+        self.query_update = low_rank_update(settings, "query", width, model.num_heads * size, "column")
+        self.key_update = low_rank_update(settings, "key", width, keys * size, "column")
+        self.value_update = low_rank_update(settings, "value", width, model.kv_heads * size, "column")
+        self.output_update = low_rank_update(settings, "output", model.num_heads * size, width, "row")
 
     def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """hidden (N, B, C), positions (B, N) -> (output (N, B, C), its bias or None)."""

@@ -83,8 +83,7 @@ _VALUES: dict[str, Any] = {
     "self.core.compresses_input": False,
     # LoRA is PEFT's there, and up-training is over.
     "settings.lora": None,
-    "self.value_update": None,
-    "self.output_update": None,
+    **{f"self.{of}_update": None for of in ("query", "key", "value", "output", "gate", "up", "down")},
     "self.near_dropout": None,
 }
 
