@@ -72,6 +72,8 @@ def tiles_of(phi: Phi, near: Near, size: int, values: int, capability: int) -> d
         }
     has_groups = capability in WARP_GROUPS
     tiles |= {"write_keys": TileSizes(64, 64, 8), "bwd_dkv": TileSizes(64, 64 if has_groups else 32, 8)}
+    if phi.unbounded and not has_groups:
+        tiles["bwd_dkv"] = TileSizes(32, 32, 8)
     if not near.softmax:
         return tiles | dict.fromkeys(("join", "join_backward", "window_backward"), TileSizes(32, 32, 8))
     if not has_groups:
@@ -229,7 +231,9 @@ class _Call(NamedTuple):
         )
         dy_landmarks = self._projected(landmarks) if learned else None
         found = (dlandmarks, dpooled, dy_landmarks, None, None)
-        far.start(key_kernels.bwd_dkv, batch, queries, kept.keys, self.wide_matrix, state, row, *found)
+        # States of unbounded maps have float32's digits, and take twice the shared memory.
+        for rooms in far.halves(found) if far.phi.unbounded else [found]:
+            far.start(key_kernels.bwd_dkv, batch, queries, kept.keys, self.wide_matrix, state, row, *rooms)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         dy_k = self._projected(k) if learned and not self.near.softmax else None
         numbers = tuple(landmarks.new_empty(2, *k.shape[:3], far.rank))

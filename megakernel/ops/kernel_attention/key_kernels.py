@@ -21,15 +21,20 @@ from megakernel.ops.kernels.states import first_token
 
 
 @triton.jit
-def gradient_from_state(tile, norm, columns, dtype: tl.constexpr):
-    """Columns (C, VP) times half a state (MP, VP), plus its normalizer: gradients of features (C, MP).
+def gradient_from_state(
+    tile, norm, columns, state, entry, half: tl.constexpr, CUT: tl.constexpr, PHI: tl.constexpr
+):
+    """Columns (C, VP) times half a state, tile (MP, VP), plus norm (MP,): gradients of features (C, MP).
 
-    A state of more digits than the columns takes two products, so that its sums and its normalizer cancel exactly.
+    A state of more digits than the columns takes two products, so that its sums and its normalizer cancel exactly. It
+    is loaded again: kept, it would take the registers, and shared memory for both factors at once.
     """
-    part = rounded(tile, dtype)
-    grad = dot(columns, tl.trans(part), dtype) + norm[None, :]
+    dtype: tl.constexpr = columns.dtype
+    grad = dot(columns, tl.trans(tile), dtype) + norm[None, :]
     if tile.dtype != dtype:
-        grad += dot(columns, tl.trans(tile - part.to(tl.float32)), dtype)
+        tl.debug_barrier()
+        tile, norm = half_of_state(state, entry, half, PHI, CUT.padded_values)
+        grad += dot(columns, tl.trans(tile - rounded(tile, dtype).to(tl.float32)), dtype)
     return grad
 
 
@@ -107,7 +112,7 @@ def bwd_dkv(
         du_norm = tl.sum(a.to(tl.float32) * norm[None, :], 1)
         tl.debug_barrier()
     if dk is not None:
-        grad_a = gradient_from_state(tile, norm, columns, dtype) * behind[:, None]
+        grad_a = gradient_from_state(tile, norm, columns, state, entry, 0, CUT, PHI) * behind[:, None]
         grad_b = grad_a
     if PHI.two:
         tile, norm = half_of_state(state, entry, 1, PHI, VP)
@@ -115,7 +120,7 @@ def bwd_dkv(
             du += dot(b, tile, dtype)
             du_norm += tl.sum(b.to(tl.float32) * norm[None, :], 1)
         if dk is not None:
-            grad_b = gradient_from_state(tile, norm, columns, dtype) * behind[:, None]
+            grad_b = gradient_from_state(tile, norm, columns, state, entry, 1, CUT, PHI) * behind[:, None]
     if dv is not None:
         du *= behind[:, None]
         du_norm *= behind

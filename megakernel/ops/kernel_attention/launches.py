@@ -67,6 +67,11 @@ SMALL_TILES: dict[tuple[int, int], TileSizes] = {
 }
 """The same for GPUs whose products take their factors from registers, and which have less shared memory."""
 
+SMALL_EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
+    ("bwd_dq", 2, 128): TileSizes(32, 32, 8),
+    ("write_queries", 2, 256): TileSizes(16, 16, 8),
+}
+
 WARP_GROUPS = (90,)
 """Compute capabilities of GPUs with products of four warps. For 100 and 103, whose products are others, Triton 3.7 does
 not compile all of these tiles."""
@@ -176,10 +181,10 @@ class Call(NamedTuple):
         """What programs of the kernel of this name hold."""
         bound = max(64, self.phi.padded_features)
         size = self.dtype.itemsize
-        tile = (self.tiles or {}).get(kernel)
-        if tile is None and (self.capability in WARP_GROUPS or size == 4):
-            tile = EXCEPTIONS.get((kernel, size, bound), TILES[size, bound])
-        tile = tile or SMALL_TILES[size, bound]
+        exceptions, tiles = SMALL_EXCEPTIONS, SMALL_TILES
+        if self.capability in WARP_GROUPS or size == 4:
+            exceptions, tiles = EXCEPTIONS, TILES
+        tile = (self.tiles or {}).get(kernel) or exceptions.get((kernel, size, bound)) or tiles[size, bound]
         most = padded(self.segment)
         return tile._replace(chunk=min(tile.chunk, most), block=min(tile.block, most))
 
