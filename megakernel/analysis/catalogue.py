@@ -7,7 +7,7 @@ import torch
 
 from megakernel import attention
 from megakernel.config import PRESETS, Attention, Model, expand_preset
-from megakernel.config.algebra import Eva, Nystromformer, Skyformer
+from megakernel.config.algebra import Eva, Nystromformer, SimpleGla, Skyformer
 from megakernel.model.flops import attention_flops
 
 HEADS, HEAD_DIM, ROW = 4, 32, 512
@@ -64,6 +64,10 @@ SOURCES = {
     "skyformer": Origin(SKYFORMER, "4–6", "κ(Q, L) M⁺ κ(L, K)"),
     "nystromformer": Origin("Xiong et al. 2021", None, "Nyström with segment means"),
     "eva": Origin("Zheng et al. 2023", None, "windows and control variates"),
+    "retnet": Origin("Sun et al. 2023", None, "state that decays by 1 − 2^(−5−h), without norm and gate"),
+    "mamba2": Origin(
+        "Dao and Gu 2024", None, "state that decays by exp(−A t), t of the token, without convolution"
+    ),
 }
 """Preset -> where it comes from."""
 
@@ -134,7 +138,8 @@ def entry(name: str) -> Entry:
 def _written_out(form: Attention, name: str) -> dict[str, Any]:
     if form.mechanism == "algebra":
         return PRESETS[name]
-    settings = {"eva": Eva, "skyformer": Skyformer, "nystromformer": Nystromformer}[form.mechanism]()
+    sections = {"eva": Eva, "skyformer": Skyformer, "nystromformer": Nystromformer, "simple_gla": SimpleGla}
+    settings = getattr(form, form.mechanism) or sections[form.mechanism]()
     return {**PRESETS[name], form.mechanism: settings.model_dump()}
 
 
