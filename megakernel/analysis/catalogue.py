@@ -8,7 +8,7 @@ import torch
 
 from megakernel.attention import AttentionLayer, build
 from megakernel.config import PRESETS, Attention, Model, expand_preset
-from megakernel.config.algebra import Eva, Nystromformer, Skyformer
+from megakernel.config.algebra import Eva, Nystromformer, SimpleGla, Skyformer
 from megakernel.model.flops import attention_flops
 
 HEADS, HEAD_DIM, ROW = 4, 32, 512
@@ -65,6 +65,10 @@ SOURCES = {
     "skyformer": Origin(SKYFORMER, "4–6", "κ(Q, L) M⁺ κ(L, K)"),
     "nystromformer": Origin("Xiong et al. 2021", None, "Nyström with segment means"),
     "eva": Origin("Zheng et al. 2023", None, "windows and control variates"),
+    "retnet": Origin("Sun et al. 2023", None, "state that decays by 1 − 2^(−5−h), without norm and gate"),
+    "mamba2": Origin(
+        "Dao and Gu 2024", None, "state that decays by exp(−A t), t of the token, without convolution"
+    ),
 }
 """Preset -> where it comes from."""
 
@@ -89,7 +93,8 @@ class Entry:
         """The preset written out, with the settings of a mechanism besides the algebra."""
         if self.form.mechanism == "algebra":
             return PRESETS[self.name]
-        settings = {"eva": Eva, "skyformer": Skyformer, "nystromformer": Nystromformer}[self.form.mechanism]()
+        kinds = {"eva": Eva, "skyformer": Skyformer, "nystromformer": Nystromformer, "simple_gla": SimpleGla}
+        settings = getattr(self.form, self.form.mechanism) or kinds[self.form.mechanism]()
         return {**PRESETS[self.name], self.form.mechanism: settings.model_dump()}
 
     @property

@@ -1,12 +1,13 @@
-"""Simple gated linear attention: each token says how much of the state before it stays."""
+"""Simple gated linear attention: a state of which each token keeps a part."""
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakernel.attention.heads import LayerSettings
+from megakernel.attention.heads import LayerSettings, generator
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.layer import AttentionLayer
 from megakernel.config.algebra import SimpleGla
@@ -16,7 +17,7 @@ from megakernel.ops.simple_gla import simple_gla
 
 
 class SimpleGlaAttention(AttentionLayer):
-    """q_i^T S_i / sqrt(d) of a state that decays by sigmoid(w.x_i + b)^(1 / normalizer) for each key head.
+    """q_i^T S_i / sqrt(d) of a state that decays by one factor for each key head (docs/formulas.md, 9).
 
     w.x_i is the layer's further projection of the hidden state; without it the decay does not depend on the token.
     Shards of a sequence exchange states and the factors by which they decay.
@@ -24,21 +25,49 @@ class SimpleGlaAttention(AttentionLayer):
 
     def __init__(self, form: Attention, settings: LayerSettings):
         super().__init__(form, settings)
-        self.normalizer = (form.simple_gla or SimpleGla()).gate_logit_normalizer
-        self.decay_bias = nn.Parameter(torch.zeros(len(self.kv_heads)))
+        chosen = form.simple_gla or SimpleGla()
+        self.decay, self.normalizer = chosen.decay, chosen.gate_logit_normalizer
+        if self.decay == "gate":
+            self.decay_bias = nn.Parameter(torch.zeros(len(self.kv_heads)))
+        elif self.decay == "step":
+            draws = [_draw(settings, head) for head in self.kv_heads]
+            rates, steps = torch.tensor(draws, dtype=torch.float64).T
+            # Softplus of the bias is the step.
+            self.decay_bias = nn.Parameter((steps + (-torch.expm1(-steps)).log()).float())
+            self.log_decay_rate = nn.Parameter(rates.log().float())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Any]:
         """See AttentionLayer."""
         q, k = inputs.rotated(q, k)
-        logits = self.decay_bias.to(accum_dtype(k.dtype))[:, None]
-        if inputs.further is not None:
-            logits = logits + inputs.further[..., 0].to(logits.dtype)
+        log_decay, step = self._decay(inputs, k)
         return simple_gla(
             q,
             k,
-            v,
-            F.logsigmoid(logits) / self.normalizer,
+            v if step is None else (v * step[..., None]).to(v.dtype),
+            log_decay,
             positions=inputs.at,
             initial_state=inputs.state,
             exchange=inputs.exchange,
         )
+
+    def _decay(self, inputs: AttentionInputs, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """log a (B, H_kv, N), or (H_kv, 1) where it does not depend on the token, and the step that scales v."""
+        dtype = accum_dtype(k.dtype)
+        if self.decay == "fixed":
+            heads = torch.arange(self.kv_heads.start, self.kv_heads.stop, device=k.device, dtype=dtype)
+            return torch.log1p(-torch.exp2(-5 - heads))[:, None], None
+        logits = self.decay_bias.to(dtype)[:, None]
+        if inputs.further is not None:
+            logits = logits + inputs.further[..., 0].to(dtype)
+        if self.decay == "gate":
+            return F.logsigmoid(logits) / self.normalizer, None
+        step = F.softplus(logits)
+        return -self.log_decay_rate.to(dtype).exp()[:, None] * step, step
+
+
+def _draw(settings: LayerSettings, head: int) -> tuple[float, float]:
+    """Mamba-2's initial A and step of a head: uniform in [1, 16], log-uniform in [0.001, 0.1]."""
+    rate, step = torch.rand(
+        2, generator=generator(settings.seed, head, "decay"), dtype=torch.float64
+    ).tolist()
+    return 1 + 15 * rate, math.exp(math.log(0.001) + step * math.log(100))

@@ -183,8 +183,16 @@ class Eva(Section):
 class SimpleGla(Section):
     """S_i = a_i S_(i-1) + k_i v_i^T and o_i = q_i^T S_i / sqrt(d), with one factor a_i in (0, 1) for each key head."""
 
+    decay: Literal["gate", "step", "fixed"] = "gate"
+    """a_i of a token: `gate` sigmoid(w.x_i + b); `step` exp(-A t_i) with t_i = softplus(w.x_i + b), which also scales
+    v_i (Mamba-2). `fixed`: 1 - 2^(-5-h) of key head h, whatever the token (RetNet)."""
+
     gate_logit_normalizer: float = Field(default=16.0, gt=0)
-    """log a_i = log sigmoid(w.x_i + b) divided by this: larger numbers forget more slowly."""
+    """log a_i = log sigmoid(w.x_i + b) divided by this, for decay `gate`: larger numbers forget more slowly."""
+
+    def problems(self) -> Iterator[Problem]:
+        """A normalizer that no gate would use."""
+        yield from self.without_effect("decay", {"gate_logit_normalizer": ("gate",)})
 
 
 class Near(Section):

@@ -226,6 +226,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "eva": {"mechanism": "eva"},
     "skyformer": {"mechanism": "skyformer"},
     "nystromformer": {"mechanism": "nystromformer"},
+    "retnet": {"mechanism": "simple_gla", "simple_gla": {"decay": "fixed"}},
+    "mamba2": {"mechanism": "simple_gla", "simple_gla": {"decay": "step"}},
 }
 """Preset name -> attention tree. `flurka` is the hybrid of docs/formulas.md, 4, `local` its ablation."""
 

@@ -18,6 +18,7 @@ from .algebra import (
     Near,
     Nystromformer,
     PoolCompression,
+    SimpleGla,
     Skyformer,
 )
 from .feature_map import FeatureMap
@@ -184,6 +185,7 @@ def _eva_parts(shape: Shape, chunk: int, chunks: float, near: float, share: floa
 
 def _simple_gla(form: Algebra) -> Mechanism:
     """A state that decays, as kernel attention's with phi the identity; chunks of 64 tokens are not counted."""
+    settings = form.simple_gla or SimpleGla()
     return Mechanism(
         layer="simple_gla.SimpleGlaAttention",
         exchanges=("state",),
@@ -192,7 +194,7 @@ def _simple_gla(form: Algebra) -> Mechanism:
             "readout": shape.heads * 2 * shape.size**2,
         },
         state_sizes=lambda shape: (shape.kv_heads * shape.size**2, 0),
-        further=1,
+        further=0 if settings.decay == "fixed" else 1,
         looks_back_only="a state that decays looks back only",
         changes_constants="simple_gla divides by no sum of weights",
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.attention import AttentionInputs, Rotary, build
+from megakernel.attention import AttentionInputs, HeadShard, Rotary, build
 from megakernel.config import Model
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.ops.simple_gla import simple_gla
@@ -11,6 +11,7 @@ from megakernel.parallel import OneProcess
 from tests.unit.attention.shards import in_shards
 
 LENGTH, WIDTH = 150, 6
+DECAYS = ["gate", "step", "fixed"]
 POSITIONS = torch.cat([torch.arange(70), torch.arange(LENGTH - 70)]).expand(2, -1)
 
 
@@ -39,11 +40,73 @@ def test_chunks_are_the_quadratic_formula_in_values_and_gradients(positions):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+def layer(decay, seed=0):
+    form = {"mechanism": "simple_gla", "simple_gla": {"decay": decay}}
+    return build(form, num_heads=4, num_kv_heads=2, head_dim=WIDTH, seed=seed).double()
+
+
+def token_by_token(module, decay, tensors, positions):
+    """Equations 9.1, 9.3 and 9.4, one batch row, head and token at a time."""
+    q, k, v, gate = tensors
+    rows = []
+    for row in range(len(q)):
+        for head in range(q.shape[1]):
+            key_head, state = head // 2, torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+            for i in range(q.shape[2]):
+                scale = 1.0
+                if decay == "fixed":
+                    kept = 1 - 2.0 ** (-5 - key_head)
+                else:
+                    logit = gate[row, key_head, i, 0] + module.decay_bias[key_head]
+                    kept = torch.sigmoid(logit) ** (1 / 16)
+                if decay == "step":
+                    scale = torch.log1p(torch.exp(logit))
+                    kept = torch.exp(-torch.exp(module.log_decay_rate[key_head]) * scale)
+                if positions[row, i] == 0:
+                    kept = 0.0
+                state = kept * state + scale * torch.outer(k[row, key_head, i], v[row, key_head, i])
+                rows.append(q[row, head, i] @ state / WIDTH**0.5)
+    return torch.stack(rows).view(q.shape)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_layer_is_the_recurrence_in_values_and_gradients(decay):
+    length = 77
+    positions = torch.stack([torch.arange(length), torch.cat([torch.arange(66), torch.arange(11)])])
+    tensors = [x.requires_grad_() for x in inputs(length)]
+    q, k, v, gate = tensors
+    module = layer(decay)
+    further = gate if module.spec.further else None
+    outputs = [
+        module(q, k, v, AttentionInputs(positions, further=further)),
+        token_by_token(module, decay, tensors, positions),
+    ]
+    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
+    learned = [*(tensors if module.spec.further else tensors[:3]), *module.parameters()]
+    found, expected = (torch.autograd.grad(out.sin().sum(), learned) for out in outputs)
+    for mine, naive in zip(found, expected):
+        torch.testing.assert_close(mine, naive, rtol=1e-9, atol=1e-9)
+
+
+def test_a_head_begins_with_the_rate_and_step_of_mamba_2_that_its_seed_draws():
+    whole = layer("step", seed=4)
+    half = build(
+        {"preset": "mamba2"}, num_heads=4, num_kv_heads=2, head_dim=WIDTH, seed=4, heads=HeadShard(1, 2)
+    )
+    rates, steps = whole.log_decay_rate.exp(), torch.nn.functional.softplus(whole.decay_bias)
+    assert ((rates >= 1) & (rates <= 16)).all()
+    assert ((steps >= 0.001) & (steps <= 0.1)).all()
+    assert rates[0] != rates[1]
+    for name, parameter in half.named_parameters():
+        torch.testing.assert_close(parameter.double(), whole.get_parameter(name)[1:])
+
+
+@pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("positions", [None, POSITIONS], ids=["row", "packed"])
 @pytest.mark.parametrize("size", [2, 5])
-def test_shards_and_decoding_are_the_whole_sequence(size, positions):
+def test_shards_and_decoding_are_the_whole_sequence(size, positions, decay):
     q, k, v, gate = inputs()
-    module = build({"mechanism": "simple_gla"}, num_heads=4, num_kv_heads=2, head_dim=WIDTH).double()
+    module = layer(decay)
     rotary = Rotary(WIDTH)
     whole = module(q, k, v, AttentionInputs(positions, rotary=rotary, further=gate))
 
@@ -64,9 +127,11 @@ def test_shards_and_decoding_are_the_whole_sequence(size, positions):
     torch.testing.assert_close(torch.cat(outputs, 2), whole, rtol=1e-10, atol=1e-10)
 
 
-def test_a_model_of_it_trains_and_its_decay_depends_on_the_token():
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_model_of_it_trains_and_its_decay_depends_on_the_token(decay):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
-    form = Model.model_validate({**sizes, "attention": {"mechanism": "simple_gla"}})
+    attention = {"mechanism": "simple_gla", "simple_gla": {"decay": decay}}
+    form = Model.model_validate({**sizes, "attention": attention})
     model = LanguageModel(ModelSettings(form, vocab_size=32, mesh=OneProcess(), seed=3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.randint(0, 32, (2, 100), generator=torch.Generator().manual_seed(0))
@@ -77,7 +142,8 @@ def test_a_model_of_it_trains_and_its_decay_depends_on_the_token():
         optimizer.zero_grad()
         loss.backward()
         gates = [p.grad for name, p in model.named_parameters() if "further" in name or "decay" in name]
-        assert len(gates) == 4
+        # The projection and what each mechanism learns, in two layers.
+        assert len(gates) == {"gate": 4, "step": 6, "fixed": 0}[decay]
         assert all(grad.abs().sum() > 0 for grad in gates)
         optimizer.step()
         losses.append(loss.item())
@@ -87,3 +153,9 @@ def test_a_model_of_it_trains_and_its_decay_depends_on_the_token():
         first, states = model.extend(tokens[:, :60], positions[:, :60], None)
         rest, _ = model.extend(tokens[:, 60:], positions[:, 60:], states)
     torch.testing.assert_close(torch.cat([first, rest]), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_normalizer_beside_a_decay_that_has_no_gate_is_refused():
+    form = {"preset": "retnet", "simple_gla": {"gate_logit_normalizer": 8.0}}
+    with pytest.raises(ValueError, match=r"gate_logit_normalizer=8\.0 has no effect on decay: fixed"):
+        Model.model_validate({"num_layers": 1, "hidden_size": 8, "num_heads": 2, "attention": form})

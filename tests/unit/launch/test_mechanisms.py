@@ -35,7 +35,7 @@ def test_every_preset_has_a_snippet():
 @pytest.mark.parametrize(("preset", "snippet"), SNIPPETS, ids=[name for name, _ in SNIPPETS])
 def test_a_snippet_is_its_preset_written_out(preset, snippet):
     tree = expand_preset(preset)
-    settings = {tree["mechanism"]: {}} if "mechanism" in tree else {}
+    settings = {tree["mechanism"]: tree.get(tree["mechanism"], {})} if "mechanism" in tree else {}
     written = yaml_text.parse(snippet, "mechanisms.md")["model"]["attention"]
     assert Attention.model_validate(written) == Attention.model_validate({**tree, **settings})
 
