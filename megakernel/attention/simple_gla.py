@@ -30,8 +30,7 @@ class SimpleGlaAttention(AttentionLayer):
         if self.decay == "gate":
             self.decay_bias = nn.Parameter(torch.zeros(len(self.kv_heads)))
         elif self.decay == "step":
-            draws = [_draw(settings, head) for head in self.kv_heads]
-            rates, steps = torch.tensor(draws, dtype=torch.float64).T
+            rates, steps = _initial_rates_and_steps(settings, self.kv_heads)
             # Softplus of the bias is the step.
             self.decay_bias = nn.Parameter((steps + (-torch.expm1(-steps)).log()).float())
             self.log_decay_rate = nn.Parameter(rates.log().float())
@@ -65,9 +64,8 @@ class SimpleGlaAttention(AttentionLayer):
         return -self.log_decay_rate.to(dtype).exp()[:, None] * step, step
 
 
-def _draw(settings: LayerSettings, head: int) -> tuple[float, float]:
-    """Mamba-2's initial A and step of a head: uniform in [1, 16], log-uniform in [0.001, 0.1]."""
-    rate, step = torch.rand(
-        2, generator=generator(settings.seed, head, "decay"), dtype=torch.float64
-    ).tolist()
-    return 1 + 15 * rate, math.exp(math.log(0.001) + step * math.log(100))
+def _initial_rates_and_steps(settings: LayerSettings, heads: range) -> tuple[Tensor, Tensor]:
+    """Mamba-2's initial A and step of each head, float64: uniform in [1, 16], log-uniform in [0.001, 0.1]."""
+    draws = (generator(settings.seed, head, "decay") for head in heads)
+    rates, steps = torch.stack([torch.rand(2, generator=draw, dtype=torch.float64) for draw in draws]).T
+    return 1 + 15 * rates, (math.log(0.001) + steps * math.log(100)).exp()
