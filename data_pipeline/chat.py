@@ -44,6 +44,19 @@ def conversation(messages: Sequence[Any]) -> Document:
     return Document(("\n".join(filter(None, contents)),), messages=tuple(found))
 
 
+def check_messages(messages: Any, name: str) -> list[dict[str, Any]]:
+    """Messages to answer. Raises UserError, naming where they stand, for what is none."""
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f'{name} holds no message; write [{{"role": "user", "content": "..."}}]')
+    for place, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES:
+            raise UserError(f"{name}[{place}].role={role!r} is unknown; write one of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise UserError(f"{name}[{place}].content is no text; write a string")
+    return messages
+
+
 def _text(content: Any) -> str:
     """What is said in a message, whose content may be blocks of text."""
     if isinstance(content, str):

@@ -45,10 +45,15 @@ def _trained_run(text: str) -> Path:
     return plain if len(plain.parts) > 1 and not named.exists() else named
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare RUN and which of its checkpoints."""
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare RUN, which may be a folder in the Hugging Face form, and which of its checkpoints."""
+    add_run_arguments(parser, " (or a folder with config.json and model.safetensors)")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Declare RUN and which of its checkpoints. more: behind its help."""
     parser.add_argument(
-        "run_folder", type=_trained_run, metavar="RUN", help=f"a run: its folder, or its name in {RUNS}"
+        "run_folder", type=_trained_run, metavar="RUN", help=f"a run: its folder, or its name in {RUNS}{more}"
     )
     parser.add_argument(
         "--step", type=int, metavar="S", help="checkpoint of this step (default: the newest good one)"

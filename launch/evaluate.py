@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.arguments import Number, add_run_arguments
+from launch.arguments import Number, add_model_arguments
 from launch.messages import console
 
 if TYPE_CHECKING:
@@ -21,7 +21,13 @@ EXAMPLE = "megakernel evaluate runs/demo --task lm --task passkey:length=1024+40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    add_run_arguments(parser)
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="prepared folder whose text is read (default: that of the run; a model folder has none)",
+    )
     parser.add_argument(
         "--task",
         action="append",
@@ -61,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint, print what was measured, and keep it in the run's folder."""
     from megakernel.config import UserError
 
-    own = {"--draws": args.draws, "--task": args.task and args.task[0]}
+    own = {"--draws": args.draws, "--data": args.data, "--task": args.task and args.task[0]}
     for option, value in own.items():
         if args.baseline is not None and value is not None:
             raise UserError(f"{option} {value} is of a run's own model; leave out {option} or --baseline")
@@ -77,24 +83,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tasks(args: argparse.Namespace) -> "Iterator[Result]":
-    """The results of a run's tasks, each written into its folder."""
-    from megakernel.checkpoint.trained_run import TrainedRun
+    """The results of a model's tasks; those of a run are written into its folder."""
+    from megakernel.checkpoint.opened import find
     from megakernel.evaluation import evaluate_tasks, record
 
     # Chosen once, so that a run which saves meanwhile does not change it.
-    trained = TrainedRun.find(args.run_folder, args.step)
-    step = trained.checkpoint.step
+    run = find(args.run_folder, args.step).run
+    step = None if run is None else run.checkpoint.step
     with _bar() as (bar, line):
 
         def show(spec: str, done: int, total: int) -> None:
             bar.update(line, description=spec, completed=done, total=total)
 
-        how = {"samples": args.samples, "seq_len": args.seq_len, "draws": args.draws}
+        how = {"samples": args.samples, "seq_len": args.seq_len, "draws": args.draws, "data": args.data}
         for spec, result in evaluate_tasks(
             args.run_folder, args.task or ["lm"], step=step, progress=show, **how
         ):
             yield result
-            record(args.run_folder, step, spec, result, trained.config.logging.tensorboard)
+            if run is not None:
+                record(args.run_folder, run.checkpoint.step, spec, result, run.config.logging.tensorboard)
 
 
 def _baseline(args: argparse.Namespace) -> "Iterator[Result]":

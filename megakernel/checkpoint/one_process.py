@@ -1,17 +1,20 @@
 """A trained model in this process alone, to evaluate and to generate with."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from megakernel.config import UserError
+from megakernel.config import Config, UserError
 from megakernel.model import LanguageModel, cast, rotate_by
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.parallel import OneProcess
 
+from .dense import DenseCheckpoint
 from .files import CheckpointTensors
 from .manifest import Checkpoint
 from .trained_run import TrainedRun
-from .universal import WEIGHT
+from .universal import WEIGHT, WholeTensors
 
 
 def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) -> LanguageModel:
@@ -26,27 +29,38 @@ def one_process_model(run: TrainedRun, vocab_size: int, device: torch.device) ->
     return cast(model, DTYPES[run.config.training.dtype]).to(device).eval()
 
 
-@torch.no_grad()
+def dense_model(folder: Path, config: Config, vocab_size: int, device: torch.device) -> LanguageModel:
+    """The same for a folder in the Hugging Face form, whose model section is that of `config`."""
+    model = LanguageModel(model_settings(config, OneProcess(), vocab_size))
+    _fill(
+        model,
+        DenseCheckpoint(folder, config.model.vocab_multiple),
+        folder,
+        "its config.json",
+        "download it again",
+    )
+    return cast(model, DTYPES[config.training.dtype]).to(device).eval()
+
+
 def load_whole_weights(model: LanguageModel, checkpoint: Checkpoint) -> None:
     """Fill a model that holds all its layers and heads.
 
     Raises UserError where the checkpoint is of another model or vocabulary.
     """
-    tensors = CheckpointTensors(checkpoint)
+    remedy = "restore config.yaml and the corpus of data.train as they were in training"
+    _fill(model, CheckpointTensors(checkpoint), checkpoint.folder, "its run's config.yaml", remedy)
+
+
+@torch.no_grad()
+def _fill(model: LanguageModel, tensors: WholeTensors, source: Path, described: str, remedy: str) -> None:
+    def refused(reason: str) -> UserError:
+        return UserError(f"{source} does not fit the model of {described} ({reason}); {remedy}")
+
     targets = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     if differing := sorted(targets.keys() ^ tensors.names):
-        raise _does_not_fit(checkpoint, f"{differing[0]} is on one side only")
+        raise refused(f"{differing[0]} is on one side only")
     for name, target in targets.items():
         weight = tensors.read(name, [WEIGHT])[WEIGHT]
         if weight.shape != target.shape:
-            raise _does_not_fit(
-                checkpoint, f"{name} is {tuple(weight.shape)} there, {tuple(target.shape)} here"
-            )
+            raise refused(f"{name} is {tuple(weight.shape)} there, {tuple(target.shape)} here")
         target.copy_(weight)
-
-
-def _does_not_fit(checkpoint: Checkpoint, reason: str) -> UserError:
-    return UserError(
-        f"{checkpoint.folder} does not fit the model of its run's config.yaml ({reason}); "
-        "restore config.yaml and the corpus of data.train as they were in training"
-    )

@@ -78,7 +78,7 @@ class AnswersTask:
             for task, size in zip(self.at_lengths, sizes)
             for cell in _measure(subject, task, _filler(task, subject), size, step)
         ]
-        return AnswerCounts(self.spec, str(subject.folder), subject.run.checkpoint.step, cells)
+        return AnswerCounts(self.spec, str(subject.folder), subject.step, cells)
 
     def _examples(self, task: Examples) -> int:
         depths = getattr(task, "depths", 1)

@@ -133,7 +133,7 @@ class LanguageModelling:
         is_text = config.model.is_causal and corpora.is_text(split)
         return Evaluation(
             run=str(subject.folder),
-            step=subject.run.checkpoint.step,
+            step=subject.step,
             samples=batches.samples,
             seq_len=training.seq_len,
             tokens=tokens,
@@ -160,7 +160,7 @@ class LanguageModelling:
         samples.build(count)
         near = self._near(training.seq_len)
         buckets = measure_far(subject, samples, count, training.micro_batch_size, near, progress)
-        place = (str(subject.folder), subject.run.checkpoint.step)
+        place = (str(subject.folder), subject.step)
         return FarContext(self.spec, *place, count, training.seq_len, near, buckets)
 
 

@@ -79,16 +79,18 @@ def evaluate_tasks(
     samples: int | None = None,
     seq_len: int | None = None,
     draws: int | None = None,
+    data: Path | None = None,
     progress: Callable[[str, int, int], None] = lambda spec, done, total: None,
 ) -> Iterator[tuple[str, Result]]:
     """Measure tasks of one checkpoint one after the other, in this process; each with its spec as it is done.
 
     Args:
-        folder: folder of the run.
+        folder: folder of the run, or one in the Hugging Face form.
         specs: `NAME` or `NAME:key=value,...`, of `KINDS`.
         step: which checkpoint; None takes the newest good one.
         samples: samples of lm and examples of each length of others, where a spec does not say.
         seq_len, draws: as for `evaluate_run`, of lm.
+        data: a prepared folder in place of the run's.
         progress: called after each forward pass with the task's spec, the passes done and all passes of the task.
 
     Raises:
@@ -96,7 +98,7 @@ def evaluate_tasks(
             for tasks and runs that do not fit each other.
     """
     tasks = parse(specs, samples, seq_len, draws)
-    return _measure(folder, tasks, step, progress)
+    return _measure(folder, tasks, step, progress, data)
 
 
 def evaluate_run(
@@ -134,9 +136,13 @@ def evaluate_run(
 
 
 def _measure(
-    folder: Path, tasks: Sequence[Task], step: int | None, progress: Callable[[str, int, int], None]
+    folder: Path,
+    tasks: Sequence[Task],
+    step: int | None,
+    progress: Callable[[str, int, int], None],
+    data: Path | None = None,
 ) -> Iterator[tuple[str, Result]]:
-    source = find(folder, step, reads_text=any(task.reads_text for task in tasks))
+    source = find(folder, step, any(task.reads_text for task in tasks), data)
     for task in tasks:
         task.check(source)
     subject = opened(source)

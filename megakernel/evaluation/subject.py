@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from data_pipeline import tokenizers
 from data_pipeline.corpus import Corpora
 from data_pipeline.tokenizers import Tokenizer
-from megakernel.checkpoint.trained_run import TrainedRun, tokenizer_folder
+from megakernel.checkpoint import opened as models
+from megakernel.checkpoint.opened import OpenedModel
+from megakernel.checkpoint.trained_run import tokenizer_folder
 from megakernel.config import Config, UserError
-from megakernel.parallel.device import choose_device
 
 from .result import Table
 
@@ -27,19 +27,30 @@ OnPass = Callable[[int, int], None]
 class OpenedRun:
     """A checkpoint and what belongs to it, before its weights are read."""
 
-    folder: Path
-    """Of the run."""
-
-    run: TrainedRun
-    tokenizer: Tokenizer
+    source: OpenedModel
 
     corpora: Corpora | None
     """The run's data; None where no task reads it."""
 
     @property
+    def folder(self) -> Path:
+        """Of the run, or in the Hugging Face form."""
+        return self.source.folder
+
+    @property
     def config(self) -> Config:
-        """The configuration of the run."""
-        return self.run.config
+        """The configuration of the run, or one that says the same of a folder."""
+        return self.source.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self.source.tokenizer
+
+    @property
+    def step(self) -> int:
+        """The checkpoint's."""
+        return self.source.step
 
     @property
     def text(self) -> Corpora:
@@ -89,29 +100,29 @@ class Task(Protocol):
         """The result; the subject has been checked."""
 
 
-def find(folder: Path, step: int | None, reads_text: bool) -> OpenedRun:
-    """The checkpoint at a step, or the newest good one.
+def find(folder: Path, step: int | None, reads_text: bool, data: Path | None = None) -> OpenedRun:
+    """The checkpoint at a step, or the newest good one, or a folder in the Hugging Face form.
 
-    Raises UserError: no run, no such checkpoint, and with reads_text no corpus, or one of another tokenizer.
+    data: a prepared folder in place of the run's. Raises UserError: no model, no such checkpoint, and with reads_text
+    no corpus, or one of another tokenizer.
     """
-    run = TrainedRun.find(folder, step)
-    corpora = Corpora(run.config.data) if reads_text else None
-    tokenizer = tokenizers.load(tokenizer_folder(folder), add_bos=run.config.data.add_bos)
-    if corpora is not None and tokenizer.hash != corpora.tokenizer_hash:
+    source = models.find(folder, step, data=data)
+    if reads_text and source.run is None and data is None:
+        raise UserError(f"{folder} is no run and names no data; give --data DIR of `megakernel prepare`")
+    corpora = Corpora(source.config.data) if reads_text else None
+    if corpora is not None and source.tokenizer.hash != corpora.tokenizer_hash:
+        kept = folder if source.run is None else tokenizer_folder(folder)
         raise UserError(
             f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "
-            f"prepare the corpus with --tokenizer {tokenizer_folder(folder)}"
+            f"prepare the corpus with --tokenizer {kept}"
         )
-    return OpenedRun(folder, run, tokenizer, corpora)
+    return OpenedRun(source, corpora)
 
 
 def opened(source: OpenedRun) -> Subject:
     """The source with its model, in this process."""
-    from megakernel.checkpoint.one_process import one_process_model
-
-    device = choose_device("cpu" if source.config.training.device == "cpu" else "auto")
-    model = one_process_model(source.run, source.tokenizer.vocab_size, device)
-    return Subject(**vars(source), model=model, device=device)
+    model, device = source.source.load()
+    return Subject(source.source, source.corpora, model, device)
 
 
 def check_positions(config: Config, seq_len: int, key: str) -> None:

@@ -1,6 +1,7 @@
-"""Text from a trained model, token by token from a recurrent state."""
+"""Text from a trained model, token by token from recurrent states."""
 
-from .decoding import Sampling
-from .run import Samples, check_positions, continued, generate_texts
+from .engine import Engine, Request, check_positions
+from .run import Piece, Samples, generate_texts
+from .sampling import Sampling
 
-__all__ = ["Samples", "Sampling", "check_positions", "continued", "generate_texts"]
+__all__ = ["Engine", "Piece", "Request", "Samples", "Sampling", "check_positions", "generate_texts"]

@@ -1,79 +1,130 @@
-"""From a run folder and a prompt to text: what is cheap to check comes before the libraries are loaded."""
+"""From a model's folder and prompts to text: what is cheap to check comes before the libraries are loaded."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from data_pipeline import tokenizers
+from data_pipeline.chat import ChatTemplate, Message
 from data_pipeline.tokenizers import Tokenizer
-from megakernel.checkpoint.trained_run import TrainedRun, tokenizer_folder
+from megakernel.checkpoint.opened import OpenedModel, find
 from megakernel.config import Config, UserError
-from megakernel.parallel.device import choose_device
 
-from .decoding import Decoder, Sampling, TextStream
+from .engine import Engine, Request, check_positions
+from .sampling import Sampling
 
 if TYPE_CHECKING:
     from megakernel.model import LanguageModel
 
+Prompt = str | list[Message]
+"""A text to continue, or messages that the model's chat template makes one."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that was added to a sample of a prompt."""
+
+    prompt: int
+    """Number of the prompt."""
+
+    sample: int
+    """Number of its continuation."""
+
+    text: str
+    """May be empty."""
+
+    is_last: bool
+
 
 def generate_texts(
     folder: Path,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int,
     sampling: Sampling,
     seed: int = 0,
+    samples: int = 1,
+    stop: Sequence[str] = (),
+    end_tokens: Sequence[str] = (),
+    batch_size: int = 32,
     step: int | None = None,
-) -> Iterator[Iterator[str]]:
-    """Continue prompts by a model that is loaded once; yields the text of each as it comes, without the prompt.
+) -> Iterator[Piece]:
+    """Continue prompts by a model that is loaded once; yields pieces of text as they come, without the prompts.
 
-    A text ends where the model ends the document, or after max_new_tokens tokens. Each is to be read to its end before
-    the next.
+    A text ends at a token that ends it (the tokenizer's, the model's own of generation_config.json, `end_tokens`),
+    before a stop string, or after max_new_tokens tokens. Prompts are continued together.
 
     Args:
-        folder: folder of the run.
+        folder: folder of the run, or one in the Hugging Face form.
         prompts: texts to continue. An empty one is a new document: the model then continues BOS, or where documents do
             not begin with it the end of the document before.
         max_new_tokens: most tokens to add to each.
         sampling: how tokens are drawn.
-        seed: of the draws of each; the same arguments give the same text.
-        step: which checkpoint; None takes the newest good one.
+        seed: of the draws of each; the same arguments give the same text, whatever other prompts there are.
+        samples: continuations of each.
+        stop: strings that end a text before them.
+        end_tokens: further tokens that end a text, as the tokenizer writes them.
+        batch_size: texts that are continued at once.
+        step: which checkpoint of a run; None takes the newest good one.
 
     Raises:
-        UserError: no run, no such checkpoint, no tokenizer, a model that is no causal_lm, a prompt that is no text,
-            or more tokens than it has positions for.
+        UserError: no model, no such checkpoint, no tokenizer, a model that is no causal_lm, a prompt that is no text,
+            messages without a chat template, or more tokens than the model has positions for.
     """
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} adds nothing; give 1 or more")
-    run = TrainedRun.find(folder, step)
-    if not run.config.model.is_causal:
-        raise UserError(
-            f"model.kind={run.config.model.kind} of {folder} continues no text; give a run of a causal_lm"
-        )
-    tokenizer = tokenizers.load(tokenizer_folder(folder), add_bos=run.config.data.add_bos)
-    tokens = []
-    for prompt in prompts:
-        _check_text(prompt)
-        tokens.append(tokenizer.prompt(prompt))
-        check_positions(run.config, len(tokens[-1]), max_new_tokens, "max_new_tokens")
-    from megakernel.checkpoint.one_process import one_process_model
-
-    device = choose_device("cpu" if run.config.training.device == "cpu" else "auto")
-    model = one_process_model(run, tokenizer.vocab_size, device)
-    return (
-        continued(
-            model,
-            tokenizer,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            isolate_documents=run.config.data.isolate_documents,
-        )
-        for prompt in tokens
+    for name, value in (("max_new_tokens", max_new_tokens), ("samples", samples), ("batch_size", batch_size)):
+        if value < 1:
+            raise UserError(f"{name}={value} adds nothing; give 1 or more")
+    if "" in stop:
+        raise UserError("stop holds an empty text, which stands everywhere; give at least one character")
+    opened = find(folder, step)
+    opened.check_continues_text()
+    tokens = [prompt_tokens(opened, prompt) for prompt in prompts]
+    for one in tokens:
+        check_positions(opened.config, len(one), max_new_tokens, "max_new_tokens")
+    ends = opened.ends | {_end_token(opened.tokenizer, text) for text in end_tokens}
+    model, _ = opened.load()
+    engine = Engine(
+        model,
+        opened.tokenizer,
+        isolate_documents=opened.config.data.isolate_documents and not opened.tokenizer.ends_messages,
+        max_batch=batch_size,
     )
+    requests = [
+        Request(one, max_new_tokens, sampling, seed, sample, tuple(stop), ends)
+        for one in tokens
+        for sample in range(samples)
+    ]
+    return (
+        Piece(*divmod(place, samples), step.piece, step.text.finish is not None)
+        for place, step in engine.run(requests)
+    )
+
+
+def prompt_tokens(opened: OpenedModel, prompt: Prompt) -> list[int]:
+    """Ids of a prompt. Raises UserError for what is no text, and for messages without a template."""
+    if isinstance(prompt, str):
+        _check_text(prompt)
+        return opened.tokenizer.prompt(prompt)
+    for message in prompt:
+        _check_text(message["content"])
+    if opened.tokenizer.chat_template is None:
+        raise UserError(
+            f"the tokenizer of {opened.folder} has no chat_template, so it knows no messages; give a text to continue, "
+            "or a model that was tuned on chats"
+        )
+    return ChatTemplate(opened.tokenizer).prompt(prompt)
+
+
+def _end_token(tokenizer: Tokenizer, text: str) -> int:
+    if tokenizer.kind == "huggingface":
+        found = tokenizer.for_transformers()(text, add_special_tokens=False)["input_ids"]
+    else:
+        found = tokenizer.encode(text)
+    if len(found) != 1:
+        raise UserError(
+            f"end token {text!r} is {len(found)} tokens of the tokenizer; give one, or a stop string"
+        )
+    return found[0]
 
 
 def _check_text(prompt: str) -> None:
@@ -83,45 +134,6 @@ def _check_text(prompt: str) -> None:
         raise UserError(
             f"prompt holds what is no text in UTF-8, at character {error.start + 1}; write it in UTF-8"
         ) from None
-
-
-def continued(
-    model: "LanguageModel",
-    tokenizer: Tokenizer,
-    prompt: list[int],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    isolate_documents: bool,
-) -> Iterator[str]:
-    """The text behind `prompt`, one token or more, of a model in evaluation mode that this process holds as a whole.
-
-    It ends where the model ends the document, or after max_new_tokens tokens.
-    """
-    text = TextStream(tokenizer, prompt)
-    decoder = Decoder(model, tokenizer.eod, isolate_documents and not tokenizer.ends_messages)
-    draws = torch.Generator().manual_seed(seed)
-    unread = prompt
-    for _ in range(max_new_tokens):
-        logits = decoder.read(unread)
-        # A model may have more words than its tokenizer: special ones, or those that a dense model came with.
-        token = sampling.draw(logits[: tokenizer.vocab_size], draws)
-        if token == tokenizer.eod:
-            break
-        yield text.add(token)
-        unread = [token]
-    yield text.end()
-
-
-def check_positions(config: Config, prompt: int, new: int, key: str) -> None:
-    """UserError, naming `key`, where `new` tokens behind a prompt are more than the model has positions for."""
-    rows = config.model.max_positions or config.training.seq_len
-    if config.model.position == "learned" and prompt + new > rows + 1:
-        raise UserError(
-            f"{key}={new} after a prompt of {prompt} tokens exceeds the model's {rows} learned positions; "
-            f"give at most {max(rows + 1 - prompt, 0)}, or a shorter prompt"
-        )
 
 
 _SAMPLING = Sampling(temperature=0.8)
@@ -139,20 +151,15 @@ class Samples:
         self._config = config
         self._tokenizer = tokenizer
         self._prompt = config.logging.sample_prompt
-        self._tokens = tokenizer.prompt(self._prompt)
-        check_positions(config, len(self._tokens), config.logging.sample_tokens, "logging.sample_tokens")
+        tokens, count = tokenizer.prompt(self._prompt), config.logging.sample_tokens
+        check_positions(config, len(tokens), count, "logging.sample_tokens")
+        ends = frozenset({tokenizer.eod})
+        self._request = Request(tokens, count, _SAMPLING, config.run.seed, ends=ends)
 
     def markdown(self, model: "LanguageModel") -> str:
         """Prompt and continuation; the model is in evaluation mode."""
-        continuation = continued(
-            model,
-            self._tokenizer,
-            self._tokens,
-            max_new_tokens=self._config.logging.sample_tokens,
-            sampling=_SAMPLING,
-            seed=self._config.run.seed,
-            isolate_documents=self._config.data.isolate_documents,
-        )
-        text = self._prompt + "".join(continuation)
+        isolates = self._config.data.isolate_documents and not self._tokenizer.ends_messages
+        engine = Engine(model, self._tokenizer, isolate_documents=isolates)
+        text = self._prompt + "".join(step.piece for _, step in engine.run([self._request]))
         # Markdown shows an indented text as it is.
         return "\n".join(f"    {line}" for line in text.splitlines())

@@ -99,7 +99,8 @@ def test_the_likeliest_text_is_that_of_megakernel_generate(prompt, run, exported
     found = model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :]
     text = tokenizer.decode(found, skip_special_tokens=True)
     expected = "".join(
-        next(generate_texts(run, [prompt], max_new_tokens=60, sampling=Sampling(temperature=0)))
+        piece.text
+        for piece in generate_texts(run, [prompt], max_new_tokens=60, sampling=Sampling(temperature=0))
     )
     assert text == expected != ""
 

@@ -145,7 +145,10 @@ def test_samples_are_what_the_checkpoint_generates(tensorboard, root):
     assert set(shown) == {0, 1, 2}
     assert "<code>def " in shown[2]
     written = "".join(
-        next(generate_texts(root / "first", ["def "], max_new_tokens=20, sampling=Sampling(0.8), seed=7))
+        piece.text
+        for piece in generate_texts(
+            root / "first", ["def "], max_new_tokens=20, sampling=Sampling(0.8), seed=7
+        )
     )
     # From the file: on its way to a page TensorBoard drops what HTML does not allow, such as control characters.
     sample = EventAccumulator(str(root / "first/tensorboard")).Reload().Tensors("samples/text_summary")[-1]

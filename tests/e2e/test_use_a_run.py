@@ -125,7 +125,8 @@ def test_answers_alone_count_in_training_and_in_evaluation_on_any_layout(recall)
 
 def text(run, prompt="import", seed=0, temperature=1.0, count=30):
     sampling = Sampling(temperature)
-    return "".join(next(generate_texts(run, [prompt], max_new_tokens=count, sampling=sampling, seed=seed)))
+    pieces = generate_texts(run, [prompt], max_new_tokens=count, sampling=sampling, seed=seed)
+    return "".join(piece.text for piece in pieces)
 
 
 def test_a_seed_determines_the_text(run):

@@ -69,7 +69,7 @@ def analyze_run(
         UserError: no run, no such checkpoint, no corpus, or values and names that do not fit them.
     """
     source = find(folder, step, reads_text=True)
-    config, at = source.config, source.run.checkpoint.step
+    config, at = source.config, source.step
     analyses = chosen(names, config, str(folder))
     if draws < 2:
         raise UserError(f"draws={draws} have no deviation; give --draws 2 or more")

@@ -56,8 +56,13 @@ def check_tokenizer(
     return None
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `AutoTokenizer` finds one there."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
 def _folder(source: Path) -> Path | None:
-    if any((source / name).is_file() for name in _FILES):
+    if has_tokenizer(source):
         return source
     checkpoints = source.resolve().parent
     run = checkpoints.parent if checkpoints.name == "checkpoints" else source

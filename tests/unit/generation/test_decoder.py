@@ -5,24 +5,22 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megakernel import attention
-from megakernel.config import PRESETS, Attention, Model, expand_preset
+from megakernel.config import PRESETS, Attention, expand_preset
 from megakernel.generation.decoding import Decoder
-from megakernel.model import LanguageModel, ModelSettings
+from tests.unit.generation.small_models import BLOCKS, MIXED, build
 
 EOD = 60
-COMPRESSED = {"compression": {"block_size": 8, "rank": 2}}
-# Blocks of 8 tokens instead of 64, so that short texts have many.
 DECODERS = [name for name in PRESETS if not Attention(**expand_preset(name)).mixes_future_tokens]
 ATTENTION = {name: name for name in DECODERS} | {
-    "flurka": {"preset": "flurka", **COMPRESSED},
+    "flurka": {"preset": "flurka", **BLOCKS},
     "flurka_two_blocks": {
         "preset": "flurka",
-        **COMPRESSED,
+        **BLOCKS,
         "near": {"blocks": 2, "join": "shared"},
         "far_rope": "centroid",
     },
-    "flurka_kernel": {"preset": "flurka_kernel", **COMPRESSED},
-    "flurka_mixture": {"preset": "flurka", **COMPRESSED, "mixture": {}},
+    "flurka_kernel": {"preset": "flurka_kernel", **BLOCKS},
+    "flurka_mixture": {"preset": "flurka", **BLOCKS, "mixture": {}},
     "local": {"preset": "local", "near": {"block_size": 8}},
 }
 
@@ -31,7 +29,6 @@ def is_recurrent(name):
     return attention.build(ATTENTION[name], num_heads=4, head_dim=8).is_recurrent
 
 
-MIXED = [ATTENTION["flurka"], "softmax", "performer", ATTENTION["local"]]
 PARTS = {
     **{name: {"attention": tree} for name, tree in ATTENTION.items()},
     "mixed": {"attention_pattern": MIXED, "num_layers": 4},
@@ -86,22 +83,6 @@ PARTS = {
 """Sections of models that continue text."""
 
 
-def build(mesh, **parts):
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_multiple": 64}
-    return shaken(
-        LanguageModel(ModelSettings(Model(**sizes | parts), vocab_size=64, mesh=mesh, seed=3)).eval()
-    )
-
-
-@torch.no_grad()
-def shaken(model):
-    """Gates, masses and maps begin at points where parts of a mechanism do not show."""
-    generator = torch.Generator().manual_seed(5)
-    for parameter in model.parameters():
-        parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
 def parallel_logits(model, tokens, positions):
     stream = (torch.tensor([tokens]), torch.tensor([positions]))
     with torch.no_grad():
@@ -118,10 +99,10 @@ def greedy(model, prompt, count):
     """Tokens chosen greedily behind the prompt, and the logits they were chosen from."""
     decoder = Decoder(model, EOD, isolate_documents=True, chunk_size=16)
     tokens, logits = list(prompt), []
-    logits.append(decoder.read(prompt))
+    logits.append(decoder.read([prompt])[0])
     for _ in range(count):
         tokens.append(int(logits[-1][:EOD].argmax()))
-        logits.append(decoder.read(tokens[-1:]))
+        logits.append(decoder.read([tokens[-1:]])[0])
     return tokens, torch.stack(logits)
 
 
@@ -144,7 +125,7 @@ def numbers(decoder):
 def after(model, count):
     decoder = Decoder(model, EOD, isolate_documents=True)
     for token in text(count):
-        decoder.read([token])
+        decoder.read([[token]])
     return decoder
 
 
@@ -165,5 +146,5 @@ def test_positions_restart_behind_a_document_only_where_training_isolates_docume
     model = build(mesh, attention_pattern=MIXED, num_layers=4)
     tokens = [*text(10), EOD, *text(9)]
     positions = [*range(11), *range(9)] if isolate else list(range(20))
-    logits = Decoder(model, EOD, isolate, chunk_size=7).read(tokens)
+    logits = Decoder(model, EOD, isolate, chunk_size=7).read([tokens])[0]
     torch.testing.assert_close(logits, parallel_logits(model, tokens, positions)[-1], atol=1e-4, rtol=1e-4)

@@ -1,7 +1,7 @@
 import pytest
 
 from data_pipeline.tokenizers import ByteTokenizer, train_bpe
-from megakernel.generation.decoding import TextStream
+from megakernel.generation.text import TextStream
 
 TEXT = "naïve café: 漢字, 👍🏽 done"
 

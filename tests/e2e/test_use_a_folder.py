@@ -1,0 +1,129 @@
+"""What one does with a folder in the Hugging Face form, which needs no run: generate, chat, evaluate."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from data_pipeline.tokenizers import BPE_EOD, byte_level, train_bpe
+from launch.cli import main
+from launch.exit_status import ExitStatus
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def save_llama(folder, words, tokenizer, end):
+    """A Llama of random weights in the Hugging Face form."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=words, **sizes, max_position_embeddings=256, initializer_range=0.2)
+    config.bos_token_id, config.eos_token_id = None, end
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of bytes, whose tokenizer has no chat template."""
+    return save_llama(tmp_path_factory.mktemp("models") / "bytes", 257, byte_level(256, BPE_EOD), 256)
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    """One whose tokenizer has merges and a template."""
+    folder = tmp_path_factory.mktemp("models")
+    train_bpe(["hello there, short and hello again"] * 3, 270).save(folder / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer.chat_template = TEMPLATE
+    return save_llama(folder / "chat", len(tokenizer), tokenizer, tokenizer.eos_token_id)
+
+
+def greedy(folder, prompt, count=20):
+    """The text that `transformers` makes."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    found = model.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(found, skip_special_tokens=True)
+
+
+GREEDY = ("--temperature", "0", "--max-new-tokens", "20")
+
+
+def test_a_folder_generates_the_text_that_transformers_does(folder, capsys):
+    assert main(["generate", str(folder), "--prompt", "def f(", *GREEDY]) == 0
+    assert capsys.readouterr().out == f"def f({greedy(folder, 'def f(')}\n"
+
+
+def test_many_prompts_and_samples_come_in_order(folder, tmp_path, capsys):
+    prompts = ["def f(", "x", "import numpy as np\n" * 40]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    command = ["generate", str(folder), "--prompts", str(tmp_path / "prompts.jsonl")]
+    assert main([*command, *GREEDY]) == 0
+    found = [json.loads(line)["continuation"] for line in capsys.readouterr().out.splitlines()]
+    assert found == [greedy(folder, prompt) for prompt in prompts]
+    sampled = []
+    for size in ("1", "5"):
+        assert main([*command, "--samples", "3", "--batch-size", size, "--max-new-tokens", "9"]) == 0
+        sampled.append([json.loads(line)["continuations"] for line in capsys.readouterr().out.splitlines()])
+    assert sampled[0] == sampled[1]
+    assert [len(set(samples)) for samples in sampled[0]] == [3, 3, 3]
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file, prompt in zip(files, prompts):
+        file.write_text(prompt)
+    given = [item for file in files for item in ("--prompt-file", str(file))]
+    assert main(["generate", str(folder), *given, *GREEDY]) == 0
+    expected = [f"=== {file}\n{greedy(folder, prompt)}\n" for file, prompt in zip(files, prompts)]
+    assert capsys.readouterr().out == "".join(expected)
+
+
+def test_messages_are_written_out_by_the_chat_template(chatting, tmp_path, capsys):
+    written = "<system>short\n<user>hello\n<assistant>"
+    options = ["--chat", "--system", "short", *GREEDY]
+    assert main(["generate", str(chatting), "--prompt", "hello", *options]) == 0
+    assert capsys.readouterr().out == f"{greedy(chatting, written)}\n"
+    line = {"messages": [{"role": "system", "content": "short"}, {"role": "user", "content": "hello"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(line))
+    assert (
+        main(["generate", str(chatting), "--prompts", str(tmp_path / "chats.jsonl"), "--chat", *GREEDY]) == 0
+    )
+    assert json.loads(capsys.readouterr().out) == {**line, "continuation": greedy(chatting, written)}
+
+
+def test_a_stop_string_and_an_end_token_end_the_text(folder, capsys):
+    whole = greedy(folder, "x")
+    stop = whole[5:8]
+    assert main(["generate", str(folder), "--prompt", "x", "--stop", stop, *GREEDY]) == 0
+    assert capsys.readouterr().out == f"x{whole[: whole.index(stop)]}\n"
+
+
+def test_tasks_measure_a_folder_and_its_text_is_that_of_data(folder, corpus, capsys):
+    tasks = ["--task", "lm", "--task", "mqar:length=64", "--samples", "2"]
+    assert main(["evaluate", str(folder), "--data", str(corpus), "--json", *tasks]) == 0
+    lm, mqar = json.loads(capsys.readouterr().out)
+    assert (lm["seq_len"], lm["samples"], mqar["examples"]) == (256, 2, 2)
+    assert not (folder / "evaluation").exists(), "a model's folder is left as it is"
+
+
+@pytest.mark.parametrize(
+    ("command", "explanation"),
+    [
+        ("generate {} --prompt x --chat", "has no chat_template"),
+        ("generate {} --prompt x --system y", "is a message; add --chat"),
+        ("generate {} --prompt x --step 3", "is no run and has one set of weights; leave it out"),
+        ("generate {} --prompt x --end-token xy", "is 2 tokens of the tokenizer; give one"),
+        ("generate {} --prompt x --samples 0", "samples=0 adds nothing; give 1 or more"),
+        ("generate {} --prompts {}/roles.jsonl --chat", "role='robot' is unknown; write one of system, user"),
+        ("evaluate {}", "names no data; give --data DIR"),
+    ],
+)
+def test_what_cannot_be_is_one_line_with_the_remedy(command, explanation, folder, capsys):
+    (folder / "roles.jsonl").write_text('{"messages": [{"role": "robot", "content": "x"}]}')
+    assert main(command.replace("{}", str(folder)).split()) == ExitStatus.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megakernel: error: ")
+    assert explanation in line

@@ -1,0 +1,29 @@
+"""Small models of random weights, for tests of what continues text."""
+
+import torch
+
+from megakernel.config import Model
+from megakernel.model import LanguageModel, ModelSettings
+from megakernel.parallel import OneProcess
+
+BLOCKS = {"compression": {"block_size": 8, "rank": 2}}
+"""Blocks of 8 tokens instead of 64, so that short texts have many."""
+
+FLURKA = {"preset": "flurka", **BLOCKS}
+MIXED = [FLURKA, "softmax", "performer", {"preset": "local", "near": {"block_size": 8}}]
+
+
+def build(mesh=None, vocab_size=64, **parts):
+    """A model in evaluation mode."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_multiple": 64}
+    settings = ModelSettings(Model(**sizes | parts), vocab_size=vocab_size, mesh=mesh or OneProcess(), seed=3)
+    return shaken(LanguageModel(settings).eval())
+
+
+@torch.no_grad()
+def shaken(model):
+    """Gates, masses and maps begin at points where parts of a mechanism do not show."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
