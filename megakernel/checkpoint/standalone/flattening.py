@@ -11,9 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec
 
-from .sources import Definition, Edit, Reference, Source, references
+from .sources import Definition, Edit, Reference, Source, file_of, references
 
 
 @dataclass
@@ -93,7 +92,7 @@ class Flattening:
                 definition = imported
             else:
                 inner = f"{definition.module}.{definition.name}"
-                assert find_spec(inner) is not None, f"{definition.module} has no {definition.name}"
+                assert file_of(inner) is not None, f"{definition.module} has no {definition.name}"
                 return Definition(inner, "")
 
     def _reach(self, definition: Definition) -> list[Definition]:

@@ -5,11 +5,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGE = "megakernel"
+import megakernel
+
+PACKAGE = megakernel.__name__
+_ROOT = Path(str(megakernel.__file__)).parent
+
+
+def file_of(module: str) -> Path | None:
+    """Where a module of this package lies, which is not imported for that; None where there is none."""
+    place = _ROOT.joinpath(*module.split(".")[1:])
+    return next((x for x in (place / "__init__.py", place.with_suffix(".py")) if x.is_file()), None)
 
 
 class Edit(NamedTuple):
@@ -45,10 +53,9 @@ class Source:
     @classmethod
     def of(cls, name: str) -> "Source":
         """The module of this name."""
-        spec = find_spec(name)
-        assert spec is not None, name
-        assert spec.origin is not None, name
-        return cls(name, Path(spec.origin).read_bytes(), spec.submodule_search_locations is not None)
+        file = file_of(name)
+        assert file is not None, name
+        return cls(name, file.read_bytes(), file.name == "__init__.py")
 
     @cached_property
     def tree(self) -> ast.Module:

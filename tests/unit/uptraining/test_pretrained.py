@@ -17,7 +17,8 @@ from megakernel.checkpoint.dense.tokenizer import save_tokenizer
 from megakernel.checkpoint.pretrained import MegakernelConfig, MegakernelForCausalLM
 from megakernel.checkpoint.standalone import standalone_code
 from megakernel.config import Model, UserError
-from tests.unit.generation.test_decoder import ATTENTION, EOD, MIXED, PARTS, is_recurrent, numbers, shaken
+from tests.unit.generation.small_models import MIXED, shaken
+from tests.unit.generation.test_decoder import ATTENTION, EOD, PARTS, is_recurrent, numbers
 
 VOCABULARY = 64
 
