@@ -89,8 +89,10 @@ def test_logits_are_those_of_the_run_bit_for_bit(run, told):
 
 
 def test_texts_are_those_of_megakernel_generate(run, told):
-    found = generate_texts(run, PROMPTS, max_new_tokens=24, sampling=Sampling(temperature=0))
-    assert told["texts"] == ["".join(text) for text in found]
+    found = [""] * len(PROMPTS)
+    for piece in generate_texts(run, PROMPTS, max_new_tokens=24, sampling=Sampling(temperature=0)):
+        found[piece.prompt] += piece.text
+    assert told["texts"] == found
 
 
 def test_batches_beams_and_stop_strings(told):

@@ -63,7 +63,9 @@ def test_two_nodes_train_as_one_machine_does_and_a_preempted_run_loses_no_step(p
     other = subprocess.run(
         [*baseline, "sleep 600"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    waiting = until_state("preempted", "PENDING")
+    until_state("preempted", "PENDING")
+    # Slurm says why it waits when it has next looked at its jobs.
+    waiting = until(lambda: (now := status("preempted"))["why"].count("; ") and now)
     assert waiting["why"].startswith("saved and stopped to make room; ")
     step = last("preempted", "signalled")["step"]
     assert last("preempted", "ended")["step"] == waiting["saved"] == step
