@@ -139,7 +139,8 @@ class Engine:
     ):
         """max_batch: texts under way at once; others wait for their turn."""
         self._model, self.tokenizer = model, tokenizer
-        self._isolate = isolate_documents
+        # A template that ends messages as documents end does not tell where a conversation does.
+        self._isolate = isolate_documents and not tokenizer.ends_messages
         self._max_batch = max_batch
         self._waiting: deque[Text] = deque()
         self._reading: deque[tuple[Text, Decoder]] = deque()

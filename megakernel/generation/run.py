@@ -86,7 +86,7 @@ def generate_texts(
     engine = Engine(
         model,
         opened.tokenizer,
-        isolate_documents=opened.config.data.isolate_documents and not opened.tokenizer.ends_messages,
+        isolate_documents=opened.config.data.isolate_documents,
         max_batch=batch_size,
     )
     requests = [
@@ -158,8 +158,7 @@ class Samples:
 
     def markdown(self, model: "LanguageModel") -> str:
         """Prompt and continuation; the model is in evaluation mode."""
-        isolates = self._config.data.isolate_documents and not self._tokenizer.ends_messages
-        engine = Engine(model, self._tokenizer, isolate_documents=isolates)
+        engine = Engine(model, self._tokenizer, isolate_documents=self._config.data.isolate_documents)
         text = self._prompt + "".join(step.piece for _, step in engine.run([self._request]))
         # Markdown shows an indented text as it is.
         return "\n".join(f"    {line}" for line in text.splitlines())

@@ -117,7 +117,10 @@ def test_tasks_measure_a_folder_and_its_text_is_that_of_data(folder, corpus, cap
         ("generate {} --prompt x --step 3", "is no run and has one set of weights; leave it out"),
         ("generate {} --prompt x --end-token xy", "is 2 tokens of the tokenizer; give one"),
         ("generate {} --prompt x --samples 0", "samples=0 adds nothing; give 1 or more"),
-        ("generate {} --prompts {}/roles.jsonl --chat", "role='robot' is unknown; write one of system, developer"),
+        (
+            "generate {} --prompts {}/roles.jsonl --chat",
+            "role='robot' is unknown; write one of system, developer",
+        ),
         ("evaluate {}", "names no data; give --data DIR"),
     ],
 )

@@ -71,6 +71,7 @@ SMALL_EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("bwd_dq", 2, 128): TileSizes(32, 32, 8),
     ("write_queries", 2, 256): TileSizes(16, 16, 8),
 }
+"""The same of kernels that would spill more than they may with those."""
 
 WARP_GROUPS = (90,)
 """Compute capabilities of GPUs with products of four warps. For 100 and 103, whose products are others, Triton 3.7 does
