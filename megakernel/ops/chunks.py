@@ -1,5 +1,8 @@
 """The layout of a group of tokens: C chunks of L tokens, query heads folded into the rows of their key head."""
 
+from collections.abc import Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,6 +24,12 @@ def join_queries(x: Tensor, heads: int, length: int) -> Tensor:
     group = heads // x.shape[1]
     whole = x.unflatten(3, (group, -1)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return whole.narrow(2, 0, length)
+
+
+def as_queries(found: Sequence[Tensor], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Outputs in `dtype`, and what else is known of chunked queries, as queries q (B, H, T, d) lie."""
+    out, *rest = (join_queries(x, q.shape[1], q.shape[2]) for x in found)
+    return out.to(dtype), *rest
 
 
 def row_mask(x: Tensor, group: int) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megakernel.ops import KernelState, kernel_attention
 from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import FastFood
 from tests.kernels.comparing import DEVICE, TOLERANCE, random, rms_ratio
@@ -28,14 +29,14 @@ def tokens(batch: int, heads: int, group: int, length: int, width: int, values: 
     )
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, **options):
+def step(q: Tensor, k: Tensor, v: Tensor, *, state: KernelState, **options):
     from megakernel.ops.kernel_attention import decode
 
-    options = {"projection": None, "normalize": True, "mass": None, "positions": 1, **options}
+    given = KernelOptions(**{"positions": 1, **options}, initial_state=state)
     with torch.no_grad():
-        reason = decode.unsupported(q, k, v, **options)
+        reason = decode.unsupported(q, k, v, given)
         assert reason is None, reason
-        return decode.step(q, k, v, **options)
+        return decode.step(q, k, v, given)
 
 
 def exactly(x):
@@ -209,16 +210,18 @@ def test_what_the_kernel_cannot_take_is_refused_with_a_reason():
 
     q, k, v = tokens(1, 1, 1, 2, 8, 8)
     state = start_state("elu", k, None, 8)
-    options = {"feature_map": "elu", "projection": None, "normalize": True, "mass": None}
-    options |= {"positions": 1, "state": state}
+    options = KernelOptions("elu", positions=1, initial_state=state)
     one = [x[:, :, :1] for x in (q, k, v)]
-    wide = {"feature_map": "prf", "projection": torch.zeros(600, 8)}
-    assert decode.unsupported(*one, **options) is None
-    assert "q has 2 tokens" in decode.unsupported(q, k, v, **options)
-    assert "smoothing" in decode.unsupported(*one, **options | {"feature_map": FeatureMap("elu", 1, 0.1)})
-    assert "torch.float64" in decode.unsupported(*(x.double() for x in one), **options)
-    assert "600 features" in decode.unsupported(*one, **options | wide)
-    assert "gradient" in decode.unsupported(one[0].requires_grad_(), *one[1:], **options)
+    wide = options._replace(feature_map="prf", projection=torch.zeros(600, 8))
+    smooth = options._replace(feature_map=FeatureMap("elu", 1, 0.1))
+    assert decode.unsupported(*one, options) is None
+    assert "begins a row" in decode.unsupported(*one, options._replace(positions=0))
+    assert "priors" in decode.unsupported(*one, options._replace(priors=torch.ones(1, 2)))
+    assert "q has 2 tokens" in decode.unsupported(q, k, v, options)
+    assert "smoothing" in decode.unsupported(*one, smooth)
+    assert "torch.float64" in decode.unsupported(*(x.double() for x in one), options)
+    assert "600 features" in decode.unsupported(*one, wide)
+    assert "gradient" in decode.unsupported(one[0].requires_grad_(), *one[1:], options)
 
 
 def test_torch_knows_the_operator():

@@ -11,6 +11,7 @@ from megakernel.attention import Rotary
 from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention
 from megakernel.ops.feature_maps import FEATURE_MAPS
 from megakernel.ops.flurka_attention import operators
+from megakernel.ops.kernel_attention.differentiable import pack
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from megakernel.ops.phi import start_state
 from megakernel.ops.state import empty_state
@@ -301,13 +302,12 @@ def test_two_runs_are_bit_identical(draw, device):
 def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
     leaves = {name: x.requires_grad_() for name, x in tokens(draw, device, length=20).items()}
     mass = torch.full((1,), 4.0, device=device, requires_grad=True)
-    arguments = (
-        *(leaves[name] for name in ("q", "k", "v", "projection", "pool_keys", "pool_values")),
-        *(mass, leaves["gate"], torch.zeros(2, device=device), *(None,) * 7),
-        *("hedgehog", 1, "softmax", 1, 0, 0, 0),
+    given = (
+        *(leaves["q"], leaves["gate"], torch.zeros(2, device=device), None),
+        *(leaves[name] for name in ("k", "v", "projection", "pool_keys", "pool_values")),
+        *(mass, *(None,) * 6),
     )
-    import megakernel.ops.flurka_attention.triton  # noqa: F401 - registers the op
-
+    arguments = (*pack(given), *("hedgehog", 1, "softmax", 1, 0, 0, 0))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.megakernel.flurka_attention.default, arguments, test_utils=tests)
 

@@ -14,7 +14,7 @@ from megakernel.attention import Rotary
 from megakernel.config.rope import RopeScaling
 from megakernel.ops import FlurkaState, KernelState, Tail, flurka_attention
 from megakernel.ops.flurka_attention import chunked
-from megakernel.ops.flurka_attention.form import Form, Weights
+from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights
 from megakernel.ops.flurka_attention.triton import SIGNED
 from megakernel.ops.kernels.features import SUPPORTED
 from megakernel.ops.kernels.launch import Launch, noting
@@ -342,14 +342,16 @@ def test_what_the_step_cannot_take_is_refused_with_a_reason(changes, message, dr
         leaves[x] for x in ("q", "k", "v", "projection", "pool_keys", "pool_values")
     )
     far = start_state("hedgehog", k, projection.requires_grad_(given["learns"]), 16)
-    options = {
-        "form": Form("hedgehog", given["block"], 1, "softmax", None, "none"),
-        "weights": Weights(projection, *pools, None, None, None, None),
-        "far": KernelState(far.sums.to(given["sums"]), far.log_scale),
-        "tail": given.get("tail", empty_tail(k, v, given["block"])),
-        "exchange": given.get("exchange"),
-    }
-    reason = decode.unsupported(q, k, v, gate=leaves["gate"], positions=3, **options)
+    inputs = FlurkaInputs(
+        Form("hedgehog", given["block"], 1, "softmax", None, "none"),
+        Weights(projection, *pools, None, None, None, None),
+        gate=leaves["gate"],
+        positions=3,
+        far=KernelState(far.sums.to(given["sums"]), far.log_scale),
+        tail=given.get("tail", empty_tail(k, v, given["block"])),
+        exchange=given.get("exchange"),
+    )
+    reason = decode.unsupported(q, k, v, inputs)
     assert reason is None if message is None else re.search(message, reason)
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megakernel.ops import KernelState, kernel_attention
-from megakernel.ops.kernel_attention import launches
+from megakernel.ops.kernel_attention import launches, operators  # noqa: F401 - the operators are registered
+from megakernel.ops.kernel_attention.differentiable import pack
 from megakernel.ops.kernels.features import SUPPORTED, TWO_HALVES, UNBOUNDED
 from megakernel.ops.kernels.launch import noting
 from tests.kernels.comparing import TOLERANCE, assert_agrees, rms_ratio
@@ -278,7 +279,7 @@ def test_transposed_inputs_need_no_copy(draw, device):
 def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
     leaves = tokens(draw, device, torch.float32, feature_map="hedgehog", length=40)
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    arguments = (*leaves.values(), None, None, None, None, None, None, "hedgehog", 1, True, True, 0)
+    arguments = (*pack((*leaves.values(), *(None,) * 6)), "hedgehog", 1, True, True, 0)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.megakernel.kernel_attention.default, arguments, test_utils=tests)
 

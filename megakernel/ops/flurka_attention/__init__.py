@@ -17,7 +17,7 @@ from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
-from megakernel.ops.flurka_attention.form import FarRope, FlurkaState, Form, NearKind, Weights
+from megakernel.ops.flurka_attention.form import FarRope, FlurkaInputs, FlurkaState, Form, NearKind, Weights
 from megakernel.ops.mixture import first_key, pack_keys, rotated_each
 from megakernel.ops.phi import start_state
 from megakernel.ops.projections import Projection
@@ -121,16 +121,8 @@ def flurka_attention(
     size = pool_keys.shape[-1]
     k = pack_keys(k)
     far, tail = initial_state or (start_state(feature_map, key, projection, v.shape[-1]), None)
-    out, far, tail = choose(IMPLEMENTATIONS, backend)(
-        q,
-        k,
-        v,
-        form=Form(feature_map, size, blocks, near, rotated_each(rotary, q.shape[-1]), far_rope),
-        weights=Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift),
-        gate=gate,
-        positions=positions,
-        far=far,
-        tail=tail,
-        exchange=exchange,
-    )
+    form = Form(feature_map, size, blocks, near, rotated_each(rotary, q.shape[-1]), far_rope)
+    weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift)
+    inputs = FlurkaInputs(form, weights, gate, positions, far, tail, exchange)
+    out, far, tail = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
     return out, FlurkaState(far, tail)

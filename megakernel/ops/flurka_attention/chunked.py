@@ -6,16 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.chunks import chunk_queries, join_queries, row_mask
+from megakernel.ops.chunks import as_queries, chunk_queries, join_queries, row_mask
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, open_documents, position_rows
 from megakernel.ops.feature_maps import Features
-from megakernel.ops.flurka_attention.form import Form, Weights
+from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import shifted
 from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
-from megakernel.ops.state import Exchange, KernelState, Once
+from megakernel.ops.state import KernelState, Once
 from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, join, with_ones
 from megakernel.ops.window import Layout, Tail, cut, empty_tail, rotate_keys, softmax_pairs
 
@@ -41,23 +41,12 @@ class _Group(NamedTuple):
         return Phi(self.form.feature_map, self.weights.projection, self.weights.priors)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    form: Form,
-    weights: Weights,
-    gate: Tensor | None,
-    positions: Positions,
-    far: KernelState,
-    tail: Tail | None,
-    exchange: Exchange | None = None,
-) -> tuple[Tensor, KernelState, Tail]:
+def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Attention (B, H, N, D), and the far state and the tail after the last token.
 
     With `exchange`, what enters comes from there, and the far state is what these tokens alone add to `far`.
     """
+    form, weights, gate, positions, far, tail, exchange = inputs
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
     begin = None if exchange is None else Once(exchange)
@@ -111,13 +100,7 @@ def _attend(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     q, k, v, gate = inputs
     near, seen, far = _near_and_far(q, k, v, far, tail, group)
     found = _join(near, seen, gate, group.layout.places, q.shape[1], group)
-    return _joined(found, q, v.dtype), far, tail.after(k, v)
-
-
-def _joined(found: tuple[Tensor, ...], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """A finished group as its queries q (B, H, T, d) lie, the output in `dtype`."""
-    out, *lost = (join_queries(x, q.shape[1], q.shape[2]) for x in found)
-    return out.to(dtype), *lost
+    return as_queries(found, q, v.dtype), far, tail.after(k, v)
 
 
 def _sums(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
@@ -150,7 +133,7 @@ def _complete(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     entering = KernelState(far.sums[:, :, None], far.log_scale[:, :, None])
     seen = add(Sums(local, local_log[..., 0]), read_states(phi_q, entering, reads[:, :, None]))
     found = _join(Sums(near, near_log[..., 0]), seen, gate, group.rows[:, None], heads, group)
-    return _joined(found, q, v.dtype), far, tail
+    return as_queries(found, q, v.dtype), far, tail
 
 
 def _near_and_far(

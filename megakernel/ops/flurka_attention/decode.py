@@ -12,18 +12,18 @@ import torch
 import triton
 from torch import Tensor
 
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import position_rows
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.flurka_attention import decode_kernel
 from megakernel.ops.flurka_attention.arguments import Near, Pools, Shares, Window
-from megakernel.ops.flurka_attention.form import Form, Weights
+from megakernel.ops.flurka_attention.form import FlurkaInputs
 from megakernel.ops.kernel_attention.arguments import Rows
 from megakernel.ops.kernel_attention.decode import TILE
 from megakernel.ops.kernel_attention.triton import unsupported_tiles
 from megakernel.ops.kernels.features import padded, phi_of
 from megakernel.ops.kernels.launch import launch
 from megakernel.ops.projections import dense
-from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.state import KernelState
 from megakernel.ops.window import Tail
 
 WIDEST = 128
@@ -36,23 +36,12 @@ KEYS = 32
 """Tokens of a window that a program compares at a time."""
 
 
-def unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    form: Form,
-    weights: Weights,
-    gate: Tensor | None,
-    positions: Positions,
-    far: KernelState,
-    tail: Tail | None,
-    exchange: Exchange | None = None,
-) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | None:
     """Why the kernel cannot take these arguments of `attend`, of a layer whose form FLuRKA's kernels take."""
+    weights, far, tail = inputs.weights, inputs.far, inputs.tail
     if q.shape[2] != 1:
         return f"q has {q.shape[2]} tokens; expected 1"
-    if tail is None or exchange is not None:
+    if tail is None or inputs.exchange is not None:
         return "the token begins a shard; expected one that continues a state of this process"
     if far.sums.dtype != torch.float32:
         return f"the state is {far.sums.dtype}; expected float32"
@@ -63,32 +52,21 @@ def unsupported(
     if block_size > WIDEST or rank > HIGHEST_RANK:
         most = f"{WIDEST} and {HIGHEST_RANK}"
         return f"blocks have {block_size} tokens and {rank} landmarks; expected at most {most}"
-    given = (q, k, v, gate, *far, *tail, *weights)
-    parts = [x for part in given for x in (part if isinstance(part, tuple) else (part,))]
+    tensors = (q, k, v, inputs.gate, *far, *tail, *weights)
+    parts = [x for part in tensors for x in (part if isinstance(part, tuple) else (part,))]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in parts):
         return "a gradient is wanted; expected none, as under torch.no_grad()"
     return None
 
 
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    form: Form,
-    weights: Weights,
-    gate: Tensor | None,
-    positions: Positions,
-    far: KernelState,
-    tail: Tail | None,
-    exchange: Exchange | None = None,
-) -> tuple[Tensor, KernelState, Tail]:
+def step(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`, for one token.
 
     `far` and `tail` are left as they were: programs of other columns read them, and a caller may go on from them again
     (beams, a rejected draft). Weights of landmarks that add up to less than float32's smallest normal number are
     nothing, and the far part then is 0: nobody looks whether they do, which would make the host wait.
     """
+    form, weights, gate, positions, far, tail, _ = inputs
     assert tail is not None
     feature_map = named(form.feature_map)
     rotary: Any = form.near_rotary

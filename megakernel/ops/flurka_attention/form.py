@@ -4,9 +4,10 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.projections import Projection
-from megakernel.ops.state import KernelState
+from megakernel.ops.state import Exchange, KernelState
 from megakernel.ops.window import Rotary, Tail
 
 NearKind = Literal["softmax", "kernel"]
@@ -62,6 +63,20 @@ class Weights(NamedTuple):
 
     shift: Tensor | None
     """b, (H_kv, M, d): the M keys are k + b_r; None where they are given."""
+
+
+class FlurkaInputs(NamedTuple):
+    """What implementations are given beside queries, keys and values, checked."""
+
+    form: Form
+    weights: Weights
+    gate: Tensor | None
+    """(B, H, N) logits."""
+
+    positions: Positions
+    far: KernelState
+    tail: Tail | None
+    exchange: Exchange | None = None
 
 
 class FlurkaState(NamedTuple):

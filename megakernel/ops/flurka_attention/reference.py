@@ -4,29 +4,18 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, open_documents, position_rows
-from megakernel.ops.flurka_attention.form import Form, Weights
+from megakernel.ops.documents import open_documents, position_rows
+from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights
 from megakernel.ops.kernel_attention.reference import per_query_head, phi
 from megakernel.ops.mixture import by_component
-from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.state import KernelState
 from megakernel.ops.sums import Sums, normalized
 from megakernel.ops.window import Tail, empty_tail
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    form: Form,
-    weights: Weights,
-    gate: Tensor | None,
-    positions: Positions,
-    far: KernelState,
-    tail: Tail | None,
-    exchange: Exchange | None = None,
-) -> tuple[Tensor, KernelState, Tail]:
+def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`."""
+    form, weights, gate, positions, far, tail, exchange = inputs
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
     batch, heads, length, _ = q.shape

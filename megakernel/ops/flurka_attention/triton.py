@@ -7,15 +7,16 @@ adds a small launch to each, for the state that is handed on. Between the two no
 output, two or three numbers per token, the landmarks, and one state per segment.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import Positions, open_documents
+from megakernel.ops.documents import open_documents
 from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
-from megakernel.ops.flurka_attention.form import Form, Weights
+from megakernel.ops.flurka_attention.form import FlurkaInputs, Form
 from megakernel.ops.flurka_attention.places import places_of, sees_far
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import exchanged
@@ -24,7 +25,7 @@ from megakernel.ops.kernel_attention.triton import unsupported_features, unsuppo
 from megakernel.ops.kernels.features import phi_of
 from megakernel.ops.kernels.launch import is_noting
 from megakernel.ops.projections import dense
-from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.state import KernelState
 from megakernel.ops.sums import Found, in_range, may_lose
 from megakernel.ops.window import Tail, empty_tail
 
@@ -45,20 +46,9 @@ SIGNED = ("identity", "rks")
 """Maps whose sums may be negative."""
 
 
-def unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    form: Form,
-    weights: Weights,
-    gate: Tensor | None,
-    positions: Positions,
-    far: KernelState,
-    tail: Tail | None,
-    exchange: Exchange | None = None,
-) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | None:
     """Why the kernels cannot take these arguments of `attend`; None where they can."""
+    form, weights = inputs.form, inputs.weights
     if (reason := unsupported_features(q, form.feature_map)) is not None:
         return reason
     if weights.priors is not None:
@@ -68,11 +58,9 @@ def unsupported(
     if form.near_rotary is not None and angles_of(form, q.shape[-1]) is None:
         return "rotary is no `attention.Rotary` of whole heads; expected one"
     name = named(form.feature_map).name
-    if name in SIGNED and form.near == "softmax" and gate is None:
+    if name in SIGNED and form.near == "softmax" and inputs.gate is None:
         return f"feature_map {name} has no sign to share a softmax's normalizer; expected a gate"
-    token: dict[str, Any] = {"form": form, "weights": weights, "gate": gate, "positions": positions}
-    token |= {"far": far, "tail": tail, "exchange": exchange}
-    if decode.unsupported(q, k, v, **token) is None:
+    if decode.unsupported(q, k, v, inputs) is None:
         return None
     most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
     if (reason := unsupported_tiles(q, v, weights.projection, most, most)) is not None:
@@ -90,27 +78,14 @@ def angles_of(form: Form, width: int) -> Any:
     return getattr(rotary, "cos_sin", None) if getattr(rotary, "head_dim", None) == width else None
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    form: Form,
-    weights: Weights,
-    gate: Tensor | None,
-    positions: Positions,
-    far: KernelState,
-    tail: Tail | None,
-    exchange: Exchange | None = None,
-) -> tuple[Tensor, KernelState, Tail]:
+def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`, in bfloat16 or float32.
 
     Of exponential maps rows can get lost, which are then made again: see `kernel_attention.triton.attend`.
     """
-    token: dict[str, Any] = {"form": form, "weights": weights, "gate": gate, "positions": positions}
-    token |= {"far": far, "tail": tail, "exchange": exchange}
-    if decode.unsupported(q, k, v, **token) is None:
-        return decode.step(q, k, v, **token)
+    if decode.unsupported(q, k, v, inputs) is None:
+        return decode.step(q, k, v, inputs)
+    form, weights, gate, positions, far, tail, exchange = inputs
     b, reach = form.block_size, form.block_size * form.blocks
     left = (empty_tail(k, v, reach) if tail is None else tail).after(k, v)
     places = places_of(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)
@@ -120,9 +95,7 @@ def attend(
     matrix = dense(weights.projection, q.shape[-1])
     phi = phi_of(form.feature_map, q.shape[-1], None if matrix is None else matrix.shape[-2])
     name = named(form.feature_map)
-    options = operators.Options(
-        name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest
-    )
+    options = (name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest)
     mass = torch.full((k.shape[1],), b / weights.pool_keys.shape[-2], dtype=torch.float32, device=q.device)
     if weights.far_mass is not None:
         mass = mass * torch.exp(weights.far_mass.to(torch.float32))
@@ -148,14 +121,14 @@ def attend(
     if exchange is None:
         tile = (None, None, None) if first is None else tiles_of(first, phi, v.shape[-1])
         out, factor, *_, sums, norms, logs = operators.forward(
-            q, *of_keys, *joining(), *tables, *tile, *options
+            (q, *joining(), *of_keys, *tables, *tile), *options
         )
         last = state_of(sums, norms, logs, phi, v.shape[-1])
     else:
         carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
-        shard, given = operators.Shard(q, options), (*of_keys, *tables)
+        shard = exchanged.Shard(q, partial(operators.FlurkaLaunches.of, options))
         (out, factor, *_), first, last = exchanged.attend(
-            shard, given, lambda: (q, *joining()), exchange, carries, phi, v.shape[-1]
+            shard, (*of_keys, *tables), lambda: (q, *joining()), exchange, carries, phi, v.shape[-1]
         )
     # A window's softmax that shares its normalizer with the landmarks has weights that add up to 1 at least.
     if not may_lose(name, form.near == "kernel" or sees is not None) or is_noting():
@@ -163,15 +136,9 @@ def attend(
     lost = factor == 0 if sees is None else (factor == 0) & sees
 
     def again() -> Found:
-        wide, *_ = chunked.attend(
-            *(x.double() for x in (q, k, v)),
-            form=form,
-            weights=weights,
-            gate=gate,
-            positions=positions,
-            far=first or far,
-            tail=tail,
-        )
+        # What other processes handed over is in `first`.
+        exact = inputs._replace(far=first or far, exchange=None)
+        wide, *_ = chunked.attend(q.double(), k.double(), v.double(), exact)
         return (wide,), last
 
     return *in_range(((out, lost), last), again), left

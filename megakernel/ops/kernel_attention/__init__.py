@@ -16,6 +16,7 @@ from megakernel.ops.dispatch import Implementation, Kernels, choose
 from megakernel.ops.documents import Positions, positions_from_cu_seqlens
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention import chunked, reference
+from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.mixture import first_key, pack_keys
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
@@ -111,19 +112,9 @@ def kernel_attention(
     elif positions is None:
         # Any position beyond the first place of a row says that the row continues what entered it.
         positions = 0 if initial_state is None else 1
-    out, state = choose(IMPLEMENTATIONS, backend)(
-        q,
-        k,
-        v,
-        feature_map=feature_map,
-        projection=projection,
-        causal=causal,
-        normalize=normalize,
-        mass=mass,
-        priors=priors,
-        positions=positions,
-        initial_state=initial_state,
-        exchange=exchange,
-        exchange_after=exchange_after,
+    options = KernelOptions(
+        *(feature_map, projection, causal, normalize, mass, priors, positions, initial_state),
+        *(exchange, exchange_after),
     )
+    out, state = choose(IMPLEMENTATIONS, backend)(q, k, v, options)
     return (out, state) if return_state else out

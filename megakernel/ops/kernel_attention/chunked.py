@@ -7,18 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries
+from megakernel.ops.chunks import as_queries, chunk_keys, chunk_queries, join_queries
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import (
-    Positions,
-    began_before,
-    open_documents,
-    reversed_positions,
-)
-from megakernel.ops.feature_maps import FeatureMap, Features
+from megakernel.ops.documents import Positions, began_before, open_documents, reversed_positions
+from megakernel.ops.feature_maps import Features
 from megakernel.ops.groups import Tensors, scan_groups
+from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.phi import Phi, start_state
-from megakernel.ops.projections import Projection
 from megakernel.ops.scan import Links, chunk_links, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge
 from megakernel.ops.sums import Finish, Found, Sums, add, finish_of, in_range
@@ -30,41 +25,28 @@ GROUP = 2048
 """Tokens whose features and chunk states exist at once, a multiple of CHUNK."""
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: FeatureMap | str,
-    projection: Projection | None,
-    causal: bool,
-    normalize: bool,
-    mass: Tensor | None,
-    priors: Tensor | None = None,
-    positions: Positions,
-    initial_state: KernelState | None,
-    exchange: Exchange | None = None,
-    exchange_after: Exchange | None = None,
-) -> tuple[Tensor, KernelState]:
+def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tensor, KernelState]:
     """Attention (B, H, N, D) and the state after the last token.
 
-    Arguments are those of `megakernel.ops.kernel_attention`, with `positions` in place of cu_seqlens and mass
-    of shape (B, H_kv, N). With `exchange`, what enters comes from there, and the state is what these tokens
-    alone add.
+    With an exchange, what enters comes from there, and the state is what these tokens alone add.
     """
-    state = initial_state or start_state(feature_map, k[..., : q.shape[-1]], projection, v.shape[-1])
-    begins = tuple(Once(begin) for begin in (exchange, exchange_after) if begin is not None)
+    feature_map, projection = options.feature_map, options.projection
+    positions, mass, phi = options.positions, options.mass, Phi(feature_map, projection, options.priors)
+    state = options.initial_state
+    if state is None:
+        state = start_state(feature_map, k[..., : q.shape[-1]], projection, v.shape[-1])
+    exchanges = (options.exchange, options.exchange_after)
+    begins = tuple(Once(begin) for begin in exchanges if begin is not None)
     path: Callable[..., Found] = _documents
-    if causal:
+    if options.causal:
         path = _shards if begins else _in_order
     elif isinstance(positions, int):
         path = _one_document
 
     def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
-        run = partial(_over_groups, phi=Phi(feature_map, projection, priors), positions=positions)
-        (out, *lost), left = path(
-            run, finish_of(feature_map, normalize), (q, k, v, mass), state, begins, positions
-        )
+        run = partial(_over_groups, phi=phi, positions=positions)
+        finish = finish_of(feature_map, options.normalize)
+        (out, *lost), left = path(run, finish, (q, k, v, mass), state, begins, positions)
         if mass is not None and mass.shape[2] == q.shape[2]:
             # A token that is no key itself is padding, and its row nothing.
             real = (mass != 0).repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -158,13 +140,7 @@ def _over_groups(step, inputs: Tensors, state: KernelState, *, phi: Phi, positio
 def _attend(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
     q, v = inputs[0], inputs[2]
     sums, state = _scan(inputs, state, positions, phi)
-    return _joined(finish(sums), q, v.dtype), state
-
-
-def _joined(found: tuple[Tensor, ...], q: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """A finished group as its queries q (B, H, T, d) lie, the output in `dtype`."""
-    out, *lost = (join_queries(x, q.shape[1], q.shape[2]) for x in found)
-    return out.to(dtype), *lost
+    return as_queries(finish(sums), q, v.dtype), state
 
 
 def _sums(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):
@@ -191,7 +167,7 @@ def _read(
     if sums:
         logs = chunk_queries(sums[1][..., None], kv_heads, length)[..., 0]
         total = add(total, Sums(chunk_queries(sums[0], kv_heads, length), logs))
-    return _joined(finish(total), q, dtype), state
+    return as_queries(finish(total), q, dtype), state
 
 
 def _scan(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):

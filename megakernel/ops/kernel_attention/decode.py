@@ -4,12 +4,12 @@ import torch
 import triton
 from torch import Tensor
 
-from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.kernel_attention import decode_kernel
+from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.kernels.features import SUPPORTED, padded, phi_of
 from megakernel.ops.kernels.launch import launch, rows_together
-from megakernel.ops.projections import FastFood, Projection, dense, rows_of
+from megakernel.ops.projections import FastFood, dense, rows_of
 from megakernel.ops.state import KernelState
 
 WIDEST = 512
@@ -19,20 +19,14 @@ TILE = 8192
 """Numbers of half a state in one program at most: 32 in each of 256 threads."""
 
 
-def unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: FeatureMap | str,
-    projection: Projection | None,
-    normalize: bool,
-    mass: Tensor | None,
-    positions: Positions,
-    state: KernelState,
-) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> str | None:
     """Why the kernel cannot take these arguments of `step`."""
-    form = named(feature_map)
+    form, projection, state = named(options.feature_map), options.projection, options.initial_state
+    begins = isinstance(options.positions, int) and options.positions == 0
+    if not options.causal or begins or state is None or options.exchange is not None:
+        return "the token begins a row; expected one that continues a state of this process"
+    if options.priors is not None:
+        return "priors are given, for several keys at a position; expected one"
     if q.shape[2] != 1:
         return f"q has {q.shape[2]} tokens; expected 1"
     if form.name not in SUPPORTED or form.smoothing:
@@ -43,36 +37,27 @@ def unsupported(
         return f"{form.name} has {rows} features in a half; expected at most {WIDEST}"
     parts = projection if isinstance(projection, FastFood) else (projection,)
     if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, mass, *state, *parts)
+        x is not None and x.requires_grad for x in (q, k, v, options.mass, *state, *parts)
     ):
         return "a gradient is wanted; expected none, as under torch.no_grad()"
     return None
 
 
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: FeatureMap | str,
-    projection: Projection | None,
-    normalize: bool,
-    mass: Tensor | None,
-    positions: Positions,
-    state: KernelState,
-) -> tuple[Tensor, KernelState]:
+def step(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tensor, KernelState]:
     """Outputs (B, H, 1, D) of q (B, H, 1, d), and the state with k and v (B, H_kv, 1, ...) in it.
 
-    The other arguments are those of `megakernel.ops.kernel_attention`, mass of shape (B, H_kv, 1), and positions one
-    number above 0 or (B, 1): a token at position 0 begins a document, which the kernel finds out on the device. `state`
-    is left as it was: programs of other columns read its normalizer while one writes the new one, and a caller may go
-    on from the old state again (beams, a rejected draft).
+    Positions are one number above 0 or (B, 1): a token at position 0 begins a document, which the kernel finds out on
+    the device. `initial_state` is left as it was: programs of other columns read its normalizer while one writes the
+    new one, and a caller may go on from the old state again (beams, a rejected draft).
     """
-    form = named(feature_map)
-    matrix = dense(projection, q.shape[-1])
-    at = positions if isinstance(positions, Tensor) else None
-    out, sums, log_scale = _step(q, k, v, matrix, mass, at, *state, form.name, form.components, normalize)
-    return out, KernelState(sums, log_scale)
+    assert options.initial_state is not None
+    form, positions = named(options.feature_map), options.positions
+    out, *left = _step(
+        *(q, k, v, dense(options.projection, q.shape[-1]), options.mass),
+        positions if isinstance(positions, Tensor) else None,
+        *(*options.initial_state, form.name, form.components, options.normalize),
+    )
+    return out, KernelState(*left)
 
 
 @torch.library.custom_op("megakernel::kernel_attention_step", mutates_args=())

@@ -7,54 +7,177 @@ while that is under way, to `_Between` and what the caller made; and then to `_W
 that left enters the states of queries from the right, and keys are visited.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megakernel.ops.groups import Tensors
-from megakernel.ops.kernel_attention.arguments import State
-from megakernel.ops.kernel_attention.launches import state_of, tiles_of
+from megakernel.ops.kernel_attention.arguments import Queries, Row, State
+from megakernel.ops.kernel_attention.launches import (
+    Call,
+    gradient_of_first,
+    gradient_of_last,
+    state_of,
+    tiles_of,
+)
 from megakernel.ops.kernels.features import Phi
 from megakernel.ops.state import Exchange, KernelState
 
+MATRIX = 2
+"""The place of the projection among what is given of keys, behind keys and values."""
+
+
+def split(tensors: Sequence[Any], *sizes: int) -> list[Tensors]:
+    """Tensors in parts of these sizes, and the rest."""
+    rest = iter(tensors)
+    return [*(tuple(islice(rest, size)) for size in sizes), tuple(rest)]
+
+
+class Behind(NamedTuple):
+    """What backward knows of queries before it comes to keys."""
+
+    queries: Queries
+    grads: Tensors
+    """Gradients of what is given of queries."""
+
+    of_matrix: Callable[[], Tensor] | None
+    """What queries add to the gradient of the projection, made once; None where nobody wants it."""
+
+    rest: Tensors = ()
+    """What else the op's `bwd_write` wants."""
+
+
+class Slopes(NamedTuple):
+    """A state, and the gradients of its sums and normalizers."""
+
+    state: State
+    grads: tuple[Tensor, Tensor]
+
 
 class Launches(Protocol):
-    """An op's launches on one shard. What one part leaves to the next one is kept here in between."""
+    """An op's launches over the tokens of one call, made of queries and of what is given of keys."""
 
-    behind: Any
-    """What `bwd_read` leaves to `bwd_write`, of which `of_matrix` makes what queries add to the gradient of the
-    projection, once, and is None where nobody wants it."""
+    @property
+    def call(self) -> Call:
+        """Of the keys, which have the states between launches."""
+        ...
 
-    def write(self, *keys: Any) -> tuple[State, Tensors]:
+    @property
+    def row(self) -> Row:
+        """Of the tokens."""
+        ...
+
+    def write(self) -> tuple[State, Tensors]:
+        """What the keys of each segment add, and what backward wants to know of keys."""
+        ...
+
+    def read(self, queries: Tensors, kept: Tensors, state: State) -> Tensors:
+        """The output and what else is known of queries. queries: what is given of them; kept: see `write`."""
+        ...
+
+    def bwd_read(
+        self, grad: Tensor, queries: Tensors, found: Tensors, kept: Tensors, state: State, learned: bool
+    ) -> Behind:
+        """Gradients of queries. found: what `read` found but the output; learned: so is the projection."""
+        ...
+
+    def bwd_write(
+        self, behind: Behind, kept: Tensors, state: State, last: Slopes, first: Slopes | None
+    ) -> Tensors:
+        """Gradients of what is given of keys. state: of queries; last, first: the states that leave and enter."""
+        ...
+
+    def kept(self) -> Tensors:
+        """Room for what `write` keeps."""
+        ...
+
+    def found(self, queries: Tensors) -> Tensors:
+        """Room for what `read` finds."""
+        ...
+
+    def no_queries(self, q: Tensor) -> Tensors:
+        """What is given of queries q where there are none."""
+        ...
+
+
+class Shard:
+    """The launches on one shard. What one part leaves to the next one is kept here in between.
+
+    make: queries and what is given of keys -> Launches.
+    """
+
+    def __init__(self, q: Tensor, make: Callable[[Tensor, Tensors], Launches]):
+        self.q, self.make = q.detach(), make
+        self.written: tuple[Launches, State, Tensors] | None = None
+        self.behind: tuple[Launches, Behind, State, Slopes] | None = None
+
+    def write(self, keys: Tensors) -> tuple[State, Tensors]:
         """What the keys add to the state that leaves, and what backward wants to know of them."""
-        ...
+        launches = self.make(self.q, keys)
+        room, kept = launches.write()
+        row = launches.row
+        _, own = launches.call.pass_on(room, None, row.starts, row.length, reverse=False, keep=False)
+        self.written = launches, room, kept
+        # What backward takes where nobody asks for outputs.
+        self.q = self.q.new_empty(*self.q.shape[:2], 0, self.q.shape[3])
+        return own, kept
 
-    def read(self, first: State, *given: Any) -> tuple[Tensors, Tensors]:
-        """The output and what else the caller wants, and what backward wants beside. given: of queries, of keys."""
-        ...
+    def read(self, first: State, queries: Tensors) -> tuple[Tensors, Tensors]:
+        """What `Launches.read` finds, and what backward wants beside: of keys, and the states of segments."""
+        assert self.written is not None
+        launches, room, kept = self.written
+        self.written = None
+        row = launches.row
+        entering, _ = launches.call.pass_on(room, first, row.starts, row.length, reverse=False)
+        return launches.read(queries, kept, entering), (*kept, *entering)
 
-    def bwd_read(self, grad: Tensor, first: State, *known: Any) -> tuple[Tensors, Tensors]:
-        """Gradients of the first state's sums and normalizers, and of what is given of queries.
+    def bwd_read(
+        self,
+        grad: Tensor,
+        first: State,
+        queries: Tensors,
+        keys: Tensors,
+        found: Tensors,
+        kept: Tensors,
+        state: Tensors,
+    ) -> tuple[Tensors, Tensors]:
+        """Gradients of the first state's sums and normalizers, and of what is given of queries."""
+        launches = self.make(queries[0], keys)
+        learned = keys[MATRIX] is not None and keys[MATRIX].requires_grad
+        behind = launches.bwd_read(grad, queries, found, kept, State(*state), learned)
+        call, row = launches.call, launches.row
+        room = call.sums_of_queries(behind.queries, row, keys[0], row.length)
+        _, of_first = call.pass_on(room, None, row.starts, row.length, reverse=True, keep=False)
+        grads = gradient_of_first(first.logs, of_first)
+        self.behind = launches, behind, room, Slopes(first, grads)
+        return grads, behind.grads
 
-        known: what `read` was given, what it found but the output, and what it left.
-        """
-        ...
-
-    def bwd_write(self, grads: tuple[Tensor, Tensor], own: State, *known: Any) -> Tensors:
+    def bwd_write(self, grads: tuple[Tensor, Tensor], own: State, keys: Tensors, kept: Tensors) -> Tensors:
         """Gradients of what is given of keys. grads: of the sums and normalizers that `write` found, `own`.
 
-        known: what `write` was given and what it left. No `bwd_read` comes before where nobody asks for outputs.
+        No `bwd_read` comes before where nobody asks for outputs.
         """
-        ...
+        if self.behind is None:
+            launches = self.make(self.q, keys)
+            queries = launches.no_queries(self.q)
+            out, *found = launches.found(queries)
+            self.bwd_read(out, own, queries, keys, tuple(found), kept, own)
+        assert self.behind is not None
+        launches, behind, room, first = self.behind
+        self.behind = None
+        row, outer = launches.row, gradient_of_last(*grads, own.logs)
+        state, _ = launches.call.pass_on(room, outer, row.starts, row.length, reverse=True)
+        return launches.bwd_write(behind, kept, state, Slopes(own, outer[:2]), first)
 
 
 # Launches are not for torch.compile to trace: as exchanges, they break its graph.
 @torch.compiler.disable
 def attend(
-    launches: Launches,
+    shard: Shard,
     keys: Tensors,
     queries: Callable[[], Tensors],
     exchange: Exchange,
@@ -66,12 +189,12 @@ def attend(
 
     queries: makes what `read` is given of queries, while the exchange is under way. carries: see `state.Exchange`.
     """
-    sums, norms, logs, ticket = _Write.apply(launches, *keys)
+    sums, norms, logs, ticket = _Write.apply(shard, *keys)
     left = state_of(sums, norms, logs, phi, value_dim)
     pending = exchange(left, carries)
-    ticket, given = _Between.apply(launches, ticket), queries()
+    ticket, given = _Between.apply(shard, ticket), queries()
     first = pending.wait()
-    found = _Read.apply(launches, len(given), ticket, *tiles_of(first, phi, value_dim), *given, *keys)
+    found = _Read.apply(shard, len(given), ticket, *tiles_of(first, phi, value_dim), *given, *keys)
     return found, first, left
 
 
@@ -79,10 +202,10 @@ class _Write(torch.autograd.Function):
     """Its ticket leads through `_Between` to `_Read`, so that backward comes to all three in this order's reverse."""
 
     @staticmethod
-    def forward(ctx: Any, launches: Launches, *keys: Tensor | None) -> tuple[Tensor, ...]:
-        own, left = launches.write(*keys)
-        ctx.launches = launches
-        ctx.save_for_backward(*own, *keys, *left)
+    def forward(ctx: Any, shard: Shard, *keys: Tensor | None) -> tuple[Tensor, ...]:
+        own, kept = shard.write(keys)
+        ctx.shard, ctx.keys = shard, len(keys)
+        ctx.save_for_backward(*own, *keys, *kept)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(own.logs)
         return *own, own.logs.new_empty(())
@@ -90,23 +213,21 @@ class _Write(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> Tensors:
-        sums, norms, logs, *known = ctx.saved_tensors
-        of_sums, of_norms = (
-            torch.zeros_like(x) if grad is None else grad for grad, x in zip(given, (sums, norms))
-        )
-        return None, *ctx.launches.bwd_write((of_sums, of_norms), State(sums, norms, logs), *known)
+        own, keys, kept = split(ctx.saved_tensors, 3, ctx.keys)
+        of_sums, of_norms = (torch.zeros_like(x) if grad is None else grad for grad, x in zip(given, own[:2]))
+        return None, *ctx.shard.bwd_write((of_sums, of_norms), State(*own), keys, kept)
 
 
 class _Between(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, launches: Launches, ticket: Tensor) -> Tensor:
-        ctx.launches = launches
+    def forward(ctx: Any, shard: Shard, ticket: Tensor) -> Tensor:
+        ctx.shard = shard
         return torch.empty_like(ticket)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, ticket: Tensor) -> Tensors:
-        of_matrix = ctx.launches.behind.of_matrix
+        of_matrix = ctx.shard.behind[1].of_matrix
         if of_matrix is not None:
             of_matrix()
         return None, ticket
@@ -115,18 +236,18 @@ class _Between(torch.autograd.Function):
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, launches: Launches, queries: int, ticket: Tensor, *given: Tensor | None
+        ctx: Any, shard: Shard, count: int, ticket: Tensor, *given: Tensor | None
     ) -> tuple[Tensor, ...]:
-        first, tensors = State(*given[:3]), given[3:]
-        found, left = launches.read(first, *tensors)
-        ctx.launches, ctx.missing = launches, len(tensors) - queries
-        ctx.save_for_backward(*first, *tensors, *found[1:], *left)
+        first, queries, keys = split(given, 3, count)
+        found, left = shard.read(State(*first), queries)
+        ctx.shard, ctx.sizes = shard, (3, len(queries), len(keys), len(found) - 1, len(left) - 3)
+        ctx.save_for_backward(*given, *found[1:], *left)
         ctx.mark_non_differentiable(*found[1:])
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Tensors:
-        sums, norms, logs, *known = ctx.saved_tensors
-        of_first, of_queries = ctx.launches.bwd_read(grad, State(sums, norms, logs), *known)
-        return None, None, grad.new_zeros(()), *of_first, None, *of_queries, *(None,) * ctx.missing
+        first, *known = split(ctx.saved_tensors, *ctx.sizes)
+        of_first, of_queries = ctx.shard.bwd_read(grad, State(*first), *known)
+        return None, None, grad.new_zeros(()), *of_first, None, *of_queries, *(None,) * ctx.sizes[2]

@@ -7,11 +7,12 @@ import triton
 from torch import Tensor
 
 from megakernel.ops.feature_maps import FeatureMap
-from megakernel.ops.kernel_attention.arguments import Cut, Row, State
+from megakernel.ops.kernel_attention import query_kernels
+from megakernel.ops.kernel_attention.arguments import Cut, Queries, Row, State
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.features import Phi, padded, phi_of
 from megakernel.ops.kernels.launch import PROGRAMS, capability_of, launch
-from megakernel.ops.state import KernelState
+from megakernel.ops.state import EMPTY, KernelState
 
 LONGEST_CHUNK = 64
 """Tokens of a chunk of rows that see both ways, which their segments are multiples of."""
@@ -244,6 +245,17 @@ class Call(NamedTuple):
         dtype = torch.float32 if is_exact else torch.bfloat16
         return self.states(like, triton.cdiv(length, self.segment), dtype)
 
+    def sums_of_queries(self, queries: Queries, row: Row, like: Tensor, length: int) -> State:
+        """What the queries of each segment of `length` tokens add to the gradients of states."""
+        room = self.sums_of_segments(like, length, of_queries=True)
+        if row.queries:
+            self.start(query_kernels.write_queries, len(like), queries, room, row)
+        else:
+            # A row without queries of its own hands the last state's gradient to its keys, segment by segment.
+            for part, nothing in zip(room, (0.0, 0.0, EMPTY)):
+                part.fill_(nothing)
+        return room
+
     def pass_on(
         self,
         room: State,
@@ -299,3 +311,22 @@ def given_or_zeros(
     if of_out is None:
         of_out = v.new_zeros(*q.shape[:3], v.shape[-1])
     return of_out, *(torch.zeros_like(like) if grad is None else grad for grad, like in zip(of_last, last))
+
+
+def gradient_of_last(grad_sums: Tensor, grad_norms: Tensor, last_logs: Tensor) -> State:
+    """The gradient of a last state as one of queries. Without keys it has one and no scale: that goes to nothing."""
+    empty = last_logs <= EMPTY / 2
+    return State(
+        grad_sums.masked_fill(empty[..., None, None], 0.0).contiguous(),
+        grad_norms.masked_fill(empty[..., None], 0.0).contiguous(),
+        torch.where(empty, EMPTY, -last_logs),
+    )
+
+
+def gradient_of_first(first_logs: Tensor | None, found: State) -> tuple[Tensor, Tensor]:
+    """Gradients of a first state's sums and normalizers, from the state of queries; empty where there was none."""
+    if first_logs is None:
+        return found.sums.new_empty(0), found.sums.new_empty(0)
+    # Sums are those of the first state times exp(its log scale).
+    factor = torch.exp(first_logs + found.logs)
+    return found.sums * factor[..., None, None], found.norms * factor[..., None]

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import Positions, open_documents, position_rows
+from megakernel.ops.documents import open_documents, position_rows
 from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.mixture import by_component
 from megakernel.ops.phi import features
 from megakernel.ops.projections import FastFood, Projection, dense
-from megakernel.ops.state import EMPTY, Exchange, KernelState, keep, merge
+from megakernel.ops.state import EMPTY, KernelState, keep, merge
 from megakernel.ops.sums import Sums, normalized, unnormalized
 
 
@@ -27,23 +28,9 @@ def scaled_phi(
     return values, values.new_zeros(values.shape[:-1]) if log_scale is None else log_scale[:, :, 0]
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: FeatureMap | str,
-    projection: Projection | None,
-    causal: bool,
-    normalize: bool,
-    mass: Tensor | None,
-    priors: Tensor | None = None,
-    positions: Positions,
-    initial_state: KernelState | None,
-    exchange: Exchange | None = None,
-    exchange_after: Exchange | None = None,
-) -> tuple[Tensor, KernelState]:
+def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tensor, KernelState]:
     """Arguments and results of `chunked.attend`."""
+    feature_map, projection, causal, normalize, mass, priors, positions, initial_state, *_ = options
     batch, heads, length, _ = q.shape
     group = heads // k.shape[1]
     at = position_rows(positions, length, q.device)
@@ -76,11 +63,11 @@ def attend(
     own = added(pairs[:, -1])
     carries = open_documents(positions, length, batch, q.device)
     entering = [] if initial_state is None else [(initial_state, first < 0)]
-    if exchange is not None:
-        entering.append((exchange(own, carries).wait(), first < 0))
-    if exchange_after is not None:
+    if options.exchange is not None:
+        entering.append((options.exchange(own, carries).wait(), first < 0))
+    if options.exchange_after is not None:
         began_before = pairs[:, 0] & (at[:, :1] > 0)
-        entering.append((exchange_after(added(began_before), carries).wait(), pairs[:, -1]))
+        entering.append((options.exchange_after(added(began_before), carries).wait(), pairs[:, -1]))
 
     # A row's weights are divided by the largest scale among what it sees.
     seen = torch.where(pairs[:, None], logs_k.repeat_interleave(group, 1)[:, :, None], EMPTY)

@@ -7,7 +7,7 @@ the inputs, the output, two numbers per token, one state per segment, and the fe
 projection.
 """
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import chunked, decode, exchanged, operators
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
+from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.kernels.features import SUPPORTED, phi_of
 from megakernel.ops.kernels.launch import capability_of, is_noting
 from megakernel.ops.projections import Projection, dense, rows_of
-from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.state import KernelState
 from megakernel.ops.sums import Found, in_range, may_lose
 
 WIDEST = 128
@@ -70,81 +71,50 @@ def unsupported_tiles(
     return None
 
 
-def unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: FeatureMap | str,
-    projection: Projection | None,
-    causal: bool,
-    normalize: bool,
-    mass: Tensor | None,
-    priors: Tensor | None = None,
-    positions: Positions,
-    initial_state: KernelState | None,
-    exchange: Exchange | None = None,
-    exchange_after: Exchange | None = None,
-) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> str | None:
     """Why the kernels cannot take these arguments of `attend`; None where they can."""
-    if (reason := unsupported_features(q, feature_map)) is not None:
+    if (reason := unsupported_features(q, options.feature_map)) is not None:
         return reason
-    step = _step(feature_map, projection, causal, normalize, mass, priors, positions, initial_state, exchange)
-    if step is not None and decode.unsupported(q, k, v, **step) is None:
+    if decode.unsupported(q, k, v, options) is None:
         return None
     most = WIDEST_FLOAT32 if q.dtype == torch.float32 else WIDEST
-    if (reason := unsupported_tiles(q, v, projection, most, WIDEST)) is not None:
+    if (reason := unsupported_tiles(q, v, options.projection, most, WIDEST)) is not None:
         return reason
-    if not causal and isinstance(positions, Tensor):
+    if not options.causal and isinstance(options.positions, Tensor):
         return "positions cut rows into documents that see both ways; expected whole rows"
-    if exchange_after is not None:
+    if options.exchange_after is not None:
         return "exchange_after is given; expected tokens that see no later ones"
     return None
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: FeatureMap | str,
-    projection: Projection | None,
-    causal: bool,
-    normalize: bool,
-    mass: Tensor | None,
-    priors: Tensor | None = None,
-    positions: Positions,
-    initial_state: KernelState | None,
-    exchange: Exchange | None = None,
-    exchange_after: Exchange | None = None,
-) -> tuple[Tensor, KernelState]:
+def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tensor, KernelState]:
     """Arguments and results of `chunked.attend`, in bfloat16 or float32; one token at a time in float16 too.
 
     Quotients of exponential maps can get lost: those rows are made again by the chunked op in float64. To find out
     makes the host wait for the GPU, once a call. A compiled or captured graph cannot look; there, lost rows are 0.
     """
-    step = _step(feature_map, projection, causal, normalize, mass, priors, positions, initial_state, exchange)
-    if step is not None and decode.unsupported(q, k, v, **step) is None:
-        return decode.step(q, k, v, **step)
+    if decode.unsupported(q, k, v, options) is None:
+        return decode.step(q, k, v, options)
+    feature_map, projection, causal, normalize, mass, priors, positions, first, exchange, _ = options
     width, value_dim = q.shape[-1], v.shape[-1]
     matrix = dense(projection, width)
     phi = phi_of(feature_map, width, None if matrix is None else matrix.shape[-2])
     starts, start = _document_starts(positions, k.shape[2])
     form = named(feature_map)
-    options = (form.name, form.components, causal, normalize, start)
+    layer = (form.name, form.components, causal, normalize, start)
     keys = (k, v, matrix, mass, priors, starts)
-    first = initial_state
     if exchange is None:
         tile: Tensors = (None, None, None)
         if first is not None:
             check_state(first, k, v)
             tile = tiles_of(first, phi, value_dim)
-        out, inverse, *_, sums, norms, logs = operators.attend(q, *keys, *tile, *options)
+        out, inverse, *_, sums, norms, logs = operators.attend((q, *keys, *tile), *layer)
         last = state_of(sums, norms, logs, phi, value_dim)
     else:
         carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
-        (out, inverse, _), first, last = exchanged.attend(
-            operators.Shard(q, *options), keys, lambda: (q,), exchange, carries, phi, value_dim
+        shard = exchanged.Shard(q, partial(operators.KernelLaunches.of, layer))
+        (out, inverse), first, last = exchanged.attend(
+            shard, keys, lambda: (q,), exchange, carries, phi, value_dim
         )
     if not may_lose(form, normalize) or is_noting():
         return out, last
@@ -155,39 +125,12 @@ def attend(
         lost &= seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
     def again() -> Found:
-        wide, _ = chunked.attend(
-            *(x.double() for x in (q, k, v)),
-            feature_map=feature_map,
-            projection=matrix,
-            causal=causal,
-            normalize=normalize,
-            mass=mass,
-            priors=priors,
-            positions=positions,
-            initial_state=first,
-        )
+        # The keys of a state that other processes hand over are in it.
+        exact = options._replace(projection=matrix, initial_state=first, exchange=None)
+        wide, _ = chunked.attend(q.double(), k.double(), v.double(), exact)
         return (wide,), last
 
     return in_range(((out, lost), last), again)
-
-
-def _step(
-    feature_map: FeatureMap | str,
-    projection: Projection | None,
-    causal: bool,
-    normalize: bool,
-    mass: Tensor | None,
-    priors: Tensor | None,
-    positions: Positions,
-    state: KernelState | None,
-    exchange: Exchange | None,
-) -> dict[str, Any] | None:
-    """The arguments of `decode.step`, if all tokens have one key and may continue `state` in this process."""
-    continues = isinstance(positions, Tensor) or positions > 0
-    if not causal or not continues or state is None or exchange is not None or priors is not None:
-        return None
-    options = {"feature_map": feature_map, "projection": projection, "normalize": normalize}
-    return {**options, "mass": mass, "positions": positions, "state": state}
 
 
 def _document_starts(positions: Positions, length: int) -> tuple[Tensor | None, int]:
