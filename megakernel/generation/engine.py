@@ -41,6 +41,9 @@ class Behind(NamedTuple):
     tokens: int
     """Of the whole text."""
 
+    seen: frozenset[int] = frozenset()
+    """All different ones of these, which the repetition penalty meets."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -100,7 +103,8 @@ class Text:
         request = self.request
         seen = None
         if request.sampling.repetition_penalty != 1:
-            seen = torch.tensor(sorted({*request.tokens, *self.new_tokens}), dtype=torch.int64)
+            before = request.behind.seen if request.behind else ()
+            seen = torch.tensor(sorted({*before, *request.tokens, *self.new_tokens}), dtype=torch.int64)
         return Draw(request.sampling, uniform(request.seed, request.sample, len(self.new_tokens)), seen)
 
 
@@ -184,7 +188,8 @@ class Engine:
         while self._waiting and self.running < self._max_batch:
             text = self._waiting.popleft()
             before = text.request.behind
-            self._reading.append((text, self.new_decoder() if before is None else before.decoder))
+            # Of what it continues a copy: other texts may go on from there, too.
+            self._reading.append((text, self.new_decoder() if before is None else before.decoder.alone(0)))
         steps: list[Step] = []
         batches = list(self._batches)  # without the text whose prompt ends now: it has its token
         if self._reading:
@@ -270,7 +275,8 @@ class Engine:
         own = [*text.request.tokens, *text.new_tokens]
         count = (before.tokens if before else 0) + len(own)
         context = [*(before.context if before else ()), *own][-CONTEXT:]
-        return Behind(decoder, context, list(text.unread), count)
+        seen = frozenset(own) | (before.seen if before else frozenset())
+        return Behind(decoder, context, list(text.unread), count, seen)
 
     def _keep(self, batch: _Batch, texts: list[Text]) -> None:
         if texts:

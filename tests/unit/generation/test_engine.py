@@ -74,16 +74,17 @@ def test_a_text_that_is_removed_leaves_nothing_and_disturbs_no_other():
 
 def test_a_text_goes_on_from_where_another_ended():
     model = build(vocab_size=257, attention_pattern=MIXED, num_layers=4)
-    greedy = {"sampling": Sampling(temperature=0), "ends": ENDS}
-    whole = continued(engine(model), [Request(prompt(30), 20, **greedy)])[0]
+    likely = {"sampling": Sampling(temperature=0, repetition_penalty=1.5), "ends": ENDS}
+    whole = continued(engine(model), [Request(prompt(30), 20, **likely)])[0]
+    assert len(set(whole[12:])) > 4, "the penalty makes tokens differ"
     one = engine(model)
-    first = one.add(Request(prompt(30), 12, **greedy, keeps_state=True))
+    first = one.add(Request(prompt(30), 12, **likely, keeps_state=True))
     while first.finish is None:
         one.step()
     assert first.behind.tokens == 42
-    second = Request([], 8, **greedy, behind=first.behind)
+    second = Request([], 8, **likely, behind=first.behind)
     assert continued(one, [second]) == [whole[12:]]
-    assert continued(one, [second]) == [whole[12:]], "a state can be gone on from again"
+    assert continued(one, [second, second]) == [whole[12:]] * 2, "a state can be gone on from again"
 
 
 def text_of(model, request):
