@@ -293,11 +293,17 @@ def _with_probability(token: int, logits: Tensor, count: int) -> Chosen:
     return Chosen(token, float(logs[token]), likeliest)
 
 
+def most_tokens(config: Config) -> int | None:
+    """Of a prompt and what follows it together, where the model has learned positions; None: no limit."""
+    rows = config.model.max_positions or config.training.seq_len
+    return rows + 1 if config.model.position == "learned" else None
+
+
 def check_positions(config: Config, prompt: int, new: int, key: str) -> None:
     """UserError, naming `key`, where `new` tokens behind a prompt are more than the model has positions for."""
-    rows = config.model.max_positions or config.training.seq_len
-    if config.model.position == "learned" and prompt + new > rows + 1:
+    most = most_tokens(config)
+    if most is not None and prompt + new > most:
         raise UserError(
-            f"{key}={new} after a prompt of {prompt} tokens exceeds the model's {rows} learned positions; "
-            f"give at most {max(rows + 1 - prompt, 0)}, or a shorter prompt"
+            f"{key}={new} after a prompt of {prompt} tokens exceeds the model's {most - 1} learned positions; "
+            f"give at most {max(most - prompt, 0)}, or a shorter prompt"
         )
