@@ -23,7 +23,9 @@ from .protocol import Refusal
 if TYPE_CHECKING:
     from megakernel.model import LanguageModel
 
-_FORMAT = "megakernel session 1"
+_KEY, _FORMAT = "session", "megakernel session 1"
+"""Of the metadata: where what is no tensor stands, as JSON, and what it begins with."""
+
 _REMEMBERED = 100_000
 """Names of forgotten sessions: whoever goes on with one is told, and does not get another conversation."""
 
@@ -132,26 +134,23 @@ def fingerprint(opened: OpenedModel, model: "LanguageModel") -> str:
 
 
 def to_file(session: Session, model: str) -> bytes:
-    """A safetensors file. model: its fingerprint."""
+    """A safetensors file, the same for the same session. model: its fingerprint."""
     from safetensors.torch import save
 
     behind = session.behind
     tensors = {name: x.detach().cpu().contiguous() for name, x in states.named(behind.decoder.states)}
     tensors["seen"] = torch.tensor(sorted(behind.seen), dtype=torch.int32)
-    about = {
+    told = {
         "format": _FORMAT,
         "model": model,
-        "text": json.dumps(
-            {
-                "position": behind.decoder.positions[0],
-                "tokens": behind.tokens,
-                "context": behind.context,
-                "unread": behind.unread,
-                "messages": session.messages,
-            }
-        ),
+        "position": behind.decoder.positions[0],
+        "tokens": behind.tokens,
+        "context": behind.context,
+        "unread": behind.unread,
+        "messages": session.messages,
     }
-    return save(tensors, {**about, "sha256": _digest(save(tensors, about))})
+    told["sha256"] = _digest(told, save(tensors))
+    return save(tensors, {_KEY: json.dumps(told)})
 
 
 def from_file(data: bytes, engine: Engine, model: str, conversations: bool) -> Session:
@@ -164,25 +163,26 @@ def from_file(data: bytes, engine: Engine, model: str, conversations: bool) -> S
 
     try:
         tensors = load(data)
-        about = dict(_header(data).get("__metadata__", {}))
-        told, text = about.pop("sha256", None), json.loads(about.get("text", "null"))
-    except (SafetensorError, ValueError, RecursionError):
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        told = json.loads(header.get("__metadata__", {}).get(_KEY, "{}"))
+        digest = told.pop("sha256", None)
+    except (SafetensorError, ValueError, RecursionError, AttributeError):
         raise _unusable("it is no safetensors file, or damaged") from None
-    if about.get("format") != _FORMAT:
+    if told.get("format") != _FORMAT:
         raise _unusable("it is no session's")
-    if about.get("model") != model:
+    if told.get("model") != model:
         raise _unusable("it is of another model than the one served here")
-    if told != _digest(save(tensors, about)):
+    if digest != _digest(told, save(tensors)):
         raise _unusable("it is damaged: its content has another SHA-256 than it says")
     try:
-        return _restored(tensors, text, engine, conversations)
+        return _restored(tensors, told, engine, conversations)
     # Whoever has written it can have meant anything.
     except (RuntimeError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise _unusable(f"its content does not fit the model ({type(error).__name__})") from None
 
 
 def _restored(
-    tensors: Mapping[str, Tensor], text: dict[str, Any], engine: Engine, conversations: bool
+    tensors: Mapping[str, Tensor], told: dict[str, Any], engine: Engine, conversations: bool
 ) -> Session:
     fresh = engine.new_decoder()
     fresh.read([[engine.tokenizer.eod]])
@@ -193,13 +193,13 @@ def _restored(
         name: x.to(like.device) for name, like in states.named(fresh.states) for x in [tensors[name]]
     }
     decoder.states = states.filled(fresh.states, on_device)
-    context, unread = _ids(text["context"], engine), _ids(text["unread"], engine)
+    context, unread = _ids(told["context"], engine), _ids(told["unread"], engine)
     seen = frozenset(_ids(tensors["seen"].tolist(), engine))
-    position, tokens = int(text["position"]), int(text["tokens"])
+    position, tokens = int(told["position"]), int(told["tokens"])
     if not 0 <= position <= tokens:
         raise ValueError("position")
     decoder.positions = [position]
-    messages = text["messages"]
+    messages = told["messages"]
     if messages is not None:
         if not conversations:
             raise ValueError("messages")
@@ -223,18 +223,8 @@ def _ids(given: Any, engine: Engine) -> list[int]:
     return list(given)
 
 
-def _digest(file: bytes) -> str:
-    """Of a safetensors file, in whatever order its header is written."""
-    length = int.from_bytes(file[:8], "little")
-    header = json.dumps(_header(file), sort_keys=True).encode()
-    return hashlib.sha256(header + file[8 + length :]).hexdigest()
-
-
-def _header(file: bytes) -> dict[str, Any]:
-    found = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])
-    if not isinstance(found, dict):
-        raise ValueError("header")
-    return found
+def _digest(told: Mapping[str, Any], tensors: bytes) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode() + tensors).hexdigest()
 
 
 def _unusable(reason: str) -> UserError:
