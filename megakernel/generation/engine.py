@@ -213,6 +213,7 @@ class Engine:
         chunk, text.unread = text.unread[:PROMPT_CHUNK], text.unread[PROMPT_CHUNK:]
         logits = decoder.read([chunk])
         if text.unread:
+            self._reading.rotate(-1)  # so that no short prompt waits for the end of a long one
             return []
         self._reading.popleft()
         batch = _Batch(decoder, [text])

@@ -236,7 +236,7 @@ def test_a_conversation_goes_on_by_its_new_messages_alone(chat, sends):
         assert found.usage.prompt_tokens_details.cached_tokens == read
         assert answer == written(opened, list(text.encode()), 9, seed=turn)
         read = found.usage.prompt_tokens + found.usage.completion_tokens
-        messages.append({"role": "assistant", "content": answer})
+        messages.append(found.choices[0].message)  # as people do
         text += f"{answer}\n"
 
 

@@ -158,8 +158,14 @@ class ChatBody(Body):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def conversation(self) -> list[Message]:
-        """The messages, whose contents are texts. Raises Refusal for what is none."""
-        plain = [{**message, "content": _text(message.get("content"))} for message in self.messages]
+        """The messages, whose contents are texts, without keys of no value. Raises Refusal for what is none."""
+        plain = [
+            {
+                **{key: value for key, value in message.items() if value is not None},
+                "content": _text(message.get("content")),
+            }
+            for message in self.messages
+        ]
         try:
             return list(check_messages(plain, "messages"))
         except UserError as error:

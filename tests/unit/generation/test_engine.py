@@ -57,6 +57,14 @@ def test_texts_do_not_depend_on_those_beside_them(parts):
     assert (few.waiting, few.running) == (0, 0)
 
 
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one():
+    together = engine(build(vocab_size=257, attention=FLURKA))
+    long, short = (together.add(Request(prompt(length), 3, ends=ENDS)) for length in (3000, 9))
+    while not short.new_tokens:
+        together.step()
+    assert len(long.unread) > 1000
+
+
 def test_a_text_that_is_removed_leaves_nothing_and_disturbs_no_other():
     model = build(vocab_size=257, attention_pattern=MIXED, num_layers=4)
     alone = [continued(engine(model), [request])[0] for request in requests()]
