@@ -259,6 +259,15 @@ class Algebra(Section):
     softcap: float | None = Field(default=None, gt=0)
     """c of c tanh(q.k / c) in the exponents of plain softmax, as Gemma 2 has it; None: they are not capped."""
 
+    short_convolution: int | None = Field(default=None, ge=2, le=1_000)
+    """Last tokens, usually 4, under a learned filter of every channel of q, k and v, followed by SiLU; None: none."""
+
+    output_norm: bool = False
+    """RMSNorm of each head's output, with one weight for all heads, in place of the sum of weights or beside it."""
+
+    output_gate: Literal["silu", "sigmoid"] | None = None
+    """Each head's output is multiplied by this of a projection of the layer's input; None: it is not."""
+
     far_rope: Literal["none", "centroid"] = "none"
     """Rotation of landmarks: none, or pool unrotated keys and rotate the landmark at its block's centre."""
 
