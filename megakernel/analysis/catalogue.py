@@ -70,6 +70,9 @@ SOURCES = {
     "eva": Origin("Zheng et al. 2023", None, "windows and control variates"),
     "retnet": Origin("Sun et al. 2023", None, "state that decays by 1 − 2^(−5−h), norm and gate"),
     "mamba2": Origin("Dao and Gu 2024", None, "state that decays by exp(−A t), convolution, norm and gate"),
+    "gated_deltanet": Origin(
+        "Yang et al. 2025", None, "state that decays and corrects itself, convolution, norm and gate"
+    ),
 }
 """Preset -> where it comes from."""
 

@@ -181,11 +181,15 @@ class Eva(Section):
 
 
 class SimpleGla(Section):
-    """S_i = a_i S_(i-1) + k_i v_i^T and o_i = q_i^T S_i / sqrt(d), with one factor a_i in (0, 1) for each key head."""
+    """S_i = a_i S_(i-1) + k_i v_i^T and o_i = q_i^T S_i / sqrt(d), with one factor a_i in (0, 1] for each key head."""
 
-    decay: Literal["gate", "step", "fixed"] = "gate"
-    """a_i of a token: `gate` sigmoid(w.x_i + b); `step` exp(-A t_i) with t_i = softplus(w.x_i + b), which also scales
-    v_i (Mamba-2). `fixed`: 1 - 2^(-5-h) of key head h, whatever the token (RetNet)."""
+    update: Literal["sum", "delta"] = "sum"
+    """`sum`: a token adds k_i v_i^T. `delta`: it moves what the state has under k_i towards v_i, by a share that a
+    projection of the layer's input names; q_i and k_i have length 1 (gated DeltaNet)."""
+
+    decay: Literal["gate", "step", "fixed", "none"] = "gate"
+    """a_i of a token: `gate` sigmoid(w.x_i + b); `step` exp(-A t_i) with t_i = softplus(w.x_i + b), which under update
+    `sum` also scales v_i (Mamba-2). `fixed`: 1 - 2^(-5-h) of key head h, whatever the token (RetNet). `none`: 1."""
 
     gate_logit_normalizer: float = Field(default=16.0, gt=0)
     """log a_i = log sigmoid(w.x_i + b) divided by this, for decay `gate`: larger numbers forget more slowly."""

@@ -68,7 +68,7 @@ class Attention(Algebra):
         for part in AROUND:
             if getattr(self, part) != type(self).model_fields[part].default:
                 return part
-        return "a projection for its decay" if self.spec.further else None
+        return "a projection for its state" if self.spec.further else None
 
     def flops(self, shape: Shape) -> Parts:
         """Forward FLOPs per token of a layer, by part, without its projections of queries, keys, values and output."""
@@ -287,6 +287,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mamba2": {
         "mechanism": "simple_gla",
         "simple_gla": {"decay": "step"},
+        "short_convolution": 4,
+        "output_norm": True,
+        "output_gate": "silu",
+    },
+    "gated_deltanet": {
+        "mechanism": "simple_gla",
+        "simple_gla": {"update": "delta", "decay": "step"},
         "short_convolution": 4,
         "output_norm": True,
         "output_gate": "silu",

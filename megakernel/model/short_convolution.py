@@ -41,16 +41,16 @@ class ShortConvolution(nn.Module):
         """
         whole = torch.cat([x.unflatten(1, (len(self.weight), -1)).flatten(2, -3) for x in (q, k, v)], 2)
         positions = inputs.positions
-        count, shard, length = self.width - 1, inputs.cp_shard, q.shape[2]
+        count, length = self.width - 1, q.shape[2]
         if positions is None:
-            positions = shard.rank * length
-        if shard.size > 1:
+            positions = inputs.cp_shard.rank * length
+        if inputs.cp_shard.size > 1:
             if length < count:
                 raise ValueError(
                     f"a shard of {length} tokens is shorter than the {count} that short_convolution={self.width} looks "
                     "back at; use fewer shards or longer rows"
                 )
-            before = shard.previous_tokens(whole, count)
+            before = inputs.cp_shard.previous_tokens(whole, count)
         elif inputs.state is not None:
             before = inputs.state
         else:

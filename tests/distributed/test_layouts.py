@@ -91,10 +91,10 @@ DENSE_PARTS = (
 
 RECURRENT = (
     *("model.attention=mamba2", "model.num_layers=3", "model.num_kv_heads=2", "model.position=none"),
-    "model.attention_pattern=[main, retnet, {preset: flurka, compression: {block_size: 16, rank: 4},"
+    "model.attention_pattern=[main, gated_deltanet, {preset: flurka, compression: {block_size: 16, rank: 4},"
     "short_convolution: 3, output_norm: true, output_gate: sigmoid}]",
 )
-"""States that decay, and what layers have around a mechanism: a short convolution, a norm and a gate."""
+"""States that decay or correct themselves, and what layers have around a mechanism."""
 
 VARIANTS = {
     "tied rope swiglu rmsnorm": ((), LAYOUTS),

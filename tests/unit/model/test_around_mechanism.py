@@ -175,7 +175,7 @@ def test_a_convolution_beside_a_mechanism_that_sees_later_tokens_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("attention", "part"), [("mamba2", "short_convolution"), ({"mechanism": "simple_gla"}, "its decay")]
+    ("attention", "part"), [("mamba2", "short_convolution"), ({"mechanism": "simple_gla"}, "its state")]
 )
 def test_attention_transfer_refuses_what_its_teachers_do_not_have(attention, part):
     stages = {"init": {"from": "dense"}, "uptrain": {"transfer": {"steps": 4}}}
