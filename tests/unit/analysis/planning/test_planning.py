@@ -174,7 +174,9 @@ def test_recomputation_keeps_less_and_takes_longer(less, more):
     assert step(jobs[0], H100).seconds > step(jobs[1], H100).seconds
 
 
-@pytest.mark.parametrize(("attention", "is_softmax"), [("retnet", False), ("hedgehog", False), ("local", True)])
+@pytest.mark.parametrize(
+    ("attention", "is_softmax"), [("retnet", False), ("hedgehog", False), ("local", True)]
+)
 def test_a_mechanism_is_timed_at_the_rate_of_its_kind(attention, is_softmax, monkeypatch):
     job = Job(config(model={"attention": attention}), 50_257, ALONE)
     usual = step(job, H100).seconds
