@@ -91,7 +91,7 @@ def start_state(
 @lru_cache
 def _count_of(feature_map: FeatureMap, width: int, rows: int | None) -> tuple[int, bool]:
     """How many features a token of `width` has under a projection to `rows`, and whether they come with a scale."""
-    # The map itself knows, asked about a token without contents.
+    # The map itself knows, asked about no token.
     projection = None if rows is None else torch.empty(rows, width, device="meta")
-    phi = features(feature_map, torch.empty(1, 1, 1, 1, width, device="meta"), projection)
+    phi = features(feature_map, torch.empty(1, 1, 1, 0, width, device="meta"), projection)
     return phi.values.shape[-1], phi.log_scale is not None
