@@ -102,8 +102,8 @@ def _key(file: Path | None) -> str | None:
         raise UserError(
             f"--api-key-file {file} cannot be read ({error}); give a file with one line"
         ) from None
-    if not key or not key.isprintable() or " " in key:
-        raise UserError(f"--api-key-file {file} holds no key; write one line without spaces")
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise UserError(f"--api-key-file {file} holds no key; write one line of ASCII without spaces")
     return key
 
 

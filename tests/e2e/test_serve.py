@@ -280,6 +280,8 @@ WRONG = [
         "temperature",
         "temperature: Input should be a valid number",
     ),
+    (COMPLETION, {"prompt": "x", "top_k": 2**70}, 400, "top_k", "top_k: Input should be less than"),
+    (COMPLETION, {"prompt": "x", "min_p": float("nan")}, 400, "min_p", "min_p=nan is no share"),
     (COMPLETION, {"prompt": "x", "top_p": 2}, 400, "top_p", "top_p=2.0 is no share"),
     (COMPLETION, {"prompt": "x", "n": 0}, 400, "n", "n: Input should be greater than or equal to 1"),
     (
@@ -517,6 +519,8 @@ SUMS = "0.inner.far.sums"
         (with_tensor(SUMS, lambda x: x / 0), "does not fit the model (ValueError)"),
         (with_tensor("seen", lambda x: x + 1000), "does not fit the model (ValueError)"),
         (changed(position=-1), "does not fit the model (ValueError)"),
+        (changed(position=2**50, tokens=2**50), "does not fit the model (ValueError)"),
+        (changed(tokens=1e400), "does not fit the model (OverflowError)"),
         (changed(unread=["x"]), "does not fit the model (ValueError)"),
         (changed(messages=[{"role": "robot"}]), "does not fit the model (UserError)"),
         (changed(context=None), "does not fit the model (TypeError)"),
@@ -528,6 +532,12 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(chat, saved, damage
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_state")
     assert said in answer.json()["error"]["message"]
     assert state(chat, "saved") == before
+
+
+def test_a_state_behind_the_learned_positions_is_refused(short):
+    short.client.completions.create(model=NAME, prompt="x", extra_body={"session": "s"})
+    answer = restore(short, "s", changed(position=64, tokens=64)(state(short, "s")))
+    assert "does not fit the model (UserError)" in answer.json()["error"]["message"]
 
 
 def test_a_state_of_another_model_is_refused(saved):

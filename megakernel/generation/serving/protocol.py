@@ -71,7 +71,7 @@ class Body(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: int | None = Field(None, ge=1, le=2**31 - 1)
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None

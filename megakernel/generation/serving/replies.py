@@ -55,8 +55,10 @@ class Reply:
     def whole(self, pieces: Sequence[Piece], choices: int, usage: dict[str, Any]) -> dict[str, Any]:
         """All texts."""
         found = []
-        for choice in range(choices):
-            own = [piece for piece in pieces if piece.choice == choice]
+        of_choice: list[list[Piece]] = [[] for _ in range(choices)]
+        for piece in pieces:
+            of_choice[piece.choice].append(piece)
+        for choice, own in enumerate(of_choice):
             text = "".join(piece.text for piece in own)
             message = {"role": "assistant", "content": text, "refusal": None}
             part = {"message": message} if self._is_chat else {"text": text}

@@ -17,7 +17,7 @@ from megakernel.checkpoint.opened import OpenedModel
 from megakernel.config import UserError
 
 from .. import states
-from ..engine import Behind, Engine
+from ..engine import Behind, Engine, check_positions
 from .protocol import Refusal
 
 if TYPE_CHECKING:
@@ -153,11 +153,8 @@ def to_file(session: Session, model: str) -> bytes:
     return save(tensors, {_KEY: json.dumps(told)})
 
 
-def from_file(data: bytes, engine: Engine, model: str, conversations: bool) -> Session:
-    """The session of a file.
-
-    conversations: whether the model has a chat template. Raises Refusal for a damaged file, and for another model's.
-    """
+def from_file(data: bytes, engine: Engine, opened: OpenedModel, model: str) -> Session:
+    """The session of a file. Raises Refusal for a damaged one, and for another model's than that fingerprint."""
     from safetensors import SafetensorError
     from safetensors.torch import load, save
 
@@ -175,14 +172,14 @@ def from_file(data: bytes, engine: Engine, model: str, conversations: bool) -> S
     if digest != _digest(told, save(tensors)):
         raise _unusable("it is damaged: its content has another SHA-256 than it says")
     try:
-        return _restored(tensors, told, engine, conversations)
+        return _restored(tensors, told, engine, opened)
     # Whoever has written it can have meant anything.
-    except (RuntimeError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (RuntimeError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise _unusable(f"its content does not fit the model ({type(error).__name__})") from None
 
 
 def _restored(
-    tensors: Mapping[str, Tensor], told: dict[str, Any], engine: Engine, conversations: bool
+    tensors: Mapping[str, Tensor], told: dict[str, Any], engine: Engine, opened: OpenedModel
 ) -> Session:
     fresh = engine.new_decoder()
     fresh.read([[engine.tokenizer.eod]])
@@ -195,14 +192,12 @@ def _restored(
     decoder.states = states.filled(fresh.states, on_device)
     context, unread = _ids(told["context"], engine), _ids(told["unread"], engine)
     seen = frozenset(_ids(tensors["seen"].tolist(), engine))
-    position, tokens = int(told["position"]), int(told["tokens"])
-    if not 0 <= position <= tokens:
+    position, tokens, messages = int(told["position"]), int(told["tokens"]), told["messages"]
+    if not 0 <= position <= tokens < 2**40:
         raise ValueError("position")
+    check_positions(opened.config, position + len(unread), 1, "tokens")
     decoder.positions = [position]
-    messages = told["messages"]
     if messages is not None:
-        if not conversations:
-            raise ValueError("messages")
         check_messages(messages, "messages")
     # Tried here, where nobody else's text is in the batch.
     if not bool(decoder.alone(0).read([[*unread, engine.tokenizer.eod]]).isfinite().all()):

@@ -152,8 +152,7 @@ class Worker:
         """The session of a file, kept under a name."""
 
         def restored() -> sessions.Session:
-            can_chat = self.tokenizer.chat_template is not None
-            session = sessions.from_file(data, self._engine, self.fingerprint, can_chat)
+            session = sessions.from_file(data, self._engine, self.opened, self.fingerprint)
             self.sessions.keep(name, session)
             return session
 

@@ -22,7 +22,13 @@ def test_without_its_libraries_it_says_how_to_install_them(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "cannot be read"), (b"\xff", "cannot be read"), (b" \n", "holds no key"), (b"a b", "no key")],
+    [
+        (None, "cannot be read"),
+        (b"\xff", "cannot be read"),
+        (b" \n", "holds no key"),
+        (b"a b", "no key"),
+        ("\u00e9".encode(), "no key"),
+    ],
 )
 def test_a_file_without_a_key_is_refused(content, said, tmp_path, capsys):
     file = tmp_path / "key"
