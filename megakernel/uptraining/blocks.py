@@ -22,6 +22,7 @@ from megakernel.checkpoint.files import CheckpointTensors, write_layer, write_re
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.frozen import frozen_model
 from megakernel.checkpoint.manifest import SavedProgress
+from megakernel.checkpoint.trained_run import BLOCK
 from megakernel.checkpoint.universal import WEIGHT, Partition, WholeTensors, partitions
 from megakernel.checkpoint.universal_load import compare, load_weights
 from megakernel.checkpoint.weight_source import WeightSource
@@ -110,6 +111,11 @@ class BlockTransfer:
         return Stop.NONE
 
     @property
+    def bytes_between(self) -> int:
+        """Of the hidden states between two blocks, on disk; 0 where there is one block."""
+        return self._states(0).bytes if len(self.blocks) > 1 else 0
+
+    @property
     def _hidden(self) -> Path:
         return self.folder.path / "hidden_states"
 
@@ -119,7 +125,7 @@ class BlockTransfer:
     def _run_of(self, layers: range) -> Config:
         """The run of a block: the stage's, of which nothing is measured that takes the whole model."""
         changes = {
-            "run": {"name": f"layers_{layers.start}-{layers.stop - 1}", "root": str(self.folder.path)},
+            "run": {"name": f"{BLOCK}{layers.start}-{layers.stop - 1}", "root": str(self.folder.path)},
             "init": {"from": None},
             "training": {"eval_samples": 0, "eval_every": None},
             "logging": {"analysis_every": None, "sample_prompt": None},
@@ -155,10 +161,10 @@ class BlockTransfer:
 
     def _check_disk(self) -> None:
         """Raise UserError where the disk has no room for the states between two blocks while the next are written."""
-        passes = len(self.blocks) - 1
-        if not passes:
+        size = self.bytes_between
+        if not size:
             return
-        size = self._states(0).bytes
+        passes = len(self.blocks) - 1
         there = sum(file.stat().st_size for file in self._hidden.rglob("*.bin"))
         place = next(path for path in (self.folder.path, *self.folder.path.parents) if path.exists())
         needed, free = min(passes, 2) * size, shutil.disk_usage(place).free + there
@@ -280,12 +286,14 @@ class BlockTransfer:
         self, folder: Path, trained: Sequence[WholeTensors], counters: Mapping[str, int]
     ) -> Iterator[Path]:
         """What blocks have learned as they have it, in float32; all else in the run's dtype, as a run has it."""
-        tensors, tp = self.source.tensors(self.config.model), self.mesh.tp
+        tp = self.mesh.tp
         homes = {name: one for one in trained for name in one.names}
         dtype, every = DTYPES[self.config.training.dtype], dict[str, Partition]()
         for place in self.places:
             layer = LanguageModel(self.settings, range(place, place + 1))
             shares = partitions(layer)
+            # Opened anew: pages of files that stay mapped stay in this process's memory.
+            tensors = self.source.tensors(self.config.model)
             load_weights(layer, shares, tp, tensors, tensors.names)
             state = {}
             for name, tensor in layer.state_dict().items():

@@ -226,7 +226,7 @@ def test_the_teacher_takes_the_memory_of_a_block_however_deep_it_is(tmp_path, co
 
 
 def most_alive(config, deeper):
-    """The most numbers in parameters at any time, by blocks of two layers of both models and all layers at once."""
+    """The most numbers in parameters at any time: by blocks of two layers of both models, and all layers at once."""
     counts = []
     for place in (TRAIN_STEP, WRITE, WRITE_LAYER):
         before_each(place, lambda: counts.append(numbers_alive()))
