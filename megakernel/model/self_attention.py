@@ -10,6 +10,7 @@ from megakernel import attention
 from megakernel.attention import AttentionInputs
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config import Model
+from megakernel.ops.documents import Positions
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
@@ -110,13 +111,11 @@ class SelfAttention(nn.Module):
         return self._merge(heads)
 
     def extend(
-        self, hidden: Tensor, positions: Tensor, state: Any
+        self, hidden: Tensor, positions: Positions, state: Any
     ) -> tuple[tuple[Tensor, Tensor | None], Any]:
-        """`forward` for tokens that follow those in `state`; also the state that includes them."""
-        q, k, v = self._project(hidden, AttentionInputs(cp_shard=self.cp_shard))
-        heads, state = self.core.extend(
-            q, k, v, state, positions=positions, rotary=self.rotary, further=self._further(hidden)
-        )
+        """`forward` for tokens that follow those in `state`; also the state that includes them, the mechanism's own."""
+        inputs = AttentionInputs(positions, rotary=self.rotary, further=self._further(hidden), state=state)
+        heads, state = self.core.attend(*self._project(hidden, inputs), inputs)
         return self._merge(heads), state
 
     def _further(self, hidden: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_heads, expand_tokens
-from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries
+from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries, join_token, token_queries
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import (
     Positions,
@@ -98,6 +98,8 @@ def chunked(
 
 def _group(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, state: Tensor):
     heads, length, kv_heads = q.shape[1], q.shape[2], k.shape[1]
+    if length == 1:
+        return _token(q, k, v, log_decay, positions, state)
     links = chunk_links(positions, length, q.device, CHUNK)
     chunks, size = links.writes.shape[1:]
     queries = chunk_queries(_scaled(q, state.dtype), kv_heads, size, chunks)
@@ -120,6 +122,18 @@ def _group(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positi
     out = scores.flatten(3, 4) @ values + seen.flatten(3, 4)
     # A copy: what leaves a group is kept for backward, and a view would keep the states of all chunks with it.
     return join_queries(out, heads, length), states[:, :, -1].clone()
+
+
+def _token(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, state: Tensor):
+    """`_group` for one token: it enters the state, and reads it."""
+    q, k, v, kept = (x.to(state.dtype) for x in (q, k, v, log_decay.exp()))
+    if isinstance(positions, Tensor):
+        kept = kept.masked_fill(positions[:, None, :, None] == 0, 0.0)
+    elif positions == 0:
+        kept = torch.zeros_like(kept)
+    state = state * kept + k.transpose(-1, -2) * v
+    out = token_queries(_scaled(q, state.dtype), k.shape[1]) @ state[:, :, None]
+    return join_token(out), state
 
 
 def reference(
