@@ -209,7 +209,8 @@ def baseline(model: LlamaForCausalLM, case: Case) -> Subject:
         last = said[:, -1:]
         return _seconds(lambda: model(last, past_key_values=cache).logits.argmax(-1).tolist(), tokens)
 
-    return Subject(generate, step, case.cache_bytes)
+    kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
+    return Subject(generate, step, kept)
 
 
 def _seconds(step: Callable[[], object], count: int) -> float:
