@@ -12,6 +12,7 @@ from megakernel import attention
 from megakernel.attention import AttentionInputs
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.config import Model
+from megakernel.ops.documents import Positions
 from megakernel.parallel.tensor import head_shard, mark_head_parameters
 
 from . import compressed_input
@@ -131,24 +132,22 @@ class SelfAttention(nn.Module):
         return self.core(self._scaled(q), k, v, inputs)
 
     def extend(
-        self, hidden: Tensor, positions: Tensor, state: Any
+        self, hidden: Tensor, positions: Positions, state: Any
     ) -> tuple[tuple[Tensor, Tensor | None], Any]:
-        """`forward` for tokens that follow those in `state`; also the state that includes them."""
-        q, k, v = self._project(hidden, AttentionInputs(cp_shard=self.cp_shard))
-        before = None
-        if self.short_convolution is not None:
-            state, before = state or (None, None)
+        """`forward` for tokens that follow those in `state`; also the state that includes them.
+
+        state: the mechanism's own; with a short convolution a pair of that and the convolution's.
+        """
+        own, before = (state, None) if self.short_convolution is None else state or (None, None)
+        inputs = AttentionInputs(positions, rotary=self.rotary, further=self._further(hidden), state=own)
+        q, k, v = self._project(hidden, inputs)
+        if self.short_convolution is None:
+            heads, state = self.core.attend(self._scaled(q), k, v, inputs)
+        else:
             q, k, v, before = self.short_convolution(q, k, v, AttentionInputs(positions, state=before))
-        heads, state = self.core.extend(
-            self._scaled(q),
-            k,
-            v,
-            state,
-            positions=positions,
-            rotary=self.rotary,
-            further=self._further(hidden),
-        )
-        return self._merge(heads, hidden), state if self.short_convolution is None else (state, before)
+            heads, own = self.core.attend(self._scaled(q), k, v, inputs)
+            state = own, before
+        return self._merge(heads, hidden), state
 
     def _further(self, hidden: Tensor) -> Tensor | None:
         """(B, H_kv, N, n), what the mechanism asks for besides queries, keys and values."""

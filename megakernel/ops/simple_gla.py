@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_heads, expand_tokens
+from megakernel.ops.chunks import join_token, token_queries
 from megakernel.ops.decay import Chunks, scaled, scan_tokens
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import (
@@ -79,6 +80,8 @@ def chunked(
 
 
 def _group(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, state: Tensor):
+    if q.shape[2] == 1:
+        return _token(q, k, v, log_decay, positions, state)
     chunks = Chunks.of(q, k, v, log_decay, positions, state.dtype)
     # What every chunk adds, and the states that enter it: a triangular matrix of decays times the additions.
     added = (chunks.keys * chunks.left[..., None]).transpose(-1, -2) @ chunks.values
@@ -90,6 +93,18 @@ def _group(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positi
     out = chunks.weighed(chunks.values, states[:, :, :-1], *q.shape[1:3])
     # A copy: what leaves a group is kept for backward, and a view would keep the states of all chunks with it.
     return out, states[:, :, -1].clone()
+
+
+def _token(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, state: Tensor):
+    """`_group` for one token: it enters the state, and reads it."""
+    q, k, v, kept = (x.to(state.dtype) for x in (q, k, v, log_decay.exp()))
+    if isinstance(positions, Tensor):
+        kept = kept.masked_fill(positions[:, None, :, None] == 0, 0.0)
+    elif positions == 0:
+        kept = torch.zeros_like(kept)
+    state = state * kept + k.transpose(-1, -2) * v
+    out = token_queries(scaled(q, state.dtype), k.shape[1]) @ state[:, :, None]
+    return join_token(out), state
 
 
 def reference(

@@ -10,7 +10,8 @@ from megakernel.ops.chunks import chunk_queries, join_queries, row_mask
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, open_documents, position_rows
 from megakernel.ops.feature_maps import Features
-from megakernel.ops.flurka_attention.form import Form, Weights
+from megakernel.ops.flurka_attention import one_token
+from megakernel.ops.flurka_attention.form import Form, Weights, landmarks_of
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import shifted
 from megakernel.ops.phi import Phi
@@ -60,6 +61,10 @@ def attend(
     """
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
+    if q.shape[2] == 1 and exchange is None:
+        return one_token.attend(
+            q, k, v, form=form, weights=weights, gate=gate, positions=positions, far=far, tail=tail
+        )
     begin = None if exchange is None else Once(exchange)
 
     def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
@@ -207,22 +212,14 @@ def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, T
     window of all later tokens, and its landmarks enter the far part. No two such ends lie in one chunk.
     """
     form, layout = group.form, group.layout
-    b, places = form.block_size, layout.places
+    places = layout.places
     ends = layout.block_ends()
     at = ends.int().argmax(-1)
-    pool_keys, pool_values = _pools(at, group, keys.dtype)
-    window = b if layout.aligned else keys.shape[3]
-    landmarks = shifted(pool_keys @ keys[..., :window, :], group.weights.shift)
-    if form.far_rotary:
-        end = places.gather(-1, at[..., None])[..., 0]
-        centre = end - (form.blocks - 1) * b - (b - 1) / 2
-        rank = landmarks.shape[3]
-        flat = form.far_rotary(landmarks.flatten(2, 3), centre.repeat_interleave(rank, 1))
-        landmarks = flat.unflatten(2, (-1, rank))
-    mass = ends.any(-1)[:, None, :, None, None].to(keys.dtype) * (b / landmarks.shape[3])
-    if group.weights.far_mass is not None:
-        mass = mass * torch.exp(group.weights.far_mass.to(keys.dtype))[:, None, None, None]
-    pooled = with_ones(pool_values @ values[..., :window, :], mass)
+    pools = _pools(at, group, keys.dtype)
+    window = form.block_size if layout.aligned else keys.shape[3]
+    keys, values = keys[..., :window, :], values[..., :window, :]
+    end = places.gather(-1, at[..., None])[..., 0]
+    landmarks, pooled = landmarks_of(keys, values, pools, end, ends.any(-1), form, group.weights)
 
     chunk, runs, size = torch.arange(places.shape[1], device=at.device), layout.runs, layout.size
     at = (at + chunk % runs * size)[..., None].expand(-1, -1, landmarks.shape[3])
