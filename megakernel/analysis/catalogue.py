@@ -51,6 +51,7 @@ SOURCES = {
     "generative_rks": Origin(KERNELS, "7, 8", "RKS of generated frequencies"),
     "generative_prf": Origin(KERNELS, "9, 11", "PRF of generated frequencies"),
     "flurka": Origin(FLURKA, "2, made causal", "landmarks under φ, current block by softmax, gated"),
+    "flurka_decay": Origin(FLURKA, "2, made causal", "flurka whose landmarks fade at the ends of blocks"),
     "flurka_kernel": Origin(FLURKA, "2, made causal", "landmarks and current block under φ"),
     "flurka_performer": Origin(FLURKA, "2", "φ of Performer over E X, F X"),
     "flurka_rnn": Origin(FLURKA, "2", "φ = elu + 1 over E X, F X"),

@@ -275,6 +275,9 @@ class Algebra(Section):
     far_rope: Literal["none", "centroid"] = "none"
     """Rotation of landmarks: none, or pool unrotated keys and rotate the landmark at its block's centre."""
 
+    far_decay: Literal["none", "fixed", "gate"] = "none"
+    """Decay of FLuRKA's landmarks where a block ends: a factor fixed for each head, or named by its last token."""
+
     @property
     def is_uncompressed(self) -> bool:
         """Whether a query meets every key of its row as it is."""

@@ -126,6 +126,9 @@ class Attention(Algebra):
                 "rotates landmarks and there are none",
                 "remove it or add compression",
             )
+        if self.far_decay != "none" and None in (self.compression, self.near, self.feature_map):
+            reason = "is of landmarks that a kernel weighs beside a near window, and there are none"
+            yield Problem("far_decay", self.far_decay, reason, "remove it or take preset: flurka")
         if not (self.is_full_softmax and self.mixture is None):
             if self.window is not None:
                 remedy = "remove it; near and compression have windows of blocks"
@@ -244,6 +247,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "feature_map": {"name": "hedgehog"},
         "compression": {"kind": "block", "block_size": 64, "rank": 8},
         "near": {"kind": "softmax", "join": "gated", "gate": "token"},
+    },
+    "flurka_decay": {
+        "similarity": "kernel",
+        "feature_map": {"name": "hedgehog"},
+        "compression": {"kind": "block", "block_size": 64, "rank": 8},
+        "near": {"kind": "softmax", "join": "gated", "gate": "token"},
+        "far_decay": "gate",
     },
     "flurka_kernel": {
         "similarity": "kernel",

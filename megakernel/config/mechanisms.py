@@ -273,6 +273,7 @@ def _near_far(form: Algebra) -> Mechanism:
         block_size=getattr(form.compression, "block_size", None),
         looks_back_only=_looks_back(near),
         is_gated=gated and phi is not None,
+        further=1 if form.far_decay == "gate" else 0,
     )
 
 

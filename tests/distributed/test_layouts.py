@@ -92,7 +92,7 @@ DENSE_PARTS = (
 RECURRENT = (
     *("model.attention=mamba2", "model.num_layers=3", "model.num_kv_heads=2", "model.position=none"),
     "model.attention_pattern=[main, gated_deltanet, {preset: flurka, compression: {block_size: 16, rank: 4},"
-    "short_convolution: 3, output_norm: true, output_gate: sigmoid}]",
+    "short_convolution: 3, output_norm: true, output_gate: sigmoid, far_decay: gate}]",
 )
 """States that decay or correct themselves, and what layers have around a mechanism."""
 

@@ -97,7 +97,12 @@ def standalone_code(model: Model) -> str:
     maps = frozenset(
         form.feature_map.name.partition("_")[0] for form in forms if form.feature_map is not None
     )
-    unused = frozenset(part for part in AROUND if not any(getattr(form, part) for form in forms))
+    absent = dict.fromkeys(AROUND) | {"far_decay": "none"}
+    unused = frozenset(
+        (key, none)
+        for key, none in absent.items()
+        if all(getattr(form, key) in (none, False) for form in forms)
+    )
     return _code(makers, layers, maps, unused)
 
 
@@ -106,11 +111,11 @@ code_of = standalone_code
 
 @cache
 def _code(
-    makers: frozenset[str], layers: frozenset[str], maps: frozenset[str], unused: frozenset[str]
+    makers: frozenset[str], layers: frozenset[str], maps: frozenset[str], unused: frozenset[tuple[str, Any]]
 ) -> str:
-    """unused: parts around a mechanism that no layer has."""
+    """unused: keys of a mechanism that no layer sets, and what they are then."""
     known = Known(
-        values=_VALUES | {f"{owner}.{part}": None for owner in ("form", "self") for part in unused},
+        values=_VALUES | {f"{owner}.{key}": none for owner in ("form", "self") for key, none in unused},
         entries=("reference", "triton", "liger"),
         tables={"MECHANISMS": makers, "_KINDS": maps},
         absent=Definition(f"{_HERE}.stand_ins", "absent"),

@@ -13,7 +13,7 @@ from megakernel.ops.flurka_attention.form import Form, Weights, landmarks_of
 from megakernel.ops.mixture import shifted
 from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, pairs, read_states, write_chunks
-from megakernel.ops.state import KernelState, empty_state, keep
+from megakernel.ops.state import KernelState, empty_state, faded, keep
 from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, with_ones
 from megakernel.ops.window import Recent, Tail, recent
 
@@ -50,6 +50,7 @@ def attend(
     positions: Positions,
     far: KernelState,
     tail: Tail,
+    fading: Tensor | None,
 ) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`, for one token of whole rows."""
     place, joined = _Place.of(positions, form), tail.and_token(k, v)
@@ -61,6 +62,8 @@ def attend(
             state = empty_state(state) if isinstance(positions, int) else keep(state, positions[:, 0] > 0)
         out, *lost = _output(q.to(dtype), joined, state, positions, place, form, weights, gate)
         if place.ends_block:
+            if fading is not None:
+                state = faded(state, fading[:, :, 0])
             state = _with_landmarks(joined, state, positions, form, weights)
         return (out.to(v.dtype), *lost), state
 

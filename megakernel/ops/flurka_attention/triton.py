@@ -57,10 +57,13 @@ def unsupported(
     far: KernelState,
     tail: Tail | None,
     exchange: Exchange | None = None,
+    fading: Tensor | None = None,
 ) -> str | None:
     """Why the kernels cannot take these arguments of `attend`; None where they can."""
     if (reason := unsupported_features(q, form.feature_map)) is not None:
         return reason
+    if fading is not None:
+        return "landmarks fade; expected a far state that keeps all"
     if weights.priors is not None:
         return "priors are given, for several keys at a position; expected one"
     if form.far_rotary is not None:
@@ -102,6 +105,7 @@ def attend(
     far: KernelState,
     tail: Tail | None,
     exchange: Exchange | None = None,
+    fading: Tensor | None = None,
 ) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`, in bfloat16 or float32.
 
