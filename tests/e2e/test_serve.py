@@ -260,6 +260,8 @@ WRONG = [
         "model 'gpt-9' is not served here; write 'small'",
     ),
     (COMPLETION, {}, 400, "prompt", "prompt: Field required"),
+    (COMPLETION, {"prompt": {"a": 1}}, 400, "prompt", "prompt: Input should be a valid string"),
+    (COMPLETION, [], 400, None, "the body: Input should be a valid dictionary"),
     (COMPLETION, {"prompt": []}, 400, "prompt", "prompt is an empty list; give a text"),
     (COMPLETION, {"prompt": [[]]}, 400, "prompt", "prompt is empty, and there is nothing to go on from"),
     (COMPLETION, {"prompt": [1, 128]}, 400, "prompt", "prompt: tokens are from 0 to 127"),
