@@ -176,9 +176,8 @@ def test_clients_that_go_away_free_their_states():
     with served(random_model(attention=FLURKA), batch_size=2) as server:
         asked = {"model": NAME, "prompt": "x", "max_tokens": 100_000}
         going = [server.client.completions.create(**asked, stream=True) for _ in range(3)]
-        for _ in zip(range(3), going[0]):
+        while [server.get("/health")[key] for key in ("running", "waiting")] != [2, 1]:
             pass
-        assert [server.get("/health")[key] for key in ("running", "waiting")] == [2, 1]
         for stream in going:  # under way, and waiting for its turn
             stream.close()
         with pytest.raises(openai.APITimeoutError):  # not streamed
@@ -261,6 +260,8 @@ WRONG = [
         "model 'gpt-9' is not served here; write 'small'",
     ),
     (COMPLETION, {}, 400, "prompt", "prompt: Field required"),
+    (COMPLETION, {"prompt": {"a": 1}}, 400, "prompt", "prompt: Input should be a valid string"),
+    (COMPLETION, [], 400, None, "the body: Input should be a valid dictionary"),
     (COMPLETION, {"prompt": []}, 400, "prompt", "prompt is an empty list; give a text"),
     (COMPLETION, {"prompt": [[]]}, 400, "prompt", "prompt is empty, and there is nothing to go on from"),
     (COMPLETION, {"prompt": [1, 128]}, 400, "prompt", "prompt: tokens are from 0 to 127"),

@@ -198,7 +198,12 @@ def _answer_errors(app: FastAPI) -> None:
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, UserError):
             return await refused(request, cause)
-        place = [str(part) for part in first["loc"][1:]]
+        # Without the types of a field that has one of several.
+        place = [
+            part for part in map(str, first["loc"][1:]) if part != "str" and not part.startswith("list[")
+        ]
+        if first["type"] == "json_invalid":
+            place = []
         said = f"{'.'.join(place) or 'the body'}: {first['msg']}"
         return JSONResponse(error_body(said, _INVALID, place[0] if place else None), 400)
 
