@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

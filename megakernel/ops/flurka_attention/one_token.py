@@ -39,6 +39,15 @@ class _Place(NamedTuple):
         return cls(min(places) == 0, max(places) >= reach, min(places) >= reach, ends)
 
 
+class _Scaled(Phi):
+    """The map with a scale, of a state that fades: its factor lies in the state's scale."""
+
+    def of_queries(self, x: Tensor) -> Features:
+        """See Phi."""
+        values, log_scale = super().of_queries(x)
+        return Features(values, values.new_zeros(values.shape[:-1]) if log_scale is None else log_scale)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -60,11 +69,14 @@ def attend(
         state = KernelState(*(x.to(dtype) for x in far))
         if place.begins:
             state = empty_state(state) if isinstance(positions, int) else keep(state, positions[:, 0] > 0)
-        out, *lost = _output(q.to(dtype), joined, state, positions, place, form, weights, gate)
+        phi = Phi(form.feature_map, weights.projection, weights.priors)
+        if fading is not None:
+            phi = _Scaled(*phi)
+        out, *lost = _output(q.to(dtype), joined, state, positions, place, phi, form, weights, gate)
         if place.ends_block:
             if fading is not None:
                 state = faded(state, fading[:, :, 0])
-            state = _with_landmarks(joined, state, positions, form, weights)
+            state = _with_landmarks(joined, state, positions, phi, form, weights)
         return (out.to(v.dtype), *lost), state
 
     out, leaving = in_range(found(q), lambda: found(q.double()))
@@ -77,6 +89,7 @@ def _output(
     far: KernelState,
     positions: Positions,
     place: _Place,
+    phi: Phi,
     form: Form,
     weights: Weights,
     gate: Tensor | None,
@@ -84,7 +97,6 @@ def _output(
     """(B, H, 1, D), and which rows (B, H, 1) got lost, where they can."""
     kv_heads, rows = far.sums.shape[1], position_rows(positions, 1, q.device)
     finish = finish_of(form.feature_map, True)
-    phi = Phi(form.feature_map, weights.projection, weights.priors)
     seen = recent(joined, positions, form.block_size, form.blocks, q.dtype)
     landmarks = queries = None
     if place.sees_far or form.near == "kernel":
@@ -128,7 +140,7 @@ def _under_kernel(
 
 
 def _with_landmarks(
-    joined: Tail, far: KernelState, positions: Positions, form: Form, weights: Weights
+    joined: Tail, far: KernelState, positions: Positions, phi: Phi, form: Form, weights: Weights
 ) -> KernelState:
     """The state with the landmarks of the first block of the windows of tokens that end their block."""
     rows = position_rows(positions, 1, far.sums.device)
@@ -139,5 +151,4 @@ def _with_landmarks(
     writes = ends[..., None].expand(-1, -1, landmarks.shape[3])
     # Nobody reads the state here, and every document that is open goes on.
     links = Links(visible=ends, reads=ends, writes=writes, carries=torch.ones_like(ends))
-    phi = Phi(form.feature_map, weights.projection, weights.priors)
     return write_chunks(phi.of_keys(landmarks), pooled, far, links)

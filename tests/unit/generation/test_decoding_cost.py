@@ -15,7 +15,7 @@ MODELS = {
     "softmax": ("softmax", 70, 165),
     "local": ("local", 52, 160),
     "linear": ("linear", 103, 218),
-    "retnet": ("retnet", 79, 161),
+    "retnet": ("retnet", 79, 192),
 }
 """Attention, and the operations and calls of a layer at most: a tenth above those of texts of other lengths."""
 

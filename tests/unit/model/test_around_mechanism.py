@@ -154,7 +154,7 @@ def test_state_and_operations_are_counted():
     _, (core, before) = module.extend(x, POSITIONS, None)
     shape = Shape(HEADS, KEY_HEADS, SIZE, WIDTH)
     sizes = around.attention.state_sizes(shape)
-    assert sizes == (before[0].numel() + core.inner.sums[0].numel(), 0)
+    assert sizes == (before[0].numel() + core.sums[0].numel(), 0)
     more = {k: n - plain.attention.flops(shape).get(k, 0) for k, n in around.attention.flops(shape).items()}
     weights = {name: x.numel() for name, x in module.named_parameters()}
     assert more["convolution"] == 2 * weights["short_convolution.weight"]
