@@ -91,11 +91,11 @@ def _overview(entries: "list[Entry]") -> list[list[str]]:
 
     rows = [["preset", "source", "equation", "what", "decoder", "encoder", "cost", "state", "added"]]
     for entry in entries:
-        source, layer = SOURCES[entry.name], entry.layer
+        source = SOURCES[entry.name]
         cells = [entry.name, source.paper, source.equation or "—", source.idea.replace("|", "‖")]
         cells += ["yes" if kind in entry.layers else "no" for kind in ("decoder", "encoder")]
         cells.append("linear" if entry.growth < 2.1 else "quadratic")
-        cells.append(f"{layer.state_sizes[0]:,}" if layer.is_recurrent else "—")
+        cells.append("—" if entry.state_size is None else f"{entry.state_size:,}")
         rows.append([*cells, f"{entry.parameters():,}"])
     return rows
 

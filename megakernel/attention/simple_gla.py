@@ -50,8 +50,10 @@ class SimpleGlaAttention(AttentionLayer):
         )
 
     def _decay(self, inputs: AttentionInputs, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """log a (B, H_kv, N), or (H_kv, 1) where it does not depend on the token, and the step that scales v."""
+        """log a (B, H_kv, N), or (H_kv, 1) or () where it does not depend on the token, and the step that scales v."""
         dtype = accum_dtype(k.dtype)
+        if self.decay == "none":
+            return torch.zeros((), dtype=dtype, device=k.device), None
         if self.decay == "fixed":
             heads = torch.arange(self.kv_heads.start, self.kv_heads.stop, device=k.device, dtype=dtype)
             return torch.log1p(-torch.exp2(-5 - heads))[:, None], None

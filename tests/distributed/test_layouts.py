@@ -89,6 +89,13 @@ DENSE_PARTS = (
 )
 """What families of dense checkpoints have beyond a Llama."""
 
+RECURRENT = (
+    *("model.attention=mamba2", "model.num_layers=3", "model.num_kv_heads=2", "model.position=none"),
+    "model.attention_pattern=[main, gated_deltanet, {preset: flurka, compression: {block_size: 16, rank: 4},"
+    "short_convolution: 3, output_norm: true, output_gate: sigmoid}]",
+)
+"""States that decay or correct themselves, and what layers have around a mechanism."""
+
 VARIANTS = {
     "tied rope swiglu rmsnorm": ((), LAYOUTS),
     "untied learned gelu layernorm biases": (
@@ -116,6 +123,10 @@ VARIANTS = {
         LEARNED_KERNELS,
         ["tp2", "cp2", "tp2 pp2 selective recompute", "dp2 zero 3", "dp2 zero 1 full recompute"],
     ),
+    "recurrent": (
+        RECURRENT,
+        ["tp2 sequence parallel", "cp4", "tp2 cp2", "tp2 sequence parallel cp2 zero 3", "pp2 dp2 zero 1"],
+    ),
 }
 LONG = [(variant, name, 5) for variant, (_, names) in VARIANTS.items() for name in names]
 FIRST = {
@@ -133,6 +144,7 @@ FIRST = {
     "untied learned gelu layernorm biases": ("cp4", "tp2 sequence parallel pp2", "dp2 zero 3"),
     "six heads": ("cp4 states passed on", "tp2 cp2"),
     "parts of dense families": ("tp2 sequence parallel",),
+    "recurrent": ("tp2 sequence parallel",),
 }
 """Of the first tier: every way to share out a model with every other, and each option once, for two steps."""
 SHORT = [(variant, name, 2) for variant, names in FIRST.items() for name in names]
