@@ -102,7 +102,7 @@ class FlurkaAttention(NearFarAttention):
 
     def _pool(self, logits: Tensor) -> Tensor:
         logits = logits if self.per_head else self.heads.shared(logits)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        return logits.softmax(-1, dtype=accum_dtype(logits.dtype))
 
     def _far_scale(self) -> Tensor | None:
         """Logarithm (H,) of what the far part counts under one normalizer; None where it has its own."""

@@ -408,6 +408,21 @@ def stages_lead_to_the_model(
         )
 
 
+def blocks_take_turns(uptrain: Uptrain | None, model: Model, parallel: Parallel) -> Iterator[Problem]:
+    """Blocks of a transfer are no longer than the model, and every process has the one whose turn it is."""
+    if uptrain is None or uptrain.transfer is None or (count := uptrain.transfer.block_layers) is None:
+        return
+    key = "uptrain.transfer.block_layers"
+    if count > model.num_layers:
+        reason = f"exceeds model.num_layers={model.num_layers}"
+        yield Problem(key, count, reason, f"set at most {model.num_layers}, or null")
+    if parallel.pipeline > 1:
+        reason = (
+            f"takes one block after the other, and parallel.pipeline={parallel.pipeline} holds all at once"
+        )
+        yield Problem(key, count, reason, "set null, or parallel.pipeline: 1")
+
+
 def near_windows_have_gates(uptrain: Uptrain | None, model: Model) -> Iterator[Problem]:
     """What near dropout shuts."""
     if uptrain is not None and uptrain.near_dropout and not model.is_gated:
@@ -468,6 +483,7 @@ _RULES: list[Rule] = [
     stages_lead_to_the_model,
     stages_share_a_schedule,
     stages_are_measured,
+    blocks_take_turns,
     near_windows_have_gates,
     _deepspeed_keeps_to_its_own,
     _deepspeed_has_buckets,
