@@ -43,7 +43,8 @@ gathered before the layer, or landmarks of the input are summed too (then withou
 *Context* names what shards of a row exchange: a `state`, whose size does not depend on the tokens; a `halo`, the end of
 the shard before, which must be whole blocks; `landmarks`; or tokens for `heads`, whose number on a tensor rank the
 shards must then divide. Where they do not, full softmax takes the `ring`: keys and values go round, from shard to shard
-(`parallel.softmax_exchange`). Classifiers, whose rows are padded, keep `parallel.context: 1`.
+(`parallel.softmax_exchange`). A short convolution also looks at the last tokens of the shard before. Classifiers, whose
+rows are padded, keep `parallel.context: 1`.
 
 """
 

@@ -125,7 +125,13 @@ VARIANTS = {
     ),
     "recurrent": (
         RECURRENT,
-        ["tp2 sequence parallel", "cp4", "tp2 cp2", "tp2 sequence parallel cp2 zero 3", "pp2 dp2 zero 1"],
+        [
+            "tp2 sequence parallel",
+            "cp4 states passed on",
+            "tp2 cp2",
+            "tp2 sequence parallel cp2 zero 3",
+            "pp2 dp2 zero 1",
+        ],
     ),
 }
 LONG = [(variant, name, 5) for variant, (_, names) in VARIANTS.items() for name in names]
@@ -144,7 +150,6 @@ FIRST = {
     "untied learned gelu layernorm biases": ("cp4", "tp2 sequence parallel pp2", "dp2 zero 3"),
     "six heads": ("cp4 states passed on", "tp2 cp2"),
     "parts of dense families": ("tp2 sequence parallel",),
-    "recurrent": ("tp2 sequence parallel",),
 }
 """Of the first tier: every way to share out a model with every other, and each option once, for two steps."""
 SHORT = [(variant, name, 2) for variant, names in FIRST.items() for name in names]

@@ -16,7 +16,6 @@ from megakernel.config.section import merged
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "simple_gla": {"mechanism": "simple_gla", "simple_gla": {"gate_logit_normalizer": 2.0}},
-    "delta_rule": {"mechanism": "simple_gla", "simple_gla": {"update": "delta", "decay": "none"}},
     "local_two_blocks": {"preset": "local", "near": {"blocks": 2}},
     "smgk_three_keys": {"preset": "smgk", "mixture": {"keys": 3, "sigma2": [1.0, 3.0, 0.5]}},
     "smgk_hard": {"preset": "smgk", "mixture": {"estep": "hard"}},

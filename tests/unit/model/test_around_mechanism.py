@@ -5,7 +5,7 @@ import torch
 
 from megakernel.config import Model
 from megakernel.config.mechanisms import Shape
-from megakernel.model.self_attention import SelfAttention
+from megakernel.model.self_attention import SelfAttention, is_new
 from megakernel.model.settings import ModelSettings, drawn_from
 from megakernel.ops.short_convolution import short_convolution
 from megakernel.parallel import OneProcess
@@ -190,3 +190,14 @@ def test_shards_hold_what_a_convolution_of_the_next_one_looks_back_at():
     attention["short_convolution"] = 258
     found = problems(model={"attention": attention}, parallel={"context": 2})["training.seq_len"]
     assert "windows of 257 tokens within each" in found.reason
+
+
+def test_what_a_dense_model_lacks_is_new_to_a_model_that_starts_from_it():
+    dense = dict(layer("softmax").named_parameters())
+    around = {"preset": "flurka_decay", **PARTS}
+    new = {
+        f"decoder.self_attention.{name}" for name, _ in layer(around).named_parameters() if name not in dense
+    }
+    assert len({name.split(".")[2] for name in new}) == 5, "the core, and what is around it"
+    assert all(is_new(name) for name in new)
+    assert not any(is_new(f"decoder.self_attention.{name}") for name in dense)
