@@ -5,11 +5,13 @@ OMP_NUM_THREADS=1 python -m benchmarks.transfer_blocks
 
 import argparse
 import json
-import resource
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import torch
 
 from benchmarks.page import add_out, give, opening, table
 from megakernel.config import Config, load, yaml_text
@@ -62,6 +64,7 @@ def written(folder: Path, corpus: Path) -> Path:
 def stage(file: Path, block_layers: int | None) -> dict[str, float]:
     """Run the transfer stage alone in this process; bytes: the most that was resident, and of hidden states."""
     from launch.training import providers
+    from megakernel.training.step_costs import MemoryPeaks
     from megakernel.training.trainer import Trainer
     from megakernel.uptraining.blocks import BlockTransfer
     from megakernel.uptraining.costs import Spent
@@ -79,12 +82,11 @@ def stage(file: Path, block_layers: int | None) -> dict[str, float]:
         return transfer.run()
 
     in_mesh(config, ProcessEnvironment(), run)
-    # A run starts the system's own count of the most anew in each phase, and logs what it was before.
+    # A run starts the system's count of the most anew in each phase, and logs what it was. (`getrusage` counts from the
+    # parent's.)
     logged = Spent.of(config.run.folder).peak_bytes
-    return {
-        "resident": max(logged, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
-        "states": states,
-    }
+    last = MemoryPeaks(torch.device("cpu")).scalars()["memory/peak_gib"] * 2**30
+    return {"resident": max(logged, last), "states": states}
 
 
 def in_a_process(file: Path, block_layers: int | None) -> dict[str, float]:
@@ -97,7 +99,10 @@ def in_a_process(file: Path, block_layers: int | None) -> dict[str, float]:
         str(file),
         str(block_layers or 0),
     ]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
+    # The C library keeps what is freed of tensors of less than 32 MiB, unlike larger ones: these are to be like those.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout
+    return json.loads(said.splitlines()[-1])
 
 
 def main() -> None:

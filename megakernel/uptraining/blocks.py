@@ -132,7 +132,7 @@ class BlockTransfer:
         }
         return validate(merged(self.config.model_dump(mode="json"), changes))
 
-    def _saved(self, layers: range) -> WholeTensors | None:
+    def _saved(self, layers: range) -> CheckpointTensors | None:
         """The last checkpoint of a block; None before it is there."""
         root = self._run_of(layers).run.folder / "checkpoints"
         if not self.ranks.first(root.is_dir):
@@ -263,27 +263,29 @@ class BlockTransfer:
         """Save the stage's checkpoint, layer by layer, and its curves."""
         steps = self.config.training.steps
         self.note(f"putting {len(self.blocks)} blocks together")
-        trained = [self._saved(layers) for layers in self.blocks if self.learning & set(layers)]
-        assert None not in trained
+        found = [self._saved(layers) for layers in self.blocks if self.learning & set(layers)]
+        trained = [one for one in found if one is not None]
+        assert len(trained) == len(found)
         self.ranks.first(self._write_metrics)
         samples, tokens = self.config.training.consumed(steps)
         layout = {"tensor": self.mesh.tp.size, "context": 1, "data": 1, "pipeline": 1, "zero_stage": 0}
         progress = SavedProgress(steps, samples, tokens, layout, package_versions())
         checkpoints = CheckpointFolder(self.folder.checkpoints, keep=1, ranks=self.ranks)
         checkpoints.remove_leftovers()
-        counters = {"global_steps": steps, "global_samples": samples, "skipped_steps": 0}
+        skipped = sum(block.counters["skipped_steps"] for block in trained)
+        counters = {"global_steps": steps, "global_samples": samples, "skipped_steps": skipped}
         written: list[Path] = []
 
         def write(folder: Path) -> None:
             if self.mesh.gradient.rank == 0:
-                written.extend(self._write_layers(folder, [one for one in trained if one], counters))
+                written.extend(self._write_layers(folder, trained, counters))
 
         checkpoints.save(progress, write, lambda: written)
         if self.mesh.rank == 0:
             self.folder.fix()
 
     def _write_layers(
-        self, folder: Path, trained: Sequence[WholeTensors], counters: Mapping[str, int]
+        self, folder: Path, trained: Sequence[CheckpointTensors], counters: Mapping[str, int]
     ) -> Iterator[Path]:
         """What blocks have learned as they have it, in float32; all else in the run's dtype, as a run has it."""
         tp = self.mesh.tp
