@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -46,10 +47,12 @@ WANTED = 1.3
 TOKENS = 64
 """Tokens of a turn: a block of FLuRKA, whose last token has more to do than the others."""
 
-SLOW = 0.05
-"""Seconds of a token from which a turn has fewer."""
+LONGEST_TURN = 1.0
+"""Seconds of a turn, of which slow tokens are fewer, but FEWEST."""
 
-LARGEST = 3 * 2**29
+FEWEST = 4
+
+LARGEST = 2**30
 """Bytes of a cache that is not made any more."""
 
 TOKENIZER = ByteTokenizer()
@@ -238,7 +241,10 @@ def measure(
         del makes[BASELINE], makes["softmax"]
     subjects = {name: make() for name, make in makes.items()}
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in subjects}
-    tokens = {name: TOKENS if subject.step(2) < SLOW else 8 for name, subject in subjects.items()}
+    tokens = {
+        name: min(max(int(LONGEST_TURN / subject.step(2)), FEWEST), TOKENS)
+        for name, subject in subjects.items()
+    }
     for _ in range(turns):
         for name, subject in subjects.items():
             for times, way in zip(found[name], (subject.generate, subject.step)):
@@ -280,7 +286,7 @@ def page(lines: Sequence[tuple[str, str]], command: str) -> str:
         + " and ".join(f"{one.layers} layers × {one.width}, {one.heads} heads" for one in SIZES)
         + f", SwiGLU, byte tokens. Times the cost: CPU time of a token over that of `transformers`; at most "
         f"{WANTED} is wanted of FLuRKA behind {LENGTHS[0]:,} tokens. No prompt is read: caches hold random numbers. "
-        f"— : the KV cache is larger than {LARGEST / 2**30:.1f} GiB.",
+        f"— : the KV cache is larger than {LARGEST / 2**30:.0f} GiB.",
         "",
         "## `generate`",
         "",
@@ -304,17 +310,19 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=5, help="of each model in each case")
     options = parser.parse_args()
-    lines = []
-    for sizes in SIZES:
-        models, theirs = {name: own_model(name, sizes) for name in OURS}, llama(sizes)
-        parameters = sum(weight.numel() for weight in models["softmax"].parameters())
-        for batch in options.batches:
-            for length in options.lengths:
-                case = Case(sizes, batch, length)
-                lines.append(rows(case, parameters, measure(case, models, theirs, options.turns)))
-                print(*lines[-1], sep="\n", file=sys.stderr)
     typed = shlex.join(["python", "-m", "benchmarks.decoding", *sys.argv[1:]])
-    give(page(lines, f"OMP_NUM_THREADS=1 {typed}"), options.out)
+    models = {sizes: ({name: own_model(name, sizes) for name in OURS}, llama(sizes)) for sizes in SIZES}
+    lines = []
+    for batch, sizes, length in product(options.batches, SIZES, options.lengths):
+        own_models, theirs = models[sizes]
+        parameters = sum(weight.numel() for weight in theirs.parameters())
+        case = Case(sizes, batch, length)
+        lines.append(rows(case, parameters, measure(case, own_models, theirs, options.turns)))
+        print(*lines[-1], sep="\n", file=sys.stderr)
+        if options.out is not None:  # what there is so far, should the rest take too long
+            give(page(lines, f"OMP_NUM_THREADS=1 {typed}"), options.out)
+    if options.out is None:
+        give(page(lines, f"OMP_NUM_THREADS=1 {typed}"), None)
 
 
 if __name__ == "__main__":
