@@ -271,8 +271,8 @@ def rows(case: Case, parameters: int, costs: dict[str, Costs]) -> tuple[str, str
     return lines[0], lines[1]
 
 
-def page(lines: Sequence[tuple[str, str]], command: str) -> str:
-    """Both tables and what they are of."""
+def page(lines: Sequence[tuple[str, str]], command: str, cases: int) -> str:
+    """Both tables and what they are of; cases: that the command asks for, of which some may not be measured yet."""
     columns = ["parameters", "texts", "tokens before", BASELINE, *OURS.values()]
     columns += [f"{name}: times the cost" for name in OURS.values()] + [
         "FLuRKA's state, KiB",
@@ -287,6 +287,7 @@ def page(lines: Sequence[tuple[str, str]], command: str) -> str:
         + f", SwiGLU, byte tokens. Times the cost: CPU time of a token over that of `transformers`; at most "
         f"{WANTED} is wanted of FLuRKA behind {LENGTHS[0]:,} tokens. No prompt is read: caches hold random numbers. "
         f"— : the KV cache is larger than {LARGEST / 2**30:.0f} GiB.",
+        *(["", f"The first {len(lines)} of {cases} cases."] if len(lines) < cases else []),
         "",
         "## `generate`",
         "",
@@ -312,17 +313,20 @@ def main() -> None:
     options = parser.parse_args()
     typed = shlex.join(["python", "-m", "benchmarks.decoding", *sys.argv[1:]])
     models = {sizes: ({name: own_model(name, sizes) for name in OURS}, llama(sizes)) for sizes in SIZES}
+    cases = [
+        Case(sizes, batch, length)
+        for batch, sizes, length in product(options.batches, SIZES, options.lengths)
+    ]
     lines = []
-    for batch, sizes, length in product(options.batches, SIZES, options.lengths):
-        own_models, theirs = models[sizes]
+    for case in cases:
+        own_models, theirs = models[case.sizes]
         parameters = sum(weight.numel() for weight in theirs.parameters())
-        case = Case(sizes, batch, length)
         lines.append(rows(case, parameters, measure(case, own_models, theirs, options.turns)))
         print(*lines[-1], sep="\n", file=sys.stderr)
         if options.out is not None:  # what there is so far, should the rest take too long
-            give(page(lines, f"OMP_NUM_THREADS=1 {typed}"), options.out)
+            give(page(lines, f"OMP_NUM_THREADS=1 {typed}", len(cases)), options.out)
     if options.out is None:
-        give(page(lines, f"OMP_NUM_THREADS=1 {typed}"), None)
+        give(page(lines, f"OMP_NUM_THREADS=1 {typed}", len(cases)), None)
 
 
 if __name__ == "__main__":

@@ -503,7 +503,7 @@ def with_tensor(name, make):
     return lambda data: rewritten(data, lambda tensors, told: tensors.update({name: make(tensors[name])}))
 
 
-SUMS = "0.inner.far.sums"
+SUMS = "0.far.sums"
 
 
 @pytest.mark.parametrize(

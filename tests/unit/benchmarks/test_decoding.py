@@ -35,7 +35,8 @@ def test_a_case_gives_a_row_of_each_table(models, monkeypatch):
     costs = measure(case, models, llama(TINY), turns=1)
     assert all(min(cost.generate, cost.step) > 0 for cost in costs.values())
     lines = decoding.rows(case, 9_000_000, costs)
-    text = decoding.page([lines], "command").splitlines()
+    text = decoding.page([lines], "command", cases=2).splitlines()
+    assert "The first 1 of 2 cases." in text
     columns = next(line for line in text if line.startswith("| parameters"))
     assert all(line in text and line.count("|") == columns.count("|") for line in lines)
 
