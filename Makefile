@@ -82,7 +82,7 @@ $(VENV)/installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@if command -v nvidia-smi >/dev/null; then $(PIP) install -q '$(TORCH)'; else \
 		$(PIP) install -q '$(TORCH)+cpu' 2>/dev/null || \
 		$(PIP) install -q '$(TORCH)'; fi
-	@if command -v nvidia-smi >/dev/null; then what='.[gpu]'; else what=.; fi; \
+	@if command -v nvidia-smi >/dev/null; then what='.[serve,gpu]'; else what='.[serve]'; fi; \
 		DS_BUILD_OPS=0 $(PIP) install -q -e "$$what" -c constraints.txt
 	@touch $@
 

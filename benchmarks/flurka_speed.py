@@ -5,7 +5,7 @@
 
 The paper measures models on A100s: 3.3x over Linformer at the end of its d_k sweep, 1.7x over the kernel at the end
 of its d_m sweep, both with N = 20k. Here N is the same and widths are scaled down, inside the region of its claim 1
-(megakernel.analysis.plots.claims), where operations are fewer than those of both parents. A layer is its three
+(megakernel.analysis.plots.costs), where operations are fewer than those of both parents. A layer is its three
 projections and its mechanism; biases, norms and the output projection are the same for all and left out.
 """
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.page import give, opening, table
-from megakernel.analysis.plots.claims import Sizes, in_region_of_claim_1, is_long_enough, speedups
+from megakernel.analysis.plots.costs import Sizes, in_region_of_claim_1, is_long_enough, speedups
 from megakernel.analysis.plots.drawing import lines
 from megakernel.analysis.plots.table import Row
 from megakernel.attention import build

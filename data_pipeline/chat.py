@@ -102,6 +102,15 @@ class ChatTemplate:
         """The tokens of a conversation that the assistant is to answer. Raises UserError as `encode` does."""
         return self._encode(self._rendered(messages, asks=True)[0])["input_ids"]
 
+    def following(self, heard: Sequence[Message], more: Sequence[Message]) -> list[int] | None:
+        """The tokens behind the answer that a conversation ends with, up to where the next one is asked for.
+
+        None where the template writes what was heard in another way once `more` follows. Raises UserError as `encode`.
+        """
+        before = self._rendered(heard[:-1], asks=True)[0] + heard[-1]["content"]
+        whole = self._rendered([*heard, *more], asks=True)[0]
+        return self._encode(whole[len(before) :])["input_ids"] if whole.startswith(before) else None
+
     def encode(self, messages: Sequence[Message]) -> ChatTokens:
         """A conversation. Raises UserError for one that the template refuses, or does not render message by message."""
         whole, marked = self._rendered(messages)

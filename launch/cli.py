@@ -43,6 +43,7 @@ try:
         pretrain,
         reshape,
         resume,
+        serve,
         status,
         submit,
         sweep,
@@ -63,7 +64,13 @@ except KeyboardInterrupt:  # they take a moment, in which `main` can catch nothi
 
 GROUPS: dict[str, dict[str, ModuleType]] = {
     "prepare and train": {"prepare": prepare, "pretrain": pretrain, "uptrain": uptrain},
-    "look": {"monitor": monitor, "evaluate": evaluate, "analyze": analyze, "generate": generate},
+    "look": {
+        "monitor": monitor,
+        "evaluate": evaluate,
+        "analyze": analyze,
+        "generate": generate,
+        "serve": serve,
+    },
     "move models": {"import": import_dense, "export": export},
     "cluster": {
         "submit": submit,

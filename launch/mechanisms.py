@@ -43,7 +43,8 @@ gathered before the layer, or landmarks of the input are summed too (then withou
 *Context* names what shards of a row exchange: a `state`, whose size does not depend on the tokens; a `halo`, the end of
 the shard before, which must be whole blocks; `landmarks`; or tokens for `heads`, whose number on a tensor rank the
 shards must then divide. Where they do not, full softmax takes the `ring`: keys and values go round, from shard to shard
-(`parallel.softmax_exchange`). Classifiers, whose rows are padded, keep `parallel.context: 1`.
+(`parallel.softmax_exchange`). A short convolution also looks at the last tokens of the shard before. Classifiers, whose
+rows are padded, keep `parallel.context: 1`.
 
 """
 
@@ -91,11 +92,11 @@ def _overview(entries: "list[Entry]") -> list[list[str]]:
 
     rows = [["preset", "source", "equation", "what", "decoder", "encoder", "cost", "state", "added"]]
     for entry in entries:
-        source, layer = SOURCES[entry.name], entry.layer
+        source = SOURCES[entry.name]
         cells = [entry.name, source.paper, source.equation or "—", source.idea.replace("|", "‖")]
         cells += ["yes" if kind in entry.layers else "no" for kind in ("decoder", "encoder")]
         cells.append("linear" if entry.growth < 2.1 else "quadratic")
-        cells.append(f"{layer.state_sizes[0]:,}" if layer.is_recurrent else "—")
+        cells.append("—" if entry.state_size is None else f"{entry.state_size:,}")
         rows.append([*cells, f"{entry.parameters():,}"])
     return rows
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from launch.arguments import NotFound, Number, add_root_argument, folders_of
 from launch.messages import console
+from launch.run_progress import saved_step
 from launch.run_status import line_width, statuses, table
 from launch.slurm.job_folder import JobFolder
+from megakernel.checkpoint.trained_run import block_folders
 from megakernel.config import UserError
 from megakernel.config.errors import nearest_first
 
@@ -120,7 +122,11 @@ def _runs_in(root: Path) -> Iterator[Path]:
 
 
 def _stages(folder: Path) -> Iterator[Path]:
-    return (stage for stage in folder.glob("*") if _is_run(stage))
+    """The stages of an up-training; of one that takes layers block by block the block that it is at."""
+    for stage in folder.glob("*"):
+        if _is_run(stage):
+            blocks = [] if saved_step(stage) else block_folders(stage)
+            yield [stage, *blocks][-1]
 
 
 def _is_run(folder: Path) -> bool:

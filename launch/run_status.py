@@ -236,7 +236,7 @@ def _of_jobs(run: JobFolder, states: dict[str, JobState]) -> RunStatus:
         why=_why(job, events),
         eta=_eta(job, known.seconds_left),
         restarts=_restarts(started),
-        stage=None if training == run.path else training.name,
+        stage=None if training == run.path else str(training.relative_to(run.path)),
         nodes=job.nodes or (started[-1].get("nodes", "") if started and not job.is_pending else ""),
         jobs={id: state.state for id, state in states.items()},
     )

@@ -59,6 +59,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture
+def refused(capsys):
+    """Types a command that is to be refused, before it does anything: the one line that it says."""
+    from launch.cli import main
+
+    def said(*words: object) -> str:
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as ended:
+            status = ended.code
+        assert status == 2, words
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("megakernel: error: ")
+        return line
+
+    return said
+
+
 @pytest.fixture(scope="module")
 def mesh():
     """Of this process alone, on its CPU."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from launch.arguments import NotFound, folders_of
 from launch.run_progress import UNREADABLE, saved_step, why_unreadable
-from megakernel.checkpoint.trained_run import stage_folders
+from megakernel.checkpoint.trained_run import block_folders, stage_folders
 from megakernel.config import UserError
 from megakernel.config.cluster import Cluster
 from megakernel.config.errors import nearest_first
@@ -117,8 +117,15 @@ class JobFolder:
         return read_settings(self.submission(job.submission))
 
     def stages(self) -> list[Path]:
-        """The folders of an up-training's stages that have begun, in order; none of another run."""
-        return stage_folders(self.path, "config.yaml")
+        """The folders of an up-training's stages that have begun, in order; none of another run.
+
+        Blocks of a stage that takes its layers in blocks count as stages of their own, before what is made of them.
+        """
+        found: list[Path] = []
+        for stage in stage_folders(self.path, "config.yaml"):
+            blocks = block_folders(stage)
+            found += [*blocks, stage] if saved_step(stage) else [stage, *blocks]
+        return found
 
     @property
     def training(self) -> Path:

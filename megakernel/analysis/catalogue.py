@@ -9,10 +9,13 @@ import torch
 from megakernel.attention import AttentionLayer, build
 from megakernel.config import PRESETS, Attention, Model, expand_preset
 from megakernel.config.algebra import Eva, Nystromformer, SimpleGla, Skyformer
+from megakernel.config.mechanisms import Shape
 from megakernel.model.flops import attention_flops
 
 HEADS, HEAD_DIM, ROW = 4, 32, 512
 """Sizes of the layers that the catalogue builds."""
+
+SHAPE = Shape(HEADS, HEADS, HEAD_DIM)
 
 KERNELS, SKYFORMER, MIXTURES, FLURKA = PAPERS = (
     "Learning the Transformer Kernel",
@@ -48,6 +51,7 @@ SOURCES = {
     "generative_rks": Origin(KERNELS, "7, 8", "RKS of generated frequencies"),
     "generative_prf": Origin(KERNELS, "9, 11", "PRF of generated frequencies"),
     "flurka": Origin(FLURKA, "2, made causal", "landmarks under φ, current block by softmax, gated"),
+    "flurka_decay": Origin(FLURKA, "2, made causal", "flurka whose landmarks fade at the ends of blocks"),
     "flurka_kernel": Origin(FLURKA, "2, made causal", "landmarks and current block under φ"),
     "flurka_performer": Origin(FLURKA, "2", "φ of Performer over E X, F X"),
     "flurka_rnn": Origin(FLURKA, "2", "φ = elu + 1 over E X, F X"),
@@ -65,9 +69,10 @@ SOURCES = {
     "skyformer": Origin(SKYFORMER, "4–6", "κ(Q, L) M⁺ κ(L, K)"),
     "nystromformer": Origin("Xiong et al. 2021", None, "Nyström with segment means"),
     "eva": Origin("Zheng et al. 2023", None, "windows and control variates"),
-    "retnet": Origin("Sun et al. 2023", None, "state that decays by 1 − 2^(−5−h), without norm and gate"),
-    "mamba2": Origin(
-        "Dao and Gu 2024", None, "state that decays by exp(−A t), t of the token, without convolution"
+    "retnet": Origin("Sun et al. 2023", None, "state that decays by 1 − 2^(−5−h), norm and gate"),
+    "mamba2": Origin("Dao and Gu 2024", None, "state that decays by exp(−A t), convolution, norm and gate"),
+    "gated_deltanet": Origin(
+        "Yang et al. 2025", None, "state that decays and corrects itself, convolution, norm and gate"
     ),
 }
 """Preset -> where it comes from."""
@@ -109,7 +114,14 @@ class Entry:
     def parameters(self, shared: bool = False) -> int:
         """Learned numbers beside the layer's projections; shared: those of no head, which every tensor rank holds."""
         cut = self.layer.sharded_parameters() if shared else ()
-        return sum(x.numel() for key, x in self.layer.named_parameters() if key not in cut)
+        of_heads, of_all = self.form.parameters_around(SHAPE)
+        around = of_all if shared else of_heads + of_all
+        return around + sum(x.numel() for key, x in self.layer.named_parameters() if key not in cut)
+
+    @property
+    def state_size(self) -> int | None:
+        """Numbers that decoding carries from token to token; None where they grow with the tokens or there are none."""
+        return self.form.state_sizes(SHAPE)[0] if self.layer.is_recurrent else None
 
 
 def catalogue() -> list[Entry]:

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megakernel.attention.compression import pooling_logits
@@ -12,12 +13,16 @@ from megakernel.attention.heads import LayerSettings
 from megakernel.attention.inputs import AttentionInputs
 from megakernel.attention.mixture import build_mixture, priors_and_shift
 from megakernel.attention.near_far import NearFarAttention
+from megakernel.attention.simple_gla import decay_logits, fixed_decay
 from megakernel.config.algebra import BlockCompression
 from megakernel.config.attention import Attention
 from megakernel.ops import FlurkaState, flurka_attention
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.mixture import first_key, pack_keys
 from megakernel.ops.phi import start_state
+
+DECAY_NORMALIZER = 16.0
+"""log a of a block is log sigmoid of its gate divided by this, as `simple_gla.gate_logit_normalizer` is for a token."""
 
 
 class FlurkaAttention(NearFarAttention):
@@ -48,6 +53,9 @@ class FlurkaAttention(NearFarAttention):
         self.pool_keys = nn.Parameter(logits.clone())
         self.pool_values = None if form.compression.share_kv else nn.Parameter(logits.clone())
         self.learn_join()
+        self.far_decay = form.far_decay
+        if self.far_decay == "gate":
+            self.decay_bias = nn.Parameter(torch.zeros(len(self.kv_heads)))
         at_zero = form.feature_map.similarity_at_zero(self.head_dim)
         self.matched_scale = -math.log(at_zero) if at_zero else 0.0
 
@@ -76,6 +84,7 @@ class FlurkaAttention(NearFarAttention):
             gate=self.gate(q),
             far_mass=getattr(self, "far_mass", None),
             far_weight=self._far_scale(),
+            log_decay=self._log_decay(inputs, v),
             rotary=inputs.rotary,
             far_rope=self.far_rope,
             positions=inputs.at,
@@ -83,9 +92,17 @@ class FlurkaAttention(NearFarAttention):
             exchange=inputs.exchange,
         )
 
+    def _log_decay(self, inputs: AttentionInputs, like: Tensor) -> Tensor | None:
+        """Logarithm (B, H_kv, N) or (H_kv, 1) of what a block that ends leaves of the landmarks before it."""
+        if self.far_decay == "none":
+            return None
+        if self.far_decay == "fixed":
+            return fixed_decay(self.kv_heads, like)
+        return F.logsigmoid(decay_logits(self.decay_bias, inputs, like)) / DECAY_NORMALIZER
+
     def _pool(self, logits: Tensor) -> Tensor:
         logits = logits if self.per_head else self.heads.shared(logits)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        return logits.softmax(-1, dtype=accum_dtype(logits.dtype))
 
     def _far_scale(self) -> Tensor | None:
         """Logarithm (H,) of what the far part counts under one normalizer; None where it has its own."""

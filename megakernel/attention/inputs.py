@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import WHOLE, ContextParallelShard
-from megakernel.ops.documents import Positions, position_rows
+from megakernel.ops.documents import Positions
 from megakernel.ops.state import Exchange
 from megakernel.ops.window import Tail
 
@@ -61,8 +61,7 @@ class AttentionInputs:
         """q and k at their positions; k as (B, H_kv, N, d) or (B, H_kv, M, N, d)."""
         if self.rotary is None:
             return q, k
-        rows = position_rows(self.at, q.shape[2], q.device)
-        q, turned = self.rotary.both(q, k.flatten(1, -3), rows)
+        q, turned = self.rotary.both(q, k.flatten(1, -3), self.at)
         return q, turned.view_as(k)
 
     def halo(self, k: Tensor, v: Tensor, count: int) -> Tail:

@@ -163,14 +163,16 @@ class AttentionLayer(nn.Module, ABC):
         v: Tensor,
         state: SequenceState | None = None,
         *,
-        positions: Tensor | None = None,
+        positions: Positions | None = None,
         rotary: Rotary | None = None,
         further: Tensor | None = None,
     ) -> tuple[Tensor, SequenceState]:
         """Continue sequences by N >= 1 tokens: a prompt at once, then token by token.
 
-        Shapes as in `forward`; state: what an earlier call returned, None at the start; positions: None
-        continues. Returns the output (B, H, N, D) and the state behind the last token. Causal layers only.
+        Shapes as in `forward`; state: what an earlier call returned, None at the start; positions: those of
+        `AttentionInputs`, None continues.
+
+        Returns the output (B, H, N, D) and the state behind the last token. Causal layers only.
         """
         if not self.causal:
             raise ValueError("extend needs a causal layer; build it with causal=True")

@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from megakernel.config.rope import RopeScaling
+from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.layers import rotate
 from megakernel.ops.layers.plain import turned
+
+Tables = tuple[Tensor, ...]
+"""What vectors, and vectors with the numbers of their pairs exchanged, are multiplied by."""
 
 
 class Rotary:
@@ -24,18 +28,57 @@ class Rotary:
         self.base = base
         self.frequencies, self.length = frequencies(head_dim, base, scaling or RopeScaling())
         self._on_device: dict[torch.device, Tensor] = {}
-        self._tables: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._made: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._of_last_token: tuple[object, Tables] | None = None
+        self._before: dict[tuple[torch.device, torch.dtype], Tables] = {}
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (B, H, N, d) at positions (B, N) or (1, N), whole or fractional; dtype of x."""
         rotated = turned(x[..., : self.head_dim], *self._angles(positions, x))
         return torch.cat([rotated, x[..., self.head_dim :]], -1) if self.head_dim < x.shape[-1] else rotated
 
-    def both(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def both(self, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Rotate q (B, H, N, d) and k (B, H_kv, N, d) at the same positions."""
+        if q.shape[2] == 1 and q.device.type == "cpu" and not torch.compiler.is_compiling():
+            cos, sin = self._tables_of_token(positions, torch.promote_types(q.dtype, torch.float32))
+            return self._turned(q, cos, sin), self._turned(k, cos, sin)
+        rows = position_rows(positions, q.shape[2], q.device)
         if self.head_dim < q.shape[-1]:
-            return self(q, positions), self(k, positions)
-        return rotate(q, k, *self._angles(positions, q))
+            return self(q, rows), self(k, rows)
+        return rotate(q, k, *self._angles(rows, q))
+
+    def behind(self, x: Tensor) -> Tensor:
+        """Keys x (B, H, n, d) of the last n tokens, turned back by their distance to the last; dtype of x.
+
+        A query of the last token that is not rotated weighs them as one that is rotated weighs rotated keys.
+        """
+        key, count = (x.device, x.dtype), x.shape[-2]
+        if key not in self._before or len(self._before[key][0]) < count:
+            made = count + -count % 64  # windows grow token by token
+            # What is turned back is multiplied for the query, too.
+            places = torch.arange(1 - made, 1, device=x.device)
+            self._before[key] = self._tables(places, x.dtype, self.length)
+        cos, sin = self._before[key]
+        return self._turned(x, cos[-count:], sin[-count:])
+
+    def _tables_of_token(self, positions: Positions, dtype: torch.dtype) -> Tables:
+        """Tables (B or 1, 1, 1, head_dim) of one token; the layers of a model ask for the same one after the other."""
+        key = (positions if isinstance(positions, int) else positions.flatten().tolist(), dtype)
+        if self._of_last_token is None or self._of_last_token[0] != key:
+            self._of_last_token = key, self._tables(torch.tensor(key[0]).view(-1, 1, 1), dtype)
+        return self._of_last_token[1]
+
+    def _tables(self, positions: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Tables:
+        """Cosines of both numbers of each pair, and sines with the sign of the other number's share."""
+        with torch.inference_mode(False):  # they are kept, and training may be next to use them
+            cos, sin = ((factor * x).to(dtype) for x in self.cos_sin(positions))
+            return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The first head_dim numbers of x (B, H, N, d) turned by tables; dtype of x."""
+        pairs = x[..., : self.head_dim].to(cos.dtype)
+        turned = torch.addcmul(pairs * cos, pairs.roll(self.head_dim // 2, -1), sin).to(x.dtype)
+        return torch.cat([turned, x[..., self.head_dim :]], -1) if self.head_dim < x.shape[-1] else turned
 
     def _angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(like.dtype, torch.float32)
@@ -55,10 +98,10 @@ class Rotary:
     def table(self, first: int, count: int, device: torch.device) -> Tensor:
         """(count, head_dim) float32: cosines, then sines, of the positions from `first` on; made once."""
         key = (first, count, device)
-        if key not in self._tables:
+        if key not in self._made:
             places = torch.arange(first, first + count, device=device)
-            self._tables[key] = torch.cat(self.cos_sin(places), -1).float()
-        return self._tables[key]
+            self._made[key] = torch.cat(self.cos_sin(places), -1).float()
+        return self._made[key]
 
 
 def frequencies(head_dim: int, base: float, scaling: RopeScaling) -> tuple[Tensor, float]:

@@ -50,18 +50,29 @@ class SimpleGlaAttention(AttentionLayer):
         )
 
     def _decay(self, inputs: AttentionInputs, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """log a (B, H_kv, N), or (H_kv, 1) where it does not depend on the token, and the step that scales v."""
+        """log a (B, H_kv, N), or (H_kv, 1) or () where it does not depend on the token, and the step that scales v."""
         dtype = accum_dtype(k.dtype)
+        if self.decay == "none":
+            return torch.zeros((), dtype=dtype, device=k.device), None
         if self.decay == "fixed":
-            heads = torch.arange(self.kv_heads.start, self.kv_heads.stop, device=k.device, dtype=dtype)
-            return torch.log1p(-torch.exp2(-5 - heads))[:, None], None
-        logits = self.decay_bias.to(dtype)[:, None]
-        if inputs.further is not None:
-            logits = logits + inputs.further[..., 0].to(dtype)
+            return fixed_decay(self.kv_heads, k), None
+        logits = decay_logits(self.decay_bias, inputs, k)
         if self.decay == "gate":
             return F.logsigmoid(logits) / self.normalizer, None
         step = F.softplus(logits)
         return -self.log_decay_rate.to(dtype).exp()[:, None] * step, step
+
+
+def fixed_decay(kv_heads: range, like: Tensor) -> Tensor:
+    """log(1 - 2^(-5-h)) of key heads h, (H_kv, 1), in float32 or better."""
+    heads = torch.arange(kv_heads.start, kv_heads.stop, device=like.device, dtype=accum_dtype(like.dtype))
+    return torch.log1p(-torch.exp2(-5 - heads))[:, None]
+
+
+def decay_logits(bias: Tensor, inputs: AttentionInputs, like: Tensor) -> Tensor:
+    """w.x_i + b of bias b (H_kv,), (B, H_kv, N), or (H_kv, 1) without a projection; in float32 or better."""
+    logits = bias.to(accum_dtype(like.dtype))[:, None]
+    return logits if inputs.further is None else logits + inputs.further[..., 0].to(logits.dtype)
 
 
 def _initial_rates_and_steps(settings: LayerSettings, heads: range) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """What lies where in the files that DeepSpeed writes, for each ZeRO stage and with or without a pipeline."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +30,35 @@ def record(
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    return {_RECORD: _told(partitions, order)}
+
+
+def _told(partitions: Mapping[str, Partition], trained: Sequence[str]) -> dict[str, Any]:
+    """trained: in the order of the optimizer."""
     plain = {name: (partition.dimension, partition.stride) for name, partition in partitions.items()}
-    return {_RECORD: {"cuts": plain, "parameters": order}}
+    return {"cuts": plain, "parameters": list(trained)}
+
+
+def write_layer(folder: Path, number: int, tensor: int, state: Mapping[str, Tensor]) -> Path:
+    """Write what a tensor rank has of a layer, as a pipeline's stage does; the file. state: by name in the layer."""
+    file = folder / f"layer_{number:02d}-model_{tensor:02d}-model_states.pt"
+    with file.open("wb") as stream:  # whose errors are OSError
+        torch.save(dict(state), stream)
+    return file
+
+
+def write_rest(
+    folder: Path, tensor: int, partitions: Mapping[str, Partition], counters: Mapping[str, int]
+) -> Path:
+    """Write what a tensor rank's checkpoint has besides its layers, of a layout without ZeRO; the file.
+
+    There is no optimizer state. partitions: of all tensors. counters: what the engine has counted.
+    """
+    file = folder / f"mp_rank_{tensor:02d}_model_states.pt"
+    counted = {name: counters[name] for name in _COUNTERS}
+    with file.open("wb") as stream:
+        torch.save({"module": None, **counted, _RECORD: _told(partitions, [])}, stream)
+    return file
 
 
 class CheckpointTensors(WholeTensors):
@@ -79,7 +107,6 @@ class _ModelRank:
         layout = checkpoint.progress.layout
         self._folder = checkpoint.folder
         self._zero_stage = layout["zero_stage"]
-        self._pipelined = layout["pipeline"] > 1
         self._tensor = tensor
         self._number = stage * layout["tensor"] + tensor
 
@@ -158,9 +185,9 @@ class _ModelRank:
     @cached_property
     def _module(self) -> dict[str, Tensor]:
         """The module's state; under ZeRO only its buffers are whole and exact."""
-        if not self._pipelined:
+        if self._main["module"] is not None:
             return self._main["module"]
-        tensors = {}
+        tensors = {}  # of a pipeline, or of blocks of layers
         for file in sorted(self._folder.glob(f"layer_*-model_{self._tensor:02d}-model_states.pt")):
             layer = int(file.name.split("-")[0].removeprefix("layer_"))
             for key, tensor in load(file).items():

@@ -17,12 +17,17 @@ from .weight_source import WeightSource
 
 
 def frozen_model(
-    settings: ModelSettings, model: Model, source: WeightSource, dtype: torch.dtype
+    settings: ModelSettings,
+    model: Model,
+    source: WeightSource,
+    dtype: torch.dtype,
+    part: range | None = None,
 ) -> LanguageModel:
     """`model` with the weights of `source`, in evaluation mode and without gradients.
 
     Of a pipeline it is the part that this stage holds. What an attention mechanism owns stays as it was drawn where the
-    source does not have it. Called on all ranks. settings: of the run; its ranks, seed and chunks hold.
+    source does not have it. Called on all ranks. settings: of the run; its ranks, seed and chunks hold. part: places in
+    `layer_list`, of which alone weights are read; None: all, of a pipeline those of this stage.
     Raises UserError, alike on all ranks, where another weight is missing or has another shape.
     """
     # Ranks share its words as the run's, with which they are compared.
@@ -31,7 +36,7 @@ def frozen_model(
     own = replace(settings, model=model, recompute="none", offload=False, mlp_chunk_size=None, lora=None)
     mesh = settings.mesh
     assert isinstance(mesh, Mesh)
-    made = LanguageModel(own, stage_layers(own))
+    made = LanguageModel(own, part or stage_layers(own))
     tp, tensors = mesh.tp, source.tensors(model)
     shares = partitions(made)
     found = compare(gathered_shapes(made, shares, mesh), tensors)

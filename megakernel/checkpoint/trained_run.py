@@ -118,6 +118,16 @@ def stage_folders(folder: Path, holding: str = "checkpoints/step_*") -> list[Pat
     return sorted(found, key=lambda path: int(numbers[path]))
 
 
+BLOCK = "layers_"
+"""Beginning of the names of a block's run in the folder of a stage that takes layers block by block."""
+
+
+def block_folders(stage: Path) -> list[Path]:
+    """The runs of a stage's blocks of layers that have begun, in order; empty for any other folder."""
+    found = [file.parent for file in stage.glob(f"{BLOCK}*-*/config.yaml")]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(BLOCK).partition("-")[0]))
+
+
 _CONTROLS = ("-scratch", "-dense")
 """Ends of the names of stages that are trained for comparison alone."""
 

@@ -181,11 +181,15 @@ class Eva(Section):
 
 
 class SimpleGla(Section):
-    """S_i = a_i S_(i-1) + k_i v_i^T and o_i = q_i^T S_i / sqrt(d), with one factor a_i in (0, 1) for each key head."""
+    """S_i = a_i S_(i-1) + k_i v_i^T and o_i = q_i^T S_i / sqrt(d), with one factor a_i in (0, 1] for each key head."""
 
-    decay: Literal["gate", "step", "fixed"] = "gate"
-    """a_i of a token: `gate` sigmoid(w.x_i + b); `step` exp(-A t_i) with t_i = softplus(w.x_i + b), which also scales
-    v_i (Mamba-2). `fixed`: 1 - 2^(-5-h) of key head h, whatever the token (RetNet)."""
+    update: Literal["sum", "delta"] = "sum"
+    """`sum`: a token adds k_i v_i^T. `delta`: it moves what the state has under k_i towards v_i, by a share that a
+    projection of the layer's input names; q_i and k_i have length 1 (gated DeltaNet)."""
+
+    decay: Literal["gate", "step", "fixed", "none"] = "gate"
+    """a_i of a token: `gate` sigmoid(w.x_i + b); `step` exp(-A t_i) with t_i = softplus(w.x_i + b), which under update
+    `sum` also scales v_i (Mamba-2). `fixed`: 1 - 2^(-5-h) of key head h, whatever the token (RetNet). `none`: 1."""
 
     gate_logit_normalizer: float = Field(default=16.0, gt=0)
     """log a_i = log sigmoid(w.x_i + b) divided by this, for decay `gate`: larger numbers forget more slowly."""
@@ -259,8 +263,20 @@ class Algebra(Section):
     softcap: float | None = Field(default=None, gt=0)
     """c of c tanh(q.k / c) in the exponents of plain softmax, as Gemma 2 has it; None: they are not capped."""
 
+    short_convolution: int | None = Field(default=None, ge=2, le=1_000)
+    """Last tokens, usually 4, under a learned filter of every channel of q, k and v, followed by SiLU; None: none."""
+
+    output_norm: bool = False
+    """RMSNorm of each head's output, with one weight for all heads, in place of the sum of weights or beside it."""
+
+    output_gate: Literal["silu", "sigmoid"] | None = None
+    """Each head's output is multiplied by this of a projection of the layer's input; None: it is not."""
+
     far_rope: Literal["none", "centroid"] = "none"
     """Rotation of landmarks: none, or pool unrotated keys and rotate the landmark at its block's centre."""
+
+    far_decay: Literal["none", "fixed", "gate"] = "none"
+    """Decay of FLuRKA's landmarks where a block ends: a factor fixed for each head, or named by its last token."""
 
     @property
     def is_uncompressed(self) -> bool:

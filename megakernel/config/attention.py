@@ -10,8 +10,11 @@ from pydantic import BeforeValidator
 
 from .algebra import Algebra, Compression, Mixture, Near
 from .errors import ConfigError, Problem, nearest_first
-from .mechanisms import Mechanism, mechanism_of
+from .mechanisms import Mechanism, Parts, Shape, mechanism_of
 from .section import merged
+
+AROUND = ("short_convolution", "output_norm", "output_gate")
+"""Keys of what a layer may have around its mechanism."""
 
 
 class Attention(Algebra):
@@ -55,7 +58,41 @@ class Attention(Algebra):
     @property
     def looks_back_only(self) -> str | None:
         """Why a token cannot see later ones of its document; None where it can."""
+        if self.short_convolution is not None:
+            return "a short convolution looks back only"
         return self.spec.looks_back_only
+
+    @property
+    def part_around(self) -> str | None:
+        """What the layer has between its projections besides the mechanism and what that reads; None: nothing."""
+        for part in AROUND:
+            if getattr(self, part) != type(self).model_fields[part].default:
+                return part
+        return "a projection for its state" if self.spec.further else None
+
+    def flops(self, shape: Shape) -> Parts:
+        """Forward FLOPs per token of a layer, by part, without its projections of queries, keys, values and output."""
+        further = self.spec.further * shape.kv_heads
+        if self.output_gate is not None:
+            further += shape.heads * shape.size
+        parts = {
+            "projections": 2 * shape.width * further,
+            "convolution": 2 * (self.short_convolution or 0) * self._channels(shape),
+        }
+        return self.spec.flops(shape) | {name: part for name, part in parts.items() if part}
+
+    def state_sizes(self, shape: Shape) -> tuple[int, int]:
+        """Those of the mechanism (`Mechanism.state_sizes`), and the tokens that its short convolution looks back at."""
+        constant, added = self.spec.state_sizes(shape)
+        return constant + ((self.short_convolution or 1) - 1) * self._channels(shape), added
+
+    def _channels(self, shape: Shape) -> int:
+        """Of queries, keys and values."""
+        return (shape.heads + (self.keys_per_head + 1) * shape.kv_heads) * shape.size
+
+    def parameters_around(self, shape: Shape) -> tuple[int, int]:
+        """Learned numbers of the short convolution, which belong to heads, and of the norm, which heads share."""
+        return (self.short_convolution or 0) * self._channels(shape), shape.size * self.output_norm
 
     def trades_heads(self, causal: bool) -> bool:
         """Whether shards of a row trade tokens for heads, whose number must then divide over them.
@@ -89,6 +126,9 @@ class Attention(Algebra):
                 "rotates landmarks and there are none",
                 "remove it or add compression",
             )
+        if self.far_decay != "none" and None in (self.compression, self.near, self.feature_map):
+            reason = "is of landmarks that a kernel weighs beside a near window, and there are none"
+            yield Problem("far_decay", self.far_decay, reason, "remove it or take preset: flurka")
         if not (self.is_full_softmax and self.mixture is None):
             if self.window is not None:
                 remedy = "remove it; near and compression have windows of blocks"
@@ -96,6 +136,7 @@ class Attention(Algebra):
             if self.softcap is not None:
                 reason = "is for plain softmax alone: other mechanisms have no exponents q.k to cap"
                 yield Problem("softcap", self.softcap, reason, "remove it")
+        yield from self._problems_around()
         if self.near is not None:
             yield from self._near_problems(self.near)
         if self.compression is not None:
@@ -109,6 +150,20 @@ class Attention(Algebra):
             yield from self._mechanism_problems()
         sections = ("skyformer", "nystromformer", "eva", "simple_gla")
         yield from self.without_effect("mechanism", {name: (name,) for name in sections})
+
+    def _problems_around(self) -> Iterator[Problem]:
+        if self.short_convolution is not None and self.mixes_future_tokens:
+            reason = f"looks back only, and {self.mixes_future_tokens}"
+            yield Problem("short_convolution", self.short_convolution, reason, "remove it")
+        if not self.weighs_every_pair:
+            return
+        for name in AROUND:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                reason = "is not for a layer that weighs every pair of tokens"
+                yield Problem(
+                    name, value, reason, "remove it or take another mechanism, such as preset: mamba2"
+                )
 
     def _compression_problems(self, compression: Compression) -> Iterator[Problem]:
         if self.far_rope == "centroid" and compression.kind == "linformer":
@@ -193,6 +248,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "compression": {"kind": "block", "block_size": 64, "rank": 8},
         "near": {"kind": "softmax", "join": "gated", "gate": "token"},
     },
+    "flurka_decay": {
+        "similarity": "kernel",
+        "feature_map": {"name": "hedgehog"},
+        "compression": {"kind": "block", "block_size": 64, "rank": 8},
+        "near": {"kind": "softmax", "join": "gated", "gate": "token"},
+        "far_decay": "gate",
+    },
     "flurka_kernel": {
         "similarity": "kernel",
         "feature_map": {"name": "hedgehog"},
@@ -226,8 +288,26 @@ PRESETS: dict[str, dict[str, Any]] = {
     "eva": {"mechanism": "eva"},
     "skyformer": {"mechanism": "skyformer"},
     "nystromformer": {"mechanism": "nystromformer"},
-    "retnet": {"mechanism": "simple_gla", "simple_gla": {"decay": "fixed"}},
-    "mamba2": {"mechanism": "simple_gla", "simple_gla": {"decay": "step"}},
+    "retnet": {
+        "mechanism": "simple_gla",
+        "simple_gla": {"decay": "fixed"},
+        "output_norm": True,
+        "output_gate": "silu",
+    },
+    "mamba2": {
+        "mechanism": "simple_gla",
+        "simple_gla": {"decay": "step"},
+        "short_convolution": 4,
+        "output_norm": True,
+        "output_gate": "silu",
+    },
+    "gated_deltanet": {
+        "mechanism": "simple_gla",
+        "simple_gla": {"update": "delta", "decay": "step"},
+        "short_convolution": 4,
+        "output_norm": True,
+        "output_gate": "silu",
+    },
 }
 """Preset name -> attention tree. `flurka` is the hybrid of docs/formulas.md, 4, `local` its ablation."""
 

@@ -95,6 +95,7 @@ def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training
             if attention.block_size is not None and not attention.trades_heads(model.is_causal):
                 blocks.append(attention.block_size)
                 windows.append(attention.block_size * (attention.near.blocks if attention.near else 1))
+            windows.append((attention.short_convolution or 1) - 1)
     unit = parallel.context * math.lcm(sharded, *blocks)
     shortest = -(-parallel.context * max(windows) // unit) * unit
     wrong = {k: n for k, n in _lengths(training).items() if n % unit or n < shortest}
@@ -246,6 +247,22 @@ def _teachers_stand_beside_their_students(
         yield Problem("objective.kind", objective.kind, reason, "set kind: labels")
 
 
+def _transfer_meets_whole_layers(
+    objective: Objective, uptrain: Uptrain | None, model: Model
+) -> Iterator[Problem]:
+    """Students of attention transfer are called with what their teacher's layer is called with, and nothing else."""
+    around = [part for attention in _attentions(model) if (part := attention.part_around) is not None]
+    if not around:
+        return
+    reason = (
+        f"trains attention on the dense model's queries, keys and values alone, and a layer has {around[0]}"
+    )
+    if uptrain is not None and uptrain.transfer is not None:
+        yield Problem("uptrain.transfer", "{...}", reason, "set null; the main stage trains all of the layer")
+    if objective.kind == "transfer":
+        yield Problem("objective.kind", "transfer", reason, "take kind: distill")
+
+
 def _adapters_begin_updates(init: Init, optimizer: Optimizer, uptrain: Uptrain | None) -> Iterator[Problem]:
     if init.adapter is None:
         return
@@ -391,6 +408,21 @@ def stages_lead_to_the_model(
         )
 
 
+def blocks_take_turns(uptrain: Uptrain | None, model: Model, parallel: Parallel) -> Iterator[Problem]:
+    """Blocks of a transfer are no longer than the model, and every process has the one whose turn it is."""
+    if uptrain is None or uptrain.transfer is None or (count := uptrain.transfer.block_layers) is None:
+        return
+    key = "uptrain.transfer.block_layers"
+    if count > model.num_layers:
+        reason = f"exceeds model.num_layers={model.num_layers}"
+        yield Problem(key, count, reason, f"set at most {model.num_layers}, or null")
+    if parallel.pipeline > 1:
+        reason = (
+            f"takes one block after the other, and parallel.pipeline={parallel.pipeline} holds all at once"
+        )
+        yield Problem(key, count, reason, "set null, or parallel.pipeline: 1")
+
+
 def near_windows_have_gates(uptrain: Uptrain | None, model: Model) -> Iterator[Problem]:
     """What near dropout shuts."""
     if uptrain is not None and uptrain.near_dropout and not model.is_gated:
@@ -445,11 +477,13 @@ _RULES: list[Rule] = [
     _masking_has_an_effect,
     _answers_are_next_tokens,
     _teachers_stand_beside_their_students,
+    _transfer_meets_whole_layers,
     _adapters_begin_updates,
     _frozen_weights_are_whole,
     stages_lead_to_the_model,
     stages_share_a_schedule,
     stages_are_measured,
+    blocks_take_turns,
     near_windows_have_gates,
     _deepspeed_keeps_to_its_own,
     _deepspeed_has_buckets,

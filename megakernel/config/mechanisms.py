@@ -186,15 +186,17 @@ def _eva_parts(shape: Shape, chunk: int, chunks: float, near: float, share: floa
 def _simple_gla(form: Algebra) -> Mechanism:
     """A state that decays, as kernel attention's with phi the identity; chunks of 64 tokens are not counted."""
     settings = form.simple_gla or SimpleGla()
+    corrects = settings.update == "delta"
     return Mechanism(
-        layer="simple_gla.SimpleGlaAttention",
+        layer="gated_delta.GatedDeltaAttention" if corrects else "simple_gla.SimpleGlaAttention",
         exchanges=("state",),
         flops=lambda shape: {
-            "state": shape.kv_heads * 2 * shape.size**2,
+            # A correction is read off the state first.
+            "state": shape.kv_heads * (1 + corrects) * 2 * shape.size**2,
             "readout": shape.heads * 2 * shape.size**2,
         },
         state_sizes=lambda shape: (shape.kv_heads * shape.size**2, 0),
-        further=0 if settings.decay == "fixed" else 1,
+        further=(settings.decay in ("gate", "step")) + corrects,
         looks_back_only="a state that decays looks back only",
         changes_constants="simple_gla divides by no sum of weights",
     )
@@ -271,6 +273,7 @@ def _near_far(form: Algebra) -> Mechanism:
         block_size=getattr(form.compression, "block_size", None),
         looks_back_only=_looks_back(near),
         is_gated=gated and phi is not None,
+        further=1 if form.far_decay == "gate" else 0,
     )
 
 

@@ -34,6 +34,9 @@ class TransferStage(Section):
     cross_entropy: float = Field(default=0.0, ge=0)
     """Weight of the cross entropy of the sampled queries' weights; 0 measures them and learns from outputs alone."""
 
+    block_layers: int | None = Field(default=None, gt=0)
+    """Layers of the teacher in memory at a time: one block after the other learns; null takes all layers at once."""
+
 
 class DistillStage(Section):
     """What the main stage lowers; its steps and learning rates are those of training and optimizer."""

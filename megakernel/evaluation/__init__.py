@@ -4,13 +4,3 @@ from .records import record
 from .result import Evaluation, PositionBucket
 from .run import evaluate_baseline, evaluate_run, evaluate_tasks
 from .subject import Result
-
-__all__ = [
-    "Evaluation",
-    "PositionBucket",
-    "Result",
-    "evaluate_baseline",
-    "evaluate_run",
-    "evaluate_tasks",
-    "record",
-]

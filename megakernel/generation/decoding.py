@@ -36,7 +36,7 @@ class Decoder:
         self.states: list[Any] | None = None
         """One state for each layer; None before the first token."""
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def read(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """Read as many tokens of each text, one or more; logits (B, V) of the tokens after the last."""
         length = len(tokens[0])

@@ -41,6 +41,9 @@ class Behind(NamedTuple):
     tokens: int
     """Of the whole text."""
 
+    seen: frozenset[int] = frozenset()
+    """All different ones of these, which the repetition penalty meets."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -100,7 +103,8 @@ class Text:
         request = self.request
         seen = None
         if request.sampling.repetition_penalty != 1:
-            seen = torch.tensor(sorted({*request.tokens, *self.new_tokens}), dtype=torch.int64)
+            before = request.behind.seen if request.behind else ()
+            seen = torch.tensor(sorted({*before, *request.tokens, *self.new_tokens}), dtype=torch.int64)
         return Draw(request.sampling, uniform(request.seed, request.sample, len(self.new_tokens)), seen)
 
 
@@ -184,7 +188,8 @@ class Engine:
         while self._waiting and self.running < self._max_batch:
             text = self._waiting.popleft()
             before = text.request.behind
-            self._reading.append((text, self.new_decoder() if before is None else before.decoder))
+            # Of what it continues a copy: other texts may go on from there, too.
+            self._reading.append((text, self.new_decoder() if before is None else before.decoder.alone(0)))
         steps: list[Step] = []
         batches = list(self._batches)  # without the text whose prompt ends now: it has its token
         if self._reading:
@@ -208,6 +213,7 @@ class Engine:
         chunk, text.unread = text.unread[:PROMPT_CHUNK], text.unread[PROMPT_CHUNK:]
         logits = decoder.read([chunk])
         if text.unread:
+            self._reading.rotate(-1)  # so that no short prompt waits for the end of a long one
             return []
         self._reading.popleft()
         batch = _Batch(decoder, [text])
@@ -270,7 +276,8 @@ class Engine:
         own = [*text.request.tokens, *text.new_tokens]
         count = (before.tokens if before else 0) + len(own)
         context = [*(before.context if before else ()), *own][-CONTEXT:]
-        return Behind(decoder, context, list(text.unread), count)
+        seen = frozenset(own) | (before.seen if before else frozenset())
+        return Behind(decoder, context, list(text.unread), count, seen)
 
     def _keep(self, batch: _Batch, texts: list[Text]) -> None:
         if texts:
@@ -287,11 +294,17 @@ def _with_probability(token: int, logits: Tensor, count: int) -> Chosen:
     return Chosen(token, float(logs[token]), likeliest)
 
 
+def most_tokens(config: Config) -> int | None:
+    """Of a prompt and what follows it together, where the model has learned positions; None: no limit."""
+    rows = config.model.max_positions or config.training.seq_len
+    return rows + 1 if config.model.position == "learned" else None
+
+
 def check_positions(config: Config, prompt: int, new: int, key: str) -> None:
     """UserError, naming `key`, where `new` tokens behind a prompt are more than the model has positions for."""
-    rows = config.model.max_positions or config.training.seq_len
-    if config.model.position == "learned" and prompt + new > rows + 1:
+    most = most_tokens(config)
+    if most is not None and prompt + new > most:
         raise UserError(
-            f"{key}={new} after a prompt of {prompt} tokens exceeds the model's {rows} learned positions; "
-            f"give at most {max(rows + 1 - prompt, 0)}, or a shorter prompt"
+            f"{key}={new} after a prompt of {prompt} tokens exceeds the model's {most - 1} learned positions; "
+            f"give at most {max(most - prompt, 0)}, or a shorter prompt"
         )

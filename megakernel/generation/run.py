@@ -103,10 +103,10 @@ def generate_texts(
 def prompt_tokens(opened: OpenedModel, prompt: Prompt) -> list[int]:
     """Ids of a prompt. Raises UserError for what is no text, and for messages without a template."""
     if isinstance(prompt, str):
-        _check_text(prompt)
+        check_text(prompt)
         return opened.tokenizer.prompt(prompt)
     for message in prompt:
-        _check_text(message["content"])
+        check_text(message["content"])
     if opened.tokenizer.chat_template is None:
         raise UserError(
             f"the tokenizer of {opened.folder} has no chat_template, so it knows no messages; give a text to continue, "
@@ -127,7 +127,8 @@ def _end_token(tokenizer: Tokenizer, text: str) -> int:
     return found[0]
 
 
-def _check_text(prompt: str) -> None:
+def check_text(prompt: str) -> None:
+    """UserError for a prompt that is no text."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

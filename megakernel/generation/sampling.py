@@ -102,8 +102,10 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
             row[row < sampling.min_p * row.max()] = 0.0
     reached = probabilities.double().cumsum(-1)
     uniforms = torch.tensor([[draw.uniform] for draw in draws], dtype=torch.float64)
-    # The first token whose sum is beyond the number: one of probability 0 never is.
-    return torch.searchsorted(reached, uniforms * reached[:, -1:], right=True)[:, 0].tolist()
+    # The first token whose sum is beyond the number: one of probability 0 never is. Where a model gave what is no
+    # number, none is; the last one lets the other texts of the batch go on.
+    chosen = torch.searchsorted(reached, uniforms * reached[:, -1:], right=True)[:, 0]
+    return chosen.clamp(max=logits.shape[-1] - 1).tolist()
 
 
 def _keep_likeliest(row: Tensor, sampling: Sampling) -> None:
@@ -111,6 +113,9 @@ def _keep_likeliest(row: Tensor, sampling: Sampling) -> None:
     ordered, ids = row.sort(descending=True, stable=True)
     if sampling.top_k is not None:
         ordered[sampling.top_k :] = 0.0
-    # A token counts while those likelier than it do not reach top_p, so the likeliest always does.
+    # A token counts while those likelier than it do not reach top_p, so the likeliest always does, also where float32
+    # has no number as small as top_p.
     before = ordered.cumsum(0) - ordered
-    row[ids] = ordered.where(before < sampling.top_p * ordered.sum(), 0.0)
+    counts = before < sampling.top_p * ordered.sum()
+    counts[0] = True
+    row[ids] = ordered.where(counts, 0.0)

@@ -1,6 +1,6 @@
 """Recurrent states as rows of one batch: they join and leave. All their tensors have rows first."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,30 @@ def rows(tree: Any, chosen: Sequence[int], longest: int) -> Any:
     if isinstance(tree, tuple | list):
         return _made(tree, [rows(x, chosen, longest) for x in tree])
     return tree
+
+
+def named(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors, with the way to each: `3.inner.sums` of the fourth layer."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, tuple | list):
+        for part, x in _parts(tree):
+            yield from named(x, f"{name}.{part}" if name else part)
+
+
+def filled(like: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
+    """The tree that `named` was given, from its tensors and a tree that is like it; KeyError where one is missing."""
+    if isinstance(like, Tensor):
+        return tensors[name]
+    if isinstance(like, tuple | list):
+        return _made(
+            like, [filled(x, tensors, f"{name}.{part}" if name else part) for part, x in _parts(like)]
+        )
+    return like
+
+
+def _parts(tree: tuple | list) -> Iterator[tuple[str, Any]]:
+    return zip(map(str, getattr(tree, "_fields", range(len(tree)))), tree)
 
 
 def _padded(x: Tensor, length: int) -> Tensor:

@@ -36,8 +36,9 @@ def training_flops_per_token(model: Model, seq_len: int, vocab_size: int, predic
 def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, float]:
     """Forward FLOPs per token by part, summed over the layers.
 
-    projections (query, key, value, output), feature_map, landmarks, inverse, state, readout, near (exact attention,
-    windowed or full), far (landmarks and chunks under softmax), summaries (of chunks), convolution, gate, mlp, head.
+    projections (query, key, value, output, decay, output gate), feature_map, landmarks, inverse, state, readout, near
+    (exact attention, windowed or full), far (landmarks and chunks under softmax), summaries (of chunks), convolution,
+    gate, mlp, head.
     Parts that no layer has are absent.
     """
     width, size = model.hidden_size, model.head_size
@@ -61,4 +62,4 @@ def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, floa
 def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[str, float]:
     """Forward FLOPs per token of one layer's attention core, by part."""
     sizes = (model.num_heads, model.kv_heads, model.head_size, model.hidden_size)
-    return attention.spec.flops(Shape(*sizes, model.is_causal, seq_len))
+    return attention.flops(Shape(*sizes, model.is_causal, seq_len))

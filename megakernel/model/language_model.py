@@ -8,11 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megakernel.ops.documents import alike
+
 from .embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
 from .head import ClassifierHead, FinalNorm, OutputHead, mean_loss, token_losses
 from .layer import TransformerLayer
 from .layer_inputs import LayerInputs
 from .linear import column_input
+from .self_attention import rotate_by
 from .settings import ModelSettings
 from .vocabulary_loss import DistillationTarget, LogitScaling
 
@@ -88,6 +91,7 @@ class LanguageModel(nn.Module):
         self.has_head = part.stop == len(specs)
         for index in part:
             self.walk.append(self._build(index, specs[index]))
+        rotate_by(self, settings.model)
 
     def _build(self, index: int, spec: LayerSpec) -> Callable[..., Any]:
         if spec.shared is None:
@@ -141,9 +145,10 @@ class LanguageModel(nn.Module):
         entering: list[Any] = states or [None] * self.settings.model.num_layers
         inputs: LayerInputs = (tokens, positions)
         leaving: list[Any] = []
+        places = alike(positions)
         for layer in self.walk[:-1]:
             if isinstance(layer, TransformerLayer):
-                hidden, state = layer.extend(inputs[0], positions, entering[len(leaving)])
+                hidden, state = layer.extend(inputs[0], places, entering[len(leaving)])
                 inputs = (hidden, positions)
                 leaving.append(state)
             else:

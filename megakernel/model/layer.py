@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakernel.attention import AttentionLayer
 from megakernel.attention.softmax import SoftmaxAttention
+from megakernel.ops.documents import Positions
 from megakernel.ops.layers import swiglu
 from megakernel.parallel import replicated
 
@@ -105,7 +106,7 @@ class TransformerLayer(nn.Module):
             hidden = self._compute(hidden, positions)
         return (hidden, positions, *rest)
 
-    def extend(self, hidden: Tensor, positions: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def extend(self, hidden: Tensor, positions: Positions, state: Any) -> tuple[Tensor, Any]:
         """The same for tokens that follow those already in `state` (None: the beginning); returns the new state."""
         residual, normed = self._enter(hidden)
         output, state = self.self_attention.extend(normed, positions, state)

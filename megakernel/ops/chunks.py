@@ -19,6 +19,16 @@ def chunk_queries(x: Tensor, kv_heads: int, size: int, chunks: int = 1) -> Tenso
     return chunk_keys(x, size, chunks).unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(3, 4)
 
 
+def token_queries(x: Tensor, kv_heads: int) -> Tensor:
+    """`chunk_queries` of one token: (B, H, 1, d) -> (B, H_kv, 1, G, d)."""
+    return x.reshape(len(x), kv_heads, 1, -1, x.shape[-1])
+
+
+def join_token(x: Tensor) -> Tensor:
+    """The inverse: (B, H_kv, 1, G, ...) -> (B, H, 1, ...)."""
+    return x.flatten(1, 3).unsqueeze(2)
+
+
 def join_queries(x: Tensor, heads: int, length: int) -> Tensor:
     """The inverse of `chunk_queries`: (B, H_kv, C, G L, ...) -> (B, H, T, ...)."""
     group = heads // x.shape[1]

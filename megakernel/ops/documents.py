@@ -32,6 +32,22 @@ def position_rows(positions: Positions, length: int, device: torch.device) -> Te
     return positions
 
 
+def alike(positions: Tensor) -> Positions:
+    """One number in place of positions (B, N) where all rows hold one document and stand at the same token of it.
+
+    Ops then make no masks. Positions on another device stay as they are: reading them would make the host wait.
+    """
+    if positions.device.type != "cpu" or torch.compiler.is_compiling():
+        return positions
+    first, *others = positions[:, 0].tolist()
+    if any(other != first for other in others):
+        return positions
+    length = positions.shape[1]
+    if length > 1 and not bool((positions == torch.arange(first, first + length)).all()):
+        return positions
+    return int(first)
+
+
 def window_reach(positions: Tensor, block_size: int, blocks: int) -> Tensor:
     """Tokens before itself in a token's window: of the current block of its document and the `blocks` - 1 before.
 

@@ -44,7 +44,8 @@ class Landmarks(NamedTuple):
 
     def moved(self, places: int) -> "Landmarks":
         """The same landmarks for a shard that begins `places` later."""
-        return self._replace(ends=torch.where(self.ends == MISSING, MISSING, self.ends - places))
+        ends = self._ends()
+        return self._replace(ends=torch.where(ends == MISSING, MISSING, ends - places))
 
     def after(self, other: "Landmarks | None") -> "Landmarks":
         """`other` and these."""

@@ -4,16 +4,25 @@ Inside the ops tokens are dimension 2 of everything that is cut, scanned or carr
 beside each other: (B, H_kv, N, M d).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_priors, check_shift
 
-Rotary = Callable[[Tensor, Tensor], Tensor]
-"""(x (B, H, N, d), positions (B, N)) -> x rotated."""
+
+class Rotary(Protocol):
+    """A rotation of vectors by their positions."""
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x (B, H, N, d) rotated at positions (B, N)."""
+        ...
+
+    def behind(self, x: Tensor) -> Tensor:
+        """Keys x (B, H, n, d) of the last n tokens, turned back by their distance to the last."""
+        ...
 
 
 def pack_keys(k: Tensor) -> Tensor:
@@ -57,8 +66,17 @@ class RotatedEach:
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """`x` rotated at positions (B, N)."""
+        if x.shape[-1] == self.width:
+            return self.rotary(x, positions)
         keys = separate(x, self.width)
         return pack_keys(self.rotary(keys.flatten(1, 2), positions).unflatten(1, keys.shape[1:3]))
+
+    def behind(self, x: Tensor) -> Tensor:
+        """Keys x (B, H, n, M width) turned back by their distance to the last."""
+        if x.shape[-1] == self.width:
+            return self.rotary.behind(x)
+        keys = separate(x, self.width)
+        return pack_keys(self.rotary.behind(keys.flatten(1, 2)).unflatten(1, keys.shape[1:3]))
 
 
 def rotated_each(rotary: Rotary | None, width: int) -> Rotary | None:

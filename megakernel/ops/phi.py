@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.fastfood_features import IMPLEMENTATIONS
 from megakernel.ops.feature_maps import FEATURE_MAPS, FeatureMap, Features, named
-from megakernel.ops.projections import FastFood, Projection
+from megakernel.ops.projections import FastFood, Projection, rows_of
 from megakernel.ops.state import EMPTY, KernelState
 
 
@@ -80,8 +81,17 @@ def start_state(
 ) -> KernelState:
     """The empty state of keys k (B, H_kv, N, d) and values of `value_dim` numbers."""
     batch, heads = k.shape[:2]
-    # The map itself, asked about no token, knows how many features there are and whether they need a scale.
-    phi = features(feature_map, k.detach()[:, :, None, :0].to(accum_dtype(k.dtype)), projection)
-    sums = k.new_zeros(batch, heads, phi.values.shape[-1], value_dim + 1, dtype=accum_dtype(k.dtype))
-    log_scale = sums.new_full((batch, heads), 0.0 if phi.log_scale is None else EMPTY)
-    return KernelState(sums, log_scale)
+    width = k.shape[-1]
+    rows = None if projection is None else rows_of(projection, width)
+    count, has_scale = _count_of(named(feature_map), width, rows)
+    sums = k.new_zeros(batch, heads, count, value_dim + 1, dtype=accum_dtype(k.dtype))
+    return KernelState(sums, sums.new_full((batch, heads), EMPTY if has_scale else 0.0))
+
+
+@lru_cache
+def _count_of(feature_map: FeatureMap, width: int, rows: int | None) -> tuple[int, bool]:
+    """How many features a token of `width` has under a projection to `rows`, and whether they come with a scale."""
+    # The map itself knows, asked about no token.
+    projection = None if rows is None else torch.empty(rows, width, device="meta")
+    phi = features(feature_map, torch.empty(1, 1, 1, 0, width, device="meta"), projection)
+    return phi.values.shape[-1], phi.log_scale is not None

@@ -79,7 +79,7 @@ def pairs(queries: Features, keys: Features, values: Tensor, visible: Tensor) ->
         weights = weights.masked_fill(~visible[:, :, :, :, None], 0.0)
         return Sums(weights.flatten(3, 5) @ values, None)
     # A query's stabilizer is the maximum over the keys it sees: later keys must not reach it even by rounding.
-    logs = torch.where(visible, _existing(keys, values)[..., None, None, :], EMPTY)
+    logs = torch.where(visible, existing(keys, values)[..., None, None, :], EMPTY)
     scale = logs.amax(-1)
     shrink = torch.where(visible, torch.exp(logs - scale[..., None]), 0.0)
     weights = weights * shrink[:, :, :, :, None]
@@ -126,7 +126,7 @@ def _rows(x: Tensor, queries: Features) -> Tensor:
     return x[..., None, :].expand(*x.shape[:-1], heads, length).flatten(-3)
 
 
-def _existing(keys: Features, values: Tensor) -> Tensor:
+def existing(keys: Features, values: Tensor) -> Tensor:
     """Log scales of keys; a key without mass must not set a maximum."""
     assert keys.log_scale is not None
     return keys.log_scale.masked_fill(values[..., -1] == 0, EMPTY)
@@ -148,7 +148,7 @@ def _states(
         decays = alive.to(values.dtype)
         log_scale = torch.zeros_like(state.log_scale)[..., None].expand(-1, -1, alive.shape[2])
     else:
-        logs = _existing(keys, written)
+        logs = existing(keys, written)
         added = logs.amax(-1)
         written = written * torch.exp(logs - added[..., None])[..., None]
         logs = torch.where(alive, torch.cat([state.log_scale[..., None], added], 2)[:, :, None], EMPTY)

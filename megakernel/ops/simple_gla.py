@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megakernel.ops.arguments import check_heads, expand_tokens
-from megakernel.ops.chunks import chunk_keys, chunk_queries, join_queries
+from megakernel.ops.chunks import join_token, token_queries
+from megakernel.ops.decay import Chunks, scaled, scan_tokens
 from megakernel.ops.dispatch import accum_dtype, choose
 from megakernel.ops.documents import (
     Positions,
@@ -15,15 +16,8 @@ from megakernel.ops.documents import (
     open_documents,
     position_rows,
 )
-from megakernel.ops.groups import Tensors, scan_groups
-from megakernel.ops.scan import alive_chunks, chunk_links
+from megakernel.ops.scan import alive_chunks
 from megakernel.ops.state import Exchange, KernelState
-
-CHUNK = 64
-"""Tokens whose pairs are weighed one by one."""
-
-GROUP = 2048
-"""Tokens whose weights and chunk states exist at once, a multiple of CHUNK."""
 
 
 def simple_gla(
@@ -74,7 +68,7 @@ def simple_gla(
         kept = entire.exp().masked_fill(~began_before(positions, q.shape[2], q.device)[:, None], 0.0)
         group = q.shape[1] // k.shape[1]
         entered, kept = (x.repeat_interleave(group, 1) for x in (entered, kept))
-        out = out + (_scaled(q, entered.dtype) @ entered) * kept[..., None]
+        out = out + (scaled(q, entered.dtype) @ entered) * kept[..., None]
     return out.to(v.dtype), leaving
 
 
@@ -82,44 +76,35 @@ def chunked(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Chunks inside groups of tokens, states between them."""
-    varying = None if isinstance(positions, int) else positions[:, None]
-
-    def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
-        q, k, v, log_decay, at = sequences
-        places = positions + start if at is None else at[:, 0]
-        out, leaving = _group(q, k, v, log_decay, places, carry[0])
-        return (out,), (leaving,)
-
-    (out,), (leaving,) = scan_groups(
-        on_group, (state,), (q, k, v, log_decay[..., None], varying), (), group=GROUP
-    )
-    return out, leaving
+    return scan_tokens(_group, (q, k, v, log_decay[..., None]), positions, state)
 
 
 def _group(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, state: Tensor):
-    heads, length, kv_heads = q.shape[1], q.shape[2], k.shape[1]
-    links = chunk_links(positions, length, q.device, CHUNK)
-    chunks, size = links.writes.shape[1:]
-    queries = chunk_queries(_scaled(q, state.dtype), kv_heads, size, chunks)
-    keys, values, logs = (chunk_keys(x.to(state.dtype), size, chunks) for x in (k, v, log_decay))
-    logs = logs[..., 0].cumsum(-1)
-    # Pairs inside a chunk.
-    between = logs[..., :, None] - logs[..., None, :]
-    weights = between.masked_fill(~links.visible[:, None, :, 0], -torch.inf).exp()
-    scores = (queries @ keys.transpose(-1, -2)).unflatten(3, (-1, size)) * weights[:, :, :, None]
+    if q.shape[2] == 1:
+        return _token(q, k, v, log_decay, positions, state)
+    chunks = Chunks.of(q, k, v, log_decay, positions, state.dtype)
     # What every chunk adds, and the states that enter it: a triangular matrix of decays times the additions.
-    left = (logs[..., -1:] - logs).masked_fill(~links.writes[:, None], -torch.inf).exp()
-    added = (keys * left[..., None]).transpose(-1, -2) @ values
-    behind = torch.cat([torch.zeros_like(logs[:, :, :1, -1]), logs[..., -1].cumsum(-1)], -1)
+    added = (chunks.keys * chunks.left[..., None]).transpose(-1, -2) @ chunks.values
+    behind = torch.cat([torch.zeros_like(chunks.whole[..., :1]), chunks.whole.cumsum(-1)], -1)
     decays = behind[..., :, None] - behind[..., None, :]
-    decays = decays.masked_fill(~alive_chunks(links), -torch.inf).exp()
+    decays = decays.masked_fill(~alive_chunks(chunks.links), -torch.inf).exp()
     stack = torch.cat([state[:, :, None], added], 2).flatten(-2)
     states = (decays @ stack).unflatten(-1, added.shape[-2:])
-    kept = logs.exp().masked_fill(~links.reads[:, None, :, 0], 0.0)
-    seen = (queries @ states[:, :, :-1]).unflatten(3, (-1, size)) * kept[:, :, :, None, :, None]
-    out = scores.flatten(3, 4) @ values + seen.flatten(3, 4)
+    out = chunks.weighed(chunks.values, states[:, :, :-1], *q.shape[1:3])
     # A copy: what leaves a group is kept for backward, and a view would keep the states of all chunks with it.
-    return join_queries(out, heads, length), states[:, :, -1].clone()
+    return out, states[:, :, -1].clone()
+
+
+def _token(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, positions: Positions, state: Tensor):
+    """`_group` for one token: it enters the state, and reads it."""
+    q, k, v, kept = (x.to(state.dtype) for x in (q, k, v, log_decay.exp()))
+    if isinstance(positions, Tensor):
+        kept = kept.masked_fill(positions[:, None, :, None] == 0, 0.0)
+    elif positions == 0:
+        kept = torch.zeros_like(kept)
+    state = state * kept + k.transpose(-1, -2) * v
+    out = token_queries(scaled(q, state.dtype), k.shape[1]) @ state[:, :, None]
+    return join_token(out), state
 
 
 def reference(
@@ -139,7 +124,7 @@ def reference(
         # The product of the decays behind each earlier token, and 1 for the token itself.
         row = torch.where(places == place, 1.0, row * log_decay[:, :, place, None].exp())
         products.append(row)
-    weights = (_scaled(q, state.dtype) @ keys.repeat_interleave(group, 1).transpose(-1, -2)) * seen[:, None]
+    weights = (scaled(q, state.dtype) @ keys.repeat_interleave(group, 1).transpose(-1, -2)) * seen[:, None]
     out = (weights * torch.stack(products, 2).repeat_interleave(group, 1)) @ values.repeat_interleave(
         group, 1
     )
@@ -151,8 +136,4 @@ def reference(
         seen_of_it.append(entered.repeat_interleave(group, 1))
         state = state + keys[:, :, place, :, None] * values[:, :, place, None]
     from_before = torch.stack(seen_of_it, 2)
-    return out + (_scaled(q, state.dtype)[..., None, :] @ from_before)[..., 0, :], state
-
-
-def _scaled(q: Tensor, dtype: torch.dtype) -> Tensor:
-    return q.to(dtype) * q.shape[-1] ** -0.5
+    return out + (scaled(q, state.dtype)[..., None, :] @ from_before)[..., 0, :], state

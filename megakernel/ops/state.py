@@ -74,6 +74,13 @@ def keep(state: KernelState, rows: Tensor) -> KernelState:
     return KernelState(sums, torch.where(alive, state.log_scale, EMPTY))
 
 
+def faded(state: KernelState, logs: Tensor) -> KernelState:
+    """What is left of a state times exp(logs), (B, H_kv); the gradient of logs goes through the sums."""
+    logs = logs.to(state.sums.dtype)
+    sums = state.sums * (logs - logs.detach()).exp()[..., None, None]
+    return KernelState(sums, (state.log_scale + logs.detach()).clamp(min=EMPTY))
+
+
 def merge(a: KernelState, b: KernelState) -> KernelState:
     """The state of the keys of `a` and of `b` together; differentiable in both sums."""
     log_scale = torch.maximum(a.log_scale, b.log_scale).detach()

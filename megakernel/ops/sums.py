@@ -108,7 +108,13 @@ def join(near: Sums, far: Sums, share: Tensor | None, finish: Finish) -> tuple[T
 def _quotient(sums: Sums, least: float) -> tuple[Tensor, Tensor]:
     """The mean, and where weights add up to less than `least`, which gives 0."""
     empty = sums.values[..., -1].abs() < least
-    return _Mean.apply(sums.values, empty), empty
+    if torch.is_grad_enabled():
+        return _Mean.apply(sums.values, empty), empty
+    return sums.values[..., :-1] * _inverse(sums.values, empty), empty
+
+
+def _inverse(values: Tensor, empty: Tensor) -> Tensor:
+    return values[..., -1].masked_fill(empty, torch.inf).reciprocal()[..., None]
 
 
 class _Mean(torch.autograd.Function):
@@ -116,7 +122,7 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, values, empty):
-        inverse = values[..., -1].masked_fill(empty, torch.inf).reciprocal()[..., None]
+        inverse = _inverse(values, empty)
         out = values[..., :-1] * inverse
         ctx.save_for_backward(out, inverse)
         return out
@@ -140,12 +146,16 @@ def in_range(found: Found, again: Callable[[], Found]) -> tuple[Tensor, Any]:
     Looking makes the host wait for a GPU, once a call.
     """
     (out, *lost), left = found
-    blind = torch.compiler.is_compiling() or out.is_meta
-    blind = blind or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    if blind or not lost or out.dtype == torch.float64 or not lost[0].any():
+    if not lost or out.dtype == torch.float64 or _is_blind(out) or not lost[0].any():
         return out, left
     (wide_out, *_), left = again()
     return torch.where(lost[0][..., None], wide_out.to(out.dtype), out), left
+
+
+def _is_blind(x: Tensor) -> bool:
+    if torch.compiler.is_compiling() or x.is_meta:
+        return True
+    return x.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def unnormalized(sums: Sums) -> Tensor:

@@ -17,7 +17,7 @@ from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, ends_block, pad_positions, position_rows, window_reach
 from megakernel.ops.mixture import Rotary, each_key, merged_components, shifted
 from megakernel.ops.state import EMPTY
-from megakernel.ops.sums import Sums, with_ones
+from megakernel.ops.sums import Sums, normalized, with_ones
 
 
 class Tail(NamedTuple):
@@ -37,6 +37,15 @@ class Tail(NamedTuple):
             torch.cat([self.keys, k[:, :, -count:]], 2)[:, :, -count:],
             torch.cat([self.values, v[:, :, -count:]], 2)[:, :, -count:],
         )
+
+    def and_token(self, k: Tensor, v: Tensor) -> "Tail":
+        """These tokens and one more: what `recent` looks at, and the tail behind that token without its oldest."""
+        return Tail(torch.cat([self.keys, k], 2), torch.cat([self.values, v], 2))
+
+    @property
+    def without_oldest(self) -> "Tail":
+        """The same with a token less."""
+        return Tail(self.keys[:, :, 1:], self.values[:, :, 1:])
 
 
 def empty_tail(k: Tensor, v: Tensor, count: int) -> Tail:
@@ -123,6 +132,55 @@ def rotate_keys(rotary: Rotary, tail: Tensor, k: Tensor, positions: Tensor) -> t
     return both.narrow(2, 0, count), both.narrow(2, count, k.shape[2])
 
 
+class Recent(NamedTuple):
+    """What one token sees of the tokens before it, and itself last."""
+
+    keys: Tensor
+    """(B, H_kv, W, d) as they lie in a tail."""
+
+    values: Tensor
+    """(B, H_kv, W, D)"""
+
+    visible: Tensor | None
+    """(B, W) bool; None where all rows see all of them."""
+
+    def softmax(self, q: Tensor, rotary: Rotary | None, priors: Tensor | None, shift: Tensor | None) -> Sums:
+        """Sums (B, H_kv, 1, G, D + 1) of queries (B, H, 1, d) that nobody has rotated; tensors float32 or better."""
+        visible = None if self.visible is None else self.visible[:, None, None]
+        queries = chunk_queries(q, self.keys.shape[1], 1)
+        keys, values = self._turned(rotary, shift)[:, :, None], with_ones(self.values)[:, :, None]
+        if visible is None and priors is not None:
+            visible = torch.ones(1, 1, 1, keys.shape[3], dtype=torch.bool, device=keys.device)
+        return softmax_pairs(queries, keys, values, visible, priors)
+
+    def softmax_mean(
+        self, q: Tensor, rotary: Rotary | None, priors: Tensor | None, shift: Tensor | None
+    ) -> Tensor:
+        """The same, normalized: (B, H, 1, D)."""
+        if priors is not None:
+            return join_queries(normalized(self.softmax(q, rotary, priors, shift)), q.shape[1], 1)
+        mask = None if self.visible is None else self.visible[:, None, None]
+        grouped = q.shape[1] != self.keys.shape[1]
+        keys = self._turned(rotary, shift)
+        return F.scaled_dot_product_attention(q, keys, self.values, attn_mask=mask, enable_gqa=grouped)
+
+    def _turned(self, rotary: Rotary | None, shift: Tensor | None) -> Tensor:
+        keys = shifted(self.keys, shift)
+        return rotary.behind(keys) if rotary else keys
+
+
+def recent(tail: Tail, positions: Positions, block_size: int, blocks: int, dtype: torch.dtype) -> Recent:
+    """The window of the last of at least b * blocks + 1 tokens, which stands at `positions`; in a dtype."""
+    keys, values, visible = *tail, None
+    if isinstance(positions, int):
+        reach = min(positions, positions % block_size + (blocks - 1) * block_size)
+        keys, values = keys[:, :, -reach - 1 :], values[:, :, -reach - 1 :]
+    else:
+        back = torch.arange(keys.shape[2] - 1, -1, -1, device=keys.device)
+        visible = back <= window_reach(positions, block_size, blocks)
+    return Recent(keys.to(dtype), values.to(dtype), visible)
+
+
 def attended(
     q: Tensor, k: Tensor, tail: Tail, positions: Positions, window: LocalWindow, shift: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,19 +195,21 @@ def attended(
 
 
 def softmax_pairs(
-    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, priors: Tensor | None = None
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, priors: Tensor | None = None
 ) -> Sums:
     """Sums with weights exp(q.k / sqrt(d)) over windows, or sum_r pi_r exp(q.k_r / sqrt(d)) where M keys stand.
 
     queries: (B, H_kv, C, G L, d); keys: (B, H_kv, C, W, d), or (B, H_kv, C, W, M d) with priors pi (H_kv, M); values:
-    (B, H_kv, C, W, D + 1); visible: (B, C, L, W).
+    (B, H_kv, C, W, D + 1); visible: (B, C, L, W), or None, without priors, of queries that see all keys.
     """
-    seen = visible[:, None]
+    seen = None if visible is None else visible[:, None]
     if priors is not None:
+        assert seen is not None
         keys, seen = each_key(keys, seen, priors)
     scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-1, -2)
-    scores = scores.unflatten(3, (-1, visible.shape[2]))
-    scores = scores.masked_fill(~seen[:, :, :, None], -torch.inf).flatten(3, 4)
+    if seen is not None:
+        scores = scores.unflatten(3, (-1, seen.shape[3]))
+        scores = scores.masked_fill(~seen[:, :, :, None], -torch.inf).flatten(3, 4)
     log_scale = scores.detach().amax(-1).clamp(min=EMPTY)
     weights = torch.exp(scores - log_scale[..., None])
     if priors is not None:
@@ -173,6 +233,9 @@ def window_sums(
     `window_attention`.
     """
     heads, length, dtype = q.shape[1], q.shape[2], accum_dtype(q.dtype)
+    if length == 1:
+        seen = recent(tail.and_token(k, v), positions, window.block_size, window.blocks, dtype)
+        return rows_of_queries(seen.softmax(q.to(dtype), window.rotary, priors, shift), heads, 1)
     layout = cut(positions, length, q.device, block_size=window.block_size, blocks=window.blocks)
     queries, past, keys = attended(q, k, tail, positions, window, shift)
     chunks, size = layout.places.shape[1:]

@@ -9,7 +9,7 @@ from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import by_component, first_key, pack_keys, rotated_each
 from megakernel.ops.sums import normalized
-from megakernel.ops.window import LocalWindow, Rotary, Tail, attended, empty_tail, window_sums
+from megakernel.ops.window import LocalWindow, Rotary, Tail, attended, empty_tail, recent, window_sums
 
 GROUP = 4096
 """Tokens whose windows exist at once; the next multiple of a block is taken."""
@@ -77,6 +77,12 @@ def chunked(
     def on_group(start: int, carry: Tensors, sequences: Tensors, shared: Tensors):
         q, k, v, at = sequences
         tail, places = Tail(*carry), positions + start if at is None else at[:, 0]
+        if q.shape[2] == 1:
+            joined = tail.and_token(k, v)
+            dtype = accum_dtype(q.dtype)
+            seen = recent(joined, places, window.block_size, window.blocks, dtype)
+            out = seen.softmax_mean(q.to(dtype), window.rotary, *shared)
+            return (out.to(v.dtype),), tuple(joined.without_oldest)
         sums = window_sums(q, k, v, tail, places, window, *shared)
         return (normalized(sums).to(v.dtype),), tuple(tail.after(k, v))
 

@@ -23,6 +23,9 @@ from megakernel.parallel.axis import Axis
 from megakernel.parallel.exchange_way import parts
 from megakernel.parallel.traffic import Traffic
 
+LARGEST_LOG = 80.0
+"""Of a float32."""
+
 
 class Place(NamedTuple):
     """Where a process stands in the order in which shards are read."""
@@ -315,7 +318,9 @@ class _Start(torch.autograd.Function):
         of_sums, of_factor = ctx.exchange.finish_backward(), None
         if ctx.needs_input_grad[2]:
             sums, log_scale = ctx.exchange.entered
-            of_factor = (of_sums * sums).sum((-1, -2)) * torch.exp(log_scale - ctx.log_scale)
+            # Of a shard that adds next to nothing, or has no scale, the gradient vanishes before this overflows.
+            scale = torch.exp((log_scale - ctx.log_scale).clamp(max=LARGEST_LOG))
+            of_factor = (of_sums * sums).sum((-1, -2)) * scale
         return of_sums, None, of_factor, None
 
 

@@ -8,6 +8,8 @@ from megakernel.checkpoint.adapter import read_adapter
 from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.reshape import reshape
+from megakernel.checkpoint.universal import WholeTensors
+from megakernel.checkpoint.universal_load import Comparison
 from megakernel.checkpoint.weight_source import WeightSource
 from megakernel.config import Lora, Model, UserError
 from megakernel.model.self_attention import is_new
@@ -55,10 +57,27 @@ def start_from_weights(
     if remark := ranks.first(lambda: found.check_tokenizer(corpora)):
         note(remark)
     tensors = found.tensors(model)
-    refused = tensors.unlike(model) if isinstance(tensors, DenseCheckpoint) else []
     comparison = engine.load_weights(tensors)
+    check_weights(found, tensors, comparison, model, engine.engine.module.settings.vocab_size)
+    note(f"weights from {source}")
+    for names, what in (
+        (comparison.missing, "missing there and new here"),
+        (comparison.unexpected, "left out"),
+    ):
+        if names:
+            note(f"{len(names)} weights {what}: {in_layers(names)}")
+
+
+def check_weights(
+    found: WeightSource, tensors: WholeTensors, comparison: Comparison, model: Model, vocab_size: int
+) -> None:
+    """Raise UserError, a line for each reason, where weights found by init.from are not those of a model.
+
+    tensors: of the source, for the model. comparison: of them with the model's. vocab_size: of the data.
+    """
+    refused = tensors.unlike(model) if isinstance(tensors, DenseCheckpoint) else []
     remedy = "give the model the checkpoint's sizes, or choose another checkpoint"
-    misfits = [*found.other_words(engine.engine.module.settings.vocab_size), *comparison.misshapen]
+    misfits = [*found.other_words(vocab_size), *comparison.misshapen]
     refused += [f"{line}; {remedy}" for line in misfits]
     if isinstance(tensors, DenseCheckpoint):
         lost = [name for name in comparison.missing if not is_new(name)]
@@ -67,14 +86,7 @@ def start_from_weights(
             f"{name} of the checkpoint is not in the model; {remedy}" for name in comparison.unexpected
         ]
     if refused:
-        raise UserError("\n".join(f"init.from={source}: {line}" for line in refused))
-    note(f"weights from {source}")
-    for names, what in (
-        (comparison.missing, "missing there and new here"),
-        (comparison.unexpected, "left out"),
-    ):
-        if names:
-            note(f"{len(names)} weights {what}: {in_layers(names)}")
+        raise UserError("\n".join(f"{found.key}={found.folder}: {line}" for line in refused))
 
 
 def start_with_adapter(

@@ -16,8 +16,10 @@ from megakernel.parallel.ranks import Ranks
 from megakernel.training.observing.observed import Providers
 from megakernel.training.resume import find_moments
 from megakernel.training.run_folder import RunFolder, RunLock, write_whole
+from megakernel.training.stop_requests import Stop
 from megakernel.training.trainer import Trainer
 
+from .blocks import BlockTransfer
 from .identity import Preflight, preflight
 from .report import write_events
 from .stages import Stage, stages
@@ -83,7 +85,7 @@ class Uptraining:
                     self._note(
                         f"with parallel.zero_stage={zero}, which saves weights that are not trained, too"
                     )
-                stop = Trainer(stage.config, self.mesh, self.providers, inside=[self.folder]).run()
+                stop = self._train(stage)
                 gc.collect()  # engines hold themselves in circles
                 if stop:
                     return stop.exit_status
@@ -101,6 +103,13 @@ class Uptraining:
         )
         self._note(f"done; next: megakernel {evaluate}   megakernel {export}")
         return 0
+
+    def _train(self, stage: Stage) -> Stop:
+        transfer = self.uptrain.transfer
+        if stage.config.objective.kind == "transfer" and transfer is not None and transfer.block_layers:
+            options = self.mesh, self.providers, [self.folder], self._note
+            return BlockTransfer(stage.config, transfer.block_layers, *options).run()
+        return Trainer(stage.config, self.mesh, self.providers, inside=[self.folder]).run()
 
     def _reads(self, moments: Path, source: WeightSource) -> bool:
         """Whether a stage still has to begin with these moments; one that has a checkpoint goes on with its own."""

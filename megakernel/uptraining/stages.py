@@ -273,7 +273,7 @@ def _base(attention: Attention, kind: str) -> Attention:
     assert isinstance(attention.compression, BlockCompression)
     if kind == "kernel":
         return _with_rank(attention, attention.compression.block_size)
-    tree = _plain(attention) | {"similarity": "softmax", "feature_map": None}
+    tree = _plain(attention) | {"similarity": "softmax", "feature_map": None, "far_decay": "none"}
     tree["near"] = tree["near"] | {"kind": "softmax", "join": "shared"}
     return Attention.model_validate(tree)
 

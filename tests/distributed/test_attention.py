@@ -26,6 +26,7 @@ def is_cut_by_time_and_heads(preset):
 TWO_BLOCKS = "flurka, two blocks, shared join, rotated landmarks"
 FORMS = {name: name for name in PRESETS if is_cut_by_time_and_heads(name)} | {
     "flurka": {"preset": "flurka", "compression": {"block_size": BLOCK, "rank": 2}},
+    "flurka_decay": {"preset": "flurka_decay", "compression": {"block_size": BLOCK, "rank": 2}},
     "flurka_kernel": {"preset": "flurka_kernel", "compression": {"block_size": BLOCK, "rank": 2}},
     "linformer_causal": {"preset": "linformer_causal", **BLOCKS},
     "eva": {"preset": "eva", "eva": {"window_size": BLOCK, "chunk_size": 4, "overlap": True}},

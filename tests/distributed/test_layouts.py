@@ -89,6 +89,13 @@ DENSE_PARTS = (
 )
 """What families of dense checkpoints have beyond a Llama."""
 
+RECURRENT = (
+    *("model.attention=mamba2", "model.num_layers=3", "model.num_kv_heads=2", "model.position=none"),
+    "model.attention_pattern=[main, gated_deltanet, {preset: flurka, compression: {block_size: 16, rank: 4},"
+    "short_convolution: 3, output_norm: true, output_gate: sigmoid, far_decay: gate}]",
+)
+"""States that decay or correct themselves, and what layers have around a mechanism."""
+
 VARIANTS = {
     "tied rope swiglu rmsnorm": ((), LAYOUTS),
     "untied learned gelu layernorm biases": (
@@ -115,6 +122,16 @@ VARIANTS = {
     "learned kernels": (
         LEARNED_KERNELS,
         ["tp2", "cp2", "tp2 pp2 selective recompute", "dp2 zero 3", "dp2 zero 1 full recompute"],
+    ),
+    "recurrent": (
+        RECURRENT,
+        [
+            "tp2 sequence parallel",
+            "cp4 states passed on",
+            "tp2 cp2",
+            "tp2 sequence parallel cp2 zero 3",
+            "pp2 dp2 zero 1",
+        ],
     ),
 }
 LONG = [(variant, name, 5) for variant, (_, names) in VARIANTS.items() for name in names]

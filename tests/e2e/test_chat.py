@@ -6,9 +6,11 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.cli import main
+from megakernel.checkpoint.opened import find
 from megakernel.evaluation import evaluate_run
 from tests.chats import CHATML, PLAIN, said, saved, write_chats
 from tests.distributed.training_run import assert_alike, layout, metrics, scalars, train, write_config
+from tests.serving import served
 from tests.tiers import tiered
 
 ANSWERS = {
@@ -88,6 +90,22 @@ def test_a_tuned_model_answers_in_its_template(question, tuned, capsys):
     )
     # The end of the document ends the answer.
     assert capsys.readouterr().out == f"{prompt}{ANSWERS[question]}\n\n"
+
+
+@pytest.mark.second
+def test_a_server_answers_in_the_template_too(tuned):
+    with served(find(tuned)) as server:
+        for question, answer in ANSWERS.items():
+            asked = {
+                "model": "small",
+                "messages": said(question),
+                "temperature": 0,
+                "extra_body": {"session": "s"},
+            }
+            found = server.client.chat.completions.create(**asked)
+            assert found.choices[0].message.content == f"{answer}\n"
+            assert found.choices[0].finish_reason == "stop"
+            server.client.delete("/sessions/s", cast_to=object)
 
 
 @pytest.mark.second

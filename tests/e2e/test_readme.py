@@ -1,4 +1,4 @@
-"""The README, the quickstart and the guides to long context and to tuning, typed in as they stand."""
+"""The README, the quickstart and the guides to long context, tuning and serving, typed in as they stand."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/quickstart.md", "docs/long_context.md", "docs/tuning.md")
+PAGES = ("README.md", "docs/quickstart.md", "docs/long_context.md", "docs/tuning.md", "docs/serving.md")
 PROGRAMS = {"megakernel": "launch.cli", "tensorboard": "tensorboard.main"}
 """Program -> its module, so that this checkout and this Python run, installed or not."""
 
@@ -90,6 +90,22 @@ def scalars_in_tensorboard(command, folder, run, tag):
     return {step: value for _, step, value in series}
 
 
+def answers_of_a_server(command, folder):
+    """What the page's script says that asks the server that `command` starts; of a model without chats its name."""
+    server = start(command, folder, "--port", "0", stdout=subprocess.PIPE)
+    try:
+        address = re.search(r"http://\S+", "".join(iter_until(server.stdout, "http://")))
+        assert address
+        health = json.load(build_opener(ProxyHandler({})).open(f"{address[0]}/health"))
+        if not health["chat"]:
+            return health["model"]
+        script = (folder / "ask.py").read_text().replace("http://127.0.0.1:8000", address[0])
+        return subprocess.check_output([sys.executable, "-c", script], cwd=folder, text=True)
+    finally:
+        server.terminate()
+        server.communicate()
+
+
 def iter_until(lines, text):
     """The lines up to the first that holds a text."""
     for line in lines:
@@ -121,6 +137,9 @@ def test_every_command_does_what_the_pages_say(folder):
         if command.startswith("tensorboard"):
             shown = scalars_in_tensorboard(command, folder, "first/tensorboard", "train/loss")
             assert shown == pytest.approx(metric(folder / "runs/first", "train/loss"), rel=1e-6)  # float32
+            continue
+        if command.startswith("megakernel serve"):
+            assert answers_of_a_server(command, folder)
             continue
         assert any(run(command, folder)), f"{command} says nothing"
     losses, sharded = (metric(folder / "runs" / run, "train/loss") for run in ("first", "sharded"))

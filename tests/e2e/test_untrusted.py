@@ -57,13 +57,10 @@ def commands(run: Path, out: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("pattern", [MODEL, OPTIMIZER])
-def test_no_command_runs_the_code_of_a_run(pattern, run, tmp_path, capsys):
+def test_no_command_runs_the_code_of_a_run(pattern, run, tmp_path, refused):
     foreign = planted(run, tmp_path / "foreign", pattern)
     for command in commands(foreign, tmp_path):
-        assert main(command) == 2, command
-        said = capsys.readouterr().err.strip().splitlines()
-        assert len(said) == 1, (command, said)
-        assert "posix.mkdir, which is code" in said[0], command
+        assert "posix.mkdir, which is code" in refused(*command), command
         assert not (tmp_path / "harm").exists(), command
 
 
@@ -153,31 +150,27 @@ def test_a_start_goes_on_from_the_checkpoint_before_a_damaged_one(run, config, t
     assert file.read_bytes() == saved, "converted again"
 
 
-def test_commands_take_the_checkpoint_before_a_damaged_one(run, tmp_path, capsys, caplog):
+def test_commands_take_the_checkpoint_before_a_damaged_one(run, tmp_path, capsys, caplog, refused):
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     flip(next((copy / "checkpoints/step_4").glob(OPTIMIZER)), 0.5)
     assert main(["reshape", str(copy)]) == 0
     assert "step_2" in capsys.readouterr().out
     assert "step_4 cannot be used" in caplog.text
-    assert main(["reshape", str(copy), "--step", "4"]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert re.search("step 4 .*damaged", said)
+    assert re.search("step 4 .*damaged", refused("reshape", copy, "--step", 4))
 
 
-def test_a_configuration_is_data(run, tmp_path, capsys):
+def test_a_configuration_is_data(run, tmp_path, refused):
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     text = (copy / "config.yaml").read_text()
     call = f"!!python/object/apply:os.mkdir ['{tmp_path / 'harm'}']"
     (copy / "config.yaml").write_text(text.replace("seed: 7", f"seed: {call}"))
     assert call in (copy / "config.yaml").read_text()
     for command in commands(copy, tmp_path)[:-1]:
-        assert main(command) == 2, command
-        (said,) = capsys.readouterr().err.splitlines()
-        assert "is not YAML (could not determine a constructor for the tag" in said
+        assert "is not YAML (could not determine a constructor for the tag" in refused(*command)
     assert not (tmp_path / "harm").exists()
 
 
-def test_the_code_beside_a_dense_model_is_not_run(tmp_path, monkeypatch, capsys):
+def test_the_code_beside_a_dense_model_is_not_run(tmp_path, monkeypatch, capsys, refused):
     """Nor are its pickled weights read, nor is anybody asked whether they should be."""
     monkeypatch.setattr("builtins.input", lambda question: "y")
     folder = tmp_path / "llama"
@@ -190,7 +183,5 @@ def test_the_code_beside_a_dense_model_is_not_run(tmp_path, monkeypatch, capsys)
     assert main(["import", str(folder)]) == 0
     assert "logits are those of transformers" in capsys.readouterr().err
     (folder / "model.safetensors").unlink()
-    assert main(["import", str(folder)]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert "pytorch_model.bin is pickled: save it again" in said
+    assert "pytorch_model.bin is pickled: save it again" in refused("import", folder)
     assert not (tmp_path / "harm").exists()

@@ -3,11 +3,13 @@
 import os
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main
+from tests.slurm.submitting import TAKES_JOBS, node_states, take_jobs_again
 
 REPOSITORY = Path(__file__).parents[2]
 LOCAL_CLUSTER = REPOSITORY / "slurm" / "local_cluster"
@@ -85,3 +87,12 @@ def place(cluster, tmp_path_factory):
         (folder / "run.yaml").write_text(CONFIG)
         yield folder
         subprocess.run(["scancel", "--user=root", "--quiet"], check=False)
+
+
+@pytest.fixture(autouse=True)
+def nodes_that_take_jobs(cluster):
+    """One test's lost node is not the next one's: what is found unfit is told, and mended."""
+    for node, state in node_states().items():
+        if not state.startswith(TAKES_JOBS):
+            warnings.warn(f"{node} was {state} before this test; its slurmd was started again", stacklevel=1)
+            take_jobs_again(node)

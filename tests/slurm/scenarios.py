@@ -26,6 +26,7 @@ from tests.slurm.submitting import (
     losses,
     megakernel,
     scontrol,
+    start_slurmd,
     status,
     story,
     submit,
@@ -87,10 +88,6 @@ def fill_disk(run: str, job: str) -> None:
             file.write(bytes(1 << 16))
 
 
-def start_slurmd() -> None:
-    subprocess.run(["slurmd", "-N", "n2"], check=True)
-
-
 SCENARIOS = (
     Scenario("preempted by another partition", take_both_nodes),
     Scenario("time limit", lambda run, job: scontrol("update", f"JobId={job}", "TimeLimit=2")),
@@ -101,10 +98,10 @@ SCENARIOS = (
     Scenario(
         "a node's slurmd is killed",
         lambda run, job: os.kill(daemon("slurmd.n2"), signal.SIGKILL),
-        start_slurmd,
+        lambda: start_slurmd("n2"),
         notices=False,
     ),
-    Scenario("one of two nodes is gone", lambda run, job: crash("n2"), start_slurmd),
+    Scenario("one of two nodes is gone", lambda run, job: crash("n2"), lambda: start_slurmd("n2")),
     Scenario("slurmctld restarts", restart_slurmctld, notices=False),
     Scenario(
         "the disk is full", fill_disk, lambda: Path("runs/ballast").unlink(missing_ok=True), notices=False

@@ -68,15 +68,25 @@ def until_state(run: str, *states: str, seconds: float = 240.0) -> dict:
     try:
         return until(there, seconds)
     except AssertionError:
-        logs = "\n".join(
-            f"== {log}\n{log.read_text()[-1500:]}" for log in Path("runs", run).glob("logs/**/*.*")
-        )
-        raise AssertionError(f"{run} never was {' or '.join(states)}: {seen[-1]}\n{logs}") from None
+        raise AssertionError(f"{run} never was {' or '.join(states)}\n{_whole_story(run)}") from None
 
 
 def until_step(run: str, step: int) -> None:
     """Wait until the run has logged a step."""
-    until(lambda: any(line["step"] >= step for line in metrics(run)))
+    try:
+        until(lambda: any(line["step"] >= step for line in metrics(run)))
+    except AssertionError:
+        raise AssertionError(f"{run} never came to step {step}\n{_whole_story(run)}") from None
+
+
+def _whole_story(run: str) -> str:
+    """What its status, its logs and the cluster say."""
+    nodes = subprocess.run(["sinfo", "--Node", "--long"], capture_output=True, text=True).stdout
+    queue = subprocess.run(["squeue"], capture_output=True, text=True).stdout
+    cluster = Path(os.environ["SLURM_CONF"]).parent / "log"
+    files = [*Path("runs", run).glob("logs/**/*.*"), *cluster.glob("slurm*.log")]
+    logs = "\n".join(f"== {file}\n{file.read_text(errors='replace')[-1500:]}" for file in files)
+    return f"{status(run)}\n{nodes}{queue}{logs}"
 
 
 def metrics(run: str) -> list[dict]:
@@ -121,6 +131,31 @@ def process_of(job: str, rank: int) -> int:
 def kill(job: str, rank: int, number: int) -> None:
     """Signal one rank of a job."""
     os.kill(process_of(job, rank), number)
+
+
+def start_slurmd(node: str) -> None:
+    subprocess.run(["slurmd", "-N", node], check=True)
+
+
+def node_states() -> dict[str, str]:
+    """Node -> its state and, where an administrator or Slurm gave one, the reason."""
+    words = ["sinfo", "--noheader", "--Node", "--format=%N %T (%E)"]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    return dict(line.split(maxsplit=1) for line in shown.splitlines())
+
+
+def take_jobs_again(node: str) -> None:
+    """Start the node's slurmd anew, whatever is left of it, and have Slurm use the node."""
+    crash(node)
+    start_slurmd(node)
+    until(lambda: "*" not in node_states()[node], seconds=60)
+    if not node_states()[node].startswith(TAKES_JOBS):
+        scontrol("update", f"NodeName={node}", "State=RESUME")
+    until(lambda: node_states()[node].startswith(TAKES_JOBS), seconds=60)
+
+
+TAKES_JOBS = ("idle (", "mixed (", "allocated (", "completing (")
+"""How the states begin of a node that answers and takes jobs."""
 
 
 def crash(node: str) -> None:

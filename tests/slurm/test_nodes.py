@@ -22,6 +22,7 @@ from tests.slurm.submitting import (
     losses,
     megakernel,
     scontrol,
+    start_slurmd,
     status,
     story,
     submit,
@@ -172,12 +173,17 @@ def test_a_run_whose_node_is_lost_goes_on(place):
 @pytest.fixture
 def impatient_slurm(place):
     """It gives up a node that does not answer after 60 s, not after 300."""
-    file = Path(os.environ["SLURM_CONF"])
-    usual = file.read_text()
-    file.write_text(f"{usual}SlurmdTimeout=60\n")
-    scontrol("reconfigure")
+    usual = Path(os.environ["SLURM_CONF"]).read_text()
+    configure_slurm(f"{usual}SlurmdTimeout=60\n")
     yield
-    file.write_text(usual)
+    configure_slurm(usual)
+
+
+def configure_slurm(text: str) -> None:
+    # Replaced, never rewritten: slurmd reads it a while after scontrol has ended, and ends itself at half a file.
+    new = Path(os.environ["SLURM_CONF"] + ".new")
+    new.write_text(text)
+    new.replace(os.environ["SLURM_CONF"])
     scontrol("reconfigure")
 
 
@@ -207,7 +213,7 @@ def test_a_node_that_crashes_under_a_job_of_two_nodes_costs_the_steps_since_the_
     assert ended["step"] >= 10
     if not comes_back:
         until(lambda: status(run)["state"] == "PENDING", seconds=400)
-    subprocess.run(["slurmd", "-N", "n2"], check=True)
+    start_slurmd("n2")
     done = until_state(run, "COMPLETED", "FAILED")
     assert (done["state"], done["nodes"]) == ("COMPLETED", "n[1-2]")
     # Slurm itself starts a job again whose node it has given up. What it meant for the first start may end the second.
@@ -225,7 +231,7 @@ def test_a_job_with_a_spare_node_starts_again_inside_itself(place, impatient_slu
     until_step("inside", 15)
     crash("n2")
     done = until_state("inside", "COMPLETED", "FAILED", seconds=400)
-    subprocess.run(["slurmd", "-N", "n2"], check=True)
+    start_slurmd("n2")
     assert (done["state"], done["restarts"]) == ("COMPLETED", 1)
     assert last("inside", "lost")["nodes"] == ["n2"]
     assert story("inside", job) == ["submitted", "started", "ended", "lost", "started", "ended"]

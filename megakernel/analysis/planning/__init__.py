@@ -3,22 +3,3 @@
 from .gpus import ACCURACY, GPUS, RATES, RATES_SOURCE, RATES_TEXT, Gpu
 from .layout import CPU, GPU, Job, Layout
 from .plan import WAYS, Plan, Planned, efficiency, plan, scaling
-
-__all__ = [
-    "ACCURACY",
-    "CPU",
-    "GPU",
-    "GPUS",
-    "RATES",
-    "RATES_SOURCE",
-    "RATES_TEXT",
-    "WAYS",
-    "Gpu",
-    "Job",
-    "Layout",
-    "Plan",
-    "Planned",
-    "efficiency",
-    "plan",
-    "scaling",
-]

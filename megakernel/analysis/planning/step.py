@@ -133,7 +133,8 @@ def _work(job: Job, stage: int, gpu: Gpu) -> tuple[Parts, Parts]:
 def _layer(job: Job, index: int, gpu: Gpu) -> tuple[Parts, Parts]:
     attention = job.attentions[index]
     whole = job.measured(index, "none")
-    softmax = attention.weighs_every_pair or attention.feature_map is None
+    is_state_alone = attention.feature_map is not None or attention.spec.exchanges == ("state",)
+    softmax = attention.weighs_every_pair or not is_state_alone
     products = sum(attention_flops(job.model, attention, job.seq_len).values()) / job.layout.tensor
     forward = {
         "matrices": job.tokens * _matrix_flops(job, attention) / gpu.flops("matrix", job.element),

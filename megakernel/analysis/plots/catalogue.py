@@ -2,17 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from megakernel.config import Attention, Config, UserError
 
-from .table import Plot
+from .table import Plot, Row
+
+if TYPE_CHECKING:
+    from .subject import Subject
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """One analysis; the module of its name has `measure(subject) -> rows`."""
+    """One analysis."""
 
-    name: str
+    place: str
+    """MODULE.NAME: that module has `measure_NAME(subject) -> rows`."""
+
     shows: str
     """What, in one line."""
 
@@ -32,6 +39,17 @@ class Analysis:
 
     fits: Callable[[Attention], bool] = lambda form: True
     """Whether a layer of this attention has it."""
+
+    @property
+    def name(self) -> str:
+        """As `--what` takes it."""
+        return self.place.partition(".")[2]
+
+    def measure(self, subject: "Subject") -> Sequence[Row]:
+        """The rows of its table."""
+        module, _, name = self.place.partition(".")
+        found: Sequence[Row] = getattr(import_module(f"{__package__}.{module}"), f"measure_{name}")(subject)
+        return found
 
     def applies(self, config: Config) -> bool:
         """Whether a layer of the run has what it needs."""
@@ -59,13 +77,13 @@ _NOISE = "source of noise that training redraws"
 
 _ALL = (
     Analysis(
-        "attention",
+        "matrices.attention",
         "attention matrices of one sample, as images",
         "Transformer-MGK, figures 2, 6, 9",
         [Plot("cells", "", "key", "query", "weight", "head", each="layer", downwards=True, decades=4)],
     ),
     Analysis(
-        "singular_values",
+        "spectra.singular_values",
         "singular values of attention matrices and of outputs",
         "FLuRKA, figure 1; Skyformer, figure 4",
         [Plot("lines", "", "index", "value", "head", "layer", each="of", log_y=True)],
@@ -73,7 +91,7 @@ _ALL = (
         ("of", *_HEADS),
     ),
     Analysis(
-        "ranks",
+        "spectra.ranks",
         "ranks of attention matrices over samples and heads",
         "Transformer-MGK, figures 2, 7; FLuRKA, figure 1",
         [Plot("distributions", name, name, "layer") for name in ("rank", "stable_rank")],
@@ -81,7 +99,7 @@ _ALL = (
         _HEADS,
     ),
     Analysis(
-        "span",
+        "reach.span",
         "attention span, and weight far away and beyond the near window",
         "",
         [Plot("cells", name, "head", "layer", name) for name in _REACHES],
@@ -89,7 +107,7 @@ _ALL = (
         ("layer",),
     ),
     Analysis(
-        "gates",
+        "reach.gates",
         "how gates divide queries between near and far",
         "",
         [Plot("lines", "histogram", "near", "share", "head", "layer", steps=True)],
@@ -99,7 +117,7 @@ _ALL = (
         _has_gate,
     ),
     Analysis(
-        "covariances",
+        "spectra.covariances",
         "eigenvalues of learned covariances",
         f"{_KL}, tables 4, 9-12",
         [Plot("lines", "eigenvalues", "index", "eigenvalue", "head", "layer", log_y=True)],
@@ -109,7 +127,7 @@ _ALL = (
         lambda form: form.feature_map is not None and form.feature_map.is_gmm,
     ),
     Analysis(
-        "kernel_deviation",
+        "noise.kernel_deviation",
         "relative standard deviation of kernel estimates over draws",
         f"{_KL}, section 4.1",
         [Plot("cells", "deviation", "head", "layer", "deviation", first="sample")],
@@ -119,7 +137,7 @@ _ALL = (
         _has_noisy_kernel,
     ),
     Analysis(
-        "voting",
+        "noise.voting",
         "inconsistency of predictions over draws, and the gain of a vote",
         f"{_KL}, figure 5",
         [
@@ -132,7 +150,7 @@ _ALL = (
         lambda form: form.redraws,
     ),
     Analysis(
-        "gradients",
+        "noise.gradients",
         "deviation and size of the head's gradients over draws",
         f"{_KL}, table 14",
         [Plot("distributions", name, name) for name in ("deviation", "absolute_mean")],
@@ -142,7 +160,7 @@ _ALL = (
         lambda form: form.redraws,
     ),
     Analysis(
-        "spectral_error",
+        "skyformer.spectral_error",
         "error of approximations of softmax on the run's queries and keys",
         "Skyformer, figure 1",
         [
@@ -164,7 +182,7 @@ _ALL = (
         lambda form: not form.compresses_input and form.keys_per_head == 1,
     ),
     Analysis(
-        "instability",
+        "skyformer.instability",
         "instability over 20 steps from initial weights, over that of softmax",
         "Skyformer, table 3",
         [Plot("lines", "ratio", "step", "ratio", "mechanism", log_y=True, means=True)],
@@ -172,7 +190,7 @@ _ALL = (
         ("mechanism",),
     ),
     Analysis(
-        "mixing",
+        "mixtures.mixing",
         "mixing coefficients of mixture keys",
         "Transformer-MGK, table 8",
         [Plot("cells", "pi", "key", "head", "pi", "layer")],
@@ -182,7 +200,7 @@ _ALL = (
         lambda form: form.mixture is not None and form.mixture.estep == "soft",
     ),
     Analysis(
-        "query_likelihood",
+        "mixtures.query_likelihood",
         "likelihood of queries under the Gaussians around keys",
         "Transformer-MGK, section 4",
         [Plot("cells", "nll", "head", "layer", "nll", first="sample")],
@@ -192,7 +210,7 @@ _ALL = (
         lambda form: form.weighs_every_pair,
     ),
     Analysis(
-        "mixture_costs",
+        "costs.mixture_costs",
         "operations and parameters of mixture keys over softmax's",
         "Transformer-MGK, figure 3",
         [
@@ -205,7 +223,7 @@ _ALL = (
         lambda form: form.mixture is not None,
     ),
     Analysis(
-        "claims",
+        "costs.claims",
         "where FLuRKA needs fewer operations than its parents",
         "FLuRKA, claims 1-3",
         [Plot("cells", name, "tokens", "rank", name) for name in ("over_low_rank", "over_kernel", "claim_1")],

@@ -6,10 +6,10 @@ from matplotlib.figure import Figure
 from megakernel.model import LanguageModel
 from megakernel.model.layer_inputs import LayerInputs
 
-from . import attention, covariances, singular_values
 from .catalogue import ANALYSES
 from .drawing import figures
-from .matrices import attention_matrix
+from .matrices import attention_matrix, image
+from .spectra import decay, eigenvalue_rows, relative_singular_values
 from .subject import captured_attention, first_row
 from .table import Row
 
@@ -37,11 +37,11 @@ def attention_figures(
         weights = attention_matrix(captured)[:heads]
         if not draw:
             continue
-        images += attention.image(layer, weights)
+        images += image(layer, weights)
         for name, matrix in (("weights", weights), ("output", captured.output[0, :heads])):
-            relative = singular_values.relative_singular_values(matrix)
-            values += singular_values.decay(layer, name, relative)
-    eigenvalues = covariances.eigenvalue_rows(model) if draw else []
+            relative = relative_singular_values(matrix)
+            values += decay(layer, name, relative)
+    eigenvalues = eigenvalue_rows(model) if draw else []
     tables = {"attention": images, "singular_values": values, "covariances": eigenvalues}
     return {
         f"analysis/{name}/{plot}": figure

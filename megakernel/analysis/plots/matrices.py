@@ -3,20 +3,25 @@
 An output is a sum of values, o_i = sum_j w_ij v_j, with weights that no value changes. So a layer that is run on unit
 vectors for values gives its weights, as many columns in a run as a value is wide: gates, masses, landmarks and mixtures
 included, and without a second formula of any mechanism. `uptraining/query_rows.py` finds rows the other way round.
+
+`attention`: matrices as images (Transformer-MGK, figures 2, 6 and 9) of one sample, all layers and heads.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megakernel.attention import AttentionLayer
 from megakernel.attention.low_rank import LowRankAttention
 from megakernel.ops.dispatch import accum_dtype
 
-from .subject import CapturedAttention
+from .subject import CapturedAttention, Subject
+from .table import Row
 
 
 @torch.no_grad()
@@ -67,3 +72,32 @@ def _in_float64(core: AttentionLayer) -> Iterator[None]:
         yield
     finally:
         core.float()
+
+
+CELLS = 64
+"""Cells of an image along each side; longer rows have several tokens to a cell."""
+
+
+def measure_attention(subject: Subject) -> list[Row]:
+    """The weights of the first sample: see `image`."""
+    of_first = takewhile(lambda found: found[0] == 0, subject.captured())
+    return [row for _, layer, captured in of_first for row in image(layer, attention_matrix(captured))]
+
+
+def image(layer: int, weights: Tensor) -> list[Row]:
+    """The rows of weights (H, N, N): at most CELLS x CELLS cells for each head; cells without weight are left out.
+
+    query, key: the first token of a cell. weight: what a query of the cell lays on all its keys, on average.
+    """
+    size = -(-weights.shape[-1] // CELLS)
+    pad = -weights.shape[-1] % size
+    sums = F.pad(weights, (0, pad)).unflatten(-1, (-1, size)).sum(-1)
+    starts = torch.arange(0, weights.shape[1], size, device=weights.device)
+    means = torch.stack([sums[:, start : start + size].mean(1) for start in starts.tolist()], 1)
+    return [
+        {"layer": layer, "head": head, "query": size * query, "key": size * key, "weight": weight}
+        for head, matrix in enumerate(means.tolist())
+        for query, cells_of_query in enumerate(matrix)
+        for key, weight in enumerate(cells_of_query)
+        if weight
+    ]

@@ -5,7 +5,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +95,7 @@ def analyze_run(
     subject = Subject(config, model, batches, found.device, length, draws)
     for analysis in analyses:
         begin(analysis)
-        rows = import_module(f"{__package__}.{analysis.name}").measure(subject)
+        rows = analysis.measure(subject)
         if not rows and ALL in names:
             continue
         if not rows:

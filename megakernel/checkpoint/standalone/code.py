@@ -10,6 +10,7 @@ from typing import Any
 
 from megakernel import __version__
 from megakernel.config import Model
+from megakernel.config.attention import AROUND
 from megakernel.config.mechanisms import MECHANISMS
 
 from .flattening import Flattening
@@ -96,16 +97,25 @@ def standalone_code(model: Model) -> str:
     maps = frozenset(
         form.feature_map.name.partition("_")[0] for form in forms if form.feature_map is not None
     )
-    return _code(makers, layers, maps)
+    absent = dict.fromkeys(AROUND) | {"far_decay": "none"}
+    unused = frozenset(
+        (key, none)
+        for key, none in absent.items()
+        if all(getattr(form, key) in (none, False) for form in forms)
+    )
+    return _code(makers, layers, maps, unused)
 
 
 code_of = standalone_code
 
 
 @cache
-def _code(makers: frozenset[str], layers: frozenset[str], maps: frozenset[str]) -> str:
+def _code(
+    makers: frozenset[str], layers: frozenset[str], maps: frozenset[str], unused: frozenset[tuple[str, Any]]
+) -> str:
+    """unused: keys of a mechanism that no layer sets, and what they are then."""
     known = Known(
-        values=_VALUES,
+        values=_VALUES | {f"{owner}.{key}": none for owner in ("form", "self") for key, none in unused},
         entries=("reference", "triton", "liger"),
         tables={"MECHANISMS": makers, "_KINDS": maps},
         absent=Definition(f"{_HERE}.stand_ins", "absent"),

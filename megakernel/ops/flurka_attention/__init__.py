@@ -13,8 +13,8 @@ from megakernel.ops.arguments import (
     check_positions,
     expand_tokens,
 )
-from megakernel.ops.dispatch import Implementation, Kernels, choose
-from megakernel.ops.documents import Positions
+from megakernel.ops.dispatch import Implementation, Kernels, accum_dtype, choose
+from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.flurka_attention import chunked, reference
 from megakernel.ops.flurka_attention.form import FarRope, FlurkaInputs, FlurkaState, Form, NearKind, Weights
@@ -55,6 +55,7 @@ def flurka_attention(
     gate: Tensor | None = None,
     far_mass: Tensor | None = None,
     far_weight: Tensor | None = None,
+    log_decay: Tensor | None = None,
     rotary: Rotary | None = None,
     far_rope: FarRope = "none",
     positions: Positions = 0,
@@ -85,6 +86,8 @@ def flurka_attention(
             normalizer for both, which near="kernel" always has.
         far_mass: beta (H_kv,); None is 0.
         far_weight: gamma (H,), multiplies the far part by exp(gamma) under one normalizer; None is 0.
+        log_decay: log a <= 0, broadcastable to (B, H_kv, N): the last token of a block multiplies the landmarks of
+            earlier blocks by a, before new ones join them. None is 0.
         rotary: rotates by positions; q and k are handed in unrotated, because rotated keys cannot be pooled.
         far_rope: none, or centroid: landmarks are rotated at the centre of their block.
         positions: (B, N) positions within documents, or the position of the first token of rows that hold one document
@@ -118,11 +121,15 @@ def flurka_attention(
         gate = expand_tokens("gate", gate, q)
     if isinstance(positions, Tensor):
         check_positions(positions, q)
-    size = pool_keys.shape[-1]
+    size, fading = pool_keys.shape[-1], None
+    if log_decay is not None:
+        ends = position_rows(positions, q.shape[2], q.device) % size == size - 1
+        fading = expand_tokens("log_decay", log_decay, key)
+        fading = fading.to(accum_dtype(fading.dtype)).masked_fill(~ends[:, None], 0.0)
     k = pack_keys(k)
     far, tail = initial_state or (start_state(feature_map, key, projection, v.shape[-1]), None)
     form = Form(feature_map, size, blocks, near, rotated_each(rotary, q.shape[-1]), far_rope)
     weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift)
-    inputs = FlurkaInputs(form, weights, gate, positions, far, tail, exchange)
+    inputs = FlurkaInputs(form, weights, gate, positions, far, tail, exchange, fading)
     out, far, tail = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
     return out, FlurkaState(far, tail)

@@ -6,16 +6,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megakernel.ops.chunks import as_queries, chunk_queries, join_queries, row_mask
+from megakernel.ops.chunks import as_queries, chunk_keys, chunk_queries, join_queries, row_mask
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, open_documents, position_rows
 from megakernel.ops.feature_maps import Features
-from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights
+from megakernel.ops.flurka_attention import one_token
+from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights, landmarks_of
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.mixture import shifted
 from megakernel.ops.phi import Phi
 from megakernel.ops.scan import Links, link, pairs, read_states, scan_chunks, write_chunks
-from megakernel.ops.state import KernelState, Once
+from megakernel.ops.state import KernelState, Once, faded
 from megakernel.ops.sums import Found, Sums, add, finish_of, in_range, join, with_ones
 from megakernel.ops.window import Layout, Tail, cut, empty_tail, rotate_keys, softmax_pairs
 
@@ -46,21 +47,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
 
     With `exchange`, what enters comes from there, and the far state is what these tokens alone add to `far`.
     """
-    form, weights, gate, positions, far, tail, exchange = inputs
+    form, weights, gate, positions, far, tail, exchange, fading = inputs
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
+    if q.shape[2] == 1 and exchange is None:
+        return one_token.attend(q, k, v, inputs._replace(tail=tail))
     begin = None if exchange is None else Once(exchange)
 
     def found(q: Tensor, k: Tensor, v: Tensor) -> Found:
         run = partial(_over_groups, form=form, weights=weights, positions=positions)
         if begin is None:
-            out, leaving, _ = run(_attend, (q, k, v, gate), far, tail)
+            out, leaving, _ = run(_attend, (q, k, v, fading, gate), far, tail)
             return out, leaving
-        _, own, _ = run(_write, (k, v), far, tail)
-        pending = begin(own, open_documents(positions, q.shape[2], q.shape[0], q.device))
-        sums, _, _ = run(_sums, (q, k, v), far, tail)
+        _, own, _ = run(_write, (k, v, fading), far, tail)
+        carries, before = open_documents(positions, q.shape[2], q.shape[0], q.device), None
+        if fading is not None:
+            carries = carries[:, None] * fading.sum(2).exp()
+            before = fading.cumsum(2) - fading
+        pending = begin(own, carries)
+        sums, _, _ = run(_sums, (q, k, v, fading), far, tail)
         reads = began_before(positions, q.shape[2], q.device)[:, None]
-        out, _, _ = run(_complete, (q, v, gate, reads, *sums), pending.wait(), tail)
+        out, _, _ = run(_complete, (q, v, gate, before, reads, *sums), pending.wait(), tail)
         return out, own
 
     out, leaving = in_range(found(q, k, v), lambda: found(q.double(), k.double(), v.double()))
@@ -97,36 +104,38 @@ def _over_groups(
 
 
 def _attend(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
-    q, k, v, gate = inputs
-    near, seen, far = _near_and_far(q, k, v, far, tail, group)
+    q, k, v, fading, gate = inputs
+    near, seen, far = _near_and_far(q, k, v, fading, far, tail, group)
     found = _join(near, seen, gate, group.layout.places, q.shape[1], group)
     return as_queries(found, q, v.dtype), far, tail.after(k, v)
 
 
 def _sums(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
-    q, k, v = inputs
-    near, seen, far = _near_and_far(q, k, v, far, tail, group)
+    q, k, v, fading = inputs
+    near, seen, far = _near_and_far(q, k, v, fading, far, tail, group)
     parts = (near.values, near.scale_or_zero, seen.values, seen.scale_or_zero)
     return tuple(join_queries(x, q.shape[1], q.shape[2]) for x in parts), far, tail.after(k, v)
 
 
 def _write(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
-    k, v = inputs
+    k, v, fading = inputs
     dtype = far.sums.dtype
     windows = group.layout.windows(tail.keys.to(dtype), k.to(dtype))
-    keys, values, links = _landmarks(windows, group.layout.windows(tail.values.to(dtype), v.to(dtype)), group)
-    return (), write_chunks(keys, values, far, links), tail.after(k, v)
+    values = group.layout.windows(tail.values.to(dtype), v.to(dtype))
+    keys, values, links = _landmarks(windows, values, fading, group)
+    return (), _behind(write_chunks(keys, values, far, links), fading), tail.after(k, v)
 
 
 def _complete(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
     """Join the sums of the local work after adding what the entering state gives to documents open before."""
-    q, v, gate, reads, *sums = inputs
+    q, v, gate, before, reads, *sums = inputs
     heads, length, kv_heads = q.shape[1], q.shape[2], far.sums.shape[1]
     rotary = group.form.far_rotary
     wide_q = q.to(far.sums.dtype)
     phi_q = group.phi.of_queries(
         chunk_queries(rotary(wide_q, group.rows) if rotary else wide_q, kv_heads, length)
     )
+    phi_q = _scaled(phi_q, None if before is None else before[:, :, None])
     near, near_log, local, local_log = (
         chunk_queries(x if x.dim() == 4 else x[..., None], kv_heads, length) for x in sums
     )
@@ -137,7 +146,13 @@ def _complete(inputs: Tensors, far: KernelState, tail: Tail, group: _Group):
 
 
 def _near_and_far(
-    q: Tensor, k: Tensor, v: Tensor, far: KernelState, tail: Tail, group: _Group
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fading: Tensor | None,
+    far: KernelState,
+    tail: Tail,
+    group: _Group,
 ) -> tuple[Sums, Sums, KernelState]:
     form, layout = group.form, group.layout
     kv_heads, dtype = k.shape[1], far.sums.dtype
@@ -160,7 +175,10 @@ def _near_and_far(
         queries = chunk_queries(near_q, kv_heads, size, chunks)
         near = softmax_pairs(queries, near_keys, values, layout.visible(), group.weights.priors)
 
-    keys, far_values, links = _landmarks(windows, values[..., :-1], group)
+    keys, far_values, links = _landmarks(windows, values[..., :-1], fading, group)
+    if fading is not None:
+        # What enters the group, or a landmark as it came, has faded by all that lies before the query.
+        phi_q = _scaled(phi_q, _in_chunks(fading.cumsum(2) - fading, layout))
     merged = Features(
         _merge_chunks(phi_q.values, layout.runs),
         None if phi_q.log_scale is None else _merge_chunks(phi_q.log_scale, layout.runs),
@@ -170,7 +188,26 @@ def _near_and_far(
         _split_chunks(seen.values, layout.runs),
         None if seen.log_scale is None else _split_chunks(seen.log_scale, layout.runs),
     )
-    return near, split, far
+    return near, split, _behind(far, fading)
+
+
+def _in_chunks(x: Tensor, layout: Layout) -> Tensor:
+    """(B, H_kv, T) -> (B, H_kv, C, L)."""
+    return chunk_keys(x[..., None], layout.size, layout.places.shape[1])[..., 0]
+
+
+def _scaled(phi: Features, logs: Tensor | None) -> Features:
+    """phi (B, H_kv, C, G L, F) times exp of logs (B, H_kv, C, L), by its scale; the values have its gradient."""
+    if logs is None:
+        return phi
+    logs = logs.to(phi.values.dtype).repeat(1, 1, 1, phi.values.shape[3] // logs.shape[3])
+    scale = logs.detach() if phi.log_scale is None else phi.log_scale + logs.detach()
+    return Features(phi.values * (logs - logs.detach()).exp()[..., None], scale)
+
+
+def _behind(far: KernelState, fading: Tensor | None) -> KernelState:
+    """What is left of the state behind the tokens of a group, whose landmarks have the scale of its beginning."""
+    return far if fading is None else faded(far, fading.sum(2))
 
 
 def _merge_chunks(x: Tensor, runs: int) -> Tensor:
@@ -183,35 +220,39 @@ def _split_chunks(x: Tensor, runs: int) -> Tensor:
     return x.unflatten(3, (runs, -1)).flatten(2, 3)
 
 
-def _landmarks(keys: Tensor, values: Tensor, group: _Group) -> tuple[Features, Tensor, Links]:
+def _landmarks(
+    keys: Tensor, values: Tensor, fading: Tensor | None, group: _Group
+) -> tuple[Features, Tensor, Links]:
     """Features and masses of the landmarks that become visible in this group, and who sees them.
 
     keys, values: windows (B, H_kv, C, W, .). Where a block ends, the block `blocks` - 1 before it leaves the
     window of all later tokens, and its landmarks enter the far part. No two such ends lie in one chunk.
     """
     form, layout = group.form, group.layout
-    b, places = form.block_size, layout.places
+    places = layout.places
     ends = layout.block_ends()
     at = ends.int().argmax(-1)
-    pool_keys, pool_values = _pools(at, group, keys.dtype)
-    window = b if layout.aligned else keys.shape[3]
-    landmarks = shifted(pool_keys @ keys[..., :window, :], group.weights.shift)
-    if form.far_rotary:
-        end = places.gather(-1, at[..., None])[..., 0]
-        centre = end - (form.blocks - 1) * b - (b - 1) / 2
-        rank = landmarks.shape[3]
-        flat = form.far_rotary(landmarks.flatten(2, 3), centre.repeat_interleave(rank, 1))
-        landmarks = flat.unflatten(2, (-1, rank))
-    mass = ends.any(-1)[:, None, :, None, None].to(keys.dtype) * (b / landmarks.shape[3])
-    if group.weights.far_mass is not None:
-        mass = mass * torch.exp(group.weights.far_mass.to(keys.dtype))[:, None, None, None]
-    pooled = with_ones(pool_values @ values[..., :window, :], mass)
+    pools = _pools(at, group, keys.dtype)
+    window = form.block_size if layout.aligned else keys.shape[3]
+    keys, values = keys[..., :window, :], values[..., :window, :]
+    end = places.gather(-1, at[..., None])[..., 0]
+    landmarks, pooled = landmarks_of(keys, values, pools, end, ends.any(-1), form, group.weights)
+
+    faded = None
+    if fading is not None:
+        # A landmark comes whole where what lay before it has faded: the inverse of that is its scale.
+        at_end = _in_chunks(-fading.cumsum(2), layout).gather(
+            3, at[:, None, :, None].expand(*fading.shape[:2], -1, 1)
+        )
+        faded = at_end.expand(-1, -1, -1, landmarks.shape[3])
+        faded = _merge_chunks(faded, layout.runs)
 
     chunk, runs, size = torch.arange(places.shape[1], device=at.device), layout.runs, layout.size
     at = (at + chunk % runs * size)[..., None].expand(-1, -1, landmarks.shape[3])
     inside = torch.arange(runs * size, device=at.device).view(runs, size)
     links = link(inside - places.unflatten(1, (-1, runs)), at.unflatten(1, (-1, runs)).flatten(2), delay=1)
-    return group.phi.of_keys(_merge_chunks(landmarks, runs)), _merge_chunks(pooled, runs), links
+    phi_k = _scaled(group.phi.of_keys(_merge_chunks(landmarks, runs)), faded)
+    return phi_k, _merge_chunks(pooled, runs), links
 
 
 def _pools(at: Tensor, group: _Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor,
     (beams, a rejected draft). Weights of landmarks that add up to less than float32's smallest normal number are
     nothing, and the far part then is 0: nobody looks whether they do, which would make the host wait.
     """
-    form, weights, gate, positions, far, tail, _ = inputs
+    form, weights, gate, positions, far, tail, *_ = inputs
     assert tail is not None
     feature_map = named(form.feature_map)
     rotary: Any = form.near_rotary

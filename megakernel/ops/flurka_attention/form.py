@@ -2,12 +2,15 @@
 
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.mixture import shifted
 from megakernel.ops.projections import Projection
 from megakernel.ops.state import Exchange, KernelState
+from megakernel.ops.sums import with_ones
 from megakernel.ops.window import Rotary, Tail
 
 NearKind = Literal["softmax", "kernel"]
@@ -77,6 +80,10 @@ class FlurkaInputs(NamedTuple):
     far: KernelState
     tail: Tail | None
     exchange: Exchange | None = None
+    """What enters then comes from there, and the far state is what these tokens alone add to `far`."""
+
+    fading: Tensor | None = None
+    """(B, H_kv, N) log of what is left of the far state behind each token; None: all of it."""
 
 
 class FlurkaState(NamedTuple):
@@ -87,3 +94,30 @@ class FlurkaState(NamedTuple):
 
     tail: Tail
     """The last b * blocks tokens."""
+
+
+def landmarks_of(
+    keys: Tensor,
+    values: Tensor,
+    pools: tuple[Tensor, ...],
+    at: Tensor,
+    ends: Tensor,
+    form: Form,
+    weights: Weights,
+) -> tuple[Tensor, Tensor]:
+    """Landmarks (B, H_kv, C, r, d) of C stretches of tokens, and their masses times [v, 1].
+
+    keys, values: (B, H_kv, C, W, .). pools: E and F, broadcastable to (B, H_kv, C, r, W). at: (B, C) positions of the
+    tokens that bring them into sight; ends: (B, C) bool, False where none does, and their mass is 0.
+    """
+    of_keys, of_values = (pool.to(keys.dtype) for pool in pools)
+    landmarks = shifted(of_keys @ keys, weights.shift)
+    size, rank = form.block_size, landmarks.shape[3]
+    if form.far_rotary:
+        centre = at - (form.blocks - 1) * size - (size - 1) / 2
+        flat = form.far_rotary(landmarks.flatten(2, 3), centre.repeat_interleave(rank, 1))
+        landmarks = flat.unflatten(2, (-1, rank))
+    mass = ends[:, None, :, None, None].to(keys.dtype) * (size / rank)
+    if weights.far_mass is not None:
+        mass = mass * torch.exp(weights.far_mass.to(keys.dtype))[:, None, None, None]
+    return landmarks, with_ones(of_values @ values, mass)

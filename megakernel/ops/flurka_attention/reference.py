@@ -15,7 +15,7 @@ from megakernel.ops.window import Tail, empty_tail
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`."""
-    form, weights, gate, positions, far, tail, exchange = inputs
+    form, weights, gate, positions, far, tail, exchange, fading = inputs
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
     batch, heads, length, _ = q.shape
@@ -29,17 +29,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
             rows[row],
             form,
             weights,
+            torch.zeros(k.shape[1], length) if fading is None else fading[row],
         )
         for row in range(batch)
     ]
     own = torch.stack([row.landmark_sums(length) for row in tokens])
     carries = open_documents(positions, length, batch, device)
+    if fading is not None:
+        carries = carries[:, None] * fading.sum(2).exp()
     leaving = own
     if exchange is not None:
         far = exchange(KernelState(own, own.new_zeros(own.shape[:2])), carries).wait()
     entering = far.sums * torch.exp(far.log_scale)[..., None, None]
     if exchange is None:
-        leaving = own + entering * carries[:, None, None, None]
+        leaving = own + entering * carries.view(batch, -1, 1, 1)
 
     out = []
     for row in range(batch):
@@ -75,8 +78,16 @@ class _Row:
     """One row of the batch: its tokens and the `before` tokens of its tail."""
 
     def __init__(
-        self, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, form: Form, weights: Weights
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        form: Form,
+        weights: Weights,
+        fading: Tensor,
     ):
+        self.fading = fading
         self.form, self.weights, self.group = form, weights, q.shape[0] // keys.shape[0]
         self.q, self.values, self.at = q, values, positions.tolist()
         # The M keys of a position, what is added to them and what each counts, (H_kv, 1, d) and (H_kv, 1, 1).
@@ -126,7 +137,7 @@ class _Row:
         """Sums (H, D + 1) over the landmarks that token i sees, those of `entering` (H_kv, F, D + 1) included."""
         state = self.landmark_sums(i)
         if self.at[i] > i:
-            state = state + entering
+            state = state + entering * self._left(0, i)
         q = self.q[None, :, i : i + 1]
         if rotary := self.form.far_rotary:
             q = rotary(q, self.positions[:, i : i + 1])
@@ -144,9 +155,14 @@ class _Row:
         phi_k = self._phi_k(self.keys[0][None, :, :1])
         total = self.values.new_zeros(len(self.values), phi_k.shape[-1], self.values.shape[-1] + 1)
         for block in range(position // b - blocks + 1):
-            if document + (block + blocks) * b - 1 >= self.before:
-                total = total + self._landmarks(document + block * b, block)
+            end = document + (block + blocks) * b - 1 - self.before
+            if end >= 0:
+                total = total + self._landmarks(document + block * b, block) * self._left(end + 1, i)
         return total
+
+    def _left(self, start: int, end: int) -> Tensor:
+        """(H_kv, 1, 1): what the tokens from place `start` on and before `end` leave of the far state."""
+        return self.fading[:, start:end].sum(1).exp()[:, None, None]
 
     def _landmarks(self, start: int, block: int) -> Tensor:
         """sum_s m_s sum_r pi_r phi(k_sr) [v_s, 1] of one block, whose first token stands at `start`."""

@@ -51,6 +51,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | 
     form, weights = inputs.form, inputs.weights
     if (reason := unsupported_features(q, form.feature_map)) is not None:
         return reason
+    if inputs.fading is not None:
+        return "landmarks fade; expected a far state that keeps all"
     if weights.priors is not None:
         return "priors are given, for several keys at a position; expected one"
     if form.far_rotary is not None:
@@ -85,7 +87,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
     """
     if decode.unsupported(q, k, v, inputs) is None:
         return decode.step(q, k, v, inputs)
-    form, weights, gate, positions, far, tail, exchange = inputs
+    form, weights, gate, positions, far, tail, exchange, _ = inputs
     b, reach = form.block_size, form.block_size * form.blocks
     left = (empty_tail(k, v, reach) if tail is None else tail).after(k, v)
     places = places_of(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)

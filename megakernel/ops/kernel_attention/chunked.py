@@ -7,16 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakernel.ops.chunks import as_queries, chunk_keys, chunk_queries, join_queries
+from megakernel.ops.chunks import (
+    as_queries,
+    chunk_keys,
+    chunk_queries,
+    join_queries,
+    join_token,
+    token_queries,
+)
 from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, began_before, open_documents, reversed_positions
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.groups import Tensors, scan_groups
 from megakernel.ops.kernel_attention.options import KernelOptions
 from megakernel.ops.phi import Phi, start_state
-from megakernel.ops.scan import Links, chunk_links, read_states, scan_chunks, write_chunks
+from megakernel.ops.scan import Links, chunk_links, existing, read_states, scan_chunks, write_chunks
 from megakernel.ops.state import Exchange, KernelState, Once, empty_state, keep, merge
-from megakernel.ops.sums import Finish, Found, Sums, add, finish_of, in_range
+from megakernel.ops.sums import Finish, Found, Sums, add, finish_of, in_range, with_ones
 
 CHUNK = 64
 """Tokens whose pairs are weighed one by one."""
@@ -65,7 +72,7 @@ def _in_order(
     positions: Positions,
 ) -> Found:
     """Tokens see what lies before them."""
-    return run(partial(_attend, finish), inputs, state)
+    return run(partial(_token if inputs[0].shape[2] == 1 else _attend, finish), inputs, state)
 
 
 def _shards(
@@ -141,6 +148,29 @@ def _attend(finish: Finish, inputs: Tensors, state: KernelState, positions: Posi
     q, v = inputs[0], inputs[2]
     sums, state = _scan(inputs, state, positions, phi)
     return as_queries(finish(sums), q, v.dtype), state
+
+
+def _token(finish: Finish, inputs: Tensors, state: KernelState, positions: Positions, phi: Phi):
+    """`_attend` for one token: it enters the state, and reads it."""
+    q, k, v, mass = inputs
+    dtype = state.sums.dtype
+    if not isinstance(positions, int):
+        state = keep(state, positions[:, 0] > 0)
+    elif positions == 0:
+        state = empty_state(state)
+    values = with_ones(v.to(dtype), None if mass is None else mass[..., None])
+    keys = phi.of_keys(k.to(dtype)[:, :, None])
+    added = keys.values[:, :, 0].transpose(-1, -2) * values
+    if keys.log_scale is None:
+        state = KernelState(state.sums + added, torch.zeros_like(state.log_scale))
+    else:
+        # A key without mass must not set the scale.
+        state = merge(state, KernelState(added, existing(keys, values[:, :, None])[:, :, 0, 0]))
+    queries = phi.of_queries(token_queries(q.to(dtype), k.shape[1]))
+    out, *lost = map(
+        join_token, finish(read_states(queries, KernelState(*(x[:, :, None] for x in state)), None))
+    )
+    return (out.to(v.dtype), *lost), state
 
 
 def _sums(inputs: Tensors, state: KernelState, positions: Positions, phi: Phi, delay: int = 0):

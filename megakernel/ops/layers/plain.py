@@ -12,8 +12,18 @@ ROWS = 4096
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """See `megakernel.ops.layers.rms_norm`."""
+    if not torch.is_grad_enabled():
+        return _normed(x, weight, eps, offset)
     normed: Tensor = _RmsNorm.apply(x, weight, eps, offset)
     return normed
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    if not offset:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # A half would lose of 1 + w what w has beyond 8 bits of 1.
+    precise = _precise(x)
+    return F.rms_norm(x.to(precise), weight.shape, weight.to(precise) + offset, eps).to(x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -26,11 +36,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.offset = eps, offset
-        if not offset:
-            return F.rms_norm(x, weight.shape, weight, eps)
-        # A half would lose of 1 + w what w has beyond 8 bits of 1.
-        precise = _precise(x)
-        return F.rms_norm(x.to(precise), weight.shape, weight.to(precise) + offset, eps).to(x.dtype)
+        return _normed(x, weight, eps, offset)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

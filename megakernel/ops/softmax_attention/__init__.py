@@ -75,13 +75,17 @@ def softmax_attention(
     if initial_state is not None:
         cached = initial_state.keys.shape[2]
         k, v = torch.cat([initial_state.keys, k], 2), torch.cat([initial_state.values, v], 2)
-    # One new token after its own cache, or uncut rows, need no mask: the fused kernels are fastest without
-    # one.
-    is_cut = window is not None and k.shape[2] > window
-    if isinstance(positions, Tensor) or (cached and q.shape[2] > 1) or is_cut or softcap is not None:
-        spans = document_spans(position_rows(positions, q.shape[2], q.device), cached, causal, window)
+    # One new token behind its own document, or uncut rows, need no mask: the fused kernels are fastest without one.
+    seen_k, seen_v = k, v
+    if isinstance(positions, int) and causal and q.shape[2] == 1:
+        seen = min(positions + 1, k.shape[2], window or k.shape[2])
+        seen_k, seen_v = k[:, :, -seen:], v[:, :, -seen:]
+    else:
+        is_cut = window is not None and k.shape[2] > window
+        if isinstance(positions, Tensor) or cached or is_cut or softcap is not None:
+            spans = document_spans(position_rows(positions, q.shape[2], q.device), cached, causal, window)
     whole = causal and cached == 0
-    out = choose(IMPLEMENTATIONS, backend)(q, k, v, spans, whole, key_mask, mass, softcap)
+    out = choose(IMPLEMENTATIONS, backend)(q, seen_k, seen_v, spans, whole, key_mask, mass, softcap)
     forgotten = 0 if window is None else max(0, k.shape[2] - window + 1)
     return out, SoftmaxState(k[:, :, forgotten:], v[:, :, forgotten:])
 
@@ -101,6 +105,8 @@ def chunked(
     spans: what each query may see; None: all keys, or with `causal` those up to its own.
     """
     grouped = q.shape[1] != k.shape[1]
+    if spans is None and softcap is not None:
+        return _weighed(q, k, v, None, softcap)
     if spans is None:
         mask = None if key_mask is None else key_mask[:, None, None]
         if mass is not None:
@@ -110,7 +116,8 @@ def chunked(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     outputs = []
     starts = range(0, q.shape[2], BLOCK)
-    for start, low, high in zip(starts, *spans.bounds(BLOCK)):
+    bounds = spans.bounds(BLOCK) if q.shape[2] > 1 else ([0], [k.shape[2]])
+    for start, low, high in zip(starts, *bounds):
         queries = q[:, :, start : start + BLOCK]
         mask = spans.mask(slice(start, start + BLOCK), low, high)
         if key_mask is not None:
@@ -130,14 +137,16 @@ def chunked(
     return torch.cat(outputs, 2)
 
 
-def _weighed(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float | None) -> Tensor:
+def _weighed(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, softcap: float | None) -> Tensor:
     """Weighted means (B, H, N, D) in the dtype of q, from the formula, in float32 or better.
 
-    visible: (B or 1, 1, N, keys) bool.
+    visible: (B or 1, 1, N, keys) bool; None: all.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (x.to(accum_dtype(x.dtype)).repeat_interleave(group, 1) for x in (k, v))
     scores = _capped(q.to(k.dtype) @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, softcap)
+    if visible is None:
+        return (scores.softmax(-1) @ v).to(q.dtype)
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     # A row that sees nothing is 0 / 0 in the formula and 0 here.
     return (weights.masked_fill(~visible, 0.0) @ v).to(q.dtype)

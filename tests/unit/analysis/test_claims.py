@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from megakernel.analysis.plots.claims import (
+from megakernel.analysis.plots.costs import (
     Sizes,
     flurka_operations,
     in_region_of_claim_1,

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megakernel.config import Model
+from megakernel.config import Attention, Model
+from megakernel.config.mechanisms import Shape
 from megakernel.model.flops import attention_flops
 from megakernel.ops import flurka_attention, kernel_attention, window_attention
 from megakernel.ops.flurka_attention.chunked import GROUP as FLURKA_GROUP
 from megakernel.ops.flurka_attention.chunked import RUN
 from megakernel.ops.kernel_attention.chunked import CHUNK, GROUP
+from megakernel.ops.nystrom_attention import depthwise_convolution, nystrom_attention
+from megakernel.ops.skyformer_attention import skyformer_attention
 
 HEADS, HEAD_DIM = 4, 16
 PROJECTIONS = {
@@ -117,3 +120,37 @@ def test_torch_executes_both_halves_of_causal_softmax():
     q, k, v = tensors(128)
     executed = executed_per_token(128, lambda: (q @ k.transpose(-1, -2)).softmax(-1) @ v)
     assert executed == sum(needed(model("softmax"), 128).values()) * 128 / 64.5
+
+
+LANDMARKS, ROW = 12, 96
+
+
+def landmark_parts(name: str, **settings) -> dict[str, float]:
+    """Of an encoder's head."""
+    form = Attention.model_validate({"mechanism": name, name: settings})
+    return form.spec.flops(Shape(1, 1, HEAD_DIM, HEAD_DIM, causal=False, length=ROW))
+
+
+@pytest.fixture
+def head():
+    return [torch.randn(1, 1, ROW, HEAD_DIM) for _ in range(3)]
+
+
+def test_skyformer_executes_the_formula(head):
+    rows = torch.arange(LANDMARKS)
+    parts = landmark_parts("skyformer", features=LANDMARKS)
+    assert executed_per_token(ROW, lambda: skyformer_attention(*head, landmarks=rows)) == sum(parts.values())
+
+
+def test_nystromformer_executes_the_formula_and_means_as_products(head):
+    parts = landmark_parts("nystromformer", landmarks=LANDMARKS)
+    segments = torch.arange(ROW)[None] * LANDMARKS // ROW
+    means = 2 * 2 * LANDMARKS * HEAD_DIM
+    executed = executed_per_token(ROW, lambda: nystrom_attention(*head, segments=segments, count=LANDMARKS))
+    assert executed == sum(parts.values()) + means
+
+
+def test_a_convolution_executes_the_formula(head):
+    parts = landmark_parts("nystromformer", landmarks=LANDMARKS, conv_kernel=5)
+    executed = executed_per_token(ROW, lambda: depthwise_convolution(head[2], torch.randn(1, 5)))
+    assert executed == parts["convolution"]

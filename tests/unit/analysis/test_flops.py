@@ -192,3 +192,16 @@ def test_eva_by_hand():
         "near": 4 * 65 / 2 * 4 * 16,
         "far": 4 * 7.5 * 4 * 16,
     }
+
+
+def test_a_token_of_an_encoder_attends_every_other():
+    assert forward_flops(model(), 9, 50)["near"] == 2 * 4 * 5 * 4 * 16
+    assert forward_flops(model(kind="masked_lm"), 9, 50)["near"] == 2 * 4 * 9 * 4 * 16
+
+
+def test_only_hidden_tokens_need_logits_and_a_classifier_none():
+    masked, head = model(kind="masked_lm"), 2 * 64 * 50
+    saved = flops_per_token(masked, 9, 50) - flops_per_token(masked, 9, 50, predicted=0.15)
+    assert saved == pytest.approx(0.85 * head)
+    classifier = model(kind="classifier", classifier={"num_classes": 3})
+    assert forward_flops(classifier, 9, 50)["head"] == 0

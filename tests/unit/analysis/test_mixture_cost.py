@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megakernel.analysis.plots import mixture_costs
+from megakernel.analysis.plots import costs
 from megakernel.config import Model
 from megakernel.model.parameters import parameter_count
 from megakernel.ops import weighted_attention
@@ -46,12 +46,12 @@ def executed(heads: int, keys: int, similarity: str) -> int:
 
 
 def test_softmax_heads_execute_the_operations_of_the_paper():
-    assert executed(HEADS, 1, "softmax") == mixture_costs.softmax_operations(LENGTH, HEADS, WIDTH, INPUT)
+    assert executed(HEADS, 1, "softmax") == costs.softmax_operations(LENGTH, HEADS, WIDTH, INPUT)
 
 
 @pytest.mark.parametrize("keys", [2, 4])
 def test_half_the_heads_with_mixture_keys_execute_the_operations_of_the_paper(keys):
-    expected = mixture_costs.mixture_operations(LENGTH, HEADS, WIDTH, INPUT, keys)
+    expected = costs.mixture_operations(LENGTH, HEADS, WIDTH, INPUT, keys)
     assert executed(HEADS // keys, keys, "gaussian") == expected
 
 
@@ -59,7 +59,7 @@ def test_the_printed_sum_is_off_by_half_an_operation_per_number():
     n, h, d, x = 1024, 8, 64, 512
     # Adding up the line before, (3 M + 2) / M should read (2 M + 3) / M: 3.5 and not 4 for two keys.
     printed = n**2 * h * (3 * d - 0.5) + n * h * d * (4 * x + h * d - 4)
-    assert mixture_costs.mixture_operations(n, h, d, x) == printed + n * h * d / 2
+    assert costs.mixture_operations(n, h, d, x) == printed + n * h * d / 2
 
 
 def attention_parameters(heads: int, attention: str) -> int:
@@ -73,23 +73,21 @@ def attention_parameters(heads: int, attention: str) -> int:
 @pytest.mark.parametrize(("keys", "heads"), [(2, 2), (1, 4)])
 def test_a_layer_has_the_parameters_of_the_paper(keys, heads):
     if keys == 1:
-        assert attention_parameters(heads, "softmax") == mixture_costs.softmax_parameters(HEADS, WIDTH, INPUT)
+        assert attention_parameters(heads, "softmax") == costs.softmax_parameters(HEADS, WIDTH, INPUT)
     else:
-        assert attention_parameters(heads, "mgk") == mixture_costs.mixture_parameters(
-            HEADS, WIDTH, INPUT, keys
-        )
+        assert attention_parameters(heads, "mgk") == costs.mixture_parameters(HEADS, WIDTH, INPUT, keys)
 
 
 def test_two_keys_save_the_papers_number_of_parameters():
     h, d, x = 8, 64, 512
-    saved = mixture_costs.softmax_parameters(h, d, x) - mixture_costs.mixture_parameters(h, d, x)
+    saved = costs.softmax_parameters(h, d, x) - costs.mixture_parameters(h, d, x)
     assert saved == h * d * x + 0.5 * (h * d) ** 2 - h
 
 
 def test_the_saving_grows_with_length_and_width():
     def ratio(length: int, width: int) -> float:
         sizes = (length, 8, width, 8 * width)
-        return mixture_costs.mixture_operations(*sizes) / mixture_costs.softmax_operations(*sizes)
+        return costs.mixture_operations(*sizes) / costs.softmax_operations(*sizes)
 
     # Towards 3/4 of the pairs' work and 2/3 of the projections'; the paper's figure 3 shows it below 1 everywhere.
     assert all(ratio(n, d) < 1 for n in (128, 1024, 8192) for d in (32, 128, 512))

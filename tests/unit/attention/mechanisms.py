@@ -39,6 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fastfood_prf_fixed": {"preset": "fastfood_prf", "feature_map": {"learn": "fixed"}},
     "fastfood_prf_scales": {"preset": "fastfood_prf", "feature_map": {"learn": "S", "smoothing": 0.5}},
     "flurka_two_blocks": {"preset": "flurka", "near": {"blocks": 2}},
+    "flurka_fixed_decay": {"preset": "flurka", "near": {"join": "shared", "blocks": 2}, "far_decay": "fixed"},
+    "flurka_favor_decay": {"preset": "flurka_kernel", "feature_map": {"name": "favor"}, "far_decay": "gate"},
     "flurka_head_gate": {"preset": "flurka", "near": {"gate": "head"}, "feature_map": {"name": "elu"}},
     "flurka_centroid": {"preset": "flurka", "far_rope": "centroid"},
     "flurka_per_head": {"preset": "flurka", "compression": {"per_head": True}},

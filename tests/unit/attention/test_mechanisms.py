@@ -168,6 +168,19 @@ def test_parts_of_a_sequence_give_the_whole(name, positions, parts):
 
 
 @every_mechanism
+def test_documents_of_one_row_begin_at_position_0_token_by_token(name):
+    module, positions = layer(name), packed(24, (3, 12))
+    q, k, v = (x.detach() for x in tokens(1, 24))
+    outputs, state = [], None
+    for place, position in enumerate(positions[0].tolist()):
+        token = (x[:, :, place, None] for x in (q, k, v))
+        out, state = module.extend(*token, state, positions=position, rotary=ROTARY)
+        outputs.append(out)
+    whole = module(q, k, v, AttentionInputs(positions=positions, rotary=ROTARY))
+    assert_close(torch.cat(outputs, 2), whole)
+
+
+@every_mechanism
 def test_a_prompt_of_default_chunks_continues_token_by_token(name):
     module = layer(name)
     q, k, v = (x.detach() for x in tokens(1, 300))

@@ -105,3 +105,33 @@ def test_yarn_makes_logits_larger_by_the_square_of_its_length():
 def test_one_pair_is_too_few_for_ntk():
     with pytest.raises(ValueError, match=r"head_dim=2: .*take kind linear"):
         Rotary(2, BASE, RopeScaling(kind="ntk", factor=2.0))
+
+
+TURNING = {
+    "plain": Rotary(WIDTH),
+    "longer vectors": Rotary(WIDTH, scaling=RopeScaling(kind="yarn", factor=4.0, original_seq_len=64)),
+    "half of a head": Rotary(WIDTH // 2),
+}
+
+
+@pytest.mark.parametrize("rotary", TURNING.values(), ids=TURNING)
+@pytest.mark.parametrize("last", [0, 70, 10**6])
+def test_keys_turned_back_by_their_distance_meet_a_query_as_rotated_ones_do(rotary, last):
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 3, count, WIDTH, generator=draw, dtype=torch.float64) for count in (1, 70))
+    places = torch.arange(last - 69, last + 1)[None]
+    both = rotary(q, places[:, -1:]) @ rotary(k, places).transpose(2, 3)
+    torch.testing.assert_close(q @ rotary.behind(k).transpose(2, 3), both, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("rotary", TURNING.values(), ids=TURNING)
+def test_one_token_is_rotated_as_it_is_among_others(rotary):
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, heads, 3, WIDTH, generator=draw) for heads in (4, 2))
+    rows = torch.tensor([[4, 5, 6], [70, 71, 72]])
+    whole = rotary.both(q, k, rows)
+    for place in range(3):
+        token = rotary.both(*(x[:, :, place, None] for x in (q, k)), rows[:, place, None])
+        torch.testing.assert_close(token, tuple(x[:, :, place, None] for x in whole))
+    alike = rotary.both(q[:, :, :1], k[:, :, :1], 4)
+    torch.testing.assert_close(alike[0][0], whole[0][0, :, :1])

@@ -11,7 +11,7 @@ from megakernel.parallel import OneProcess
 from tests.unit.attention.shards import in_shards
 
 LENGTH, WIDTH = 150, 6
-DECAYS = ["gate", "step", "fixed"]
+DECAYS = ["gate", "step", "fixed", "none"]
 POSITIONS = torch.cat([torch.arange(70), torch.arange(LENGTH - 70)]).expand(2, -1)
 
 
@@ -54,7 +54,9 @@ def token_by_token(module, decay, tensors, positions):
             key_head, state = head // 2, torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
             for i in range(q.shape[2]):
                 scale = 1.0
-                if decay == "fixed":
+                if decay == "none":
+                    kept = 1.0
+                elif decay == "fixed":
                     kept = 1 - 2.0 ** (-5 - key_head)
                 else:
                     logit = gate[row, key_head, i, 0] + module.decay_bias[key_head]
@@ -127,10 +129,11 @@ def test_shards_and_decoding_are_the_whole_sequence(size, positions, decay):
     torch.testing.assert_close(torch.cat(outputs, 2), whole, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("update", ["sum", "delta"])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_model_of_it_trains_and_its_decay_depends_on_the_token(decay):
+def test_a_model_of_it_trains_and_its_decay_depends_on_the_token(decay, update):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
-    attention = {"mechanism": "simple_gla", "simple_gla": {"decay": decay}}
+    attention = {"mechanism": "simple_gla", "simple_gla": {"decay": decay, "update": update}}
     form = Model.model_validate({**sizes, "attention": attention})
     model = LanguageModel(ModelSettings(form, vocab_size=32, mesh=OneProcess(), seed=3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -143,7 +146,8 @@ def test_a_model_of_it_trains_and_its_decay_depends_on_the_token(decay):
         loss.backward()
         gates = [p.grad for name, p in model.named_parameters() if "further" in name or "decay" in name]
         # The projection and what each mechanism learns, in two layers.
-        assert len(gates) == {"gate": 4, "step": 6, "fixed": 0}[decay]
+        further = 2 if update == "delta" and decay in ("fixed", "none") else 0
+        assert len(gates) == {"gate": 4, "step": 6, "fixed": 0, "none": 0}[decay] + further
         assert all(grad.abs().sum() > 0 for grad in gates)
         optimizer.step()
         losses.append(loss.item())

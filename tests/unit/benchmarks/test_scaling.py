@@ -14,7 +14,8 @@ def found(tmp_path_factory):
 
 
 def test_all_that_is_asked_of_the_store_grows_with_the_processes_alone(found):
-    for name in ("preflight: keys asked of the store", "watchdog: keys that all ask for"):
+    # What the other ranks ask for in a stall goes with the time that they wait: a constant for each, below.
+    for name in ("preflight: keys asked of the store", "watchdog: keys that one rank asks for in a stall"):
         assert found[16][name] <= 2.2 * found[8][name], name
 
 

@@ -13,6 +13,7 @@ EOD = 60
 DECODERS = [name for name in PRESETS if not Attention(**expand_preset(name)).mixes_future_tokens]
 ATTENTION = {name: name for name in DECODERS} | {
     "flurka": {"preset": "flurka", **BLOCKS},
+    "flurka_decay": {"preset": "flurka_decay", **BLOCKS},
     "flurka_two_blocks": {
         "preset": "flurka",
         **BLOCKS,

@@ -57,6 +57,14 @@ def test_texts_do_not_depend_on_those_beside_them(parts):
     assert (few.waiting, few.running) == (0, 0)
 
 
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one():
+    together = engine(build(vocab_size=257, attention=FLURKA))
+    long, short = (together.add(Request(prompt(length), 3, ends=ENDS)) for length in (3000, 9))
+    while not short.new_tokens:
+        together.step()
+    assert len(long.unread) > 1000
+
+
 def test_a_text_that_is_removed_leaves_nothing_and_disturbs_no_other():
     model = build(vocab_size=257, attention_pattern=MIXED, num_layers=4)
     alone = [continued(engine(model), [request])[0] for request in requests()]
@@ -74,16 +82,17 @@ def test_a_text_that_is_removed_leaves_nothing_and_disturbs_no_other():
 
 def test_a_text_goes_on_from_where_another_ended():
     model = build(vocab_size=257, attention_pattern=MIXED, num_layers=4)
-    greedy = {"sampling": Sampling(temperature=0), "ends": ENDS}
-    whole = continued(engine(model), [Request(prompt(30), 20, **greedy)])[0]
+    likely = {"sampling": Sampling(temperature=0, repetition_penalty=1.5), "ends": ENDS}
+    whole = continued(engine(model), [Request(prompt(30), 20, **likely)])[0]
+    assert len(set(whole[12:])) > 4, "the penalty makes tokens differ"
     one = engine(model)
-    first = one.add(Request(prompt(30), 12, **greedy, keeps_state=True))
+    first = one.add(Request(prompt(30), 12, **likely, keeps_state=True))
     while first.finish is None:
         one.step()
     assert first.behind.tokens == 42
-    second = Request([], 8, **greedy, behind=first.behind)
+    second = Request([], 8, **likely, behind=first.behind)
     assert continued(one, [second]) == [whole[12:]]
-    assert continued(one, [second]) == [whole[12:]], "a state can be gone on from again"
+    assert continued(one, [second, second]) == [whole[12:]] * 2, "a state can be gone on from again"
 
 
 def text_of(model, request):

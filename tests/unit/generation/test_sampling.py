@@ -32,6 +32,16 @@ def test_top_k_and_top_p_keep_the_likeliest():
     assert set(drawn(Sampling(top_p=0.5))) == {1}
     assert set(drawn(Sampling(top_p=0.75 + 1e-3))) == {1, 2, 3}
     assert set(drawn(Sampling(top_k=3, top_p=0.6))) == {1, 3}
+    assert set(drawn(Sampling(top_p=1e-300), 9)) == {1}, "float32 has no number as small"
+
+
+def test_what_is_no_number_leaves_the_other_texts_alone():
+    broken = torch.full_like(LOGITS, float("nan"))
+    one, other = choose(
+        torch.stack([broken, LOGITS]), [Draw(Sampling(top_k=1), 0.5), Draw(Sampling(top_k=1), 0.5)]
+    )
+    assert 0 <= one < len(LOGITS)
+    assert other == 1
 
 
 def test_the_seed_determines_the_draws():

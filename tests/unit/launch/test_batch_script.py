@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main
 from launch.slurm.script import REPOSITORY, Script
 from launch.slurm.submission import ScriptExecutor
 from launch.slurm_programs import foreign_variables
@@ -176,14 +175,13 @@ def test_what_is_no_list_of_indices_that_slurm_could_hold_is_refused(text):
 
 
 @pytest.mark.parametrize("words", [["--all", "x"], ["--watch", "--json"]])
-def test_questions_that_exclude_each_other_are_refused(words, capsys):
-    assert main(["status", *words]) == 2
-    assert "leave one out" in capsys.readouterr().err
+def test_questions_that_exclude_each_other_are_refused(words, refused):
+    assert "leave one out" in refused("status", *words)
 
 
-def test_an_uptraining_that_cannot_be_is_refused_before_it_is_submitted(tmp_path, capsys):
+def test_an_uptraining_that_cannot_be_is_refused_before_it_is_submitted(tmp_path, refused):
     flurka = {"preset": "flurka", "compression": {"block_size": 128, "rank": 1}}
     sections = {"init": {"from": "models/dense"}, "uptrain": {"alpha": 0.3}, "training": {"steps": 5}}
     config = trees.file(tmp_path, model={"attention": flurka}, **sections)
-    assert main(["submit", str(config), "--dry-run"]) == 2
-    assert "error: training.steps=5 leaves a stage without a step: " in capsys.readouterr().err
+    said = refused("submit", config, "--dry-run")
+    assert "error: training.steps=5 leaves a stage without a step: " in said

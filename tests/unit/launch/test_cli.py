@@ -64,13 +64,8 @@ def test_commands_of_whoever_works_on_the_code_have_their_old_names_too(name, mo
 @pytest.mark.parametrize(
     "arguments", [[], ["dev"], ["train"], ["config"], ["config", "x.yaml", "--frobnicate"], ["doctor", "x"]]
 )
-def test_a_command_line_that_makes_no_sense_is_a_usage_error(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == ExitStatus.USAGE
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("megakernel: error: ")
-    assert line.endswith(" --help")
+def test_a_command_line_that_makes_no_sense_is_a_usage_error(arguments, refused):
+    assert refused(*arguments).endswith(" --help")
 
 
 def test_config_prints_a_tree_that_loads_to_the_same(tmp_path, capsys):
@@ -116,39 +111,37 @@ def test_problems_of_a_configuration_are_lines_and_no_traceback(tmp_path, capsys
     ],
 )
 def test_pretrain_checks_everything_before_it_starts_a_process(
-    tmp_path, monkeypatch, capsys, arguments, complaint
+    tmp_path, monkeypatch, refused, arguments, complaint
 ):
     monkeypatch.chdir(tmp_path)
-    assert main(["pretrain", str(trees.file(tmp_path)), *arguments]) == ExitStatus.USAGE
-    assert complaint in capsys.readouterr().err
+    assert complaint in refused("pretrain", trees.file(tmp_path), *arguments)
     assert not (tmp_path / "runs").exists()
 
 
-def test_pretrain_refuses_the_folder_of_another_configuration(tmp_path, monkeypatch, capsys):
+def test_pretrain_refuses_the_folder_of_another_configuration(tmp_path, monkeypatch, capsys, refused):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs/small"
     folder.mkdir(parents=True)
     main(["config", str(trees.file(tmp_path))])
     (folder / "config.yaml").write_text(capsys.readouterr().out)
-    assert main(["pretrain", str(tmp_path / "run.yaml"), "optimizer.lr=1.0"]) == ExitStatus.USAGE
-    assert "optimizer.lr=1.0 was 0.0003 when the run began" in capsys.readouterr().err
+    said = refused("pretrain", tmp_path / "run.yaml", "optimizer.lr=1.0")
+    assert "optimizer.lr=1.0 was 0.0003 when the run began" in said
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
 
 
-def test_under_torchrun_nproc_is_the_launchers_business(tmp_path, monkeypatch, capsys):
+def test_under_torchrun_nproc_is_the_launchers_business(tmp_path, monkeypatch, refused):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    assert main(["pretrain", str(trees.file(tmp_path)), "--nproc", "4"]) == ExitStatus.USAGE
-    assert "leave it out under torchrun and srun" in capsys.readouterr().err
+    said = refused("pretrain", trees.file(tmp_path), "--nproc", 4)
+    assert "leave it out under torchrun and srun" in said
 
 
-def test_what_the_file_system_refuses_is_one_line(tmp_path, capsys):
+def test_what_the_file_system_refuses_is_one_line(tmp_path, refused):
     path = trees.file(tmp_path)
-    assert main(["pretrain", str(path), f"run.root={path}"]) == ExitStatus.USAGE
-    assert capsys.readouterr().err.splitlines() == [
+    assert refused("pretrain", path, f"run.root={path}") == (
         f"megakernel: error: run.root={path} cannot be written ([Errno 20] Not a directory: '{path}/small/logs'); make "
         "it writable, free space or choose another run.root"
-    ]
+    )
 
 
 @pytest.mark.parametrize("run", ["there", "gone"])

@@ -2,9 +2,6 @@
 
 import pytest
 
-from launch.cli import main
-from launch.exit_status import ExitStatus
-
 
 @pytest.mark.parametrize(
     ("option", "content", "said"),
@@ -19,12 +16,11 @@ from launch.exit_status import ExitStatus
         ("--prompts", b"[" * 100_000, "line 1 has no prompt; write"),
     ],
 )
-def test_what_is_no_prompt_is_one_line(tmp_path, option, content, said, capsys):
+def test_what_is_no_prompt_is_one_line(tmp_path, option, content, said, refused):
     file = tmp_path / "prompts"
     if content is not None:
         file.write_bytes(content)
-    assert main(["generate", "runs/x", option, str(file)]) == ExitStatus.USAGE
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused("generate", "runs/x", option, file)
     assert f"{option} {file}" in line
     assert said in line
 
@@ -32,7 +28,5 @@ def test_what_is_no_prompt_is_one_line(tmp_path, option, content, said, capsys):
 @pytest.mark.parametrize(
     "typed", [[], ["--prompt", "x", "--prompt-file", "y"], ["--prompts", "x", "--prompt", ""]]
 )
-def test_prompts_are_given_in_one_way(typed, capsys):
-    with pytest.raises(SystemExit):
-        main(["generate", "runs/x", *typed])
-    assert "--prompt" in capsys.readouterr().err
+def test_prompts_are_given_in_one_way(typed, refused):
+    assert "--prompt" in refused("generate", "runs/x", *typed)

@@ -116,6 +116,22 @@ def test_one_table_shows_all_runs_and_the_stages_of_an_up_training(run, capsys):
     assert "first" not in capsys.readouterr().out
 
 
+def test_the_block_that_a_transfer_is_at_is_what_trains_until_they_are_put_together(run, capsys):
+    up = JobFolder(run.parent / "up")
+    stage = up.path / "1-transfer"
+    blocks = [stage / "layers_0-7", stage / "layers_8-15", stage / "layers_16-23"]
+    for folder, saved in zip([stage, *blocks], [None, 100, 100, 30], strict=True):
+        (folder / "checkpoints").mkdir(parents=True)
+        write(folder, saved=saved, **LOGGED)
+    assert up.training == blocks[-1]
+    assert up.saved_steps() == 230
+    assert main(["monitor", "--root", str(run.parent), "--once"]) == 0
+    assert "up/1-transfer/layers_16-23" in capsys.readouterr().out
+    write(stage, saved=100, **LOGGED)
+    assert up.training == stage
+    assert up.saved_steps() == 330
+
+
 def test_of_submitted_runs_slurm_has_the_word_and_without_it_the_folder(run, capsys, monkeypatch):
     write(run, **LOGGED)
     job = Job(id="7", executor="slurm", submission="s", submitted="")

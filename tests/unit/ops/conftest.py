@@ -2,6 +2,7 @@ from importlib import import_module
 
 import pytest
 
+from megakernel.ops import decay
 from megakernel.ops import eva_attention as eva
 from megakernel.ops import landmark_attention as landmark
 from megakernel.ops.flurka_attention import chunked as flurka
@@ -16,8 +17,9 @@ softmax, window = (import_module(f"megakernel.ops.{name}_attention") for name in
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 4 tokens and groups of 8, so that a short sequence crosses many of their edges."""
-    monkeypatch.setattr(kernel, "CHUNK", 4)
-    for module in (kernel, flurka, window):
+    for module in (decay, kernel):
+        monkeypatch.setattr(module, "CHUNK", 4)
+    for module in (decay, kernel, flurka, window):
         monkeypatch.setattr(module, "GROUP", 8)
     monkeypatch.setattr(flurka, "RUN", 8)
     monkeypatch.setattr(softmax, "BLOCK", 8)
@@ -29,5 +31,5 @@ def small_chunks(monkeypatch):
 @pytest.fixture
 def short_groups(monkeypatch):
     """Groups of 256 tokens in place of 1,024 and 4,096, and chunks as they are: 600 tokens end in the third group."""
-    for module in (eva, flurka, kernel, landmark, window):
+    for module in (decay, eva, flurka, kernel, landmark, window):
         monkeypatch.setattr(module, "GROUP", 256)

@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import ByteTokenizer
-from launch.cli import main
 from megakernel.checkpoint import export as exporting
 from megakernel.checkpoint.dense import DenseCheckpoint
 from megakernel.checkpoint.dense.configs import plain_config
@@ -70,7 +69,7 @@ def test_parts_that_no_architecture_has_together_have_no_plain_configuration():
         assert plain_config(Model(**plain | other), 384, 64) is None
 
 
-def test_only_a_model_that_continues_text_is_exported(tmp_path, capsys):
+def test_only_a_model_that_continues_text_is_exported(tmp_path, refused):
     run = tmp_path / "run"
     config = trees.file(tmp_path, "base.yaml")
     (run / "checkpoints" / "step_1").mkdir(parents=True)
@@ -78,8 +77,7 @@ def test_only_a_model_that_continues_text_is_exported(tmp_path, capsys):
     (run / "config.yaml").write_text(to_yaml(masked))
     progress = SavedProgress(1, 1, 1, {}, {})
     write_manifest(run / "checkpoints" / "step_1", progress, {})
-    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 2
-    assert "model.kind=masked_lm" in (said := capsys.readouterr().err)
+    assert "model.kind=masked_lm" in (said := refused("export", run, "--to", tmp_path / "out"))
     assert "is not exported; give a run of a causal_lm" in said
     assert not (tmp_path / "out").exists()
 

@@ -315,10 +315,27 @@ LONGER = {"steps": 1, "seq_len": 1024}
         ),
         ({}, {"schedule": {"steps_after": 5}}, "schedule.steps_after"),
         ({}, {"training": {"eval_samples": 0}}, "training.eval_samples"),
+        ({"transfer": {"steps": 1, "block_layers": 0}}, {}, "uptrain.transfer.block_layers"),
+        ({"transfer": {"steps": 1, "block_layers": 5}}, {}, "uptrain.transfer.block_layers"),
+        (
+            {"transfer": {"steps": 1, "block_layers": 4}},
+            {"parallel": {"pipeline": 2}},
+            "uptrain.transfer.block_layers",
+        ),
     ],
 )
 def test_an_up_training_that_cannot_be_is_refused(uptrain, sections, key):
     assert list(problems(**{"init": {"from": "x"}, "uptrain": uptrain} | sections)) == [key]
+
+
+def test_blocks_say_what_they_cannot_be_beside():
+    uptrain = {"transfer": {"steps": 1, "block_layers": 2}}
+    sections = {"init": {"from": "x"}, "uptrain": uptrain, "parallel": {"pipeline": 2}}
+    (problem,) = problems(**sections).values()
+    assert str(problem) == (
+        "uptrain.transfer.block_layers=2 takes one block after the other, and parallel.pipeline=2 holds all at once; "
+        "set null, or parallel.pipeline: 1"
+    )
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,16 @@ def test_recomputation_keeps_less_and_takes_longer(less, more):
     assert step(jobs[0], H100).seconds > step(jobs[1], H100).seconds
 
 
+@pytest.mark.parametrize(
+    ("attention", "is_softmax"), [("retnet", False), ("hedgehog", False), ("local", True)]
+)
+def test_a_mechanism_is_timed_at_the_rate_of_its_kind(attention, is_softmax, monkeypatch):
+    job = Job(config(model={"attention": attention}), 50_257, ALONE)
+    usual = step(job, H100).seconds
+    monkeypatch.setitem(RATES, "softmax", RATES["softmax"] / 2)
+    assert (step(job, H100).seconds > usual) == is_softmax
+
+
 def test_state_traffic_does_not_contain_the_length_and_ring_traffic_does():
     def sent(attention: str, seq_len: int, exchange: str) -> float:
         run = config(model={"attention": attention}, training={"seq_len": seq_len})

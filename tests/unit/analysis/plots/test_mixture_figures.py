@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megakernel.analysis.plots import claims, mixing, mixture_costs, query_likelihood
+from megakernel.analysis.plots import costs, mixtures
 from megakernel.analysis.plots.subject import Subject, captured_attention, first_row
 
 from .small_models import LENGTH, layer_inputs, small_model
@@ -15,7 +15,7 @@ def test_mixing_coefficients_are_the_layers_priors():
     model = small_model("mgk")
     with torch.no_grad():
         model.walk[2].self_attention.core.mixture.weights.copy_(torch.tensor([[0.25, 0.75], [0.5, 0.125]]))
-    rows = mixing.measure(Subject(None, model, [], torch.device("cpu"), LENGTH))
+    rows = mixtures.measure_mixing(Subject(None, model, [], torch.device("cpu"), LENGTH))
     found = {(row["layer"], row["head"], row["key"]): row["pi"] for row in rows}
     assert [found[1, head, key] for head in (0, 1) for key in (0, 1)] == [0.25, 0.75, 0.5, 0.125]
     assert len(rows) == 2 * 2 * 2
@@ -34,7 +34,7 @@ def test_the_likelihood_of_queries_is_that_of_the_density_written_out(form):
     model = small_model(form, position="none")
     captured = captured_attention(model, first_row(layer_inputs(), LENGTH))[0]
     core, inputs = captured.core, captured.inputs
-    found = query_likelihood.negative_log_likelihood(captured)
+    found = mixtures.negative_log_likelihood(captured)
     mixture = getattr(core, "mixture", None)
     keys = inputs.k[0] if mixture is None else mixture.keys(inputs.k)[0].detach()
     keys = (keys if keys.dim() == 4 else keys[:, None]).double()
@@ -56,9 +56,9 @@ def test_the_likelihood_of_queries_is_that_of_the_density_written_out(form):
 
 def test_half_the_heads_with_two_keys_cost_less_the_wider_and_longer():
     """Transformer-MGK, figure 3; the limit of long rows is (6 D - 1) / (2 (4 D - 1)), 3/4."""
-    rows = mixture_costs.ratios(small_model("mgk").settings.model)
+    rows = costs.ratios(small_model("mgk").settings.model)
     found = {(row["tokens"], row["width"]): row for row in rows}
-    assert len(found) == len(rows) == len(mixture_costs.TOKENS) * len(mixture_costs.WIDTHS)
+    assert len(found) == len(rows) == len(costs.MIXTURE_TOKENS) * len(costs.WIDTHS)
     assert all(row["operations"] < 1 and row["parameters"] < 1 for row in rows)
     assert found[16384, 16]["operations"] == pytest.approx((6 * 16 - 1) / (2 * (4 * 16 - 1)), rel=0.03)
     # H D = D_x = n: queries, two keys and values of n / 2 and an output from n / 2, 2.5 n^2 of 4 n^2.
@@ -66,7 +66,7 @@ def test_half_the_heads_with_two_keys_cost_less_the_wider_and_longer():
 
 
 def test_the_claims_map_says_where_flurka_is_faster():
-    rows = claims.claim_map(width=512, heads=8)
+    rows = costs.claim_map(width=512, heads=8)
     for row in rows:
         if row["claim_1"] and row["long_enough"]:
             assert min(row["over_low_rank"], row["over_kernel"]) > 1

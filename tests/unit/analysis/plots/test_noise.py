@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megakernel.analysis.plots import covariances, gradients, kernel_deviation, voting
+from megakernel.analysis.plots import noise, spectra
 from megakernel.analysis.plots.subject import captured_attention, first_row
 from megakernel.model import IGNORED
 from tests.unit.analysis.kernel_error import prf_error, prf_kernel
@@ -28,7 +28,7 @@ def test_eigenvalues_are_those_the_covariance_was_made_of(name):
             mixture.log_variance[1, 0] = wanted.log()
     rows = [
         row
-        for row in covariances.eigenvalue_rows(model)
+        for row in spectra.eigenvalue_rows(model)
         if (row["layer"], row["head"], row["component"]) == (0, 1, 0)
     ]
     assert [row["index"] for row in rows] == list(range(8))
@@ -44,7 +44,7 @@ def test_the_deviation_of_kernel_estimates_is_theorem_3s():
     captured = captured._replace(
         inputs=replace(captured.inputs, q=captured.inputs.q / 4, k=captured.inputs.k / 4)
     )
-    found = kernel_deviation.deviations(captured, 400)
+    found = noise.deviations(captured, 400)
     mixture = captured.core.projection
     for head in range(2):
         means = mixture.mean[head].detach().double()
@@ -57,7 +57,7 @@ def test_the_deviation_of_kernel_estimates_is_theorem_3s():
 
 def test_a_map_whose_noise_stays_deviates_by_nothing_to_ask_of():
     captured = captured_attention(small_model("performer"), first_row(layer_inputs(), LENGTH))[0]
-    assert not kernel_deviation.estimates_kernels(captured)
+    assert not noise.estimates_kernels(captured)
 
 
 def votes(*predicted, label=1, probability=0.6):
@@ -65,7 +65,7 @@ def votes(*predicted, label=1, probability=0.6):
     likeliest = torch.tensor(predicted)
     hits = likeliest == label
     logs = torch.where(hits, probability, 1 - probability).double().log()
-    return voting.vote_rows(hits, likeliest, logs)
+    return noise.vote_rows(hits, likeliest, logs)
 
 
 def test_a_vote_of_right_majorities_gains_over_single_draws():
@@ -90,7 +90,7 @@ def test_a_prediction_that_no_draw_finds_is_voted_wrong():
 def test_predictions_are_those_of_the_labels_that_count(mesh):
     model, batch = small_model("gmm_prf", mesh), labelled(2)
     with torch.no_grad():
-        hits, likeliest, logs = voting.predictions(model, batch)
+        hits, likeliest, logs = noise.predictions(model, batch)
         losses = model.losses(*batch)[batch[2] != IGNORED]
         best = model.logits(model.hidden(*batch[:2])).argmax(-1)[batch[2] != IGNORED]
     torch.testing.assert_close(-logs, losses.double())
@@ -100,7 +100,7 @@ def test_predictions_are_those_of_the_labels_that_count(mesh):
 
 def test_the_heads_gradient_is_that_of_a_bias_added_to_what_it_reads(mesh):
     model, batch = small_model("gmm_prf", mesh), labelled(2)
-    found = gradients.head_gradient(model, batch)
+    found = noise.head_gradient(model, batch)
     with torch.no_grad():
         hidden, *rest = model.body(batch)
         for neuron in (0, 17):
@@ -111,5 +111,5 @@ def test_the_heads_gradient_is_that_of_a_bias_added_to_what_it_reads(mesh):
 
 
 def test_gradient_rows_have_the_deviation_over_draws_and_the_mean_size():
-    rows = gradients.gradient_rows(torch.tensor([[1.0, -2.0], [3.0, 2.0]], dtype=torch.float64))
+    rows = noise.gradient_rows(torch.tensor([[1.0, -2.0], [3.0, 2.0]], dtype=torch.float64))
     assert [(row["deviation"], row["absolute_mean"]) for row in rows] == [(1.0, 2.0), (2.0, 2.0)]

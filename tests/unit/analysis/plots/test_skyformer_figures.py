@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakernel.analysis.plots import instability, spectral_error
+from megakernel.analysis.plots import skyformer
 from megakernel.attention import build
 from megakernel.config import Optimizer
 from megakernel.ops.pseudo_inverse import exact_inverse
@@ -22,19 +22,19 @@ def qkv():
 def test_the_error_is_the_spectral_norm_of_the_difference_over_that_of_the_output():
     exact = torch.diag_embed(torch.tensor([[[4.0, 2.0], [10.0, 1.0]]]))
     output = exact + torch.diag_embed(torch.tensor([[[0.5, -1.0], [0.0, 0.0]]]))
-    assert spectral_error.relative_error(output, exact) == pytest.approx((1 / 4 + 0) / 2)
+    assert skyformer.relative_error(output, exact) == pytest.approx((1 / 4 + 0) / 2)
 
 
 def test_as_many_landmarks_as_rows_make_skyformers_algorithm_softmax_itself(qkv):
     """All 2N queries and keys as landmarks: C M^+ C = C, so that only rounding is left."""
     exact = build("softmax", num_heads=2, head_dim=WIDTH, causal=False)(*qkv)
     every = torch.arange(2 * TOKENS).expand(2, -1)
-    found = spectral_error.softmax_nystrom(*qkv, every, exact_inverse)
-    assert spectral_error.relative_error(found, exact) < 1e-6
+    found = skyformer.softmax_nystrom(*qkv, every, exact_inverse)
+    assert skyformer.relative_error(found, exact) < 1e-6
 
 
 def test_more_features_bring_approximations_closer_to_softmax(qkv):
-    found = spectral_error.errors(*(x * 0.5 if i < 2 else x for i, x in enumerate(qkv)))
+    found = skyformer.errors(*(x * 0.5 if i < 2 else x for i, x in enumerate(qkv)))
     mechanisms = {name for name, _ in found}
     assert {"performer", "linformer", "flurka_performer", "nystromformer", "uniform"} < mechanisms
     for name, most in (("performer", 256), ("skyformer, exact inverse", 256), ("nystromformer", 32)):
@@ -45,19 +45,19 @@ def test_more_features_bring_approximations_closer_to_softmax(qkv):
 
 def test_queries_that_are_all_alike_are_uniform_attention(qkv):
     zeros = torch.zeros_like(qkv[0])
-    found = spectral_error.errors(zeros, zeros, qkv[2])
+    found = skyformer.errors(zeros, zeros, qkv[2])
     assert found["uniform", 16] < 1e-12
     assert found["performer", 16] < 1e-12
 
 
 def test_compared_models_are_the_runs_model_with_other_attention():
     decoder = small_model("flurka", num_layers=3).settings.model
-    found = instability.compared_models(decoder)
+    found = skyformer.compared_models(decoder)
     assert list(found) == ["run", "softmax", "gaussian", "kernelized"]
     assert {model.num_layers for model in found.values()} == {2}
     assert found["kernelized"].attention.normalize is False
     encoder = small_model("softmax", kind="masked_lm").settings.model
-    assert list(instability.compared_models(encoder)) == [
+    assert list(skyformer.compared_models(encoder)) == [
         "softmax",
         "gaussian",
         "kernelized",
@@ -68,7 +68,7 @@ def test_compared_models_are_the_runs_model_with_other_attention():
 
 def test_the_score_is_the_outputs_shift_over_that_of_the_weights(mesh, monkeypatch):
     """Of a model whose first states are its embedding, after a step that moves that alone, one token at a time."""
-    monkeypatch.setattr(instability, "STEPS", 1)
+    monkeypatch.setattr(skyformer, "STEPS", 1)
     batch = labelled(1)
     model = small_model("softmax", mesh, num_layers=1, tie_embeddings=False, vocab_size=32)
     layer = model.walk[1]
@@ -76,12 +76,12 @@ def test_the_score_is_the_outputs_shift_over_that_of_the_weights(mesh, monkeypat
         layer.self_attention.output.weight.zero_()
         layer.mlp.linear_fc2.weight.zero_()
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
-    [score] = instability.instability(model, [batch], Optimizer(lr=1e-3, weight_decay=0.0))
+    [score] = skyformer.instability(model, [batch], Optimizer(lr=1e-3, weight_decay=0.0))
     moved = {name: x.detach() - before[name] for name, x in model.named_parameters()}
     weights = sum(x.double().square().sum() for x in moved.values())
-    after = instability.states(model, batch)
+    after = skyformer.states(model, batch)
     for name, x in model.named_parameters():
         x.data.copy_(before[name])
-    shift = (after - instability.states(model, batch)).square().sum()
+    shift = (after - skyformer.states(model, batch)).square().sum()
     assert score == pytest.approx((shift / weights).item(), rel=1e-4)
     assert score > 0

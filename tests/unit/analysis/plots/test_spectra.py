@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megakernel.analysis.plots import attention, gates, ranks, singular_values, span
-from megakernel.analysis.plots.matrices import attention_matrix, exact_matrix
+from megakernel.analysis.plots import reach, spectra
+from megakernel.analysis.plots.matrices import CELLS, attention_matrix, exact_matrix, image
 from megakernel.analysis.plots.subject import captured_attention, first_row
 from megakernel.uptraining.query_rows import QueryRows
 
@@ -28,9 +28,9 @@ def test_singular_values_and_ranks_are_those_the_matrix_was_made_of():
     matrices = torch.stack(
         [with_singular_values([8.0, 4.0, 2.0, 5e-7]), with_singular_values([1.0, 1.0, 1.0, 1.0])]
     )
-    found = singular_values.relative_singular_values(matrices)
+    found = spectra.relative_singular_values(matrices)
     torch.testing.assert_close(found[0, :3], torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64))
-    rank, stable = ranks.ranks(matrices)
+    rank, stable = spectra.ranks(matrices)
     assert rank.tolist() == [3, 4]
     assert stable.tolist() == pytest.approx([(64 + 16 + 4) / 64, 4.0])
 
@@ -41,7 +41,7 @@ def test_a_kernel_of_few_features_has_a_matrix_of_low_rank_and_softmax_has_not()
     for form, most in (({"preset": "linear"}, 8), ("softmax", LENGTH)):
         model = small_model(form, kind="masked_lm")
         captured = captured_attention(model, row)[0]
-        rank, _ = ranks.ranks(exact_matrix(captured))
+        rank, _ = spectra.ranks(exact_matrix(captured))
         assert rank.tolist() == [most] * 4
 
 
@@ -53,10 +53,10 @@ def spans(weights, window=None, causal=True, positions=None):
 
     inputs = AttentionInputs(positions, q=q, k=q, v=q)
     rows = QueryRows.of(inputs, torch.arange(tokens), causal)
-    sums, counts = span.reach(weights[None], rows, window)
+    sums, counts = reach.reach(weights[None], rows, window)
     return {
         name: (value / count).item() if count else None
-        for name, value, count in zip(span.NAMES, sums[0], counts[0])
+        for name, value, count in zip(reach.NAMES, sums[0], counts[0])
     }
 
 
@@ -103,11 +103,11 @@ def gated(bias):
 
 def test_a_gate_without_weights_gives_what_its_bias_says():
     """And only queries behind the first block of their document have anything far: of 9 and 15 tokens, 5 and 11."""
-    shares = gates.near_shares(gated(3.0))
+    shares = reach.near_shares(gated(3.0))
     assert shares.shape == (4, 5 + 11)
     expected = 1 / (1 + math.exp(-3))
     assert shares.flatten().tolist() == pytest.approx([expected] * shares.numel())
-    rows = gates.histogram(0, shares)
+    rows = reach.histogram(0, shares)
     assert [row["near"] for row in rows if row["head"] == 2 and row["share"]] == [0.95]
     assert all(row["gate"] == pytest.approx(expected) for row in rows)
 
@@ -116,16 +116,16 @@ def test_far_mass_of_a_gated_layer_is_what_the_gate_leaves():
     """Both parts are shares on their own, so far tokens have 1 - g of the weight."""
     captured = gated(-1.0)
     rows = QueryRows.of(captured.inputs, torch.arange(LENGTH), causal=True)
-    sums, counts = span.reach(attention_matrix(captured), rows, captured.core.near_window)
-    far = dict(zip(span.NAMES, (sums / counts).T))["far_mass"]
+    sums, counts = reach.reach(attention_matrix(captured), rows, captured.core.near_window)
+    far = dict(zip(reach.NAMES, (sums / counts).T))["far_mass"]
     assert far.tolist() == pytest.approx([1 - 1 / (1 + math.e)] * 4, rel=1e-5)
 
 
 def test_an_image_keeps_the_weight_of_every_query():
-    tokens = 2 * attention.CELLS + 5
+    tokens = 2 * CELLS + 5
     weights = torch.rand(2, tokens, tokens, generator=torch.Generator().manual_seed(0)).tril()
     weights = weights / weights.sum(-1, keepdim=True)
-    rows = attention.image(3, weights)
+    rows = image(3, weights)
     for head in range(2):
         of_queries = {}
         for row in (row for row in rows if row["head"] == head):

@@ -98,9 +98,10 @@ def test_what_does_not_apply_is_one_line_that_says_what_does(name, explanation):
     assert "\n" not in str(error.value)
 
 
-def test_every_analysis_has_its_module():
-    for name in ANALYSES:
-        assert import_module(f"megakernel.analysis.plots.{name}").measure.__doc__
+def test_every_analysis_has_its_function():
+    for name, analysis in ANALYSES.items():
+        module = import_module(f"megakernel.analysis.plots.{analysis.place.partition('.')[0]}")
+        assert getattr(module, f"measure_{name}").__doc__
 
 
 def test_a_plot_may_be_one_for_each_value_of_the_first_rows_and_shows_no_empty_column():

@@ -1,4 +1,7 @@
-"""How likely queries are under the Gaussians around keys that attention stands for (Transformer-MGK, eqs. 3 and 5).
+"""Mixture keys: their coefficients, and the densities that they stand for.
+
+`mixing`: coefficients pi per layer and head (Transformer-MGK, table 8). `query_likelihood`: how likely queries are
+under the Gaussians around keys that attention stands for (its eqs. 3 and 5),
 
     p(q_i) = 1/J sum_j sum_r pi_r N(q_i; k_jr, sigma_r^2 I)
 
@@ -12,15 +15,28 @@ import math
 import torch
 from torch import Tensor
 
-from megakernel.attention.mixture import PairwiseAttention, keys_and_priors
+from megakernel.attention.mixture import KeyMixture, PairwiseAttention, keys_and_priors
 from megakernel.attention.softmax import SoftmaxAttention
+from megakernel.model.layer import attention_cores
 from megakernel.uptraining.query_rows import QueryRows
 
 from .subject import CapturedAttention, Subject
 from .table import Row
 
 
-def measure(subject: Subject) -> list[Row]:
+def measure_mixing(subject: Subject) -> list[Row]:
+    """layer, head, key, pi."""
+    return [
+        {"layer": layer, "head": head, "key": key, "pi": value}
+        for layer, core in attention_cores(subject.model).items()
+        for mixture in core.modules()
+        if isinstance(mixture, KeyMixture) and mixture.soft
+        for head, of_head in enumerate(mixture.priors().tolist())
+        for key, value in enumerate(of_head)
+    ]
+
+
+def measure_query_likelihood(subject: Subject) -> list[Row]:
     """layer, head, sample, nll: the mean over the queries of a row."""
     return [
         {"layer": layer, "head": head, "sample": sample, "nll": value}

@@ -1,18 +1,24 @@
-"""FLuRKA's claims 1 to 3: where it needs fewer operations than its low-rank and its kernel parent (appendix B).
+"""Costs by the equations of two papers, at the run's heads and widths.
 
-As a map at the run's width and heads.
-
-The equations count one operation for a multiplication with its addition, and one for each number that a kernel or a
-softmax is applied to; torch counts a product twice and the rest not at all. They take phi to keep the width of a head,
-leave the normalizer out, and compress the input in both Linformer and FLuRKA.
+`claims`: FLuRKA's claims 1 to 3, where it needs fewer operations than its low-rank and its kernel parent (appendix B),
+as a map. The equations count one operation for a multiplication with its addition, and one for each number that a
+kernel or a softmax is applied to; torch counts a product twice and the rest not at all. They take phi to keep the width
+of a head, leave the normalizer out, and compress the input in both Linformer and FLuRKA.
 
 The paper's differences of its equations have two slips. Eq. 9 prints d_k d_m d_k for d_k d_m d_h, which is harmless.
 Eq. 10 prints 2 N d_m d_h for N d_m d_h: it forgets that FLuRKA reads its state, too. Its bound N > d_k (H + 2) is
 therefore too low where d_m hardly exceeds d_k, and claims 1 and 3 fail in a sliver of their regions, such as N=3000,
 d_k=250, d_m=256, H=8. The same derivation without the slip gives N > d_k (2 H + 1), which is enough everywhere.
+
+`mixture_costs`: operations and parameters of attention with mixture keys over those of softmax with M times the heads
+(Transformer-MGK, figure 3), with the run's heads and keys, over widths and lengths. An input is as wide as the heads of
+softmax together. The paper counts every multiplication and addition of an attention layer, n (2 k - 1) for n products
+of k numbers, over all N^2 pairs and without the softmax; D is the width of a head, D_x of the input.
 """
 
 from dataclasses import dataclass
+
+from megakernel.config import Model
 
 from .subject import Subject
 from .table import Row
@@ -104,10 +110,10 @@ def speedups(sizes: Sizes) -> tuple[float, float]:
     return low_rank / flurka, kernel / flurka
 
 
-TOKENS = tuple(2**n for n in range(9, 21))
+CLAIM_TOKENS = tuple(2**n for n in range(9, 21))
 
 
-def measure(subject: Subject) -> list[Row]:
+def measure_claims(subject: Subject) -> list[Row]:
     """See `claim_map`."""
     model = subject.config.model
     return claim_map(model.hidden_size, model.num_heads)
@@ -120,7 +126,7 @@ def claim_map(width: int, heads: int) -> list[Row]:
     """
     ranks = [2**n for n in range(4, max(width, 32).bit_length() + 1)]
     rows: list[Row] = []
-    for tokens in TOKENS:
+    for tokens in CLAIM_TOKENS:
         for rank in ranks:
             if rank >= tokens:
                 continue
@@ -138,3 +144,58 @@ def claim_map(width: int, heads: int) -> list[Row]:
                 }
             )
     return rows
+
+
+def softmax_operations(length: int, heads: int, width: int, input_width: int) -> int:
+    """(i): N^2 H (4 D - 1) + N H D (6 D_x + 2 H D - 5)."""
+    per_token = heads * width * (6 * input_width + 2 * heads * width - 5)
+    return length**2 * heads * (4 * width - 1) + length * per_token
+
+
+def mixture_operations(length: int, heads: int, width: int, input_width: int, keys: int = 2) -> int:
+    """(ii) for any M: (H / M) (N^2 ((2 M + 2) D - 1) + N D ((M + 2)(2 D_x - 1) - 1)) + N H D (2 (H / M) D - 1).
+
+    The next line of the paper, which adds this up, prints N H D (M - 1) / M too little.
+    """
+    each = heads // keys
+    pairs = length**2 * ((2 * keys + 2) * width - 1)
+    projections = length * width * ((keys + 2) * (2 * input_width - 1) - 1)
+    return each * (pairs + projections) + length * heads * width * (2 * each * width - 1)
+
+
+def softmax_parameters(heads: int, width: int, input_width: int) -> int:
+    """(iii): 3 H D D_x + (H D)^2."""
+    return 3 * heads * width * input_width + (heads * width) ** 2
+
+
+def mixture_parameters(heads: int, width: int, input_width: int, keys: int = 2) -> int:
+    """(iv) for any M: queries, M keys and values of H / M heads, their output, and M priors for each of them."""
+    each = heads // keys
+    return each * (keys + 2) * width * input_width + each * width * heads * width + heads
+
+
+WIDTHS = tuple(2**n for n in range(4, 10))
+MIXTURE_TOKENS = tuple(2**n for n in range(8, 15))
+
+
+def measure_mixture_costs(subject: Subject) -> list[Row]:
+    """See `ratios`."""
+    return ratios(subject.config.model)
+
+
+def ratios(model: Model) -> list[Row]:
+    """tokens N, width D of a head, operations and parameters: of H heads with M keys over M H heads of softmax."""
+    keys = max(model.layer_attention(layer).keys_at_position for layer in range(model.num_layers))
+    heads = keys * model.num_heads
+    return [
+        {
+            "tokens": tokens,
+            "width": width,
+            "operations": mixture_operations(tokens, heads, width, heads * width, keys)
+            / softmax_operations(tokens, heads, width, heads * width),
+            "parameters": mixture_parameters(heads, width, heads * width, keys)
+            / softmax_parameters(heads, width, heads * width),
+        }
+        for tokens in MIXTURE_TOKENS
+        for width in WIDTHS
+    ]

@@ -1,17 +1,20 @@
-"""FLuRKA eq. 2 over tensor ranks, sequence shards and shards of the sequence: E X is formed where its tokens are."""
+"""A layer and its projections over tensor ranks, sequence shards and shards of the sequence.
+
+FLuRKA eq. 2 forms E X where its tokens are; short convolutions look back into the shard before.
+"""
 
 import pytest
 import torch
 
-from megakernel.config import Model
+from megakernel.config import Attention, Model, expand_preset
 from megakernel.model.self_attention import SelfAttention
 from megakernel.model.settings import ModelSettings, drawn_from
 from tests.distributed.processes import cpu_mesh, run_ranks
 
 BATCH, TOKENS, WIDTH, RANK = 2, 32, 16, 6
-SHAPE = {"num_layers": 1, "hidden_size": WIDTH, "num_heads": 4, "num_kv_heads": 2, "kind": "masked_lm"}
+SHAPE = {"num_layers": 1, "hidden_size": WIDTH, "num_heads": 4, "num_kv_heads": 2}
 SHORT = {"kind": "block", "block_size": 8, "rank": 3}
-COMPRESSIONS = {
+LAYERS = {
     "flurka_rnn": {"preset": "flurka_rnn", "compression": {"rank": RANK}},
     "flurka_performer": {"preset": "flurka_performer", "compression": {"rank": RANK, "share_kv": True}},
     "linformer": {"preset": "linformer", "compression": {"rank": RANK}},
@@ -20,7 +23,14 @@ COMPRESSIONS = {
     "per_head": {"preset": "linformer", "compression": {"rank": RANK, "per_head": True}},
     "blocks": {"similarity": "kernel", "feature_map": {"name": "elu"}, "compression": SHORT},
     "pool": {"similarity": "softmax", "compression": {"kind": "pool", "block_size": 8}},
+    "mamba2": {"preset": "mamba2"},
+    "gated_deltanet": {"preset": "gated_deltanet", "short_convolution": 3, "output_gate": "sigmoid"},
+    "flurka_decay": {
+        **{"preset": "flurka_decay", "short_convolution": 4, "output_norm": True},
+        "compression": {"block_size": 4, "rank": 2},
+    },
 }
+CUT_BY_ROWS = ("qkv.weight", "further.weight", "short_convolution.weight", "output_gate.weight")
 LAYOUTS = {
     "tp2": {"tensor": 2},
     "tp2 sequence parallel": {"tensor": 2, "sequence_parallel": True},
@@ -35,7 +45,9 @@ def draw(*shape, seed):
 
 
 def layer(form, mesh):
-    model = Model.model_validate({**SHAPE, "position": "none", "attention": form, "max_positions": None})
+    causal = Attention.model_validate(expand_preset(form)).looks_back_only
+    kind = "causal_lm" if causal else "masked_lm"
+    model = Model.model_validate({**SHAPE, "kind": kind, "position": "none", "attention": form})
     settings = ModelSettings(model.model_copy(update={"max_positions": TOKENS}), vocab_size=8, mesh=mesh)
     with drawn_from(0, "layer"):
         return SelfAttention(settings, 0).double()
@@ -63,24 +75,24 @@ def outputs_and_gradients(form, mesh, sizes):
     return out.detach(), hidden.grad, gradients, module.core.sharded_parameters()
 
 
-def of_all_compressions(sizes):
+def of_all_layers(sizes):
     with cpu_mesh(**sizes) as mesh:
-        return {name: outputs_and_gradients(form, mesh, sizes) for name, form in COMPRESSIONS.items()}
+        return {name: outputs_and_gradients(form, mesh, sizes) for name, form in LAYERS.items()}
 
 
 @pytest.fixture(scope="module")
 def one_process():
-    return run_ranks(of_all_compressions, 1, {})[0]
+    return run_ranks(of_all_layers, 1, {})[0]
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
 def many_processes(request):
     sizes = LAYOUTS[request.param]
     world_size = sizes.get("tensor", 1) * sizes.get("context", 1)
-    return sizes, run_ranks(of_all_compressions, world_size, sizes)
+    return sizes, run_ranks(of_all_layers, world_size, sizes)
 
 
-@pytest.mark.parametrize("name", list(COMPRESSIONS))
+@pytest.mark.parametrize("name", list(LAYERS))
 def test_layouts_give_the_numbers_and_gradients_of_one_process(name, many_processes, one_process):
     out, slope, gradients, _ = one_process[name]
     sizes, results = many_processes
@@ -89,7 +101,11 @@ def test_layouts_give_the_numbers_and_gradients_of_one_process(name, many_proces
         # float64 sums in another order.
         torch.testing.assert_close(actual, shard_of(out, sizes, rank), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(actual_slope, shard_of(slope, sizes, rank), rtol=1e-10, atol=1e-10)
-        dimensions = {"qkv.weight": 0, "output.weight": 1} | {f"core.{key}": at for key, at in cut.items()}
+        dimensions = (
+            dict.fromkeys(CUT_BY_ROWS, 0)
+            | {"output.weight": 1}
+            | {f"core.{key}": at for key, at in cut.items()}
+        )
         for key, gradient in found.items():
             expected = gradients[key]
             if key in dimensions:

@@ -1,0 +1,182 @@
+"""What the host does around the kernels of a layer: torch operations, launches, compiled variants, Python's time.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.kernel_host --out benchmarks/results/kernel_host.md
+
+A layer is a mechanism with heads of 128 in bfloat16, from q, k and v to its output and back. Launches are noted down
+instead of made, so no GPU is needed. Operations are those of torch that run something, inside of the kernels' operators
+too: not views and not tensors without contents. A variant is what Triton compiles for a launch: the same kernel with
+other compile-time numbers, types or divisibilities. Time is the processor time of one thread for one head and SHORT
+tokens, on which torch's operations have little to compute; starting a kernel comes on top.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.page import add_out, give, opening, table
+from megakernel.attention import build
+from megakernel.ops.kernels.launch import LATEST, Launch, noting
+
+HEADS, HEAD_DIM = 16, 128
+LAYERS: dict[str, dict[str, Any]] = {
+    "elu": {"preset": "linear"},
+    "hedgehog": {"preset": "hedgehog"},
+    "favor": {"preset": "performer", "feature_map": {"samples": HEAD_DIM}},
+    "FLuRKA": {"preset": "flurka"},
+}
+SHORT = 128
+LENGTHS = tuple(2**exponent for exponent in range(9, 18))
+REPEATS = 40
+
+WITHOUT_WORK = {
+    "detach",
+    "view",
+    "_unsafe_view",
+    "_reshape_alias",
+    "alias",
+    "as_strided",
+    "expand",
+    "unsqueeze",
+}
+WITHOUT_WORK |= {
+    "squeeze",
+    "slice",
+    "select",
+    "transpose",
+    "permute",
+    "promote_types",
+    "result_type",
+    "lift_fresh",
+}
+WITHOUT_WORK |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
+"""Operations that start nothing on a GPU: views, and tensors without contents."""
+
+
+class Counts(NamedTuple):
+    """Of one way through a layer."""
+
+    operations: int
+    launches: int
+
+
+class Host(NamedTuple):
+    """What the host does for a layer."""
+
+    forward: Counts
+    backward: Counts
+    milliseconds: float
+    """Forward and backward."""
+
+
+@contextmanager
+def _operations(found: list[str]) -> Iterator[None]:
+    """Adds the names of what torch runs while this is entered, once each, however they call each other."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        yield
+    for event in profiler.events():
+        inner = any(child.name.startswith("aten::") for child in event.cpu_children)
+        name = event.name.removeprefix("aten::")
+        if event.name.startswith("aten::") and not inner and name not in WITHOUT_WORK:
+            found.append(name)
+
+
+def layer(name: str, tokens: int, heads: int = HEADS) -> Callable[[], Tensor]:
+    """The forward of a layer on one row; q, k and v are never computed on."""
+    core = build(LAYERS[name], num_heads=heads, head_dim=HEAD_DIM).to(torch.bfloat16)
+    shape = (1, heads, tokens, HEAD_DIM)
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    return lambda: core(q, k, v)
+
+
+def host(name: str, repeats: int = REPEATS) -> Host:
+    """Counts and time of a layer."""
+    forward, operations_there, operations_back = layer(name, SHORT, heads=1), [], []
+    with noting() as launches:
+        forward().sum().backward()  # what torch and Python do once
+        launches.clear()
+        with _operations(operations_there):
+            out = forward()
+        there = Counts(len(operations_there), len(launches))
+        gradient = torch.empty_like(out)
+        with _operations(operations_back):
+            out.backward(gradient)
+        back = Counts(len(operations_back), len(launches) - there.launches)
+        spent = []
+        for _ in range(repeats):
+            start = time.process_time()
+            forward().backward(gradient)
+            spent.append(time.process_time() - start)
+    return Host(there, back, statistics.median(spent) * 1e3)
+
+
+def variants(name: str) -> Mapping[str, int]:
+    """Kernel -> what is compiled of it for a layer at all LENGTHS."""
+    from benchmarks.kernel_compiling import fingerprint
+
+    compiled: dict[str, set[str]] = defaultdict(set)
+    for tokens in LENGTHS:
+        for launch in _launches(name, tokens):
+            compiled[launch.kernel.__name__].add(fingerprint(launch, LATEST))
+    return {kernel: len(found) for kernel, found in compiled.items()}
+
+
+def _launches(name: str, tokens: int) -> list[Launch]:
+    forward = layer(name, tokens)
+    with noting() as launches:
+        out = forward()
+        out.backward(torch.empty_like(out))
+    return launches
+
+
+def page() -> str:
+    """Both tables."""
+    found = {name: host(name) for name in LAYERS}
+    compiled = {name: variants(name) for name in LAYERS}
+    return "\n".join(
+        [
+            *opening("What the host does around the kernels", "python -m benchmarks.kernel_host"),
+            "The module says what is counted. Time is the median of "
+            f"{REPEATS} passes over {SHORT} tokens, forward and backward.",
+            "",
+            *table(
+                ("layer", "operations forward", "backward", "launches forward", "backward", "host ms"),
+                (
+                    f"| {name} | {one.forward.operations} | {one.backward.operations} | {one.forward.launches} "
+                    f"| {one.backward.launches} | {one.milliseconds:.2f} |"
+                    for name, one in found.items()
+                ),
+            ),
+            f"Variants that Triton compiles over rows of {LENGTHS[0]:,}, {LENGTHS[1]:,}, ... {LENGTHS[-1]:,} tokens:",
+            "",
+            *table(
+                ("layer", "variants of each kernel"),
+                (
+                    f"| {name} | {', '.join(f'{kernel} {count}' for kernel, count in kernels.items())} |"
+                    for name, kernels in compiled.items()
+                ),
+            ),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_out(parser)
+    arguments = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)
+    give(page(), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

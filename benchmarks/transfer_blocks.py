@@ -1,0 +1,138 @@
+"""Peak memory of attention transfer, all layers at once and in blocks of layers, of dense models of two depths.
+
+OMP_NUM_THREADS=1 python -m benchmarks.transfer_blocks
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.page import add_out, give, opening, table
+from megakernel.config import Config, load, yaml_text
+from megakernel.parallel import Mesh
+from megakernel.parallel.processes import ProcessEnvironment
+from megakernel.training.process import in_mesh
+
+DEPTHS = (12, 24)
+BLOCKS = (None, 6, 2)
+HIDDEN = 512
+COLUMNS = ("layers", "weights, MB", "block", "most resident, MB", "hidden states on disk, MB")
+TRAINING = {
+    "steps": 3,
+    "seq_len": 256,
+    "global_batch_size": 4,
+    "micro_batch_size": 2,
+    "dtype": "float32",
+    "log_every": 1,
+    "eval_samples": 2,
+}
+
+
+def dense(folder: Path, layers: int) -> None:
+    """A dense model of `transformers` with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_attention_heads": 8}
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, num_hidden_layers=layers, **sizes)).save_pretrained(folder)
+
+
+def written(folder: Path, corpus: Path) -> Path:
+    """The file of an up-training of folder/dense."""
+    from megakernel.checkpoint.dense import DenseCheckpoint
+
+    section = DenseCheckpoint(folder / "dense").section
+    tree = {
+        "run": {"name": "up", "root": str(folder)},
+        "model": section | {"attention": {"preset": "flurka", "compression": {"block_size": 32, "rank": 8}}},
+        "init": {"from": str(folder / "dense")},
+        "data": {"train": str(corpus), "num_workers": 0},
+        "training": TRAINING,
+        "parallel": {"zero_stage": 0},
+        "uptrain": {"transfer": {"steps": TRAINING["steps"]}},
+    }
+    path = folder / "up.yaml"
+    path.write_text(yaml_text.write(tree))
+    return path
+
+
+def stage(file: Path, block_layers: int | None) -> dict[str, float]:
+    """Run the transfer stage alone in this process; bytes: the most that was resident, and of hidden states."""
+    from launch.training import providers
+    from megakernel.training.step_costs import MemoryPeaks
+    from megakernel.training.trainer import Trainer
+    from megakernel.uptraining.blocks import BlockTransfer
+    from megakernel.uptraining.costs import Spent
+    from megakernel.uptraining.stages import stages
+
+    config: Config = stages(load(file, [f"run.name=blocks_of_{block_layers}"]))[0].config
+    states = 0
+
+    def run(mesh: Mesh) -> int:
+        nonlocal states
+        if block_layers is None:
+            return Trainer(config, mesh, providers()).run()
+        transfer = BlockTransfer(config, block_layers, mesh, providers(), [], lambda text: None)
+        states = transfer.bytes_between
+        return transfer.run()
+
+    in_mesh(config, ProcessEnvironment(), run)
+    # A run starts the system's count of the most anew in each phase, and logs what it was. (`getrusage` counts from the
+    # parent's.)
+    logged = Spent.of(config.run.folder).peak_bytes
+    last = MemoryPeaks(torch.device("cpu")).scalars()["memory/peak_gib"] * 2**30
+    return {"resident": max(logged, last), "states": states}
+
+
+def in_a_process(file: Path, block_layers: int | None) -> dict[str, float]:
+    """`stage` in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.transfer_blocks",
+        "--stage",
+        str(file),
+        str(block_layers or 0),
+    ]
+    # The C library keeps what is freed of tensors of less than 32 MiB, unlike larger ones: these are to be like those.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout
+    return json.loads(said.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_out(parser)
+    parser.add_argument("--stage", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.stage:
+        print(json.dumps(stage(Path(args.stage[0]), int(args.stage[1]) or None)))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        corpus = Path(place) / "corpus"
+        command = (
+            "prepare --source stdlib --tokenizer byte --max-documents 60 --validation-fraction 0.1 --out"
+        )
+        subprocess.run([sys.executable, "-m", "launch.cli", *command.split(), str(corpus)], check=True)
+        for layers in DEPTHS:
+            folder = Path(place) / str(layers)
+            dense(folder / "dense", layers)
+            weights = (folder / "dense" / "model.safetensors").stat().st_size / 1e6
+            file = written(folder, corpus)
+            for block in BLOCKS:
+                found = in_a_process(file, block)
+                sizes = f"{found['resident'] / 1e6:,.0f} | {found['states'] / 1e6:,.1f}"
+                rows.append(f"| {layers} | {weights:,.0f} | {block or 'all at once'} | {sizes} |")
+    command = "OMP_NUM_THREADS=1 python -m benchmarks.transfer_blocks"
+    lines = opening("Attention transfer in blocks of layers", command, f", hidden size {HIDDEN}, float32")
+    give("\n".join([*lines, *table(COLUMNS, rows)]), args.out)
+
+
+if __name__ == "__main__":
+    main()

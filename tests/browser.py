@@ -1,0 +1,82 @@
+"""A real browser, driven through the pipe of Chromium's DevTools protocol."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium")
+
+
+class Page:
+    """What a person sees and does there, as JavaScript."""
+
+    def __init__(self, commands: int, answers: int):
+        self._commands, self._answers = os.fdopen(commands, "wb"), os.fdopen(answers, "rb")
+        self._sent = 0
+        self._session: str | None = None
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    def open(self, url: str) -> None:
+        """Go there, and wait until it is loaded."""
+        self._call("Page.navigate", url=url)
+        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def run(self, script: str) -> Any:
+        """The value of an expression; a promise's once it is kept."""
+        told = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in told, told
+        return told["result"].get("value")
+
+    def until(self, condition: str) -> None:
+        """Wait until it holds: the browser looks with every frame, and the test's time limit ends it."""
+        self.run(
+            f"new Promise((done) => {{ const look = () => ({condition}) ? done() : setTimeout(look, 20); look(); }})"
+        )
+
+    def _call(self, method: str, **params: Any) -> Any:
+        self._sent += 1
+        message = {"id": self._sent, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        self._commands.write(json.dumps(message).encode() + b"\0")
+        self._commands.flush()
+        while True:
+            answer = self._read()
+            if answer.get("id") == self._sent:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def _read(self) -> Any:
+        text = bytearray()
+        while (byte := self._answers.read(1)) != b"\0":
+            assert byte, "the browser has ended"
+            text += byte
+        return json.loads(text)
+
+
+@contextmanager
+def browser(profile: Path) -> Iterator[Page]:
+    """Within, an empty page of a browser that keeps its files in `profile`."""
+    assert CHROMIUM is not None
+    theirs_in, commands = os.pipe()
+    answers, theirs_out = os.pipe()
+    options = f"--headless --no-sandbox --disable-gpu --no-first-run --remote-debugging-pipe --user-data-dir={profile}"
+    process = subprocess.Popen(
+        ["bash", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', CHROMIUM, *options.split()],
+        pass_fds=(theirs_in, theirs_out),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(theirs_in)
+    os.close(theirs_out)
+    try:
+        yield Page(commands, answers)
+    finally:
+        process.terminate()
+        process.wait()

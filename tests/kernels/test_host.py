@@ -1,0 +1,50 @@
+"""What Python and torch do around the kernels does not grow: counts of benchmarks/results/kernel_host.md."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kernel_host import LAYERS
+
+pytestmark = pytest.mark.second
+
+REPOSITORY = Path(__file__).parents[2]
+SAID = REPOSITORY / "benchmarks" / "results" / "kernel_host.md"
+
+Cells = dict[str, list[list[str]]]
+"""Layer -> the cells behind its name, in each table."""
+
+
+def cells_of(page: Path) -> Cells:
+    found: Cells = {name: [] for name in LAYERS}
+    for line in page.read_text().splitlines():
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        if name in found:
+            found[name].append(cells)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> Cells:
+    """In a process of its own: the interpreter's kernels cannot be compiled."""
+    page = tmp_path_factory.mktemp("host") / "page.md"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.kernel_host", "--out", str(page)]
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True)
+    return cells_of(page)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_page_says_how_much_torch_runs_and_what_is_compiled(found, name):
+    (counts, compiled), (counts_said, compiled_said) = found[name], cells_of(SAID)[name]
+    assert counts[:4] == counts_said[:4]
+    assert compiled == compiled_said
+
+
+def test_rows_of_all_lengths_share_what_is_compiled(found):
+    counts = [int(count) for _, (kernels,) in found.values() for count in re.findall(r" (\d+)", kernels)]
+    assert max(counts) <= 6

@@ -1,0 +1,138 @@
+"""FLuRKA's landmarks that fade at the ends of blocks, against the formula, one token after the other."""
+
+import pytest
+import torch
+
+from megakernel.attention import AttentionInputs, Rotary, build
+from megakernel.config import Attention, expand_preset
+from tests.unit.attention.shards import in_shards
+
+BATCH, HEADS, KEY_HEADS, WIDTH, TOKENS, BLOCK, RANK = 2, 4, 2, 4, 32, 4, 2
+POSITIONS = torch.stack([torch.arange(TOKENS), torch.cat([torch.arange(n) for n in (3, 15, 1, 13)])])
+FORMS = {
+    "gated": {"near": {"join": "gated", "gate": "head"}},
+    "shared, two blocks": {"near": {"join": "shared", "blocks": 2}},
+    "kernel": {"near": {"kind": "kernel"}},
+}
+
+
+def layer(name, decay="gate"):
+    sizes = {"compression": {"block_size": BLOCK, "rank": RANK}, "feature_map": {"name": "elu"}}
+    form = {"preset": "flurka_decay", **sizes, **FORMS[name], "far_decay": decay}
+    module = build(form, num_heads=HEADS, num_kv_heads=KEY_HEADS, head_dim=WIDTH).double()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.5 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+    return module
+
+
+def inputs():
+    """q, k, v and logits of gates, large enough that landmarks fade within the row."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, 1))
+    drawn = [torch.randn(BATCH, h, TOKENS, d, generator=draw, dtype=torch.float64) for h, d in shapes]
+    return [*drawn[:3], 6 * drawn[3] - 6]
+
+
+def by_hand(module, decay, q, k, v, further, positions):
+    """Equations 4.1, 4.4 and the two joins, one row, head and token at a time; phi = elu + 1."""
+    pool_keys, pool_values = module.pool_keys.softmax(-1), module.pool_values.softmax(-1)
+    blocks, by_phi = module.near.blocks, module.near.kind == "kernel"
+
+    def phi(x):
+        return torch.nn.functional.elu(x) + 1
+
+    rows = []
+    for row in range(BATCH):
+        for head in range(HEADS):
+            key_head = head // (HEADS // KEY_HEADS)
+            keys, values = k[row, key_head], v[row, key_head]
+            mass = BLOCK / RANK * (module.far_mass[key_head].exp() if by_phi else 1)
+            for i in range(TOKENS):
+                at = int(positions[row, i])
+                first, block = i - at, at // BLOCK
+                num, den = torch.zeros(WIDTH, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+                for ended in range(block):
+                    last = first + ended * BLOCK + BLOCK - 1
+                    if decay == "fixed":
+                        kept = 1 - 2.0 ** (-5 - key_head)
+                    else:
+                        logit = further[row, key_head, last, 0] + module.decay_bias[key_head]
+                        kept = torch.sigmoid(logit) ** (1 / 16)
+                    num, den = kept * num, kept * den
+                    start = last + 1 - BLOCK * blocks
+                    if start < first:
+                        continue
+                    for s in range(RANK):
+                        landmark = pool_keys[s] @ keys[start : start + BLOCK]
+                        weight = mass * (phi(q[row, head, i]) @ phi(landmark))
+                        num = num + weight * (pool_values[s] @ values[start : start + BLOCK])
+                        den = den + weight
+                near = range(first + max(0, block - blocks + 1) * BLOCK, i + 1)
+                if by_phi:
+                    weights = torch.stack([phi(q[row, head, i]) @ phi(keys[t]) for t in near])
+                else:
+                    weights = torch.stack([q[row, head, i] @ keys[t] / WIDTH**0.5 for t in near]).exp()
+                near_num, near_den = weights @ values[list(near)], weights.sum()
+                if den == 0:
+                    out = near_num / near_den
+                elif module.is_gated:
+                    share = torch.sigmoid(module.gate_bias[head])
+                    out = share * near_num / near_den + (1 - share) * num / den
+                else:
+                    # exp(gamma) / phi(0).phi(0), and phi(0).phi(0) = d of elu.
+                    scale = 1 if by_phi else module.far_weight[head].exp() / WIDTH
+                    out = (near_num + scale * num) / (near_den + scale * den)
+                rows.append(out)
+    return torch.stack(rows).view(q.shape)
+
+
+@pytest.mark.parametrize(("name", "decay"), [*((name, "gate") for name in FORMS), ("gated", "fixed")])
+def test_a_layer_is_the_formula_in_values_and_gradients(name, decay):
+    tensors, module = [x.requires_grad_() for x in inputs()], layer(name, decay)
+    q, k, v, further = tensors
+    told = AttentionInputs(POSITIONS, further=further if decay == "gate" else None)
+    outputs = module(q, k, v, told), by_hand(module, decay, *tensors, POSITIONS)
+    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
+    learned = [*tensors[: 4 if decay == "gate" else 3], *module.parameters()]
+    found, expected = (torch.autograd.grad(out.sin().sum(), learned) for out in outputs)
+    for mine, naive in zip(found, expected, strict=True):
+        assert naive.any()
+        torch.testing.assert_close(mine, naive, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("positions", [None, POSITIONS], ids=["row", "packed"])
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.usefixtures("small_chunks")
+def test_shards_and_decoding_are_the_whole_sequence(name, positions, backend, monkeypatch):
+    tensors, module, rotary = [x.requires_grad_() for x in inputs()], layer(name), Rotary(WIDTH)
+    q, k, v, further = tensors
+    whole = module(q, k, v, AttentionInputs(positions, rotary=rotary, further=further))
+    monkeypatch.setenv("MEGAKERNEL_BACKEND", backend)
+
+    def part(shard):
+        *mine, gates = (x.chunk(shard.size, 2)[shard.rank] for x in tensors)
+        at = None if positions is None else positions.chunk(shard.size, 1)[shard.rank]
+        return module(*mine, AttentionInputs(at, rotary=rotary, cp_shard=shard, further=gates))
+
+    shards = torch.cat(in_shards(4, part), 2)
+    torch.testing.assert_close(shards, whole, rtol=1e-10, atol=1e-10)
+    slopes = (torch.autograd.grad(out.sin().sum(), tensors, retain_graph=True) for out in (shards, whole))
+    for mine, expected in zip(*slopes):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
+
+    state, outputs = None, []
+    for start, end in ((0, 10), (10, 19), *((i, i + 1) for i in range(19, TOKENS))):
+        at = None if positions is None else positions[:, start:end]
+        *tokens, gates = (x[:, :, start:end] for x in tensors)
+        out, state = module.extend(*tokens, state, positions=at, rotary=rotary, further=gates)
+        outputs.append(out)
+    torch.testing.assert_close(torch.cat(outputs, 2), whole, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("preset", ["linear", "linformer_causal", "local", "mamba2"])
+def test_a_decay_without_landmarks_under_a_kernel_is_refused(preset):
+    with pytest.raises(ValueError, match=r"far_decay=gate is of landmarks.*preset: flurka"):
+        Attention.model_validate(expand_preset({"preset": preset, "far_decay": "gate"}))

@@ -1,0 +1,119 @@
+"""The gated delta rule: op, layer and model against its formula, one token after the other."""
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid, softplus
+
+from megakernel.attention import AttentionInputs, Rotary, build
+from megakernel.ops.gated_delta_rule import gated_delta_rule
+from tests.unit.attention.shards import in_shards
+
+LENGTH, WIDTH, VALUES = 150, 6, 5
+POSITIONS = torch.cat([torch.arange(70), torch.arange(LENGTH - 70)]).expand(2, -1)
+
+
+def drawn(*shapes):
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize("positions", [0, 7, POSITIONS], ids=["row", "continued", "packed"])
+def test_chunks_are_the_recurrence_in_values_and_gradients(positions):
+    q, k, v, gate, logits, state = tensors = drawn(
+        (2, 4, LENGTH, WIDTH), (2, 2, LENGTH, WIDTH), (2, 2, LENGTH, VALUES),
+        (2, 2, LENGTH), (2, 2, LENGTH), (2, 2, WIDTH, VALUES),
+    )  # fmt: skip
+    for x in tensors:
+        x.requires_grad_()
+
+    def run(backend):
+        unit = k / k.norm(dim=-1, keepdim=True)
+        numbers = logsigmoid(gate), logits.sigmoid()
+        out, left = gated_delta_rule(
+            q, unit, v, *numbers, positions=positions, initial_state=state, backend=backend
+        )
+        return out, left, *torch.autograd.grad(out.sin().sum() + left.cos().sum(), tensors)
+
+    for found, expected in zip(run("chunked"), run("reference")):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def layer(decay="step"):
+    form = {"mechanism": "simple_gla", "simple_gla": {"update": "delta", "decay": decay}}
+    return build(form, num_heads=4, num_kv_heads=2, head_dim=WIDTH).double()
+
+
+def inputs(length=LENGTH):
+    return drawn((2, 4, length, WIDTH), (2, 2, length, WIDTH), (2, 2, length, WIDTH), (2, 2, length, 2))
+
+
+def token_by_token(module, q, k, v, further, positions):
+    """The state D x d of the papers, S_t = S_(t-1) a_t (I - b_t k_t k_t^T) + b_t v_t k_t^T, and o_t = S_t q_t."""
+    rows = []
+    for row in range(len(q)):
+        for head in range(q.shape[1]):
+            key_head, state = head // 2, torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+            for i in range(q.shape[2]):
+                logit, strength = further[row, key_head, i]
+                rate = module.log_decay_rate[key_head].exp()
+                kept = torch.exp(-rate * softplus(logit + module.decay_bias[key_head]))
+                if positions[row, i] == 0:
+                    kept = 0.0
+                b = torch.sigmoid(strength)
+                query, key = (x / (x @ x + 1e-6).sqrt() for x in (q[row, head, i], k[row, key_head, i]))
+                forgets = torch.eye(WIDTH, dtype=torch.float64) - b * torch.outer(key, key)
+                state = kept * state @ forgets + b * torch.outer(v[row, key_head, i], key)
+                rows.append(state @ query / WIDTH**0.5)
+    return torch.stack(rows).view(q.shape)
+
+
+def test_a_layer_is_the_recurrence_in_values_and_gradients():
+    length = 77
+    positions = torch.stack([torch.arange(length), torch.cat([torch.arange(66), torch.arange(11)])])
+    tensors = [x.requires_grad_() for x in inputs(length)]
+    q, k, v, further = tensors
+    module = layer()
+    outputs = [
+        module(q, k, v, AttentionInputs(positions, further=further)),
+        token_by_token(module, *tensors, positions),
+    ]
+    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
+    learned = [*tensors, *module.parameters()]
+    found, expected = (torch.autograd.grad(out.sin().sum(), learned) for out in outputs)
+    for mine, naive in zip(found, expected):
+        torch.testing.assert_close(mine, naive, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("decay", ["step", "gate", "fixed"])
+@pytest.mark.parametrize("positions", [None, POSITIONS], ids=["row", "packed"])
+def test_shards_and_decoding_are_the_whole_sequence(positions, decay):
+    tensors, rotary, module = [x.requires_grad_() for x in inputs()], Rotary(WIDTH), layer(decay)
+    q, k, v, further = tensors
+    whole = module(q, k, v, AttentionInputs(positions, rotary=rotary, further=further))
+
+    def part(shard):
+        *mine, numbers = (x.chunk(shard.size, 2)[shard.rank] for x in tensors)
+        at = None if positions is None else positions.chunk(shard.size, 1)[shard.rank]
+        return module(*mine, AttentionInputs(at, rotary=rotary, cp_shard=shard, further=numbers))
+
+    shards = torch.cat(in_shards(5, part), 2)
+    torch.testing.assert_close(shards, whole, rtol=1e-10, atol=1e-10)
+    slopes = (torch.autograd.grad(out.sin().sum(), tensors, retain_graph=True) for out in (shards, whole))
+    for mine, expected in zip(*slopes):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
+
+    state, outputs = None, []
+    for start, end in ((0, 100), *((i, i + 1) for i in range(100, LENGTH))):
+        at = None if positions is None else positions[:, start:end]
+        *tokens, numbers = (x[:, :, start:end] for x in tensors)
+        out, state = module.extend(*tokens, state, positions=at, rotary=rotary, further=numbers)
+        outputs.append(out)
+    torch.testing.assert_close(torch.cat(outputs, 2), whole, rtol=1e-10, atol=1e-10)
+
+
+def test_a_value_written_again_takes_the_place_of_the_one_before():
+    (values,) = drawn((1, 1, 3, VALUES))
+    keys = torch.eye(WIDTH, dtype=torch.float64)[[0, 1, 0]].view(1, 1, 3, WIDTH)
+    out, _ = gated_delta_rule(keys, keys, values, torch.zeros(()).double(), torch.ones(()).double())
+    # q and k are the same unit vector: what is read is what was written last, over sqrt(d).
+    torch.testing.assert_close(out, values / WIDTH**0.5)

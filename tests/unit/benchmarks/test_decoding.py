@@ -1,0 +1,59 @@
+"""What the page of decoding costs is made of."""
+
+import pytest
+
+from benchmarks import decoding
+from benchmarks.decoding import BASELINE, OURS, Case, Costs, Sizes, baseline, llama, measure, own, own_model
+
+TINY = Sizes(layers=1, width=32, heads=2)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: own_model(name, TINY) for name in OURS}
+
+
+def test_the_models_have_the_same_weights_but_for_what_flurka_learns_beside_them(models):
+    counts = {name: sum(weight.numel() for weight in model.parameters()) for name, model in models.items()}
+    theirs = sum(weight.numel() for weight in llama(TINY).parameters())
+    padded = models["softmax"].settings.embedding_rows - decoding.TOKENIZER.vocab_size
+    assert counts["softmax"] == theirs + padded * TINY.width
+    assert counts["softmax"] < counts["flurka"] < 1.2 * counts["softmax"]
+
+
+def test_a_state_is_as_large_behind_any_prompt_and_a_cache_is_not(models):
+    short, long = (Case(TINY, batch=2, length=length) for length in (128, 256))
+    assert own(models["flurka"], short).state_bytes == own(models["flurka"], long).state_bytes
+    for case in (short, long):
+        assert own(models["softmax"], case).state_bytes == baseline(llama(TINY), case).state_bytes
+        assert case.cache_bytes == 2 * case.length * 2 * 32 * 4
+
+
+def test_a_case_gives_a_row_of_each_table(models, monkeypatch):
+    monkeypatch.setattr(decoding, "TOKENS", 8)
+    case = Case(TINY, batch=2, length=128)
+    costs = measure(case, models, llama(TINY), turns=1)
+    assert all(min(cost.generate, cost.step) > 0 for cost in costs.values())
+    lines = decoding.rows(case, 9_000_000, costs)
+    text = decoding.page([lines], "command", cases=2).splitlines()
+    assert "The first 1 of 2 cases." in text
+    columns = next(line for line in text if line.startswith("| parameters"))
+    assert all(line in text and line.count("|") == columns.count("|") for line in lines)
+
+
+def test_a_row_has_tokens_per_second_of_all_texts_and_the_cost_beside_the_baseline():
+    times = {BASELINE: (0.02, 0.01), "flurka": (0.02, 0.02), "softmax": (0.04, 0.005)}
+    costs = {name: Costs(*both, 2**20) for name, both in times.items()}
+    generate, step = decoding.rows(Case(TINY, 8, 1024), 900_000, costs)
+    assert generate == "| 0.9M | 8 | 1,024 | 400 | 400 | 200 | 1.00 | 2.00 | 1,024 | 1,024 |"
+    assert step == "| 0.9M | 8 | 1,024 | 800 | 400 | 1,600 | 2.00 | 0.50 | 1,024 | 1,024 |"
+
+
+def test_what_is_too_large_is_not_made_and_told_by_its_size(models, monkeypatch):
+    monkeypatch.setattr(decoding, "TOKENS", 2)
+    monkeypatch.setattr(decoding, "LARGEST", 2**10)
+    case = Case(TINY, batch=1, length=128)
+    costs = measure(case, models, llama(TINY), turns=1)
+    assert costs[BASELINE] == costs["softmax"] == Costs(None, None, case.cache_bytes)
+    assert costs["flurka"].step > 0
+    assert decoding.rows(case, 1, costs)[0].count("—") == 4
