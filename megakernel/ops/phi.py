@@ -92,6 +92,6 @@ def start_state(
 def _count_of(feature_map: FeatureMap, width: int, rows: int | None) -> tuple[int, bool]:
     """How many features a token of `width` has under a projection to `rows`, and whether they come with a scale."""
     # The map itself knows, asked about no token.
-    projection = None if rows is None else torch.empty(rows, width, device="meta")
-    phi = features(feature_map, torch.empty(1, 1, 1, 0, width, device="meta"), projection)
+    projection = None if rows is None else torch.empty(rows, width, dtype=torch.float64)
+    phi = features(feature_map, torch.empty(1, 1, 1, 0, width, dtype=torch.float64), projection)
     return phi.values.shape[-1], phi.log_scale is not None
