@@ -324,7 +324,7 @@ def join_backward(
         size += tl.sum(fb * fb if half else fa * fa, 1)
         slope += slope_of_half(half, grad, fb if half else fa, fa if half else fb, PHI)
     if (NEAR.gated or not NEAR.softmax) and not PHI.two:
-        # Weights of phi alone do not depend on the length of phi(q), see `centred_gradient`.
+        # Weights of phi alone do not depend on the length of phi(q), see `bwd_dq`.
         slope = across_features(slope, along, size, queries.tokens, row, tile, CUT, PHI)
     store_slope(q, tokens.row, left, projection, slope, of_token, of_projected, C, LEARNED, PHI)
 

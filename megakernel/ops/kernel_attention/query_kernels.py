@@ -64,46 +64,6 @@ def gradient_of_half(
 
 
 @triton.jit
-def centred_gradient(x, do, inverse, r, keys, state, row, tile, CUT: tl.constexpr, PHI: tl.constexpr):
-    """sum_j m_j (do_i.v_j - mean_i) phi(k_j) for queries (C,) of features x, a map's only half, and mean (C,).
-
-    The mean of do_i.v_j under the weights needs no pass of its own: it is x times this sum over x times sum_j m_j
-    phi(k_j). So both sums are made at once, the first one relative to do_i.v_i (values may share an offset), and what
-    the mean differs by is taken away behind the loop. The gradient is then orthogonal to x, on whose length a quotient
-    does not depend.
-    """
-    C: tl.constexpr = CUT.chunk
-    BK: tl.constexpr = CUT.block
-    VP: tl.constexpr = CUT.padded_values
-    v = head_at(keys.columns, tile.batch, tile.kv)
-    dtype: tl.constexpr = v.dtype.element_ty
-    mean = tl.zeros((C,), tl.float32)
-    if CUT.causal:
-        own = v + tl.cast(tile.at, tl.int64) * keys.columns.row
-        values = load_rows(own, keys.columns.row, tile.end - tile.at, C, CUT.values, VP)
-        mean = tl.sum(values.to(tl.float32) * do.to(tl.float32), 1)
-    of_state = state_factors(tile, tl.load(state.logs + tile.entry), r, CUT, PHI)
-    sums, norm = half_of_state(state, tile.entry, 0, PHI, VP)
-    features = of_state[:, None] * norm[None, :]
-    grad = dot(do, tl.trans(sums), dtype) * of_state[:, None] - mean[:, None] * features
-    if CUT.causal:
-        for here in range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK):
-            a, _b, scales = features_at(
-                keys.tokens, tile.batch, tile.kv, row.heads, row.keys, row.keys, here, BK, PHI
-            )
-            at = tl.cast(here, tl.int64) * keys.columns.row
-            columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
-            weights = tl.full((C, BK), 1.0, tl.float32)
-            weights = pairs_of(weights, keys, here, scales, r, row, tile, CUT, PHI)
-            grad += dot(weights * (dot(do, tl.trans(columns), dtype) - mean[:, None]), a, dtype)
-            features += dot(weights, a, dtype)
-    x = x.to(tl.float32)
-    lost = inverse == 0
-    off = tl.where(lost, 0.0, tl.sum(grad * x, 1) / tl.where(lost, 1.0, tl.sum(features * x, 1)))
-    return grad - off[:, None] * features, mean + off
-
-
-@triton.jit
 def across_features(slope, along, size, tokens, row, tile, CUT: tl.constexpr, PHI: tl.constexpr):
     """`slope` of a gradient that should stand across the features and has `along` in their direction instead of 0.
 
@@ -158,24 +118,25 @@ def bwd_dq(
         scales = queries.scale + tile.key_head.to(tl.int64) * row.queries
         r = load_numbers(scales, tile.at, row.queries, C)
     mean = tl.zeros((C,), tl.float32)
-    if NORMALIZE and not PHI.two:
-        qa, _qb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
-        grad, mean = centred_gradient(qa, do, inverse, r, keys, state, row, tile, CUT, PHI)
+    if NORMALIZE:
+        qa, qb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
+        total, den = do_of_keys(qa, qb, do, keys, state, row, tile, r, CUT, PHI)
+        mean = tl.where(inverse == 0, 0.0, total / tl.where(inverse == 0, 1.0, den))
         tl.store(queries.delta + numbers + tile.rows, -mean * inverse, mask=tile.rows < tile.end)
+    slope = tl.zeros((C, MP), tl.float32)
+    along = tl.zeros((C,), tl.float32)
+    size = tl.zeros((C,), tl.float32)
+    for half in tl.static_range(2 if PHI.two else 1):
         # dO is divided by den behind the sums: 1 / den is small, and the quotient would have few digits in float16.
-        slope = slope_of_half(0, grad * inverse[:, None], qa.to(tl.float32), qa, PHI)
-    else:
-        if NORMALIZE:
-            qa, qb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
-            total, den = do_of_keys(qa, qb, do, keys, state, row, tile, r, CUT, PHI)
-            mean = tl.where(inverse == 0, 0.0, total / tl.where(inverse == 0, 1.0, den))
-            tl.store(queries.delta + numbers + tile.rows, -mean * inverse, mask=tile.rows < tile.end)
-        slope = tl.zeros((C, MP), tl.float32)
-        for half in tl.static_range(2 if PHI.two else 1):
-            grad = gradient_of_half(half, do, -mean, r, keys, state, row, tile, CUT, PHI) * inverse[:, None]
-            qa, qb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
-            qa, qb = qa.to(tl.float32), qb.to(tl.float32)
-            slope += slope_of_half(half, grad, qb if half else qa, qa if half else qb, PHI)
+        grad = gradient_of_half(half, do, -mean, r, keys, state, row, tile, CUT, PHI) * inverse[:, None]
+        qa, qb, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
+        qa, qb = qa.to(tl.float32), qb.to(tl.float32)
+        along += tl.sum(grad * (qb if half else qa), 1)
+        size += tl.sum(qb * qb if half else qa * qa, 1)
+        slope += slope_of_half(half, grad, qb if half else qa, qa if half else qb, PHI)
+    if NORMALIZE and not PHI.two:
+        # A quotient does not depend on the length of phi(q); of two halves, what that is off by is lost in rounding.
+        slope = across_features(slope, along, size, queries.tokens, row, tile, CUT, PHI)
     of_projected = None if dy is None else dy + place * PHI.rows
     LEARNED: tl.constexpr = dy is not None
     store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, of_projected, C, LEARNED, PHI)
