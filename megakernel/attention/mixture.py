@@ -58,7 +58,7 @@ class KeyMixture(FullPrecision):
     def priors(self) -> Tensor:
         """pi (H_kv, M) in [0, 1], float32 or better."""
         assert self.soft
-        return self.weights.to(torch.promote_types(self.weights.dtype, torch.float32)).clamp(0, 1)
+        return self.weights.to(accum_dtype(self.weights.dtype)).clamp(0, 1)
 
     def sharded_parameters(self) -> dict[str, int]:
         """Shifts and priors belong to key heads."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megakernel.config.rope import RopeScaling
+from megakernel.ops.dispatch import accum_dtype
 from megakernel.ops.documents import Positions, position_rows
 from megakernel.ops.layers import rotate
 from megakernel.ops.layers.plain import turned
@@ -40,7 +41,7 @@ class Rotary:
     def both(self, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Rotate q (B, H, N, d) and k (B, H_kv, N, d) at the same positions."""
         if q.shape[2] == 1 and q.device.type == "cpu" and not torch.compiler.is_compiling():
-            cos, sin = self._tables_of_token(positions, torch.promote_types(q.dtype, torch.float32))
+            cos, sin = self._tables_of_token(positions, accum_dtype(q.dtype))
             return self._turned(q, cos, sin), self._turned(k, cos, sin)
         rows = position_rows(positions, q.shape[2], q.device)
         if self.head_dim < q.shape[-1]:
@@ -81,9 +82,9 @@ class Rotary:
         return torch.cat([turned, x[..., self.head_dim :]], -1) if self.head_dim < x.shape[-1] else turned
 
     def _angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(like.dtype, torch.float32)
+        dtype = accum_dtype(like.dtype)
         cos, sin = self.cos_sin(positions)
-        return cos.to(wide), sin.to(wide)
+        return cos.to(dtype), sin.to(dtype)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """What pairs at positions (...) are turned by: cosines and sines (..., head_dim / 2), float64."""

@@ -8,9 +8,12 @@ a barrier between, some of them may load instead.
 """
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -20,6 +23,18 @@ VALUE = re.compile(r"%\w+")
 SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
 SUMS = ("arith.addi", "arith.subi", "arith.muli", "arith.select", "arith.minsi", "arith.maxsi")
 PARAMETER = re.compile(r"(%\w+): (?:!tt\.ptr<\w+>|\w+)")
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def without_interpreter(*words: str) -> subprocess.CompletedProcess[str]:
+    """`python -m` with these words, in a process whose kernels are compiled: the interpreter's cannot be."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def parts(value: object, name: str) -> Iterator[str]:

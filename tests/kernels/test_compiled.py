@@ -1,10 +1,6 @@
 """What the compiled kernels promise: offsets do not overflow, and no thread loads what another stores over."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +8,7 @@ import torch
 from megakernel.ops.kernel_attention.launches import FEATURES_AT_ONCE
 from megakernel.ops.kernels.features import padded
 from megakernel.ops.kernels.launch import FARTHEST, Rows, rows_together
-from tests.kernels.compiled import products, with_names
+from tests.kernels.compiled import products, with_names, without_interpreter
 
 KERNELS = 18
 """All that there are."""
@@ -56,12 +52,7 @@ def test_strides_in_tuples_have_their_names():
 @pytest.fixture(scope="module")
 def compiled() -> list[tuple[str, list[str], list[str]]]:
     """Name, 32-bit products, and what is both loaded and stored, of every launch."""
-    # In a process of its own: the interpreter's kernels cannot be compiled.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compiled"]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=False
-    )
+    done = without_interpreter("tests.kernels.compiled")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len({name for name, *_ in found}) == KERNELS

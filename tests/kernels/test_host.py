@@ -1,18 +1,15 @@
 """What Python and torch do around the kernels does not grow: counts of benchmarks/results/kernel_host.md."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.kernel_host import LAYERS
+from tests.kernels.compiled import REPOSITORY, without_interpreter
 
 pytestmark = pytest.mark.second
 
-REPOSITORY = Path(__file__).parents[2]
 SAID = REPOSITORY / "benchmarks" / "results" / "kernel_host.md"
 
 Cells = dict[str, list[list[str]]]
@@ -30,11 +27,9 @@ def cells_of(page: Path) -> Cells:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> Cells:
-    """In a process of its own: the interpreter's kernels cannot be compiled."""
     page = tmp_path_factory.mktemp("host") / "page.md"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.kernel_host", "--out", str(page)]
-    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True)
+    done = without_interpreter("benchmarks.kernel_host", "--out", str(page))
+    assert done.returncode == 0, done.stderr
     return cells_of(page)
 
 

@@ -4,7 +4,7 @@ The graph of autograd is shared, so a backward through all outputs also tests th
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from typing import TypeVar
@@ -110,3 +110,41 @@ def check_shards(
     assert_close(out, expected)
     for actual, wanted in zip(gradients(module, out, *inputs), gradients(module, expected, *inputs)):
         assert_close(actual, wanted)
+
+
+def check_shards_and_decoding(
+    module: AttentionLayer,
+    whole: Tensor,
+    tensors: Sequence[Tensor],
+    positions: Tensor | None,
+    rotary: Rotary,
+    size: int,
+    prompt: Sequence[int],
+) -> None:
+    """A float64 layer gives the `whole` output over `size` shards, and in parts of a prompt, then token by token.
+
+    tensors: q, k, v and the further projection; of those that require gradients shards give the whole's. prompt: where
+    its parts end.
+    """
+
+    def work(cp_shard: ThreadShard) -> Tensor:
+        *mine, further = (x.chunk(size, 2)[cp_shard.rank] for x in tensors)
+        at = None if positions is None else positions.chunk(size, 1)[cp_shard.rank]
+        return module(*mine, AttentionInputs(at, rotary=rotary, cp_shard=cp_shard, further=further))
+
+    shards = torch.cat(in_shards(size, work), 2)
+    torch.testing.assert_close(shards, whole, rtol=1e-10, atol=1e-10)
+    learned = [x for x in tensors if x.requires_grad]
+    if learned:
+        slopes = (torch.autograd.grad(out.sin().sum(), learned, retain_graph=True) for out in (shards, whole))
+        for mine, expected in zip(*slopes):
+            torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
+
+    state, outputs, start = None, [], 0
+    for end in (*prompt, *range(prompt[-1] + 1, whole.shape[2] + 1)):
+        at = None if positions is None else positions[:, start:end]
+        *tokens, further = (x[:, :, start:end] for x in tensors)
+        out, state = module.extend(*tokens, state, positions=at, rotary=rotary, further=further)
+        outputs.append(out)
+        start = end
+    torch.testing.assert_close(torch.cat(outputs, 2), whole, rtol=1e-10, atol=1e-10)

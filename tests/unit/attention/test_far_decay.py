@@ -5,7 +5,7 @@ import torch
 
 from megakernel.attention import AttentionInputs, Rotary, build
 from megakernel.config import Attention, expand_preset
-from tests.unit.attention.shards import in_shards
+from tests.unit.attention.shards import check_shards_and_decoding
 
 BATCH, HEADS, KEY_HEADS, WIDTH, TOKENS, BLOCK, RANK = 2, 4, 2, 4, 32, 4, 2
 POSITIONS = torch.stack([torch.arange(TOKENS), torch.cat([torch.arange(n) for n in (3, 15, 1, 13)])])
@@ -111,25 +111,7 @@ def test_shards_and_decoding_are_the_whole_sequence(name, positions, backend, mo
     q, k, v, further = tensors
     whole = module(q, k, v, AttentionInputs(positions, rotary=rotary, further=further))
     monkeypatch.setenv("MEGAKERNEL_BACKEND", backend)
-
-    def part(shard):
-        *mine, gates = (x.chunk(shard.size, 2)[shard.rank] for x in tensors)
-        at = None if positions is None else positions.chunk(shard.size, 1)[shard.rank]
-        return module(*mine, AttentionInputs(at, rotary=rotary, cp_shard=shard, further=gates))
-
-    shards = torch.cat(in_shards(4, part), 2)
-    torch.testing.assert_close(shards, whole, rtol=1e-10, atol=1e-10)
-    slopes = (torch.autograd.grad(out.sin().sum(), tensors, retain_graph=True) for out in (shards, whole))
-    for mine, expected in zip(*slopes):
-        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
-
-    state, outputs = None, []
-    for start, end in ((0, 10), (10, 19), *((i, i + 1) for i in range(19, TOKENS))):
-        at = None if positions is None else positions[:, start:end]
-        *tokens, gates = (x[:, :, start:end] for x in tensors)
-        out, state = module.extend(*tokens, state, positions=at, rotary=rotary, further=gates)
-        outputs.append(out)
-    torch.testing.assert_close(torch.cat(outputs, 2), whole, rtol=1e-10, atol=1e-10)
+    check_shards_and_decoding(module, whole, tensors, positions, rotary, size=4, prompt=(10, 19))
 
 
 @pytest.mark.parametrize("preset", ["linear", "linformer_causal", "local", "mamba2"])

@@ -6,7 +6,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from megakernel.attention import AttentionInputs, Rotary, build
 from megakernel.ops.gated_delta_rule import gated_delta_rule
-from tests.unit.attention.shards import in_shards
+from tests.unit.attention.shards import check_shards_and_decoding
 
 LENGTH, WIDTH, VALUES = 150, 6, 5
 POSITIONS = torch.cat([torch.arange(70), torch.arange(LENGTH - 70)]).expand(2, -1)
@@ -90,25 +90,7 @@ def test_shards_and_decoding_are_the_whole_sequence(positions, decay):
     tensors, rotary, module = [x.requires_grad_() for x in inputs()], Rotary(WIDTH), layer(decay)
     q, k, v, further = tensors
     whole = module(q, k, v, AttentionInputs(positions, rotary=rotary, further=further))
-
-    def part(shard):
-        *mine, numbers = (x.chunk(shard.size, 2)[shard.rank] for x in tensors)
-        at = None if positions is None else positions.chunk(shard.size, 1)[shard.rank]
-        return module(*mine, AttentionInputs(at, rotary=rotary, cp_shard=shard, further=numbers))
-
-    shards = torch.cat(in_shards(5, part), 2)
-    torch.testing.assert_close(shards, whole, rtol=1e-10, atol=1e-10)
-    slopes = (torch.autograd.grad(out.sin().sum(), tensors, retain_graph=True) for out in (shards, whole))
-    for mine, expected in zip(*slopes):
-        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
-
-    state, outputs = None, []
-    for start, end in ((0, 100), *((i, i + 1) for i in range(100, LENGTH))):
-        at = None if positions is None else positions[:, start:end]
-        *tokens, numbers = (x[:, :, start:end] for x in tensors)
-        out, state = module.extend(*tokens, state, positions=at, rotary=rotary, further=numbers)
-        outputs.append(out)
-    torch.testing.assert_close(torch.cat(outputs, 2), whole, rtol=1e-10, atol=1e-10)
+    check_shards_and_decoding(module, whole, tensors, positions, rotary, size=5, prompt=(100,))
 
 
 def test_a_value_written_again_takes_the_place_of_the_one_before():

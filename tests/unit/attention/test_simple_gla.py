@@ -8,7 +8,7 @@ from megakernel.config import Model
 from megakernel.model import LanguageModel, ModelSettings
 from megakernel.ops.simple_gla import simple_gla
 from megakernel.parallel import OneProcess
-from tests.unit.attention.shards import in_shards
+from tests.unit.attention.shards import check_shards_and_decoding
 
 LENGTH, WIDTH = 150, 6
 DECAYS = ["gate", "step", "fixed", "none"]
@@ -111,22 +111,7 @@ def test_shards_and_decoding_are_the_whole_sequence(size, positions, decay):
     module = layer(decay)
     rotary = Rotary(WIDTH)
     whole = module(q, k, v, AttentionInputs(positions, rotary=rotary, further=gate))
-
-    def part(shard):
-        mine = [x.chunk(size, 2)[shard.rank] for x in (q, k, v)]
-        at = None if positions is None else positions.chunk(size, 1)[shard.rank]
-        further = gate.chunk(size, 2)[shard.rank]
-        return module(*mine, AttentionInputs(at, rotary=rotary, cp_shard=shard, further=further))
-
-    torch.testing.assert_close(torch.cat(in_shards(size, part), 2), whole, rtol=1e-10, atol=1e-10)
-
-    state, outputs = None, []
-    for start, end in ((0, 100), *((i, i + 1) for i in range(100, LENGTH))):
-        at = None if positions is None else positions[:, start:end]
-        tokens = (x[:, :, start:end] for x in (q, k, v))
-        out, state = module.extend(*tokens, state, positions=at, rotary=rotary, further=gate[:, :, start:end])
-        outputs.append(out)
-    torch.testing.assert_close(torch.cat(outputs, 2), whole, rtol=1e-10, atol=1e-10)
+    check_shards_and_decoding(module, whole, (q, k, v, gate), positions, rotary, size, prompt=(100,))
 
 
 @pytest.mark.parametrize("update", ["sum", "delta"])
