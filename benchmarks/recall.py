@@ -165,7 +165,7 @@ def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:
     return "\n".join(
         [
             *opening(f"{plan.of.partition(':')[0]} by mechanism", command),
-            f"`{plan.task}` ([what that is](../../docs/evaluation.md#tasks-that-are-made-here)), tokenizer "
+            f"`{plan.task}` ([what that is](../../docs/evaluation.md#synthetic-tasks)), tokenizer "
             f"`{plan.tokenizer}`. {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
             f"{training.steps} steps of {training.global_batch_size} rows of {training.seq_len} tokens, "
             f"{training.dtype}, learning rate {config.optimizer.lr:g}, one seed. FLuRKA has blocks of "
