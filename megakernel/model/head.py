@@ -67,7 +67,7 @@ def mean_loss(
     group, scaling = None if tp.size == 1 else tp.group, LogitScaling.of(settings.model)
     hidden = column_input(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
-    # Of a causal model nearly all tokens count; finding out waits for the device.
+    # Of a causal model nearly all tokens count; checking would synchronize with the GPU.
     counts = None if settings.model.is_causal and distillation is None else targets != IGNORED
     if counts is not None:  # what does not count needs no logits
         hidden, targets = hidden[counts], targets[counts]

@@ -76,7 +76,7 @@ class LanguageModel(nn.Module):
     """The layers one after the other in this process: all of them, or a part of the list.
 
     Parameters carry the names that PipelineModule gives the same list (`1.mlp…`, `tied_modules.embedding…`), so that
-    a checkpoint of one becomes a checkpoint of the other. A part maps the inputs that enters it to the one that leaves
+    a checkpoint of one becomes a checkpoint of the other. A part maps the inputs that enter it to those that leave
     it, and the rest of what a model can be asked for needs the layers that answer.
     """
 
@@ -108,7 +108,7 @@ class LanguageModel(nn.Module):
         return self.walk[-1](inputs) if self.has_head else inputs
 
     def body(self, inputs: LayerInputs) -> LayerInputs:
-        """The inputs as it enters the head: normalized hidden states in place of token ids."""
+        """The inputs as they enter the head: normalized hidden states in place of token ids."""
         for layer in self.walk[:-1] if self.has_head else self.walk:
             inputs = layer(inputs)
         return inputs

@@ -140,8 +140,7 @@ class Job:
     @cached_property
     def stages(self) -> list[range]:
         """Transformer layers of each pipeline stage, as DeepSpeed cuts them."""
-        before = 2 if self.model.position in ("learned", "sinusoidal") else 1
-        return stage_layers(before, self.model.num_layers, self.layout.pipeline)
+        return stage_layers(self.model.first_layer, self.model.num_layers, self.layout.pipeline)
 
     def layers(self, stage: int) -> list[tuple[int, int]]:
         """The first of each kind of layers of a stage, and how many layers are like it."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megakernel.checkpoint.dense.checkpoint import vocabulary_names
 from megakernel.config import PRESETS, Attention, Model, Parallel, expand_preset
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.model.layer import TransformerLayer
@@ -164,6 +165,16 @@ def test_two_documents_are_read_on_their_own_and_compared(mesh):
         a, b = layer_inputs[0].mean(0).float().view(2, 2, -1).unbind(1)
         expected = torch.cat([a, b, a * b, a - b], -1).double() @ head.output.weight.T + head.output.bias
     torch.testing.assert_close(both, expected.float())
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_layers_and_vocabulary_have_the_numbers_that_checkpoints_go_by(mesh, position, tied):
+    model = build(mesh, kind="masked_lm", attention="softmax", position=position, tie_embeddings=tied)
+    form = model.settings.model
+    assert isinstance(model.walk[form.first_layer], TransformerLayer)
+    assert not isinstance(model.walk[form.first_layer - 1], TransformerLayer)
+    assert set(vocabulary_names(form)) <= model.state_dict().keys()
 
 
 def test_sinusoidal_positions_are_waves_as_large_as_the_embeddings(mesh):
