@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .measured import Measure, Measured, Part
 
 Recompute = Literal["none", "selective", "full"]
-Exchange = Literal["own", "ring"]
+StateExchange = Literal["own", "ring"]
 """How shards of a row meet in softmax layers: as the code does it, by heads, or (for comparison) by a ring of keys."""
 
 
@@ -71,7 +71,7 @@ class Job:
 
     layout: Layout
     on_gpu: bool = GPU
-    exchange: Exchange = "own"
+    exchange: StateExchange = "own"
 
     @property
     def model(self) -> Model:

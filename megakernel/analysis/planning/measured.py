@@ -282,7 +282,7 @@ def _counted(
         parameter.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
     before = ledger.now
     out = inputs
-    for ledger.region, layer in enumerate(model.walk):
+    for ledger.region, layer in enumerate(model.layers):
         out = layer(out)
     loss = out if isinstance(out, Tensor) else _Loss.apply(out[0])
     # One buffer that all layers gather into.
