@@ -40,7 +40,7 @@ def kept_bytes(config: Config, vocab_size: int, mesh: Mesh) -> list[int]:
         for tensor in (*model.parameters(), *model.buffers(), *stream):
             live.add(tensor)
         at = [live.now]
-        for step in model.walk:
+        for step in model.layers:
             stream = step(stream)
             at.append(_settled(live))
     return [after - before for before, after in pairwise(at)]

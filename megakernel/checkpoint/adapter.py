@@ -19,7 +19,7 @@ from megakernel.model.settings import DTYPES
 
 from .conversion import UPDATED, update_name
 from .dense import is_dense_checkpoint
-from .dense.checkpoint import ADAPTER, first_layer
+from .dense.checkpoint import ADAPTER
 from .dense.configs import plain_config
 from .dense.families import FAMILIES
 from .dense.tokenizer import save_tokenizer
@@ -196,10 +196,10 @@ def _family(model: Model, key: str) -> tuple[str, Any]:
 def _updates(model: Model, lora: Lora, key: str) -> list[_Updated]:
     """All low-rank updates of a model. UserError where its family has one matrix for several of ours."""
     kind, family = _family(model, key)
-    first, found = first_layer(model), []
+    found = []
     for module, targets in UPDATED.items():
         theirs = family.modules[module]
-        parts = targets if module != "mlp.linear_fc1" or model.activation == "swiglu" else targets[-1:]
+        parts = targets if module != "mlp.linear_fc1" or model.is_mlp_gated else targets[-1:]
         for at, target in enumerate(parts):
             if target not in lora.targets:
                 continue
@@ -209,6 +209,6 @@ def _updates(model: Model, lora: Lora, key: str) -> list[_Updated]:
                     "has no part; leave it out of optimizer.lora.targets, or export merged, without --adapter"
                 )
             for layer in range(model.num_layers):
-                ours = update_name(str(first + layer), module, target)
+                ours = update_name(str(model.first_layer + layer), module, target)
                 found.append(_Updated(ours, f"{family.layers}.{layer}.{theirs[at]}"))
     return found

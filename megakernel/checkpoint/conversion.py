@@ -276,7 +276,7 @@ class Folded:
             heads = whole.view(model.kv_heads, -1, model.head_size, whole.shape[-1])
             queries = model.num_heads // model.kv_heads
             return {"query": heads[:, :queries], "key": heads[:, queries:-1], "value": heads[:, -1:]}
-        if module == "mlp.linear_fc1" and model.activation == "swiglu":
+        if module == "mlp.linear_fc1" and model.is_mlp_gated:
             half = len(whole) // 2
             return {"gate": whole[:half], "up": whole[half:]}
         return {UPDATED[module][-1]: whole}

@@ -54,7 +54,7 @@ def frozen_model(
 
 @torch.no_grad()
 def before_head(model: LanguageModel, inputs: LayerInputs, mesh: Mesh) -> LayerInputs | None:
-    """The inputs as it enters the head on the last stage, None on the others; called on all of them.
+    """The inputs as they enter the head on the last stage, None on the others; called on all of them.
 
     model: from `frozen_model`. inputs: token ids (B, N), positions and whatever else; every stage has it, so the hidden
     states alone are sent. A stage is done with inputs when it has handed it on, and takes the next.

@@ -285,7 +285,7 @@ def _frozen_weights_are_whole(optimizer: Optimizer, model: Model, parallel: Para
     if optimizer.updates is not None and any(a.compresses_input for a in _attentions(model)):
         reason = "updates values of the input, and the layer compresses its input"
         yield Problem("optimizer.trained", "lora", reason, "set compression.compress: projected")
-    if optimizer.updates is not None and "gate" in optimizer.updates.targets and model.activation != "swiglu":
+    if optimizer.updates is not None and "gate" in optimizer.updates.targets and not model.is_mlp_gated:
         reason = f"names a matrix that an MLP of activation: {model.activation} has not"
         yield Problem("optimizer.lora.targets", optimizer.updates.targets, reason, "leave gate out")
     if optimizer.trained == "mechanism" and all(a.is_full_softmax for a in _attentions(model)):

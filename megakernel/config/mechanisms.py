@@ -23,7 +23,7 @@ from .algebra import (
 )
 from .feature_map import FeatureMap
 
-Exchange = Literal["state", "halo", "heads", "heads or ring", "landmarks"]
+ExchangeKind = Literal["state", "halo", "heads", "heads or ring", "landmarks"]
 
 INVERSE_STEPS = 6
 PRODUCTS_PER_STEP = 4
@@ -58,10 +58,10 @@ class Mechanism:
     causal_layer: str | None = None
     """The same of tokens that see no later ones, where that is another class."""
 
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[ExchangeKind, ...]
     """What shards of a row exchange."""
 
-    causal_exchanges: tuple[Exchange, ...] | None = None
+    causal_exchanges: tuple[ExchangeKind, ...] | None = None
     """The same of tokens that see no later ones, where that is something else."""
 
     flops: Callable[[Shape], Parts]
@@ -97,7 +97,7 @@ class Mechanism:
     is_gated: bool = False
     """Whether a gate of FLuRKA weighs the near window against the far part."""
 
-    def exchanged(self, causal: bool) -> tuple[Exchange, ...]:
+    def exchanged(self, causal: bool) -> tuple[ExchangeKind, ...]:
         """What shards of a row exchange in a layer that is or is not causal."""
         return self.causal_exchanges if causal and self.causal_exchanges is not None else self.exchanges
 

@@ -238,6 +238,11 @@ class Model(Section):
         return self.activation in ("swiglu", "geglu_tanh")
 
     @property
+    def first_layer(self) -> int:
+        """Number of the first transformer layer among the modules: after the embedding and positions that are added."""
+        return 2 if self.position in ("learned", "sinusoidal") else 1
+
+    @property
     def has_mlp_bias(self) -> bool:
         """Whether the MLP's projections have biases."""
         return self.bias if self.mlp_bias is None else self.mlp_bias

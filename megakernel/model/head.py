@@ -63,11 +63,11 @@ def mean_loss(
     micro-batches this is the global mean, whatever the layout.
     """
     hidden, _, labels, num_targets = inputs
-    tp, rows, words = settings.mesh.tp, settings.loss_chunk_size, settings.local_vocab_size
+    tp, chunk_size, vocab_size = settings.mesh.tp, settings.loss_chunk_size, settings.local_vocab_size
     group, scaling = None if tp.size == 1 else tp.group, LogitScaling.of(settings.model)
     hidden = column_input(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
-    # Of a causal model nearly all tokens count; finding out waits for the device.
+    # Of a causal model nearly all tokens count; checking would synchronize with the GPU.
     counts = None if settings.model.is_causal and distillation is None else targets != IGNORED
     if counts is not None:  # what does not count needs no logits
         hidden, targets = hidden[counts], targets[counts]
@@ -75,13 +75,15 @@ def mean_loss(
         assert counts is not None
         teacher_hidden = column_input(distillation.hidden, settings).flatten(0, 1)[counts]
         own = replace(distillation, hidden=teacher_hidden)
-        summed, parts = summed_distillation(hidden, weight, targets, rows, words, group, own, scaling)
+        summed, parts = summed_distillation(
+            hidden, weight, targets, chunk_size, vocab_size, group, own, scaling
+        )
         distillation.parts = torch.cat([parts, counts.sum()[None]])
     elif group is None and not scaling:
         # A vocabulary that lies here whole needs no other rank: whoever is fastest on this device computes the loss.
-        summed = choose(SUMS, None)(hidden, weight, targets, rows, words)
+        summed = choose(SUMS, None)(hidden, weight, targets, chunk_size, vocab_size)
     else:
-        summed = summed_loss(hidden, weight, targets, rows, words, group, scaling)
+        summed = summed_loss(hidden, weight, targets, chunk_size, vocab_size, group, scaling)
     return summed / num_targets.squeeze()
 
 
@@ -89,13 +91,15 @@ def token_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: Model
     """Cross entropy of each token in nats, float32 (N * B,), tokens outermost; 0 where the label is IGNORED."""
     hidden = column_input(hidden, settings).flatten(0, 1)
     targets = labels.transpose(0, 1).reshape(-1)
-    chunk, words = settings.loss_chunk_size, settings.local_vocab_size
+    chunk_size, vocab_size = settings.loss_chunk_size, settings.local_vocab_size
     scaling, is_cut = LogitScaling.of(settings.model), settings.mesh.tp.size > 1
-    return _losses(weight, hidden, targets, chunk, words, is_cut, scaling)
+    return _losses(weight, hidden, targets, chunk_size, vocab_size, is_cut, scaling)
 
 
-def _sum_of_losses(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, words: int) -> Tensor:
-    return _losses(weight, hidden, targets, rows, words, False).sum()
+def _sum_of_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int, vocab_size: int
+) -> Tensor:
+    return _losses(weight, hidden, targets, chunk_size, vocab_size, False).sum()
 
 
 SUMS: dict[str, Implementation] = {
@@ -103,9 +107,9 @@ SUMS: dict[str, Implementation] = {
     "reference": _sum_of_losses,
     "liger": Kernels("summed_cross_entropy", load_liger, "summed_cross_entropy"),
 }
-"""Backend -> the sum of the cross entropies of hidden states (T, C) through the first `words` rows of a head (R, C).
+"""Backend -> the summed cross entropy of hidden states (T, C) by the first `vocab_size` rows of a head (R, C).
 
-Logits are of `rows` tokens at a time.
+Logits are of `chunk_size` tokens at a time.
 """
 
 
@@ -113,24 +117,24 @@ def _losses(
     weight: Tensor,
     hidden: Tensor,
     targets: Tensor,
-    rows: int,
-    words: int,
+    chunk_size: int,
+    vocab_size: int,
     is_cut: bool,
     scaling: LogitScaling = PLAIN,
 ) -> Tensor:
-    """Cross entropy (T,) of hidden states (T, C), the logits of `rows` tokens at a time; autograd keeps them.
+    """Cross entropy (T,) of hidden states (T, C), the logits of `chunk_size` tokens at a time; autograd keeps them.
 
     is_cut: whether tensor ranks share the vocabulary.
     """
-    chunks = zip(hidden.split(rows), targets.split(rows))
-    return torch.cat([_chunk_losses(weight, *chunk, words, is_cut, scaling) for chunk in chunks])
+    chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
+    return torch.cat([_chunk_losses(weight, *chunk, vocab_size, is_cut, scaling) for chunk in chunks])
 
 
 def _chunk_losses(
-    weight: Tensor, hidden: Tensor, target: Tensor, words: int, is_cut: bool, scaling: LogitScaling
+    weight: Tensor, hidden: Tensor, target: Tensor, vocab_size: int, is_cut: bool, scaling: LogitScaling
 ) -> Tensor:
     logits = scaling(F.linear(hidden, weight).float())
-    logits[:, words:] = -math.inf
+    logits[:, vocab_size:] = -math.inf
     if not is_cut:
         return F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="none")
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy

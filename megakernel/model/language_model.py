@@ -76,7 +76,7 @@ class LanguageModel(nn.Module):
     """The layers one after the other in this process: all of them, or a part of the list.
 
     Parameters carry the names that PipelineModule gives the same list (`1.mlp…`, `tied_modules.embedding…`), so that
-    a checkpoint of one becomes a checkpoint of the other. A part maps the inputs that enters it to the one that leaves
+    a checkpoint of one becomes a checkpoint of the other. A part maps the inputs that enter it to those that leave
     it, and the rest of what a model can be asked for needs the layers that answer.
     """
 
@@ -85,12 +85,12 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.settings = settings
         self.tied_modules = nn.ModuleDict()
-        self.walk: list[Callable[..., Any]] = []
+        self.layers: list[Callable[..., Any]] = []
         specs = layer_list(settings)
         part = part or range(len(specs))
         self.has_head = part.stop == len(specs)
         for index in part:
-            self.walk.append(self._build(index, specs[index]))
+            self.layers.append(self._build(index, specs[index]))
         rotate_by(self, settings.model)
 
     def _build(self, index: int, spec: LayerSpec) -> Callable[..., Any]:
@@ -105,17 +105,17 @@ class LanguageModel(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         """Token ids (B, N), positions, labels and num_targets -> what the head makes of them, in training the loss."""
         inputs = self.body(inputs)
-        return self.walk[-1](inputs) if self.has_head else inputs
+        return self.layers[-1](inputs) if self.has_head else inputs
 
     def body(self, inputs: LayerInputs) -> LayerInputs:
-        """The inputs as it enters the head: normalized hidden states in place of token ids."""
-        for layer in self.walk[:-1] if self.has_head else self.walk:
+        """The inputs as they enter the head: normalized hidden states in place of token ids."""
+        for layer in self.layers[:-1] if self.has_head else self.layers:
             inputs = layer(inputs)
         return inputs
 
     def loss(self, inputs: LayerInputs, distillation: DistillationTarget | None = None) -> Tensor:
         """The head's loss of inputs from `body`; see `mean_loss`."""
-        loss: Tensor = self.walk[-1](inputs, distillation)
+        loss: Tensor = self.layers[-1](inputs, distillation)
         return loss
 
     def losses(self, *inputs: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class LanguageModel(nn.Module):
 
     def outputs(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """What the head makes of each example, float32 (examples, classes): logits, or one number; classifiers only."""
-        head = self.walk[-1]
+        head = self.layers[-1]
         assert isinstance(head, ClassifierHead)
         return head.logits(*self.body((tokens, positions)))
 
@@ -146,7 +146,7 @@ class LanguageModel(nn.Module):
         inputs: LayerInputs = (tokens, positions)
         leaving: list[Any] = []
         places = alike(positions)
-        for layer in self.walk[:-1]:
+        for layer in self.layers[:-1]:
             if isinstance(layer, TransformerLayer):
                 hidden, state = layer.extend(inputs[0], places, entering[len(leaving)])
                 inputs = (hidden, positions)
@@ -175,7 +175,7 @@ class LanguageModel(nn.Module):
     @property
     def output_head(self) -> OutputHead:
         """The last layer, where embeddings are not tied."""
-        head = self.walk[-1]
+        head = self.layers[-1]
         assert isinstance(head, OutputHead)
         return head
 

@@ -29,7 +29,7 @@ def stage_layers(settings: ModelSettings) -> range:
 class Pipeline(PipelineModule):
     """This process's stage of the layers, under the names that they have in a `LanguageModel`.
 
-    DeepSpeed calls it with the inputs that enters the stage; the last stage makes the loss of it.
+    DeepSpeed calls it with the inputs that enter the stage; the last stage makes the loss of it.
     """
 
     def __init__(self, settings: ModelSettings, loss_scale: Callable[[], float]):
@@ -55,7 +55,7 @@ class Pipeline(PipelineModule):
         assert range(self._local_start, self._local_stop) == stage_layers(settings)
 
     def body(self, inputs: LayerInputs) -> LayerInputs:
-        """The inputs as it leaves this stage, on the last one as it enters the head."""
+        """The inputs as they leave this stage, on the last one as they enter the head."""
         for layer in self.forward_funcs[:-1] if self.mesh.is_last_stage else self.forward_funcs:
             inputs = layer(inputs)
         return inputs

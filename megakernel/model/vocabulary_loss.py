@@ -86,8 +86,8 @@ def summed_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    rows: int,
-    words: int,
+    chunk_size: int,
+    vocab_size: int,
     group: ProcessGroup | None = None,
     scaling: LogitScaling = PLAIN,
 ) -> Tensor:
@@ -97,20 +97,20 @@ def summed_loss(
         hidden: states (T, C) before the head.
         weight: (R / tp, C), this rank's rows of the head. Backward of `hidden` has the part that these rows give.
         targets: (T,) int64; IGNORED ones do not count.
-        rows: tokens whose logits may exist at once.
-        words: how many of the rank's rows stand for a word; those behind them are padding.
-        group: the ranks that share the vocabulary, in order of its words; None: this one has all.
+        chunk_size: tokens whose logits may exist at once.
+        vocab_size: how many of the rank's rows are of the vocabulary; the others, at the end, are padding.
+        group: the ranks that share the vocabulary, in the order of its ids; None: this one has all.
         scaling: of the logits.
     """
-    return summed_distillation(hidden, weight, targets, rows, words, group, None, scaling)[0]
+    return summed_distillation(hidden, weight, targets, chunk_size, vocab_size, group, None, scaling)[0]
 
 
 def summed_distillation(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    rows: int,
-    words: int,
+    chunk_size: int,
+    vocab_size: int,
     group: ProcessGroup | None,
     distillation: DistillationTarget | None,
     scaling: LogitScaling = PLAIN,
@@ -121,7 +121,7 @@ def summed_distillation(
     """
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     sums: tuple[Tensor, Tensor] = _SummedLoss.apply(
-        hidden, weight, targets, rows, words, group, distillation, scaling, learns
+        hidden, weight, targets, chunk_size, vocab_size, group, distillation, scaling, learns
     )
     return sums
 
@@ -133,8 +133,8 @@ class _SummedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        rows: int,
-        words: int,
+        chunk_size: int,
+        vocab_size: int,
         group: ProcessGroup | None,
         distillation: DistillationTarget | None,
         scaling: LogitScaling,
@@ -145,30 +145,37 @@ class _SummedLoss(torch.autograd.Function):
         of_weight = None
         if for_weight:
             # In bfloat16 a chunk's term would be lost in the sum of those before.
-            dtype = accum_dtype(weight.dtype) if len(hidden) > rows else weight.dtype
+            dtype = accum_dtype(weight.dtype) if len(hidden) > chunk_size else weight.dtype
             of_weight = torch.zeros_like(weight, dtype=dtype)
         parts = torch.zeros(2, dtype=accum_dtype(hidden.dtype), device=hidden.device)
-        for part in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
-            logits, scaled = _logits(hidden[part], weight, words, parts.dtype, scaling)
+        for first in range(0, len(hidden), chunk_size):
+            part = slice(first, first + chunk_size)
+            logits, scaled = _logits(hidden[part], weight, vocab_size, parts.dtype, scaling)
             if distillation is None:
-                found, slope = _cross_entropy(logits, targets[part], group)
+                found, grad_logits = _cross_entropy(logits, targets[part], group)
             else:
                 teacher_logits, _ = _logits(
-                    distillation.hidden[part], distillation.weight, words, parts.dtype, distillation.scaling
+                    distillation.hidden[part],
+                    distillation.weight,
+                    vocab_size,
+                    parts.dtype,
+                    distillation.scaling,
                 )
-                found, slope = _taught(logits, teacher_logits, targets[part], words, group, distillation)
+                found, grad_logits = _distillation(
+                    logits, teacher_logits, targets[part], vocab_size, group, distillation
+                )
             parts += found
             if scaling:
-                slope.mul_(scaled)
-            slope = slope.to(hidden.dtype)
+                grad_logits.mul_(scaled)
+            grad_logits = grad_logits.to(hidden.dtype)
             if of_hidden is not None:
-                torch.mm(slope, weight, out=of_hidden[part])
+                torch.mm(grad_logits, weight, out=of_hidden[part])
             if of_weight is None:
                 continue
-            if of_weight.dtype == slope.dtype:
-                of_weight.addmm_(slope.T, hidden[part])
+            if of_weight.dtype == grad_logits.dtype:
+                of_weight.addmm_(grad_logits.T, hidden[part])
             else:
-                of_weight += slope.T @ hidden[part]
+                of_weight += grad_logits.T @ hidden[part]
         ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
         ctx.mark_non_differentiable(parts)
         if distillation is None:
@@ -180,17 +187,17 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if slope is None else slope * gradients[0] for slope in ctx.saved_tensors)
+        scaled = (None if saved is None else saved * gradients[0] for saved in ctx.saved_tensors)
         return (*scaled, *[None] * 7)
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, words: int, dtype: torch.dtype, scaling: LogitScaling
+    hidden: Tensor, weight: Tensor, vocab_size: int, dtype: torch.dtype, scaling: LogitScaling
 ) -> tuple[Tensor, Tensor | float]:
     """(T, R / tp), -inf at padding, and their slope by the products that they are made of."""
     logits = scaling(F.linear(hidden, weight).to(dtype))
     slope = scaling.slope(logits)
-    logits[:, words:] = -math.inf
+    logits[:, vocab_size:] = -math.inf
     return logits, slope
 
 
@@ -201,17 +208,17 @@ def _cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) 
     weights = logits.exp_()
     total, picked = _summed([weights.sum(-1), picked], group)
     counts = targets != IGNORED
-    slope = weights.div_(total[:, None])
-    slope.scatter_add_(-1, place, -here.to(slope.dtype))
+    grad_logits = weights.div_(total[:, None])
+    grad_logits.scatter_add_(-1, place, -here.to(grad_logits.dtype))
     loss = ((total.log() - picked) * counts).sum()
-    return torch.stack([loss, torch.zeros_like(loss)]), slope.mul_(counts[:, None])
+    return torch.stack([loss, torch.zeros_like(loss)]), grad_logits.mul_(counts[:, None])
 
 
-def _taught(
+def _distillation(
     logits: Tensor,
     teacher_logits: Tensor,
     targets: Tensor,
-    words: int,
+    vocab_size: int,
     group: ProcessGroup | None,
     distillation: DistillationTarget,
 ) -> tuple[Tensor, Tensor]:
@@ -224,21 +231,21 @@ def _taught(
     student_logits = logits / temperature
     teacher_weights = teacher_logits.exp()
     difference = teacher_logits.sub_(student_logits)
-    difference[:, words:] = 0  # and not -inf + inf
+    difference[:, vocab_size:] = 0  # and not -inf + inf
     difference = difference.mul_(teacher_weights).sum(-1)
     student_weights = student_logits.exp_()
     weights = logits.exp_()
     sums = [part.sum(-1) for part in (weights, student_weights, teacher_weights)]
     total, student_total, teacher_total, difference, picked = _summed([*sums, difference, picked], group)
     divergence = difference / teacher_total + student_total.log() - teacher_total.log()
-    slope = weights.mul_((distillation.cross_entropy / total)[:, None])
-    slope.scatter_add_(-1, place, -distillation.cross_entropy * here.to(slope.dtype))
+    grad_logits = weights.mul_((distillation.cross_entropy / total)[:, None])
+    grad_logits.scatter_add_(-1, place, -distillation.cross_entropy * here.to(grad_logits.dtype))
     share = distillation.divergence * temperature
-    slope += student_weights.mul_((share / student_total)[:, None])
-    slope -= teacher_weights.mul_((share / teacher_total)[:, None])
+    grad_logits += student_weights.mul_((share / student_total)[:, None])
+    grad_logits -= teacher_weights.mul_((share / teacher_total)[:, None])
     counts = targets != IGNORED
     losses = torch.stack([total.log() - picked, divergence])
-    return (losses * counts).sum(-1), slope.mul_(counts[:, None])
+    return (losses * counts).sum(-1), grad_logits.mul_(counts[:, None])
 
 
 def _pick(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,11 +17,11 @@ from megakernel.parallel.progress import Progress
 from megakernel.parallel.state_exchange import (
     AllGather,
     Background,
-    Exchange,
     PendingPrefix,
     Place,
     PointToPoint,
     Runner,
+    StateExchange,
 )
 from megakernel.parallel.tensor import total
 from megakernel.parallel.traffic import Traffic
@@ -108,7 +108,7 @@ class GroupShard:
         """Send `state` towards the earlier shards."""
         return PendingPrefix(self._exchange(state, Place(self._axis, backwards=True)), state, carries)
 
-    def _exchange(self, state: KernelState, place: Place) -> Exchange:
+    def _exchange(self, state: KernelState, place: Place) -> StateExchange:
         chosen = self._way
         if chosen == "auto":
             chosen = way(self.size, state.sums.numel() * state.sums.element_size())

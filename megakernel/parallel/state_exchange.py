@@ -45,7 +45,7 @@ class Place(NamedTuple):
         return self.axis.ranks[place] if 0 <= place < self.axis.size else None
 
 
-class Exchange(Protocol):
+class StateExchange(Protocol):
     """One prefix and its backward; `start` and `finish` enclose local work, in forward and in backward."""
 
     entered: tuple[Tensor, Tensor]
@@ -71,7 +71,7 @@ class Exchange(Protocol):
 class PendingPrefix:
     """A prefix under way (`megakernel.ops.state.PendingState`)."""
 
-    def __init__(self, exchange: Exchange, state: KernelState, carries: Tensor):
+    def __init__(self, exchange: StateExchange, state: KernelState, carries: Tensor):
         self._exchange = exchange
         self._ticket = _Start.apply(state.sums, state.log_scale, carries, exchange)
 
@@ -102,7 +102,7 @@ class AllGather:
         self._gather(torch.cat(tuple(parts)))
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """See Exchange."""
+        """See StateExchange."""
         batch, heads = self.shape[:2]
         sizes = [self.shape.numel(), batch * heads, self.factors.numel()]
         sums, log_scales, carries = self._wait().split(sizes, dim=1)
@@ -113,11 +113,11 @@ class AllGather:
         return _weighted_sum(weights[self.rank], earlier), entering[self.rank].to(self.scale_dtype)
 
     def start_backward(self, grad: Tensor) -> None:
-        """See Exchange."""
+        """See StateExchange."""
         self._gather(grad.flatten())
 
     def finish_backward(self) -> Tensor:
-        """See Exchange."""
+        """See StateExchange."""
         grads = self._wait().view(self.size, *self.shape)
         return _weighted_sum(self.to_later, grads[self.rank + 1 :])
 
@@ -152,15 +152,15 @@ class PointToPoint:
         self.background = background
 
     def start(self, sums: Tensor, log_scale: Tensor, carries: Tensor) -> None:
-        """See Exchange."""
+        """See StateExchange."""
         self._run = self.background.run(lambda: self._forward(sums.contiguous(), log_scale, carries))
 
     def start_backward(self, grad: Tensor) -> None:
-        """See Exchange."""
+        """See StateExchange."""
         self._run = self.background.run(lambda: self._backward(grad.contiguous()))
 
     def finish(self) -> Any:
-        """See Exchange: what runs, forward or backward, leaves."""
+        """See StateExchange: what runs, forward or backward, leaves."""
         with self.traffic.waiting("state", self._run.done()):
             result = self._run.result()
         del self._run
@@ -307,7 +307,9 @@ class _Start(torch.autograd.Function):
     """Begins the exchange; its backward ends the backward exchange."""
 
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, log_scale: Tensor, carries: Tensor, exchange: Exchange) -> Tensor:
+    def forward(
+        ctx: Any, sums: Tensor, log_scale: Tensor, carries: Tensor, exchange: StateExchange
+    ) -> Tensor:
         ctx.exchange, ctx.log_scale = exchange, log_scale
         exchange.start(sums, log_scale, carries)
         return sums.new_empty(())
@@ -328,7 +330,7 @@ class _Wait(torch.autograd.Function):
     """Ends the exchange; its backward begins the backward exchange."""
 
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, ticket: Tensor, exchange: StateExchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
         exchange.entered = sums, log_scale = exchange.finish()
         ctx.mark_non_differentiable(log_scale)

@@ -45,7 +45,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, mesh: Mesh, providers: Providers, inside: Sequence[Path] = ()):
-        """providers: what the run takes from the rooms above.
+        """providers: what the run takes from the packages above.
 
         inside: folders of what the run is a part of, whose stop files it heeds besides its own."""
         check_own_keys(config)

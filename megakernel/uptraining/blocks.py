@@ -84,7 +84,7 @@ class BlockTransfer:
         self.corpora = Corpora(config.data)
         self.settings = model_settings(config, mesh, self.corpora.vocab_size)
         specs = layer_list(self.settings)
-        self.first = next(place for place, spec in enumerate(specs) if spec.kind is TransformerLayer)
+        self.first = config.model.first_layer
         self.places = [place for place, spec in enumerate(specs) if place == 0 or spec.shared is None]
         count = config.model.num_layers
         self.blocks = [range(at, min(at + block_layers, count)) for at in range(0, count, block_layers)]

@@ -21,7 +21,7 @@ from megakernel.ops.dispatch import accum_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionInputs(attention.AttentionInputs):
+class CapturedInputs(attention.AttentionInputs):
     """All that an `AttentionLayer` is called with: n tokens, one of P shards of rows of N = P n."""
 
     q: Tensor
@@ -36,7 +36,7 @@ class AttentionInputs(attention.AttentionInputs):
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, inputs: attention.AttentionInputs = WHOLE_ROWS
-    ) -> "AttentionInputs":
+    ) -> "CapturedInputs":
         """From what a layer was called with; autograd sees constants."""
         return cls(q=q.detach(), k=k.detach(), v=v.detach(), **vars(inputs))
 
@@ -92,7 +92,7 @@ def sample_queries(length: int, count: int, seed: int, step: int) -> Tensor:
 class QueryRows:
     """Sampled queries of one call: who sees whom, and the weights that mechanisms give."""
 
-    inputs: AttentionInputs
+    inputs: CapturedInputs
 
     queries: Tensor
     """(R,) places in the whole row."""
@@ -104,7 +104,7 @@ class QueryRows:
     """(B, N) int64, place of each token in its document."""
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, queries: Tensor, causal: bool) -> "QueryRows":
+    def of(cls, inputs: CapturedInputs, queries: Tensor, causal: bool) -> "QueryRows":
         """The queries at places (R,) of a call whose layer is or is not causal."""
         queries = queries.to(inputs.q.device)
         places = inputs.cp_shard.all_tokens(inputs.places()[..., None])[..., 0]
@@ -189,7 +189,7 @@ class QueryRows:
         for start in range(0, len(self.queries), self._per_pass):
             yield range(start, min(start + self._per_pass, len(self.queries)))
 
-    def _widened(self) -> AttentionInputs:
+    def _widened(self) -> CapturedInputs:
         inputs = self.inputs
         dtype = accum_dtype(inputs.q.dtype)
         return replace(inputs, q=inputs.q.to(dtype), k=inputs.k.to(dtype))

@@ -47,7 +47,7 @@ class Uptraining:
     """
 
     def __init__(self, config: Config, mesh: Mesh, providers: Providers):
-        """providers: what its runs take from the rooms above."""
+        """providers: what its runs take from the packages above."""
         self.config, self.mesh, self.providers = config, mesh, providers
         self.uptrain = config.uptrain or Uptrain()
         self.ranks = Ranks.of(mesh)

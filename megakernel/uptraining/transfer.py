@@ -16,7 +16,7 @@ from megakernel.model.layer import attention_cores
 from megakernel.ops.dispatch import accum_dtype
 
 from .head_statistics import HeadSums, HeadTag, head_statistics
-from .query_rows import AttentionInputs, QueryRows, sample_queries
+from .query_rows import CapturedInputs, QueryRows, sample_queries
 
 
 class AttentionTransfer:
@@ -105,7 +105,7 @@ class AttentionTransfer:
             raise RuntimeError("the teacher of attention transfer runs under torch.no_grad()")
         student = self._students[index]
         parameters = [x for x in student.parameters() if x.requires_grad] if student.training else []
-        inputs = AttentionInputs.of(*args)
+        inputs = CapturedInputs.of(*args)
         with torch.set_grad_enabled(bool(parameters)):
             loss = self._loss_of(index, student, inputs, output.detach())
         gradients: Sequence[Tensor] = ()
@@ -113,9 +113,7 @@ class AttentionTransfer:
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         self._found.append(_Found(loss.detach(), parameters, gradients))
 
-    def _loss_of(
-        self, index: int, student: AttentionLayer, inputs: AttentionInputs, output: Tensor
-    ) -> Tensor:
+    def _loss_of(self, index: int, student: AttentionLayer, inputs: CapturedInputs, output: Tensor) -> Tensor:
         """This shard's and these heads' part of the loss; notes down what it is made of."""
         place = partial(HeadTag, layer=index, head=student.query_heads.start)
         # Rows are whole on every shard, and count once.
@@ -131,7 +129,7 @@ class AttentionTransfer:
         self,
         teacher: AttentionLayer,
         student: AttentionLayer,
-        inputs: AttentionInputs,
+        inputs: CapturedInputs,
         place: "partial[HeadTag]",
     ) -> Tensor:
         """The part of the loss that sampled queries have, before it is a mean; notes down what they see."""

@@ -107,6 +107,22 @@ def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_says():
     assert [message for message in shown if message not in sources] == []
 
 
+def test_every_configuration_key_of_a_page_is_one():
+    parts = re.split(r"^## (.+)$", (REPOSITORY / "docs/configuration.md").read_text(), flags=re.MULTILINE)
+    keys = {
+        f"{section}.{key}"
+        for section, text in zip(parts[1::2], parts[2::2])
+        for key in re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    }
+    sections = "|".join({key.partition(".")[0] for key in keys})
+    named = re.compile(rf"`((?:{sections})\.[a-z]\w*)(?!\w|\.\w*`)")
+    files = r".+\.(py|yaml|json|sbatch)"
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    found = {key for page in pages for key in named.findall(page.read_text()) if not re.fullmatch(files, key)}
+    assert len(found) > 50
+    assert found - keys == set()
+
+
 def test_licence_and_version_are_told_alike_everywhere():
     told = configparser.ConfigParser()
     told.read(REPOSITORY / "setup.cfg")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .measured import Measure, Measured, Part
 
 Recompute = Literal["none", "selective", "full"]
-Exchange = Literal["own", "ring"]
+StateExchange = Literal["own", "ring"]
 """How shards of a row meet in softmax layers: as the code does it, by heads, or (for comparison) by a ring of keys."""
 
 
@@ -71,7 +71,7 @@ class Job:
 
     layout: Layout
     on_gpu: bool = GPU
-    exchange: Exchange = "own"
+    exchange: StateExchange = "own"
 
     @property
     def model(self) -> Model:
@@ -140,8 +140,7 @@ class Job:
     @cached_property
     def stages(self) -> list[range]:
         """Transformer layers of each pipeline stage, as DeepSpeed cuts them."""
-        before = 2 if self.model.position in ("learned", "sinusoidal") else 1
-        return stage_layers(before, self.model.num_layers, self.layout.pipeline)
+        return stage_layers(self.model.first_layer, self.model.num_layers, self.layout.pipeline)
 
     def layers(self, stage: int) -> list[tuple[int, int]]:
         """The first of each kind of layers of a stage, and how many layers are like it."""

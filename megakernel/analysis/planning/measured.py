@@ -207,10 +207,9 @@ class Measure:
     def _places(self, part: Part) -> range:
         """Of the part in the model's list of layers."""
         model = self.config.model
-        before = 2 if model.position in ("learned", "sinusoidal") else 1
         if part == "first":
-            return range(before)
-        start = before + (model.num_layers if part == "last" else part)
+            return range(model.first_layer)
+        start = model.first_layer + (model.num_layers if part == "last" else part)
         return range(start, start + (2 if part == "last" else 1))
 
     def _settings(self, shape: Shape, tp: Axis, cp: Axis, ledger: Ledger) -> Any:
@@ -283,7 +282,7 @@ def _counted(
         parameter.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
     before = ledger.now
     out = inputs
-    for ledger.region, layer in enumerate(model.walk):
+    for ledger.region, layer in enumerate(model.layers):
         out = layer(out)
     loss = out if isinstance(out, Tensor) else _Loss.apply(out[0])
     # One buffer that all layers gather into.

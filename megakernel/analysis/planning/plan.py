@@ -12,7 +12,7 @@ from megakernel.config import Config, ConfigError, Parallel, Problem, data_paral
 from megakernel.config.checks import agreement
 
 from .gpus import Gpu
-from .layout import Exchange, Job, Layout, Recompute
+from .layout import Job, Layout, Recompute, StateExchange
 from .memory import Memory, memory
 from .step import Step, necessary_flops, step
 
@@ -74,7 +74,7 @@ def plan(
     vocab_size: int,
     devices: int,
     gpu: Gpu,
-    exchange: Exchange = "own",
+    exchange: StateExchange = "own",
     rules: Config | None = None,
     most_tensor: int | None = None,
     most_context: int | None = None,

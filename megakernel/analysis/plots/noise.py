@@ -105,7 +105,7 @@ def head_gradient(model: LanguageModel, inputs: LayerInputs) -> Tensor:
         hidden, *rest = model.body(inputs)
     with torch.enable_grad():
         hidden = hidden.detach().requires_grad_()
-        measured = model.walk[-1]((hidden, *rest))
+        measured = model.layers[-1]((hidden, *rest))
         loss = measured if measured.dim() == 0 else measured[0]  # a classifier's head also tells its accuracy
         (found,) = torch.autograd.grad(loss, hidden)
     return found.double().sum((0, 1))

@@ -206,6 +206,6 @@ def instability(
 @torch.no_grad()
 def states(model: LanguageModel, inputs: LayerInputs) -> Tensor:
     """The output of the last transformer layer, before the final norm; (N, B, C) float64."""
-    for layer in model.walk[:-2]:
+    for layer in model.layers[:-2]:
         inputs = layer(inputs)
     return inputs[0].double()

@@ -15,14 +15,14 @@ from megakernel.model import IGNORED, LanguageModel
 from megakernel.model.layer import attention_cores
 from megakernel.model.layer_inputs import LayerInputs
 from megakernel.model.self_attention import SelfAttention
-from megakernel.uptraining.query_rows import AttentionInputs
+from megakernel.uptraining.query_rows import CapturedInputs
 
 
 class CapturedAttention(NamedTuple):
     """One attention layer's part in reading a row."""
 
     core: AttentionLayer
-    inputs: AttentionInputs
+    inputs: CapturedInputs
     """Its arguments. Of a layer that `compresses_input` k and v are landmarks; of projected mixtures k has M keys."""
 
     output: Tensor
@@ -52,7 +52,7 @@ def captured_attention(model: LanguageModel, row: LayerInputs) -> dict[int, Capt
     def listener(index: int) -> Any:
         def listen(core: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             assert isinstance(core, AttentionLayer)
-            captured[index] = CapturedAttention(core, AttentionInputs.of(*args), output)
+            captured[index] = CapturedAttention(core, CapturedInputs.of(*args), output)
 
         return listen
 

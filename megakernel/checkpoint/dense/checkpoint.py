@@ -209,12 +209,12 @@ def vocabulary_names(model: Model) -> tuple[str, ...]:
     """The names of what has a row for each word: the token embedding, and the head where the two are not tied."""
     if model.tie_embeddings:
         return ("tied_modules.embedding.tokens.weight",)
-    return "0.tokens.weight", f"{first_layer(model) + model.num_layers + 1}.linear.weight"
+    return "0.tokens.weight", f"{model.first_layer + model.num_layers + 1}.linear.weight"
 
 
 def our_parts(family: Family, model: Model) -> dict[str, Part]:
     """The names of `megakernel.model.LanguageModel`'s tensors -> parts."""
-    first = first_layer(model)
+    first = model.first_layer
     last = first + model.num_layers
     places = {
         "positions": "1.weight",
@@ -230,11 +230,6 @@ def our_parts(family: Family, model: Model) -> dict[str, Part]:
     for index in range(model.num_layers):
         parts |= {f"{first + index}.{name}": part for name, part in layer_parts(family, model, index).items()}
     return parts
-
-
-def first_layer(model: Model) -> int:
-    """Its number among the modules: behind the embedding and a table of positions."""
-    return 2 if model.position == "learned" else 1
 
 
 def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
@@ -253,7 +248,7 @@ def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
 def _in_one_layer(name: str, model: Model) -> str:
     """The name of a tensor if the model had one layer; of a layer's tensor that of the first one's."""
     number, _, rest = name.partition(".")
-    first = first_layer(model)
+    first = model.first_layer
     if not number.isdigit() or int(number) < first:
         return name
     return f"{max(first, int(number) - model.num_layers + 1)}.{rest}"

@@ -95,7 +95,7 @@ class Row(NamedTuple):
     keys: int
 
 
-class Cut(NamedTuple):
+class Tiling(NamedTuple):
     """How rows are cut, at compile time."""
 
     segment: int

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megakernel.ops.feature_maps import FeatureMap
 from megakernel.ops.kernel_attention import query_kernels
-from megakernel.ops.kernel_attention.arguments import Cut, Queries, Row, State
+from megakernel.ops.kernel_attention.arguments import Queries, Row, State, Tiling
 from megakernel.ops.kernels import states
 from megakernel.ops.kernels.features import Phi, padded, phi_of
 from megakernel.ops.kernels.launch import PROGRAMS, capability_of, launch
@@ -141,7 +141,7 @@ class Call(NamedTuple):
     capability: int
     block_size: int = 1
     rank: int = 0
-    """Of landmarks, see `Cut`."""
+    """Of landmarks, see `Tiling`."""
 
     tiles: dict[str, TileSizes] | None = None
     """Kernel -> what its programs hold, where the tables do not say it."""
@@ -191,16 +191,16 @@ class Call(NamedTuple):
         return tile._replace(chunk=min(tile.chunk, most), block=min(tile.block, most))
 
     @property
-    def cut(self) -> Cut:
+    def tiling(self) -> Tiling:
         """How rows are cut, but for the tiles of a kernel."""
         sizes = (self.group, self.values, padded(self.values), self.keys, self.causal)
-        return Cut(self.segment, 0, 0, *sizes, self.block_size, self.rank)
+        return Tiling(self.segment, 0, 0, *sizes, self.block_size, self.rank)
 
     def programs(self, kernel: str, batch: int) -> int:
         """Of a kernel: one for each tile of queries or keys, or segment that it sums."""
         of_keys = kernel in OVER_KEYS
         length = self.row.keys if of_keys else self.row.queries
-        span = self.cut.span if of_keys else self.segment
+        span = self.tiling.span if of_keys else self.segment
         heads = batch * self.row.heads * (self.group if kernel in OVER_QUERIES else 1)
         if kernel in OVER_SEGMENTS:
             return heads * triton.cdiv(length, span)
@@ -214,7 +214,7 @@ class Call(NamedTuple):
         """Start a kernel, with the `programs` that it has if not given."""
         tile = self.tile(kernel.__name__)
         programs = self.programs(kernel.__name__, batch) if programs is None else programs
-        options |= {"CUT": self.cut._replace(chunk=tile.chunk, block=tile.block), "PHI": self.phi}
+        options |= {"CUT": self.tiling._replace(chunk=tile.chunk, block=tile.block), "PHI": self.phi}
         if programs:
             launch(kernel, (programs,), *arguments, warps=tile.warps, stages=tile.stages, **options)
 

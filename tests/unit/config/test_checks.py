@@ -127,3 +127,10 @@ def test_a_world_that_does_not_divide_names_the_nearest_that_do():
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
     with pytest.raises(ConfigError, match=r"training.global_batch_size=8 .* = 2 x 3 = 6; set 6 or 12"):
         data_parallel_size(config(training={"micro_batch_size": 2}), 3)
+
+
+@pytest.mark.parametrize(("activation", "gated"), [("swiglu", True), ("geglu_tanh", True), ("gelu", False)])
+def test_only_a_gated_mlp_has_a_gate_to_update(activation, gated):
+    optimizer = {"trained": "lora", "lora": {"targets": ["gate", "up"]}}
+    found = problems(model={"activation": activation}, init={"from": "dense"}, optimizer=optimizer)
+    assert ("optimizer.lora.targets" in found) is not gated

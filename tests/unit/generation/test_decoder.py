@@ -87,7 +87,7 @@ PARTS = {
 def parallel_logits(model, tokens, positions):
     stream = (torch.tensor([tokens]), torch.tensor([positions]))
     with torch.no_grad():
-        for layer in model.walk[:-1]:
+        for layer in model.layers[:-1]:
             stream = layer(stream)
         return model.logits(stream[0])[0]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megakernel.checkpoint.dense.checkpoint import vocabulary_names
 from megakernel.config import PRESETS, Attention, Model, Parallel, expand_preset
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.model.layer import TransformerLayer
@@ -45,9 +46,9 @@ def logits(model, tokens, positions):
     """Of the classes."""
     layer_inputs = (tokens, positions)
     with torch.no_grad():
-        for layer in model.walk[:-1]:
+        for layer in model.layers[:-1]:
             layer_inputs = layer(layer_inputs)
-        return model.walk[-1].logits(*layer_inputs)
+        return model.layers[-1].logits(*layer_inputs)
 
 
 def draw(*shape, seed=0):
@@ -119,7 +120,7 @@ def test_a_masked_models_loss_is_that_of_its_hidden_tokens(mesh):
 @pytest.mark.parametrize("kind", ["causal_lm", "masked_lm"])
 def test_a_layer_adds_attention_to_its_input_or_to_that_behind_the_norm(normalized, kind, mesh):
     model = build(mesh, kind=kind, attention="softmax", norm="layernorm", normalized_residual=normalized)
-    layer = next(part for part in model.walk if isinstance(part, TransformerLayer))
+    layer = next(part for part in model.layers if isinstance(part, TransformerLayer))
     positions, hidden = torch.arange(LENGTH)[None], torch.randn(LENGTH, 1, 32, dtype=torch.float64)
     with torch.no_grad():
         normed = layer.attention_norm(hidden)
@@ -152,24 +153,34 @@ def test_a_classifier_measures_its_loss_and_accuracy_over_the_examples_that_coun
 
 def test_two_documents_are_read_on_their_own_and_compared(mesh):
     model = classifier(mesh, documents=2, position="sinusoidal")
-    head = model.walk[-1]
+    head = model.layers[-1]
     assert head.output.in_features == 4 * SIZES["hidden_size"]
     tokens, positions = draw(4, LENGTH), torch.arange(LENGTH).expand(4, -1)
     both = logits(model, tokens, positions)
     torch.testing.assert_close(logits(model, tokens[2:], positions[2:]), both[1:])
     with torch.no_grad():
         layer_inputs = (tokens, positions)
-        for layer in model.walk[:-1]:
+        for layer in model.layers[:-1]:
             layer_inputs = layer(layer_inputs)
         a, b = layer_inputs[0].mean(0).float().view(2, 2, -1).unbind(1)
         expected = torch.cat([a, b, a * b, a - b], -1).double() @ head.output.weight.T + head.output.bias
     torch.testing.assert_close(both, expected.float())
 
 
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_layers_and_vocabulary_have_the_numbers_that_checkpoints_go_by(mesh, position, tied):
+    model = build(mesh, kind="masked_lm", attention="softmax", position=position, tie_embeddings=tied)
+    form = model.settings.model
+    assert isinstance(model.layers[form.first_layer], TransformerLayer)
+    assert not isinstance(model.layers[form.first_layer - 1], TransformerLayer)
+    assert set(vocabulary_names(form)) <= model.state_dict().keys()
+
+
 def test_sinusoidal_positions_are_waves_as_large_as_the_embeddings(mesh):
     model = build(mesh, kind="masked_lm", attention="softmax", position="sinusoidal", init_std=0.3)
     hidden, positions = torch.zeros(5, 1, 32, dtype=torch.float64), torch.tensor([[0, 1, 7, 300, 10**6]])
-    waves = model.walk[1]((hidden, positions))[0][:, 0]
+    waves = model.layers[1]((hidden, positions))[0][:, 0]
     assert waves.square().mean(1).sqrt().tolist() == pytest.approx([0.3] * 5), "at every position"
     for wave, length in enumerate(10_000 ** (torch.arange(0, 32, 2).double() / 32)):
         angle = positions[0] / length

@@ -1,5 +1,6 @@
 """What a half-precision run has frozen or hardly changed goes on as precise as it is known."""
 
+import pytest
 import torch
 
 from megakernel.checkpoint.conversion import Folded, Unrounded
@@ -46,6 +47,18 @@ def test_an_update_too_small_for_bfloat16_is_folded_in_float32():
     moved = (folded.read(QKV)["fp32"] - frozen[QKV].float()).view(2, 16, 16)
     assert not moved[:, :12].any()
     torch.testing.assert_close(moved[:, 12:].reshape(8, 16), change["value_update"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu_tanh", "gelu"])
+def test_an_update_of_what_a_gate_is_beside_is_folded_into_its_half(activation):
+    model = MODEL.model_copy(update={"activation": activation})
+    rows, inner = (24, 12) if model.is_mlp_gated else (12, 12)
+    name = "1.mlp.linear_fc1.weight"
+    updates = {"1.mlp.up_update.up": draw(inner, 2), "1.mlp.up_update.down": draw(2, 16)}
+    folded = Folded(Tensors({name: torch.zeros(rows, 16)} | updates), model, Lora(rank=2, alpha=2.0))
+    moved = folded.read(name)["fp32"]
+    assert not moved[: rows - inner].any()
+    assert torch.equal(moved[rows - inner :], updates["1.mlp.up_update.up"] @ updates["1.mlp.up_update.down"])
 
 
 def test_a_frozen_weight_is_read_where_the_run_had_it_from():

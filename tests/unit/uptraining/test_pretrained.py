@@ -266,7 +266,7 @@ def test_peft_finds_all_linear_layers_and_merges_them(name, tmp_path):
     bare = copy.deepcopy(model)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     targets = {key for key, module in bare.named_modules() if isinstance(module, torch.nn.Linear)}
-    head = {f"model.{len(bare.model.walk) - 1}.linear"} if name == "untied" else set()
+    head = {f"model.{len(bare.model.layers) - 1}.linear"} if name == "untied" else set()
     assert adapted.peft_config["default"].target_modules == targets - head
     assert len(targets - head) == 4 * bare.config.num_hidden_layers  # qkv, output, fc1, fc2
     optimizer = torch.optim.AdamW([x for x in adapted.parameters() if x.requires_grad], lr=0.1)

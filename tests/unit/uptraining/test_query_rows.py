@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megakernel import attention
-from megakernel.uptraining.query_rows import AttentionInputs, QueryRows, sample_queries
+from megakernel.uptraining.query_rows import CapturedInputs, QueryRows, sample_queries
 from megakernel.uptraining.transfer import FLOOR, cross_entropy
 
 BATCH, TOKENS, DIM, BLOCK = 2, 13, 4, 4
@@ -39,7 +39,7 @@ def example(form, heads=4, kv_heads=2, causal=True, positions=PACKED, padding=No
         torch.randn(BATCH, count, TOKENS, DIM, generator=draw, dtype=torch.float64)
         for count in (heads, kv_heads, kv_heads)
     )
-    return core, AttentionInputs(positions, padding, attention.Rotary(DIM), q=q, k=k, v=v)
+    return core, CapturedInputs(positions, padding, attention.Rotary(DIM), q=q, k=k, v=v)
 
 
 def whole_matrix(core, inputs):

@@ -12,7 +12,7 @@ from megakernel.model.layer import attention_cores, converted_cores
 from megakernel.training.optimizer import freeze
 from megakernel.training.schedule import LinearDecay, drop_near_windows
 from megakernel.uptraining.distilled import Teacher
-from megakernel.uptraining.query_rows import AttentionInputs, QueryRows, sample_queries
+from megakernel.uptraining.query_rows import CapturedInputs, QueryRows, sample_queries
 from megakernel.uptraining.transfer import AttentionTransfer
 from megakernel.uptraining.transferred import LayerTransfer
 from tests.unit.config.trees import config
@@ -53,7 +53,7 @@ def layer_inputs(rows=ROWS):
 
 def run(teacher, layer_inputs):
     with torch.no_grad():
-        for layer in teacher.walk[:-1]:
+        for layer in teacher.layers[:-1]:
             layer_inputs = layer(layer_inputs)
 
 
@@ -71,7 +71,7 @@ def calls_of(teacher, layer_inputs):
     captured = {}
     hooks = [
         core.register_forward_hook(
-            lambda _, args, out, index=index: captured.update({index: (AttentionInputs.of(*args), out)})
+            lambda _, args, out, index=index: captured.update({index: (CapturedInputs.of(*args), out)})
         )
         for index, core in attention_cores(teacher).items()
     ]

@@ -40,7 +40,7 @@ def test_a_model_in_training_is_pictured_and_left_alone(dtype):
 def test_ranks_that_draw_nothing_do_the_same_work():
     model = small_model("softmax")
     runs = []
-    model.walk[1].self_attention.core.register_forward_hook(lambda *_: runs.append(1))
+    model.layers[1].self_attention.core.register_forward_hook(lambda *_: runs.append(1))
     assert attention_figures(model, labelled(1), length=16, draw=False) == {}
     undrawn, runs[:] = len(runs), []
     attention_figures(model, labelled(1), length=16)

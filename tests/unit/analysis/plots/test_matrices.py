@@ -35,11 +35,11 @@ def values_of_tokens(model, layer, captured, row):
     """(H, N, D): the values of whole tokens, also where the layer makes those of landmarks alone."""
     if not captured.core.compresses_input:
         return captured.inputs.v[0].repeat_interleave(captured.inputs.group, 0)
-    attention = model.walk[1 + layer].self_attention
+    attention = model.layers[1 + layer].self_attention
     layer_inputs = row
-    for part in model.walk[: 1 + layer]:
+    for part in model.layers[: 1 + layer]:
         layer_inputs = part(layer_inputs)
-    hidden = model.walk[1 + layer].attention_norm(layer_inputs[0])
+    hidden = model.layers[1 + layer].attention_norm(layer_inputs[0])
     weight = attention.qkv.weight.unflatten(0, (attention.kv_heads, -1, attention.head_dim))[:, -1]
     values = torch.einsum("nbc,hdc->hnd", hidden, weight)
     return values.repeat_interleave(attention.queries_per_key, 0)
@@ -81,9 +81,9 @@ def test_a_row_is_read_without_its_padding_and_counts_from_its_own_start():
 
 def test_listening_leaves_the_model_as_it_was():
     model = small_model("softmax").train()
-    model.walk[0].eval()
-    shards = [model.walk[1].self_attention.cp_shard, model.walk[2].self_attention.cp_shard]
+    model.layers[0].eval()
+    shards = [model.layers[1].self_attention.cp_shard, model.layers[2].self_attention.cp_shard]
     captured_attention(model, first_row(layer_inputs(), LENGTH))
-    assert [part.training for part in model.walk[:3]] == [False, True, True]
-    assert [model.walk[1].self_attention.cp_shard, model.walk[2].self_attention.cp_shard] == shards
+    assert [part.training for part in model.layers[:3]] == [False, True, True]
+    assert [model.layers[1].self_attention.cp_shard, model.layers[2].self_attention.cp_shard] == shards
     assert not any(module._forward_hooks for module in model.modules())

@@ -14,7 +14,7 @@ from .small_models import LENGTH, layer_inputs, small_model
 def test_mixing_coefficients_are_the_layers_priors():
     model = small_model("mgk")
     with torch.no_grad():
-        model.walk[2].self_attention.core.mixture.weights.copy_(torch.tensor([[0.25, 0.75], [0.5, 0.125]]))
+        model.layers[2].self_attention.core.mixture.weights.copy_(torch.tensor([[0.25, 0.75], [0.5, 0.125]]))
     rows = mixtures.measure_mixing(Subject(None, model, [], torch.device("cpu"), LENGTH))
     found = {(row["layer"], row["head"], row["key"]): row["pi"] for row in rows}
     assert [found[1, head, key] for head in (0, 1) for key in (0, 1)] == [0.25, 0.75, 0.5, 0.125]

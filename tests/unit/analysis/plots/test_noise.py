@@ -17,7 +17,7 @@ from .small_models import LENGTH, labelled, layer_inputs, small_model
 @pytest.mark.parametrize("name", ["gmm_rks", "gmm_prf"])
 def test_eigenvalues_are_those_the_covariance_was_made_of(name):
     model = small_model(name)
-    mixture = model.walk[1].self_attention.core.projection
+    mixture = model.layers[1].self_attention.core.projection
     wanted = torch.tensor([0.01, 4.0, 0.5, 0.25, 1e-4, 2.0, 1.0, 0.125], dtype=torch.float64)
     with torch.no_grad():
         if name == "gmm_rks":
@@ -106,7 +106,7 @@ def test_the_heads_gradient_is_that_of_a_bias_added_to_what_it_reads(mesh):
         for neuron in (0, 17):
             step = torch.zeros(hidden.shape[-1])
             step[neuron] = 1e-2
-            up, down = (model.walk[-1]((hidden + sign * step, *rest)).item() for sign in (1, -1))
+            up, down = (model.layers[-1]((hidden + sign * step, *rest)).item() for sign in (1, -1))
             assert found[neuron].item() == pytest.approx((up - down) / 2e-2, rel=2e-2, abs=2e-4)
 
 

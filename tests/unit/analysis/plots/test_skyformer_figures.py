@@ -71,7 +71,7 @@ def test_the_score_is_the_outputs_shift_over_that_of_the_weights(mesh, monkeypat
     monkeypatch.setattr(skyformer, "STEPS", 1)
     batch = labelled(1)
     model = small_model("softmax", mesh, num_layers=1, tie_embeddings=False, vocab_size=32)
-    layer = model.walk[1]
+    layer = model.layers[1]
     with torch.no_grad():  # the layer adds nothing: states are embeddings
         layer.self_attention.output.weight.zero_()
         layer.mlp.linear_fc2.weight.zero_()

@@ -8,7 +8,7 @@ import torch
 from megakernel.analysis.plots import reach, spectra
 from megakernel.analysis.plots.matrices import CELLS, attention_matrix, exact_matrix, image
 from megakernel.analysis.plots.subject import captured_attention, first_row
-from megakernel.uptraining.query_rows import QueryRows
+from megakernel.uptraining.query_rows import CapturedInputs, QueryRows
 
 from .small_models import LENGTH, layer_inputs, small_model
 
@@ -49,9 +49,7 @@ def spans(weights, window=None, causal=True, positions=None):
     """What `reach` finds, as means by name: of one head."""
     tokens = weights.shape[-1]
     q = torch.zeros(1, 1, tokens, 2)
-    from megakernel.uptraining.query_rows import AttentionInputs
-
-    inputs = AttentionInputs(positions, q=q, k=q, v=q)
+    inputs = CapturedInputs(positions, q=q, k=q, v=q)
     rows = QueryRows.of(inputs, torch.arange(tokens), causal)
     sums, counts = reach.reach(weights[None], rows, window)
     return {
@@ -94,7 +92,7 @@ def gated(bias):
         "near": {"gate_bias": bias},
     }
     model = small_model(form)
-    core = model.walk[1].self_attention.core
+    core = model.layers[1].self_attention.core
     with torch.no_grad():
         core.gate_weight.zero_()
         core.gate_bias.fill_(bias)
