@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.page import add_out, ended, give, opening, table
-from benchmarks.trained import curve, in_blocks, megakernel, trained
+from benchmarks.trained import curve, in_blocks, measured, megakernel, trained
 from megakernel.config import PRESETS, Config, Training, load
 from megakernel.evaluation.records import file_name
 
@@ -135,18 +135,11 @@ def train(plan: Plan, preset: str, others: Sequence[int]) -> Outcome:
     laid_over = [f"data.train={plan.data}", "run.root=runs/recall", *plan.overrides, *overrides]
     folder = trained(CONFIG, laid_over)
     step = plan.training.steps
-    found = measured(folder, step, plan.task, EXAMPLES)
-    longer = {n: measured(folder, step, plan.at(n), OTHER_EXAMPLES)["accuracy"] for n in others}
+    found = measured(folder, step, plan.task, "--samples", str(EXAMPLES))
+    longer = {
+        n: measured(folder, step, plan.at(n), "--samples", str(OTHER_EXAMPLES))["accuracy"] for n in others
+    }
     return Outcome(preset, curve(folder, "eval/loss"), found["accuracy"], found["loss"], longer)
-
-
-def measured(folder: Path, step: int, task: str, examples: int) -> dict[str, Any]:
-    """The result of `megakernel evaluate` for a task, measured if it is not there yet."""
-    file = folder / "evaluation" / f"step_{step}" / f"{file_name(task)}.json"
-    if not file.exists():
-        megakernel("evaluate", str(folder), "--task", task, "--samples", str(examples))
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
 
 
 def page(plan: Plan, outcomes: Iterable[Outcome], command: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from megakernel.checkpoint.manifest import step_of
 from megakernel.checkpoint.trained_run import find_checkpoint
 from megakernel.config import PRESETS, Attention, UserError, check_same_run, expand_preset, load
+from megakernel.evaluation.records import file_name
 
 
 def add_presets(parser: argparse.ArgumentParser, default: str | None, what: str = "presets") -> None:
@@ -57,6 +58,15 @@ def megakernel(*arguments: str) -> None:
     if status:
         said = " ".join(("megakernel", *arguments))
         raise UserError(f"`{said}` ended with status {status}; start this again to go on")
+
+
+def measured(folder: Path, step: int, task: str, *options: str) -> dict[str, Any]:
+    """The result of `megakernel evaluate` for a task, measured if it is not there yet."""
+    file = folder / "evaluation" / f"step_{step}" / f"{file_name(task)}.json"
+    if not file.exists():
+        megakernel("evaluate", str(folder), "--task", task, *options)
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
 def curve(folder: Path, tag: str) -> dict[int, float]:

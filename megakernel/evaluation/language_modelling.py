@@ -1,8 +1,9 @@
-"""`--task lm`: how well text is predicted, by position, in windows that slide, or with a foreign far context."""
+"""`--task lm`: how well text is predicted, by position, in windows that slide, with a foreign far context, or twice."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+import torch
 from pydantic import Field
 
 from data_pipeline.corpus import Corpora
@@ -11,6 +12,12 @@ from megakernel.config.section import Section
 
 from .result import Evaluation, PositionBucket
 from .subject import OnPass, OpenedRun, Result, Subject, check_positions, rows_per_pass
+
+if TYPE_CHECKING:
+    from data_pipeline.samples import BlendedSamples
+
+LEAST_REPEATED = 64
+"""Tokens of a row whose halves are long enough to be read twice."""
 
 
 class Options(Section):
@@ -30,6 +37,9 @@ class Options(Section):
 
     far: Literal["shuffled"] | None = None
     """shuffled: the loss also with tokens of other documents in place of the far context."""
+
+    repeated: Literal["text", "random"] | None = None
+    """The loss of spans of half a row that are read twice: held-out text, or ids drawn at random."""
 
     split: str = "validation"
     """Which split of the validation corpora, such as test."""
@@ -52,37 +62,40 @@ class LanguageModelling:
 
     def check(self, source: OpenedRun) -> None:
         """UserError for options that do not fit the run or each other."""
-        config, options = (
-            evaluated_config(source.config, self.options.samples, self.options.seq_len),
-            self.options,
-        )
+        options = self.options
+        config = evaluated_config(source.config, options.samples, options.seq_len)
         seq_len = config.training.seq_len
         if options.draws is not None:
             _check_draws(options.draws, source)
-        for key in ("stride", "far"):
-            value = getattr(options, key)
-            if value is not None and options.split != "validation":
+        keys = ("far", "repeated", "stride", "draws")
+        given = {key: value for key in keys if (value := getattr(options, key)) is not None}
+        for key in [key for key in given if key != "draws"]:
+            if options.split != "validation":
                 raise UserError(
-                    f"--task {self.spec}: {key}={value} reads the validation split; leave it or split= out"
+                    f"--task {self.spec}: {key}={given[key]} reads the validation split; leave it or split= out"
                 )
-            if value is not None and not config.model.is_causal:
+            if not config.model.is_causal:
                 raise UserError(
-                    f"--task {self.spec}: {key}={value} is of a causal_lm, {source.folder} is a "
+                    f"--task {self.spec}: {key}={given[key]} is of a causal_lm, {source.folder} is a "
                     f"{config.model.kind}; leave it out"
                 )
         if options.near is not None and options.far is None:
             raise UserError(f"--task {self.spec}: near={options.near} has no effect alone; add far=shuffled")
-        if options.far is not None:
-            for key in ("stride", "draws"):
-                if (value := getattr(options, key)) is not None:
-                    raise UserError(
-                        f"--task {self.spec}: far=shuffled goes without {key}={value}; leave out one of them"
-                    )
-            if self._near(seq_len) >= seq_len // 2:
-                raise UserError(
-                    f"--task {self.spec}: near={self._near(seq_len)} leaves no far context in rows of {seq_len} "
-                    f"tokens; give at most {max(seq_len // 2 - 1, 1)}, or a larger seq_len"
-                )
+        if len(given) > 1 and given.keys() & {"far", "repeated"}:
+            (key, value), (other, of), *_ = given.items()
+            raise UserError(
+                f"--task {self.spec}: {key}={value} goes without {other}={of}; leave out one of them"
+            )
+        if options.repeated is not None and seq_len < LEAST_REPEATED:
+            raise UserError(
+                f"--task {self.spec}: half of {seq_len} tokens is too short to be repeated; give a seq_len of at "
+                f"least {LEAST_REPEATED}"
+            )
+        if options.far is not None and self._near(seq_len) >= seq_len // 2:
+            raise UserError(
+                f"--task {self.spec}: near={self._near(seq_len)} leaves no far context in rows of {seq_len} "
+                f"tokens; give at most {max(seq_len // 2 - 1, 1)}, or a larger seq_len"
+            )
         if options.stride is not None and options.stride > seq_len:
             raise UserError(
                 f"--task {self.spec}: stride={options.stride} would leave tokens out between windows of {seq_len}; "
@@ -99,10 +112,12 @@ class LanguageModelling:
         return self.options.near if self.options.near is not None else max(1, seq_len // 8)
 
     def measure(self, subject: Subject, progress: OnPass) -> Result:
-        """An `Evaluation`, or with far a `FarContext`."""
+        """An `Evaluation`, with far a `FarContext`, with repeated `RepeatedSpans`."""
         config = evaluated_config(subject.config, self.options.samples, self.options.seq_len)
         if self.options.far is not None:
             return self._measure_far(subject, config, progress)
+        if self.options.repeated is not None:
+            return self._measure_repeated(subject, config, progress)
         from data_pipeline.loader import ValidationBatches
         from data_pipeline.order import Share
 
@@ -148,20 +163,40 @@ class LanguageModelling:
         )
 
     def _measure_far(self, subject: Subject, config: Config, progress: OnPass) -> Result:
-        from data_pipeline.samples import BlendedSamples
-
         from .far_context import FarContext, measure_far
 
-        data, training = config.data, config.training
-        cache = data.index_cache or data.train[0].path / ".index_cache"
-        keys = ("data.validation" if data.validation else "data.train", "seq_len")
-        samples = BlendedSamples(subject.text.validation, "validation", training.seq_len, 0, cache, keys)
-        count = min(training.eval_samples, samples.one_pass)
-        samples.build(count)
+        training = config.training
+        samples, count = _samples(subject, config, training.seq_len)
         near = self._near(training.seq_len)
         buckets = measure_far(subject, samples, count, training.micro_batch_size, near, progress)
         place = (str(subject.folder), subject.step)
         return FarContext(self.spec, *place, count, training.seq_len, near, buckets)
+
+    def _measure_repeated(self, subject: Subject, config: Config, progress: OnPass) -> Result:
+        from .repeated_spans import RepeatedSpans, measure_repeated, random_spans
+
+        training = config.training
+        span, count = training.seq_len // 2, training.eval_samples
+        if self.options.repeated == "random":
+            spans = random_spans(count, span, subject.tokenizer.vocab_size)
+        else:
+            samples, count = _samples(subject, config, span)
+            spans = torch.stack([samples[index][:span] for index in range(count)])
+        found = measure_repeated(subject, spans, training.micro_batch_size, progress)
+        return RepeatedSpans(self.spec, str(subject.folder), subject.step, count, span, *found)
+
+
+def _samples(subject: Subject, config: Config, length: int) -> tuple["BlendedSamples", int]:
+    """The validation stream in samples of this length, and how many of them are measured."""
+    from data_pipeline.samples import BlendedSamples
+
+    data = config.data
+    cache = data.index_cache or data.train[0].path / ".index_cache"
+    keys = ("data.validation" if data.validation else "data.train", "seq_len")
+    samples = BlendedSamples(subject.text.validation, "validation", length, 0, cache, keys)
+    count = min(config.training.eval_samples, samples.one_pass)
+    samples.build(count)
+    return samples, count
 
 
 def evaluated_config(config: Config, samples: int | None, seq_len: int | None) -> Config:

@@ -83,15 +83,20 @@ def test_tasks_are_measured_together_and_kept_in_the_run(run, tmp_path, capsys):
     specs = {
         "lm:far=shuffled,near=16": "lm-far-shuffled-near-16",
         "lm:stride=32": "lm-stride-32",
+        "lm:repeated=text": "lm-repeated-text",
+        "lm:repeated=random": "lm-repeated-random",
         "passkey:length=192+256,depths=2,filler=validation": "passkey-length-192-256-depths-2-filler-validation",
         "mqar:length=64": "mqar-length-64",
     }
     options = [item for spec in specs for item in ("--task", spec)]
     assert main(["evaluate", str(folder), "--step", "2", "--samples", "4", "--json", *options]) == 0
-    far, sliding, passkey, mqar = printed = json.loads(capsys.readouterr().out)
+    far, sliding, text, random, passkey, mqar = printed = json.loads(capsys.readouterr().out)
     assert [bucket["first"] for bucket in far["buckets"]] == [32, 64]
     assert far["samples"] == sliding["samples"] == 4
     assert sliding["tokens"] == SEQ_LEN + 3 * 32
+    assert text["span"] == random["span"] == SEQ_LEN // 2
+    # Held-out text is likelier than ids drawn from the whole vocabulary.
+    assert text["first_loss"] < random["first_loss"]
     assert [(cell["length"], cell["depth"], cell["answers"]) for cell in passkey["cells"]] == [
         (length, depth, 2) for length in (192, 256) for depth in (0.0, 1.0)
     ]
@@ -246,6 +251,16 @@ EVALUATE = ("evaluate",)
             "near=64 leaves no far context in rows of 128",
         ),
         ("run", (*EVALUATE, "--task", "lm:near=64"), "near=64 has no effect alone; add far=shuffled"),
+        (
+            "run",
+            (*EVALUATE, "--task", "lm:repeated=text,far=shuffled"),
+            "far=shuffled goes without repeated=text; leave out one of them",
+        ),
+        (
+            "run",
+            (*EVALUATE, "--task", "lm:repeated=random,seq_len=32"),
+            "half of 32 tokens is too short to be repeated; give a seq_len of at least 64",
+        ),
         ("run", (*EVALUATE, "--task", "mqar", "--baseline", "bigbird"), "leave out --task or --baseline"),
         ("learned", (*EVALUATE, "--task", "mqar:length=256"), f"model's {SEQ_LEN} learned positions"),
         ("run", (*GENERATE, "--max-new-tokens", "0"), "give 1 or more"),

@@ -1,0 +1,214 @@
+"""What the far context is worth to a mechanism: small models on long texts, all of the same sizes, at equal tokens.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.far_context --out benchmarks/results/far_context_cpu.md
+
+Each model is trained by `megakernel pretrain benchmarks/far_context.yaml` on `benchmarks.repositories`, whose documents
+are longer than any row, and measured by `megakernel evaluate`. The learning rate is constant, so `--tokens` may be
+raised later: runs go on where they stand. Runs lie in runs/far_context; what is done is read, not repeated.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import repositories
+from benchmarks.page import add_out, ended, give, opening, table
+from benchmarks.trained import curve, measured, megakernel, trained
+from megakernel.config import Config, load
+from megakernel.config.mechanisms import Shape
+
+CONFIG = Path(__file__).with_suffix(".yaml")
+TEXT = Path("data/repositories")
+TOKENIZER = "bpe:8192"
+
+AROUND = {"short_convolution": 4, "output_norm": True, "output_gate": "silu"}
+MODELS: dict[str, Any] = {
+    "softmax": "softmax",
+    "linear": "linear",
+    "gated_deltanet": "gated_deltanet",
+    "local": "local",
+    "local_around": {"preset": "local", **AROUND},
+    "flurka": "flurka",
+    "flurka_decay": "flurka_decay",
+    "flurka_convolution": {"preset": "flurka", "short_convolution": 4},
+    "flurka_gate": {"preset": "flurka", "output_norm": True, "output_gate": "silu"},
+    "flurka_best": {"preset": "flurka_decay", **AROUND},
+}
+"""Name -> model.attention. `local_around` is `flurka_best` without its far part: so what is around is not its gain."""
+
+FAR = 1024
+"""First position of what is called far; windows and blocks are much shorter."""
+
+SAMPLES = 96
+"""Held-out rows of 2,048 tokens that are measured; of longer rows as many tokens."""
+
+TASKS = {
+    "by_position": "lm:samples={samples}",
+    "shuffled": "lm:far=shuffled,near=256,samples={samples}",
+    "text": "lm:repeated=text,samples={samples}",
+    "random": "lm:repeated=random,samples={samples}",
+}
+"""What is measured -> `megakernel evaluate --task`."""
+
+
+class Run(NamedTuple):
+    """A model on rows of one length."""
+
+    model: str
+    length: int
+    seed: int
+    tokens: int
+    """Of training."""
+
+    def overrides(self) -> list[str]:
+        """What is laid over the configuration."""
+        rows = load(CONFIG).training
+        size = rows.seq_len * rows.global_batch_size
+        return [
+            f"run.name={self.model}-{self.length}-{self.seed}",
+            f"run.seed={1234 + self.seed}",
+            f"model.attention={json.dumps(MODELS[self.model])}",
+            f"training.seq_len={self.length}",
+            f"training.global_batch_size={size // self.length}",
+            f"training.micro_batch_size={size // self.length}",
+            f"training.steps={self.tokens // size}",
+        ]
+
+    def config(self) -> Config:
+        """Its configuration."""
+        return load(CONFIG, self.overrides())
+
+
+class Outcome(NamedTuple):
+    """The measures of a run; losses are nats per token."""
+
+    run: Run
+    loss: float
+    near: float
+    """Loss at positions below FAR."""
+
+    far: float
+    """Loss from FAR on."""
+
+    gain: float
+    """By how much the loss from FAR on is worse with another document's tokens behind the nearest 256."""
+
+    text: tuple[float, float]
+    """Loss of held-out spans of half a row: read first, and again."""
+
+    random: tuple[float, float]
+    """The same of ids drawn at random."""
+
+    state: int
+    """Numbers that decoding carries behind `length` tokens, over all layers."""
+
+    speed: float
+    """Tokens of training a second, in the middle."""
+
+    def row(self) -> str:
+        """Its line of the table."""
+        run = self.run
+        losses = [f"{loss:.4f}" for loss in (self.loss, self.near)]
+        pairs = [f"{first:.3f} → {second:.3f}" for first, second in (self.text, self.random)]
+        rest = [f"**{self.far:.4f}**", f"{self.gain:+.4f}", *pairs, f"{self.state:,}", f"{self.speed:,.0f}"]
+        return f"| {' | '.join([f'`{run.model}`', f'{run.length:,}', str(run.seed), *losses, *rest])} |"
+
+
+def prepare(data: Path) -> None:
+    """The documents, tokenized; those of whole texts are held out."""
+    if not data.exists():
+        repositories.make(TEXT)
+        source = str(TEXT / "documents.jsonl")
+        megakernel("prepare", "--source", source, "--tokenizer", TOKENIZER, "--out", str(data))
+
+
+def measure(run: Run) -> Outcome:
+    """Train a model as far as is asked for and measure it, or read what is there."""
+    config = run.config()
+    folder = trained(CONFIG, run.overrides())
+    samples = SAMPLES * load(CONFIG).training.seq_len // run.length
+    tasks = {name: task.format(samples=samples) for name, task in TASKS.items()}
+    found = {name: measured(folder, config.training.steps, task) for name, task in tasks.items()}
+    buckets, shuffled = found["by_position"]["by_position"], found["shuffled"]["buckets"]
+    shape = Shape(config.model.num_heads, config.model.kv_heads, config.model.head_dim)
+    layers = [config.model.layer_attention(layer) for layer in range(config.model.num_layers)]
+    sizes = [layer.state_sizes(shape) for layer in layers]
+    return Outcome(
+        run,
+        found["by_position"]["loss"],
+        _mean([bucket for bucket in buckets if bucket["first"] < FAR], "loss"),
+        _mean([bucket for bucket in buckets if bucket["first"] >= FAR], "loss"),
+        _mean([bucket for bucket in shuffled if bucket["first"] >= FAR], "gain"),
+        (found["text"]["first_loss"], found["text"]["second_loss"]),
+        (found["random"]["first_loss"], found["random"]["second_loss"]),
+        sum(constant + added * run.length for constant, added in sizes),
+        statistics.median(curve(folder, "throughput/tokens_per_sec").values()),
+    )
+
+
+def _mean(buckets: Sequence[dict[str, Any]], name: str) -> float:
+    total: float = sum(bucket[name] * bucket["tokens"] for bucket in buckets)
+    return total / sum(bucket["tokens"] for bucket in buckets)
+
+
+def page(outcomes: Iterable[Outcome], tokens: int, command: str) -> str:
+    """The table with what it was measured by, the lowest far loss of each length first."""
+    outcomes = sorted(outcomes, key=lambda found: (found.run.length, found.far))
+    config = outcomes[0].run.config()
+    model, training = config.model, config.training
+    columns = ("model", "N", "seed", "loss", f"below {FAR:,}", f"from {FAR:,}", "far gain")
+    columns += ("text again", "random again", "state", "tokens/s")
+    written = [
+        f"* `{name}`: `{json.dumps(form)}`" for name, form in MODELS.items() if not isinstance(form, str)
+    ]
+    return "\n".join(
+        [
+            *opening("What the far context is worth", command),
+            f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, `{TOKENIZER}`; {tokens:,} "
+            f"tokens of `benchmarks.repositories` in steps of {training.global_batch_size * training.seq_len:,}, "
+            f"{training.dtype}, learning rate {config.optimizer.lr:g}, constant behind "
+            f"{config.schedule.warmup_steps} steps; the same rows in the same order for all models of a seed. Losses "
+            f"are nats per token, over {SAMPLES * 2048:,} held-out tokens. *Far gain*: by how much the loss from "
+            f"position {FAR:,} on rises when all but the nearest 256 to 511 tokens are another document's. *Again*: "
+            "half a row, read first and read again. *State*: numbers that decoding carries behind N tokens. Runs "
+            "shared the machine: *tokens/s* of the training are medians, and say little.",
+            "",
+            *table(columns, (found.row() for found in outcomes)),
+            *written,
+            "",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 once every model is measured and the page is written."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, choices=(2048, 4096, 8192), default=[2048], metavar="N"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="S")
+    parser.add_argument(
+        "--tokens", type=int, default=4_915_200, metavar="N", help="of training, of each model"
+    )
+    add_out(parser)
+    given = sys.argv[1:] if argv is None else list(argv)
+    arguments = parser.parse_args(given)
+    prepare(load(CONFIG).data.train[0].path)
+    outcomes = []
+    for length in arguments.lengths:
+        for seed in arguments.seeds:
+            for model in arguments.only:
+                outcomes.append(found := measure(Run(model, length, seed, arguments.tokens)))
+                print(found.row(), flush=True)
+    command = " ".join(["OMP_NUM_THREADS=1 python -m benchmarks.far_context", *given])
+    give(page(outcomes, arguments.tokens, command), arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))

