@@ -44,7 +44,7 @@ FAR = 1024
 """First position of what is called far; windows and blocks are much shorter."""
 
 SAMPLES = 96
-"""Held-out rows of 2,048 tokens that are measured; of longer rows as many tokens."""
+"""Held-out sequences of 2,048 tokens that are measured; of longer ones as many tokens."""
 
 TASKS = {
     "by_position": "lm:samples={samples}",
@@ -56,7 +56,7 @@ TASKS = {
 
 
 class Run(NamedTuple):
-    """A model on rows of one length."""
+    """A model on sequences of one length."""
 
     model: str
     length: int
@@ -98,7 +98,7 @@ class Outcome(NamedTuple):
     """By how much the loss from FAR on is worse with another document's tokens behind the nearest 256."""
 
     text: tuple[float, float]
-    """Loss of held-out spans of half a row: read first, and again."""
+    """Loss of held-out spans of half a sequence: read first, and again."""
 
     random: tuple[float, float]
     """The same of ids drawn at random."""
@@ -171,10 +171,10 @@ def page(outcomes: Iterable[Outcome], tokens: int, command: str) -> str:
             f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, `{TOKENIZER}`; {tokens:,} "
             f"tokens of `benchmarks.repositories` in steps of {training.global_batch_size * training.seq_len:,}, "
             f"{training.dtype}, learning rate {config.optimizer.lr:g}, constant behind "
-            f"{config.schedule.warmup_steps} steps; the same rows in the same order for all models of a seed. Losses "
-            f"are nats per token, over {SAMPLES * 2048:,} held-out tokens. *Far gain*: by how much the loss from "
+            f"{config.schedule.warmup_steps} steps; the same sequences in the same order for all models of a seed. "
+            f"Losses are nats per token, over {SAMPLES * 2048:,} held-out tokens. *Far gain*: by how much the loss from "
             f"position {FAR:,} on rises when all but the nearest 256 to 511 tokens are another document's. *Again*: "
-            "half a row, read first and read again. *State*: numbers that decoding carries behind N tokens. Runs "
+            "half a sequence, read first and read again. *State*: numbers that decoding carries behind N tokens. Runs "
             "shared the machine: *tokens/s* of the training are medians, and say little.",
             "",
             *table(columns, (found.row() for found in outcomes)),
