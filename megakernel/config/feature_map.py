@@ -66,13 +66,13 @@ class FeatureMap(Section):
         yield from self.without_effect("name", _TAKEN_BY)
         if self.is_tied and self.components != 2:
             reason = "components cannot be a pair +mu, -mu"
-            yield Problem("components", self.components, reason, "set components: 2 or tied: false")
+            yield self.problem("components", reason, "set components: 2 or tied: false")
 
     def problems_at(self, head_dim: int) -> Iterator[Problem]:
         """What contradicts a width of the heads."""
         if self.name in _FASTFOOD and self.sample_count(head_dim) % head_dim:
             remedy = f"set {nearest_multiples(self.sample_count(head_dim), head_dim)}"
-            yield Problem("samples", self.samples, f"is not a multiple of head_dim={head_dim}", remedy)
+            yield self.problem("samples", f"is not a multiple of head_dim={head_dim}", remedy)
 
     @property
     def is_gmm(self) -> bool:

@@ -306,8 +306,8 @@ class Training(Section):
         yield from _phase_problems(self)
         if self.checkpoint_offload and self.activation_checkpointing != "full":
             reason = f"has nothing to move with activation_checkpointing={self.activation_checkpointing}"
-            yield Problem(
-                "checkpoint_offload", True, reason, "set activation_checkpointing to full or remove it"
+            yield self.problem(
+                "checkpoint_offload", reason, "set activation_checkpointing to full or remove it"
             )
         for first, end in self.skip_samples:
             if not 0 <= first < end:
@@ -354,9 +354,7 @@ class Checkpoint(Section):
         """A checkpoint that is kept for good has to be written first."""
         if self.keep_every is not None and self.keep_every % self.every:
             reason = f"is not a multiple of every={self.every}"
-            yield Problem(
-                "keep_every", self.keep_every, reason, f"set {nearest_multiples(self.keep_every, self.every)}"
-            )
+            yield self.problem("keep_every", reason, f"set {nearest_multiples(self.keep_every, self.every)}")
 
 
 class Logging(Section):

@@ -44,8 +44,7 @@ def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, floa
     width, size = model.hidden_size, model.head_size
     matrices = 3 if model.is_mlp_gated else 2
     parts: Counter[str] = Counter()
-    for layer in range(model.num_layers):
-        attention = model.layer_attention(layer)
+    for attention in model.attentions:
         keys: float = (attention.keys_per_head + 1) * model.kv_heads
         if attention.compresses_input:
             assert attention.compression is not None

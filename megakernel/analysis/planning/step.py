@@ -131,7 +131,7 @@ def _work(job: Job, stage: int, gpu: Gpu) -> tuple[Parts, Parts]:
 
 
 def _layer(job: Job, index: int, gpu: Gpu) -> tuple[Parts, Parts]:
-    attention = job.attentions[index]
+    attention = job.model.layer_attention(index)
     whole = job.measured(index, "none")
     is_state_alone = attention.feature_map is not None or attention.spec.exchanges == ("state",)
     softmax = attention.weighs_every_pair or not is_state_alone

@@ -53,8 +53,7 @@ class Analysis:
 
     def applies(self, config: Config) -> bool:
         """Whether a layer of the run has what it needs."""
-        model = config.model
-        return any(self.fits(model.layer_attention(layer)) for layer in range(model.num_layers))
+        return any(map(self.fits, config.model.attentions))
 
 
 def _has_noisy_kernel(form: Attention) -> bool:

@@ -185,7 +185,7 @@ def measure_mixture_costs(subject: Subject) -> list[Row]:
 
 def ratios(model: Model) -> list[Row]:
     """tokens N, width D of a head, operations and parameters: of H heads with M keys over M H heads of softmax."""
-    keys = max(model.layer_attention(layer).keys_at_position for layer in range(model.num_layers))
+    keys = max(layer.keys_at_position for layer in model.attentions)
     heads = keys * model.num_heads
     return [
         {
