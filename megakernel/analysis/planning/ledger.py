@@ -6,7 +6,7 @@ real beside them: where documents lie decides what attention does next.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -178,12 +178,13 @@ def without_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return 0  # no number is out of range, no mask true
     if func is aten.index.Tensor:  # the size of what a mask takes is known where the mask is real
         args = (args[0], [y for x in args[1] for y in _places(x)])
-    tensors = [x for x in _each((*args, *kwargs.values())) if isinstance(x, Tensor)]
-    if all(map(_is_real, tensors)) if tensors else _makes_integers(func, args, kwargs):
+    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+    real = (not isinstance(x, Numberless) and not x.is_floating_point() for x in tensors)
+    if all(real) if tensors else _makes_integers(func, args, kwargs):
         out = func(*args, **kwargs)
         if func is c10d._allgather_base_.default:
             _move_on(*args[:2])
-        return _with(lambda x: Numberless(x.to("meta")) if x.is_floating_point() else x, out)
+        return tree_map_only(Tensor, lambda x: Numberless(x.to("meta")) if x.is_floating_point() else x, out)
     if _changes_first(func) and isinstance(args[0], Numberless):
         return args[0]
     key = (func, _form(args), _form(tuple(kwargs.items()))) if _makes_new(func) else None
@@ -191,13 +192,13 @@ def without_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         sizes, strides, dtype = _MADE[key]
         return Numberless(torch.empty_strided(sizes, strides, dtype=dtype, device="meta"))
     given = {id(x.meta): x for x in tensors if isinstance(x, Numberless)}
-    on_meta = {name: _with(_meta, x) for name, x in kwargs.items()}
+    args, on_meta = tree_map_only(Tensor, _meta, (args, kwargs))
     if "device" in kwargs:
         on_meta["device"] = "meta"
-    out = func(*[_with(_meta, x) for x in args], **on_meta)
+    out = func(*args, **on_meta)
     if key is not None and isinstance(out, Tensor) and _fills_own_storage(out, given.values()):
         _MADE[key] = out.shape, out.stride(), out.dtype
-    return _with(lambda x: given[id(x)] if id(x) in given else Numberless(x), out)
+    return tree_map_only(Tensor, lambda x: given[id(x)] if id(x) in given else Numberless(x), out)
 
 
 _MADE: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
@@ -238,24 +239,6 @@ def _meta(x: Tensor) -> Tensor:
     return x.meta if isinstance(x, Numberless) else x.to("meta")
 
 
-def _each(x: Sequence[Any]) -> Iterator[Any]:
-    for y in x:
-        if _holds_tensors(y):
-            yield from _each(y)
-        else:
-            yield y
-
-
-def _with(change: Callable[[Tensor], Tensor], x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return change(x)
-    return type(x)([_with(change, y) for y in x]) if _holds_tensors(x) else x
-
-
-def _holds_tensors(x: Any) -> bool:
-    return isinstance(x, list | tuple) and not (x and isinstance(x[0], int))
-
-
 WITH_OUTPUT = frozenset(
     ("allgather", "allgather_base", "reduce_scatter", "reduce_scatter_base", "alltoall", "alltoall_base")
 )
@@ -266,10 +249,6 @@ def _group_name(group: Any) -> str:
         return ProcessGroup.unbox(group).group_name
     except (RuntimeError, TypeError):  # reduce operations are script objects, too
         return ""
-
-
-def _is_real(x: Tensor) -> bool:
-    return not isinstance(x, Numberless) and not x.is_floating_point()
 
 
 def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -148,8 +148,7 @@ def _of_cut(config: Config, devices: int, cut: dict[str, Any]) -> Iterator[Layou
         cause: ConfigError = error.errors()[0]["ctx"]["error"]
         yield cause.problems[0].under("parallel")
         return
-    sections = {name: getattr(changed, name) for name in type(changed).model_fields}
-    problem = next(iter(agreement(sections)), None)
+    problem = next(iter(agreement(dict(changed))), None)
     if problem is not None:
         yield problem
         return

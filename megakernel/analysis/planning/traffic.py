@@ -52,8 +52,8 @@ class Transfer:
     ranks: int
     """Devices of the group."""
 
-    behind: Literal["attention"] | None = None
-    """Which work of the device runs at the same time."""
+    is_hidden: bool = False
+    """Whether attention works meanwhile."""
 
     backward: bool = False
     """Whether it happens in backward."""
@@ -77,8 +77,6 @@ class Transfer:
 
     def times(self, count: float) -> "Transfer":
         """As many such transfers."""
-        if count == 1:
-            return self
         return replace(self, bytes=self.bytes * count, calls=self.calls * count)
 
 
@@ -108,8 +106,8 @@ def of_part(job: Job, part: "Part") -> Iterator[Transfer]:
     for (axis, name, backward, waits), (amount, calls) in job.measured(part).sent.items():
         group: Group = "tp" if axis == "tp" else "cp"
         # Other ranks' states and keys arrive while attention works.
-        behind: Literal["attention"] | None = None if waits or group == "tp" else "attention"
-        sent = Transfer(group, OPERATIONS[name], amount, calls, ranks[group], behind, backward)
+        is_hidden = not waits and group == "cp"
+        sent = Transfer(group, OPERATIONS[name], amount, calls, ranks[group], is_hidden, backward)
         if sent.operation == "chain" and calls:
             sent = replace(sent, parts=parts(sent.ranks, round(amount / calls)))
         if amount:

@@ -123,7 +123,7 @@ _ALL = (
         "eigenvalue",
         _HEADS,
         "learned Gaussian mixture (gmm_rks, gmm_prf)",
-        lambda form: form.feature_map is not None and form.feature_map.is_gmm,
+        lambda form: form.feature_map is not None and form.feature_map.kind == "gmm",
     ),
     Analysis(
         "noise.kernel_deviation",
