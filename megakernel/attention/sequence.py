@@ -34,9 +34,8 @@ class ContextParallelShard:
 
         state: what this shard's tokens add to the state that leaves it. carries: (B,) bool, whether what
         entered the shard also leaves it (False where a document starts inside), or (B, H_kv), the factor by which a
-        state that decays does. `wait()` gives what enters:
-        the `merge` (megakernel.ops.state) of the states of earlier shards s, without those where a shard
-        between s and this one does not carry; the empty state on rank 0.
+        state that decays does. `wait()` gives what enters: the `merge` (megakernel.ops.state) of the states of earlier
+        shards s, without those where a shard between s and this one does not carry; the empty state on rank 0.
         """
         raise NotImplementedError
 

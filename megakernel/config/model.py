@@ -201,6 +201,11 @@ class Model(Section):
         return self.position == "learned" or any(layer.counts_positions for layer in self.attentions)
 
     @property
+    def layers_before(self) -> int:
+        """Layers of the model's list that stand before its transformer layers: embedding and added positions."""
+        return 2 if self.position in ("learned", "sinusoidal") else 1
+
+    @property
     def is_gated(self) -> bool:
         """Whether a layer has a gate between its near window and its far part."""
         return any(layer.spec.is_gated for layer in self.attentions)

@@ -11,6 +11,8 @@ from .model import Model
 from .rope import RopeScaling
 from .section import Section
 
+Recompute = Literal["none", "selective", "full"]
+
 
 class Lora(Section):
     """Low-rank updates W + alpha/rank B A of a layer's matrices, whose W stay as they are."""
@@ -113,6 +115,10 @@ class NearDropout(Section):
 
     steps: int = Field(gt=0)
     """Step from which on no window is shut."""
+
+    def probability(self, step: int) -> float:
+        """That of a step, counted from 0."""
+        return self.start * max(0.0, 1 - step / self.steps)
 
 
 class Profile(Section):
@@ -222,7 +228,7 @@ class Training(Section):
     eval_seq_len: int | None = Field(default=None, gt=0)
     """Tokens per validation sample, in every phase; None takes seq_len."""
 
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Recompute = "none"
     """Recompute in backward: nothing, the attention core, or whole layers."""
 
     checkpoint_offload: bool = False

@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from megakernel.config import Attention, Config, Model
+from megakernel.config.training import Recompute
 
 if TYPE_CHECKING:
     from .measured import Measure, Measured, Part
 
-Recompute = Literal["none", "selective", "full"]
 Exchange = Literal["own", "ring"]
 """How shards of a row meet in softmax layers: as the code does it, by heads, or (for comparison) by a ring of keys."""
 
@@ -135,8 +135,7 @@ class Job:
     @cached_property
     def stages(self) -> list[range]:
         """Transformer layers of each pipeline stage, as DeepSpeed cuts them."""
-        before = 2 if self.model.position in ("learned", "sinusoidal") else 1
-        return stage_layers(before, self.model.num_layers, self.layout.pipeline)
+        return stage_layers(self.model.layers_before, self.model.num_layers, self.layout.pipeline)
 
     def layers(self, stage: int) -> list[tuple[int, int]]:
         """The first of each kind of layers of a stage, and how many layers are like it."""

@@ -37,7 +37,7 @@ class Sent(NamedTuple):
     """Name of its process group."""
 
     operation: str
-    """As c10d names it, without underscores; `chain` where a message passes ranks one behind the other."""
+    """As torch.distributed names it; `chain` where a message passes ranks one behind the other, which wait for it."""
 
     backward: bool
     """Whether it goes in backward."""
@@ -130,7 +130,8 @@ class Ledger(TorchDispatchMode):
         names = [x.name for x in func._schema.arguments]
         # An argument that has its default is not handed on, and this one's is True.
         is_async = operation == "send" or ("async_op" in names and all(args[names.index("async_op") :][:1]))
-        message = Sent(group, "chain" if self._chain else operation, self.backward, not is_async)
+        name = "chain" if self._chain else OPERATIONS.get(operation, operation)
+        message = Sent(group, name, self.backward, not is_async)
         # Collectives that have an output name it first.
         tensors = args[1] if operation in WITH_OUTPUT else args[0]
         if operation != "recv":
@@ -238,6 +239,14 @@ def _form(x: Any) -> Any:
 def _meta(x: Tensor) -> Tensor:
     return x.meta if isinstance(x, Numberless) else x.to("meta")
 
+
+OPERATIONS = {
+    "allreduce": "all_reduce",
+    "allgather_base": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "alltoall_base": "all_to_all",
+}
+"""torch.distributed's names of those that c10d calls otherwise."""
 
 WITH_OUTPUT = frozenset(
     ("allgather", "allgather_base", "reduce_scatter", "reduce_scatter_base", "alltoall", "alltoall_base")

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from megakernel.config import Config, ConfigError, Parallel, Problem, data_parallel_size
 from megakernel.config.checks import agreement
+from megakernel.config.training import Recompute
 
 from .gpus import Gpu
-from .layout import Exchange, Job, Layout, Recompute
+from .layout import Exchange, Job, Layout
 from .memory import Memory, memory
 from .step import Step, necessary_flops, step
 
