@@ -7,17 +7,3 @@ from megakernel.attention.layer import AttentionLayer, SequenceState, finish_ste
 from megakernel.attention.noise import redraw
 from megakernel.attention.rotary import Rotary
 from megakernel.attention.sequence import WHOLE, ContextParallelShard
-
-__all__ = [
-    "ALL_HEADS",
-    "WHOLE",
-    "AttentionInputs",
-    "AttentionLayer",
-    "ContextParallelShard",
-    "HeadShard",
-    "Rotary",
-    "SequenceState",
-    "build",
-    "finish_step",
-    "redraw",
-]

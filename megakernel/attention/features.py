@@ -75,7 +75,7 @@ def op_map(form: FeatureMap) -> ops.FeatureMap:
     name: str = "rks" if form.name == "rff" else form.name
     if name.endswith(("_rks", "_prf")):
         name = name[-3:]
-    return ops.FeatureMap(name, form.components if form.is_gmm else 1, form.smoothing)
+    return ops.FeatureMap(name, form.components if form.kind == "gmm" else 1, form.smoothing)
 
 
 def drawn_per_head(settings: LayerSettings, draw: Draw) -> Callable[[int], Tensor]:

@@ -5,22 +5,21 @@ knowing of processes: `parallel/` answers over a process group, `WHOLE` answers 
 everything. `Ulysses` has whole rows of some heads in place of a shard of the rows of all heads.
 """
 
-from typing import Generic, Protocol, TypeVar
-
 from torch import Tensor
 
 from megakernel.ops.documents import Positions
 from megakernel.ops.softmax_attention.ring import PendingTensors
-from megakernel.ops.state import KernelState, PendingState, empty_state
-
-Result = TypeVar("Result")
+from megakernel.ops.state import KernelState, PendingState
 
 
-class ContextParallelShard(Protocol):
-    """Shard `rank` of `size` equal contiguous shards of every row."""
+class ContextParallelShard:
+    """Shard `rank` of `size` equal contiguous shards of every row; by itself the one shard that is the whole.
 
-    rank: int
-    size: int
+    What lies before a shard, or behind it, is asked of parts of a row alone.
+    """
+
+    rank: int = 0
+    size: int = 1
 
     def previous_tokens(self, x: Tensor, count: int) -> Tensor:
         """The `count` tokens (dimension -2) before this shard: the left neighbour's last, zeros on rank 0.
@@ -28,38 +27,21 @@ class ContextParallelShard(Protocol):
         x is (..., N, d) with count <= N; the result (..., count, d). Differentiable: gradients travel back to
         the rank that owns the tokens.
         """
-        ...
+        raise NotImplementedError
 
     def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
         """Begin the exclusive prefix of `state` over the shards.
 
         state: what this shard's tokens add to the state that leaves it. carries: (B,) bool, whether what
         entered the shard also leaves it (False where a document starts inside), or (B, H_kv), the factor by which a
-        state that decays does. `wait()` gives what enters:
-        the `merge` (megakernel.ops.state) of the states of earlier shards s, without those where a shard
-        between s and this one does not carry; the empty state on rank 0.
+        state that decays does. `wait()` gives what enters: the `merge` (megakernel.ops.state) of the states of earlier
+        shards s, without those where a shard between s and this one does not carry; the empty state on rank 0.
         """
-        ...
+        raise NotImplementedError
 
     def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
         """`start_prefix` read backwards: what later shards' tokens add to what enters this one from behind."""
-        ...
-
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the shards, on each of them; its gradient is the sum of theirs."""
-        ...
-
-    def all_tokens(self, x: Tensor) -> Tensor:
-        """(..., n, d) of mine -> (..., size * n, d) of all shards in order; differentiable."""
-        ...
-
-    def tokens_to_heads(self, x: Tensor) -> Tensor:
-        """(B, H, N, d) my tokens of all heads -> (B, H / size, N * size, d) all tokens of my heads (Ulysses)."""
-        ...
-
-    def heads_to_tokens(self, x: Tensor) -> Tensor:
-        """The inverse of `tokens_to_heads`."""
-        ...
+        raise NotImplementedError
 
     def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingTensors:
         """Begin to hand `tensors` to the shard after this one, the last shard to the first.
@@ -67,60 +49,27 @@ class ContextParallelShard(Protocol):
         `wait()` gives those of the shard before, of the same shapes and dtypes; until then neither may be changed.
         Not differentiable: what rotates in backward is the caller's to say.
         """
-        ...
-
-
-class Arrived(Generic[Result]):
-    """The result of an exchange that is over."""
-
-    def __init__(self, result: Result):
-        self._result = result
-
-    def wait(self) -> Result:
-        """The result, at once."""
-        return self._result
-
-
-class WholeSequence:
-    """The shard of a layer that holds every token."""
-
-    rank = 0
-    size = 1
-
-    def previous_tokens(self, x: Tensor, count: int) -> Tensor:
-        """Zeros: nothing lies before the whole sequence."""
-        return x.new_zeros(*x.shape[:-2], count, x.shape[-1])
-
-    def start_prefix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """The empty state: nothing enters the whole sequence."""
-        return Arrived(empty_state(state))
-
-    def start_suffix(self, state: KernelState, carries: Tensor) -> PendingState:
-        """The empty state: nothing lies behind the whole sequence."""
-        return Arrived(empty_state(state))
+        raise NotImplementedError
 
     def total(self, x: Tensor) -> Tensor:
-        """Mine is all there is."""
+        """The sum of `x` over the shards, on each of them; its gradient is the sum of theirs."""
         return x
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """Mine are all there are."""
+        """(..., n, d) of mine -> (..., size * n, d) of all shards in order; differentiable."""
         return x
 
     def tokens_to_heads(self, x: Tensor) -> Tensor:
-        """All heads are mine already."""
+        """(B, H, N, d) my tokens of all heads -> (B, H / size, N * size, d) all tokens of my heads (Ulysses)."""
         return x
 
     def heads_to_tokens(self, x: Tensor) -> Tensor:
-        """All tokens are mine already."""
+        """The inverse of `tokens_to_heads`."""
         return x
 
-    def start_rotation(self, tensors: tuple[Tensor, ...]) -> PendingTensors:
-        """My neighbour is myself."""
-        return Arrived(tensors)
 
-
-WHOLE = WholeSequence()
+WHOLE = ContextParallelShard()
+"""The shard of a layer that holds every token."""
 
 
 class Ulysses:

@@ -38,8 +38,8 @@ class BlockCompression(_Compression):
     def problems(self) -> Iterator[Problem]:
         """A block has no more landmarks than tokens."""
         if self.rank > self.block_size:
-            yield Problem(
-                "rank", self.rank, f"exceeds block_size={self.block_size}", f"set rank<={self.block_size}"
+            yield self.problem(
+                "rank", f"exceeds block_size={self.block_size}", f"set rank<={self.block_size}"
             )
         yield from _stage_problems(self.compress, self.per_head)
 
@@ -120,10 +120,10 @@ class Mixture(Section):
     def problems(self) -> Iterator[Problem]:
         """Priors and variances that nothing would use."""
         if self.m_step and self.estep == "hard":
-            yield Problem("m_step", True, "has no effect on estep: hard, which has no priors", "remove one")
+            yield self.problem("m_step", "has no effect on estep: hard, which has no priors", "remove one")
         if self.sigma2 is not None and len(self.sigma2) != self.keys:
             reason = f"has {len(self.sigma2)} values for keys={self.keys}"
-            yield Problem("sigma2", self.sigma2, reason, "write one value per key")
+            yield self.problem("sigma2", reason, "write one value per key")
 
 
 class Skyformer(Section):
@@ -158,7 +158,7 @@ class Nystromformer(Section):
         """A filter reaches as far to the left as to the right."""
         if self.conv_kernel is not None and self.conv_kernel % 2 == 0:
             reason, remedy = "has no middle token", f"set {self.conv_kernel - 1} or {self.conv_kernel + 1}"
-            yield Problem("conv_kernel", self.conv_kernel, reason, remedy)
+            yield self.problem("conv_kernel", reason, remedy)
 
 
 class Eva(Section):

@@ -66,7 +66,7 @@ class Attention(Algebra):
     def part_around(self) -> str | None:
         """What the layer has between its projections besides the mechanism and what that reads; None: nothing."""
         for part in AROUND:
-            if getattr(self, part) != type(self).model_fields[part].default:
+            if self.sets(part):
                 return part
         return "a projection for its state" if self.spec.further else None
 
@@ -109,33 +109,27 @@ class Attention(Algebra):
     def problems(self) -> Iterator[Problem]:
         """Which answers of the algebra go together."""
         if self.similarity == "kernel" and self.feature_map is None:
-            yield Problem(
-                "feature_map",
-                None,
-                "is missing beside similarity: kernel",
-                "add feature_map: {name: hedgehog}",
+            yield self.problem(
+                "feature_map", "is missing beside similarity: kernel", "add feature_map: {name: hedgehog}"
             )
         yield from self.without_effect("similarity", {"feature_map": ("kernel",)})
         if self.similarity == "gaussian" and self.compression is not None:
             remedy = "take similarity: softmax or kernel with it"
             yield Problem("compression", self.compression.kind, "is not available under gaussian", remedy)
         if self.far_rope == "centroid" and self.compression is None:
-            yield Problem(
-                "far_rope",
-                self.far_rope,
-                "rotates landmarks and there are none",
-                "remove it or add compression",
+            yield self.problem(
+                "far_rope", "rotates landmarks and there are none", "remove it or add compression"
             )
         if self.far_decay != "none" and None in (self.compression, self.near, self.feature_map):
             reason = "is of landmarks that a kernel weighs beside a near window, and there are none"
-            yield Problem("far_decay", self.far_decay, reason, "remove it or take preset: flurka")
+            yield self.problem("far_decay", reason, "remove it or take preset: flurka")
         if not (self.is_full_softmax and self.mixture is None):
             if self.window is not None:
                 remedy = "remove it; near and compression have windows of blocks"
-                yield Problem("window", self.window, "is for plain softmax alone", remedy)
+                yield self.problem("window", "is for plain softmax alone", remedy)
             if self.softcap is not None:
                 reason = "is for plain softmax alone: other mechanisms have no exponents q.k to cap"
-                yield Problem("softcap", self.softcap, reason, "remove it")
+                yield self.problem("softcap", reason, "remove it")
         yield from self._problems_around()
         if self.near is not None:
             yield from self._near_problems(self.near)
@@ -143,7 +137,7 @@ class Attention(Algebra):
             yield from self._compression_problems(self.compression)
         if not self.normalize and self.similarity != "gaussian":
             reason = f"leaves weights without bound under similarity: {self.similarity}"
-            yield Problem("normalize", False, reason, "take similarity: gaussian or remove it")
+            yield self.problem("normalize", reason, "take similarity: gaussian or remove it")
         if self.mixture is not None:
             yield from self._mixture_problems(self.mixture)
         if self.mechanism != "algebra":
@@ -154,55 +148,49 @@ class Attention(Algebra):
     def _problems_around(self) -> Iterator[Problem]:
         if self.short_convolution is not None and self.mixes_future_tokens:
             reason = f"looks back only, and {self.mixes_future_tokens}"
-            yield Problem("short_convolution", self.short_convolution, reason, "remove it")
-        if not self.weighs_every_pair:
-            return
+            yield self.problem("short_convolution", reason, "remove it")
         for name in AROUND:
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
+            if self.weighs_every_pair and self.sets(name):
                 reason = "is not for a layer that weighs every pair of tokens"
-                yield Problem(
-                    name, value, reason, "remove it or take another mechanism, such as preset: mamba2"
+                yield self.problem(
+                    name, reason, "remove it or take another mechanism, such as preset: mamba2"
                 )
 
     def _compression_problems(self, compression: Compression) -> Iterator[Problem]:
         if self.far_rope == "centroid" and compression.kind == "linformer":
             reason = "rotates a landmark at the centre of its block, and linformer has no blocks"
-            yield Problem("far_rope", self.far_rope, reason, "set far_rope: none or take kind: block")
+            yield self.problem("far_rope", reason, "set far_rope: none or take kind: block")
         if self.mechanism == "eva" and compression.kind != "linformer":
             reason = "leaves no equal share of keys for every window of eva"
-            yield Problem("compression.kind", compression.kind, reason, "take kind: linformer")
+            yield self.problem("compression.kind", reason, "take kind: linformer")
         if self.near is None:
             return
         if compression.kind != "block":
             reason = "has no complete blocks before a token's near window"
-            yield Problem("compression.kind", compression.kind, reason, "take kind: block or remove near")
+            yield self.problem("compression.kind", reason, "take kind: block or remove near")
         if compression.compress == "input":
             reason = "saves nothing beside near, which needs every key"
-            yield Problem("compression.compress", "input", reason, "remove it or remove near")
+            yield self.problem("compression.compress", reason, "remove it or remove near")
 
     def _mixture_problems(self, mixture: Mixture) -> Iterator[Problem]:
         if mixture.sigma2 is not None and self.similarity != "gaussian":
             reason = f"has no effect on similarity: {self.similarity}"
-            yield Problem("mixture.sigma2", mixture.sigma2, reason, "remove it or take similarity: gaussian")
+            yield self.problem("mixture.sigma2", reason, "remove it or take similarity: gaussian")
         counts_pairs = mixture.estep == "hard" or mixture.m_step
         if counts_pairs and self.mechanism == "algebra" and not self.weighs_every_pair:
-            key, value = ("m_step", True) if mixture.m_step else ("estep", "hard")
+            key = "mixture.m_step" if mixture.m_step else "mixture.estep"
             shortcut = "near" if self.compression is None else "compression"
             if self.similarity == "kernel":
                 shortcut = "similarity: kernel"
             reason = f"needs the weight of every pair, which {shortcut} never forms"
             instead = "similarity: gaussian" if self.is_uncompressed else "preset: mgk"
-            yield Problem(f"mixture.{key}", value, reason, f"remove it or take {instead}")
+            yield self.problem(key, reason, f"remove it or take {instead}")
 
     def _mechanism_problems(self) -> Iterator[Problem]:
         for name in ("similarity", "normalize", "mixture", "feature_map", "compression", "near"):
-            value = getattr(self, name)
-            if name == "compression" and self.mechanism == "eva":
-                continue
-            if value != type(self).model_fields[name].default:
+            if self.sets(name) and (name, self.mechanism) != ("compression", "eva"):
                 reason = f"is a part of the algebra, and mechanism is {self.mechanism}"
-                yield Problem(name, value, reason, "remove it or remove mechanism")
+                yield self.problem(name, reason, "remove it or remove mechanism")
 
     def _near_problems(self, near: Near) -> Iterator[Problem]:
         if self.similarity == "gaussian":
@@ -210,25 +198,28 @@ class Attention(Algebra):
             yield Problem("near", near.kind, "is not available under gaussian", remedy)
         if self.compression is not None and near.block_size is not None:
             reason = "is set twice: the window's block is compression.block_size"
-            yield Problem("near.block_size", near.block_size, reason, "remove it")
+            yield self.problem("near.block_size", reason, "remove it")
         if self.compression is None and self.similarity == "kernel":
-            yield Problem(
-                "near",
-                near.kind,
-                "beside similarity: kernel needs compression",
-                "add compression or remove it",
-            )
+            reason = "beside similarity: kernel needs compression"
+            yield Problem("near", near.kind, reason, "add compression or remove it")
         if self.similarity == "softmax":
             if near.kind != "softmax":
-                yield Problem("near.kind", near.kind, "needs similarity: kernel", "take kind: softmax")
+                yield self.problem("near.kind", "needs similarity: kernel", "take kind: softmax")
             if self.compression is None and near.block_size is None:
-                yield Problem(
-                    "near.block_size",
-                    None,
-                    "is missing: a window alone needs its length",
-                    "set it, such as 64",
+                yield self.problem(
+                    "near.block_size", "is missing: a window alone needs its length", "set it, such as 64"
                 )
 
+
+_FLURKA: dict[str, Any] = {
+    "similarity": "kernel",
+    "feature_map": {"name": "hedgehog"},
+    "compression": {"kind": "block", "block_size": 64, "rank": 8},
+    "near": {"kind": "softmax", "join": "gated", "gate": "token"},
+}
+
+_NORM_AND_GATE = {"output_norm": True, "output_gate": "silu"}
+_CONVOLUTION = {"short_convolution": 4, **_NORM_AND_GATE}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "softmax": {"similarity": "softmax"},
@@ -242,25 +233,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fastfood_prf": {"similarity": "kernel", "feature_map": {"name": "fastfood_prf"}},
     "generative_rks": {"similarity": "kernel", "feature_map": {"name": "generative_rks"}},
     "generative_prf": {"similarity": "kernel", "feature_map": {"name": "generative_prf"}},
-    "flurka": {
-        "similarity": "kernel",
-        "feature_map": {"name": "hedgehog"},
-        "compression": {"kind": "block", "block_size": 64, "rank": 8},
-        "near": {"kind": "softmax", "join": "gated", "gate": "token"},
-    },
-    "flurka_decay": {
-        "similarity": "kernel",
-        "feature_map": {"name": "hedgehog"},
-        "compression": {"kind": "block", "block_size": 64, "rank": 8},
-        "near": {"kind": "softmax", "join": "gated", "gate": "token"},
-        "far_decay": "gate",
-    },
-    "flurka_kernel": {
-        "similarity": "kernel",
-        "feature_map": {"name": "hedgehog"},
-        "compression": {"kind": "block", "block_size": 64, "rank": 8},
-        "near": {"kind": "kernel"},
-    },
+    "flurka": _FLURKA,
+    "flurka_decay": {**_FLURKA, "far_decay": "gate"},
+    "flurka_kernel": {**_FLURKA, "near": {"kind": "kernel"}},
     "local": {"similarity": "softmax", "near": {"kind": "softmax", "block_size": 64}},
     "gaussian": {"similarity": "gaussian"},
     "kernelized": {"similarity": "gaussian", "normalize": False},
@@ -288,25 +263,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "eva": {"mechanism": "eva"},
     "skyformer": {"mechanism": "skyformer"},
     "nystromformer": {"mechanism": "nystromformer"},
-    "retnet": {
-        "mechanism": "simple_gla",
-        "simple_gla": {"decay": "fixed"},
-        "output_norm": True,
-        "output_gate": "silu",
-    },
-    "mamba2": {
-        "mechanism": "simple_gla",
-        "simple_gla": {"decay": "step"},
-        "short_convolution": 4,
-        "output_norm": True,
-        "output_gate": "silu",
-    },
+    "retnet": {"mechanism": "simple_gla", "simple_gla": {"decay": "fixed"}, **_NORM_AND_GATE},
+    "mamba2": {"mechanism": "simple_gla", "simple_gla": {"decay": "step"}, **_CONVOLUTION},
     "gated_deltanet": {
         "mechanism": "simple_gla",
         "simple_gla": {"update": "delta", "decay": "step"},
-        "short_convolution": 4,
-        "output_norm": True,
-        "output_gate": "silu",
+        **_CONVOLUTION,
     },
 }
 """Preset name -> attention tree. `flurka` is the hybrid of docs/formulas.md, 4, `local` its ablation."""

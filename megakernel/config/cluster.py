@@ -130,12 +130,12 @@ class Cluster(Section):
         """What Slurm could not read."""
         if self.time is not None and not self.minutes:
             remedy = "write minutes, hours:minutes:seconds or days-hours:minutes:seconds"
-            yield Problem("time", self.time, "is no time limit", remedy)
+            yield self.problem("time", "is no time limit", remedy)
         elif self.minutes is not None and self.requeue and 60 * self.minutes <= self.signal_delay:
             reason = (
                 f"is not longer than signal_delay={self.signal_delay} s, so the job would only start and save"
             )
-            yield Problem("time", self.time, reason, "raise it or lower signal_delay")
+            yield self.problem("time", reason, "raise it or lower signal_delay")
         tasks = self.sbatch.get("ntasks-per-node")
         if tasks is not None and not re.fullmatch("[1-9][0-9]{0,3}", str(tasks)):
             reason, remedy = "is no number of processes", "write one of 1 to 9999"
@@ -157,7 +157,7 @@ class Cluster(Section):
                 yield Problem("environment", name, "is no name of a variable", "write NAME=VALUE")
         if self.executor != "slurm" and self.nodes > 1:
             reason = f"with executor={self.executor} is more than this machine"
-            yield Problem("nodes", self.nodes, reason, "set nodes to 1 or executor to slurm")
+            yield self.problem("nodes", reason, "set nodes to 1 or executor to slurm")
         if self.executor != "slurm":
             reason = (
                 f"would be ignored by executor={self.executor}, which starts processes as this shell would"

@@ -53,7 +53,7 @@ class Masking(Section):
         if self.mask_share + self.random_share > 1:
             reason = f"and mask_share={self.mask_share} add up to more than 1"
             remedy = f"set at most {1 - self.mask_share:g}"
-            yield Problem("random_share", self.random_share, reason, remedy)
+            yield self.problem("random_share", reason, remedy)
 
 
 class Data(Section):

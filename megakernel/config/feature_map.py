@@ -66,33 +66,23 @@ class FeatureMap(Section):
         yield from self.without_effect("name", _TAKEN_BY)
         if self.is_tied and self.components != 2:
             reason = "components cannot be a pair +mu, -mu"
-            yield Problem("components", self.components, reason, "set components: 2 or tied: false")
+            yield self.problem("components", reason, "set components: 2 or tied: false")
 
     def problems_at(self, head_dim: int) -> Iterator[Problem]:
         """What contradicts a width of the heads."""
-        if self.name in _FASTFOOD and self.sample_count(head_dim) % head_dim:
+        if self.kind == "fastfood" and self.sample_count(head_dim) % head_dim:
             remedy = f"set {nearest_multiples(self.sample_count(head_dim), head_dim)}"
-            yield Problem("samples", self.samples, f"is not a multiple of head_dim={head_dim}", remedy)
+            yield self.problem("samples", f"is not a multiple of head_dim={head_dim}", remedy)
 
     @property
-    def is_gmm(self) -> bool:
-        """Whether omega comes from a learned mixture of Gaussians."""
-        return self.name in _GMM
+    def kind(self) -> str:
+        """What omega comes from where that is learned: gmm, fastfood or generative; else the map's name."""
+        return self.name.partition("_")[0]
 
     @property
     def is_tied(self) -> bool:
         """Whether the mixture is a pair of components +-mu with one matrix."""
         return self.name == "gmm_rks" and self.tied
-
-    @property
-    def is_fastfood(self) -> bool:
-        """Whether omega is a product of diagonals and Hadamard transforms."""
-        return self.name in _FASTFOOD
-
-    @property
-    def is_generative(self) -> bool:
-        """Whether a network makes omega from noise."""
-        return self.name in _GENERATIVE
 
     @property
     def is_trigonometric(self) -> bool:
@@ -108,7 +98,7 @@ class FeatureMap(Section):
         elif self.name == "hedgehog":
             at_zero = 2 / head_dim
         else:
-            at_zero = float(self.components) if self.is_gmm else 1.0
+            at_zero = float(self.components) if self.kind == "gmm" else 1.0
         return at_zero + self.smoothing**2
 
     @property
@@ -116,7 +106,7 @@ class FeatureMap(Section):
         """Training steps between two draws of the noise; 0: it stays what it was at the start."""
         if self.resample_every is not None:
             return self.resample_every
-        return 100 if self.is_gmm or self.is_generative else 0
+        return 100 if self.kind in ("gmm", "generative") else 0
 
     def sample_count(self, head_dim: int) -> int:
         """M, draws of noise; with C components each gives C frequencies. 0 for maps that draw nothing."""
@@ -129,7 +119,7 @@ class FeatureMap(Section):
 
     def frequencies(self, head_dim: int) -> int:
         """Rows of omega; 0 for maps that have none."""
-        return self.sample_count(head_dim) * (self.components if self.is_gmm else 1)
+        return self.sample_count(head_dim) * (self.components if self.kind == "gmm" else 1)
 
     def width(self, head_dim: int) -> int:
         """F, the numbers in phi(x)."""

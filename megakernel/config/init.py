@@ -52,4 +52,4 @@ class Init(_WithFrom):
         """Moments without the weights that they are of."""
         if self.moments is not None and self.source is None:
             reason = "are of weights, and init.from is null"
-            yield Problem("moments", self.moments, reason, "set init.from to the same run, or remove them")
+            yield self.problem("moments", reason, "set init.from to the same run, or remove them")

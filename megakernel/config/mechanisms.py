@@ -422,7 +422,7 @@ def _mapping_flops(feature_map: FeatureMap, head_dim: int) -> float:
     whose transform takes the place of a matrix product, every multiplication and addition is: 3 n + 2 n log2 n for
     each block of n.
     """
-    if feature_map.is_fastfood:
+    if feature_map.kind == "fastfood":
         exponent = (head_dim - 1).bit_length()
         blocks = feature_map.sample_count(head_dim) // head_dim
         return blocks * 2**exponent * (3 + 2 * exponent)

@@ -52,7 +52,7 @@ class LocalRope(Section):
         if self.scaling.goes_by_length:
             remedy = "take linear, ntk, yarn or llama3, or name the layers main in rope_pattern"
             reason = "goes by the rows' length, which model.rope_scaling alone knows"
-            yield Problem("scaling.kind", self.scaling.kind, reason, remedy)
+            yield self.problem("scaling.kind", reason, remedy)
 
 
 class Model(Section):
@@ -198,13 +198,12 @@ class Model(Section):
     @property
     def has_position_rows(self) -> bool:
         """Whether parameters count the places of a row: a learned position table, or linformer's E and F."""
-        layers = (self.layer_attention(layer) for layer in range(self.num_layers))
-        return self.position == "learned" or any(layer.counts_positions for layer in layers)
+        return self.position == "learned" or any(layer.counts_positions for layer in self.attentions)
 
     @property
     def is_gated(self) -> bool:
         """Whether a layer has a gate between its near window and its far part."""
-        return any(self.layer_attention(layer).spec.is_gated for layer in range(self.num_layers))
+        return any(layer.spec.is_gated for layer in self.attentions)
 
     @property
     def rows_per_sample(self) -> int:
@@ -268,6 +267,11 @@ class Model(Section):
         entry = self.attention_pattern[layer % len(self.attention_pattern)]
         return self.attention if entry == "main" else entry
 
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer."""
+        return [self.layer_attention(layer) for layer in range(self.num_layers)]
+
     def for_rows(self, seq_len: int | None) -> "Model":
         """The model with the rotary frequencies of rows of so many tokens, where they go by that."""
         return self.model_copy(update={"rope_scaling": self.rope_scaling.for_rows(seq_len)})
@@ -285,11 +289,11 @@ class Model(Section):
         """Head counts and widths that do not fit each other, and keys of another kind of model."""
         if self.kind == "classifier" and self.classifier is None:
             remedy = "add classifier: {num_classes: 2}, or as many as the data has"
-            yield Problem("classifier", None, "is missing beside kind: classifier", remedy)
+            yield self.problem("classifier", "is missing beside kind: classifier", remedy)
         yield from self.without_effect("kind", {"classifier": ("classifier",)})
         if self.head_dim is None and self.hidden_size % self.num_heads:
             reason = f"is not a multiple of num_heads={self.num_heads}"
-            yield Problem("hidden_size", self.hidden_size, reason, "change one of them or set head_dim")
+            yield self.problem("hidden_size", reason, "change one of them or set head_dim")
         if self.num_heads % self.kv_heads:
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             reason, choice = f"does not divide num_heads={self.num_heads}", ", ".join(map(str, divisors))
@@ -300,39 +304,36 @@ class Model(Section):
         yield from self._norm_problems()
         if self.position == "rope" and self.rotary_size % 2:
             reason = f"rotates pairs, and {self.rotary_size} numbers of a head are to be rotated"
-            yield Problem(
-                "position", self.position, reason, "set an even head_dim and rotary_share x head_dim"
-            )
+            yield self.problem("position", reason, "set an even head_dim and rotary_share x head_dim")
         if self.normalized_residual and self.parallel_residual:
             reason = "leaves no unnormalized input for parallel_residual"
-            yield Problem("normalized_residual", True, reason, "remove one of them")
-        layers = [self.layer_attention(layer) for layer in range(self.num_layers)]
+            yield self.problem("normalized_residual", reason, "remove one of them")
         if self.max_positions is not None and not self.has_position_rows:
             reason = f"has no effect on position: {self.position}"
-            yield Problem("max_positions", self.max_positions, reason, "remove it or take position: learned")
+            yield self.problem("max_positions", reason, "remove it or take position: learned")
         for key in ("qkv_bias", "qk_norm"):
-            if getattr(self, key) and any(layer.compresses_input for layer in layers):
+            if getattr(self, key) and any(layer.compresses_input for layer in self.attentions):
                 reason = "cannot stand behind E and F, which act on the input before its projections"
-                yield Problem(key, True, reason, "remove it or set compression.compress: projected")
-        maps = dict.fromkeys(self.layer_attention(layer).feature_map for layer in range(self.num_layers))
+                yield self.problem(key, reason, "remove it or set compression.compress: projected")
+        maps = dict.fromkeys(layer.feature_map for layer in self.attentions)
         for feature_map in maps:
             for problem in feature_map.problems_at(self.head_size) if feature_map is not None else ():
                 yield problem.under("attention.feature_map")
 
     def _rope_problems(self) -> Iterator[Problem]:
-        layers = range(self.num_layers)
-        if any(self.layer_rope(i) is None and self.layer_attention(i).far_rope != "none" for i in layers):
+        layers = enumerate(self.attentions)
+        if any(self.layer_rope(index) is None and layer.far_rope != "none" for index, layer in layers):
             key, reason = "position", "leaves far_rope nothing to rotate with"
             remedy = "set far_rope: none or take position: rope"
             if self.position == "rope":
                 key, remedy = "rope_pattern", "set far_rope: none in layers that are not rotated"
-            yield Problem(key, getattr(self, key), reason, remedy)
+            yield self.problem(key, reason, remedy)
         named = self.rope_pattern is not None and "local" in self.rope_pattern
         if named and self.local_rope is None:
-            yield Problem("local_rope", None, "is missing beside local in rope_pattern", "add its base")
+            yield self.problem("local_rope", "is missing beside local in rope_pattern", "add its base")
         if self.local_rope is not None and not named:
             remedy = "remove it or name layers local in rope_pattern"
-            yield Problem("local_rope", "{...}", "has no layer in rope_pattern", remedy)
+            yield self.problem("local_rope", "has no layer in rope_pattern", remedy)
         local = None if self.local_rope is None else self.local_rope.scaling
         for key, scaling in (("rope_scaling", self.rope_scaling), ("local_rope.scaling", local)):
             problem = None if scaling is None else scaling.pairs_problem(self.rotary_size // 2)
@@ -342,14 +343,14 @@ class Model(Section):
     def _norm_problems(self) -> Iterator[Problem]:
         if self.normalized_residual and self.norm_placement == "after":
             reason = "needs a norm before attention, and norm_placement is after"
-            yield Problem("normalized_residual", True, reason, "remove it or take norm_placement: both")
+            yield self.problem("normalized_residual", reason, "remove it or take norm_placement: both")
         if self.zero_centered_norm and self.norm != "rmsnorm":
             reason = f"has no effect on norm: {self.norm}"
-            yield Problem("zero_centered_norm", True, reason, "remove it or take norm: rmsnorm")
+            yield self.problem("zero_centered_norm", reason, "remove it or take norm: rmsnorm")
         if self.qk_norm_width != "head" and not self.qk_norm:
             reason = "has no effect without qk_norm"
-            yield Problem("qk_norm_width", self.qk_norm_width, reason, "remove it or set qk_norm: true")
+            yield self.problem("qk_norm_width", reason, "remove it or set qk_norm: true")
         if self.classifier is not None and (self.logits_scaling != 1 or self.final_logit_softcapping):
             key = "logits_scaling" if self.logits_scaling != 1 else "final_logit_softcapping"
             reason = "is of a vocabulary's logits, and the model is a classifier"
-            yield Problem(key, getattr(self, key), reason, "remove it")
+            yield self.problem(key, reason, "remove it")

@@ -44,7 +44,7 @@ class Objective(Section):
         """A teacher where one is needed, and keys that the kind has a use for."""
         if self.kind != "labels" and self.teacher is None:
             remedy = "give the folder of a run or of a dense model"
-            yield Problem("teacher", None, f"is missing beside kind: {self.kind}", remedy)
+            yield self.problem("teacher", f"is missing beside kind: {self.kind}", remedy)
         yield from self.without_effect("kind", _KEYS)
         if self.kind == "distill" and self.kl == self.cross_entropy == 0:
             yield Problem("kl", 0.0, "leaves nothing to learn beside cross_entropy=0", "set one above 0")

@@ -60,11 +60,11 @@ class Parallel(Section):
             reason = (
                 f"with pipeline={self.pipeline} is beyond DeepSpeed's pipeline engine, which supports 0 and 1"
             )
-            yield Problem("zero_stage", self.zero_stage, reason, "set zero_stage to 1 or pipeline to 1")
+            yield self.problem("zero_stage", reason, "set zero_stage to 1 or pipeline to 1")
         for key in ("state_exchange", "softmax_exchange"):
-            if self.context == 1 and (way := getattr(self, key)) != "auto":
+            if self.context == 1 and self.sets(key):
                 remedy = "remove it or set context above 1"
-                yield Problem(key, way, "has nothing to send and context=1", remedy)
+                yield self.problem(key, "has nothing to send and context=1", remedy)
         if self.sequence_parallel and self.tensor == 1:
             remedy = "set tensor above 1 or remove sequence_parallel"
-            yield Problem("sequence_parallel", True, "shards over tensor ranks and tensor=1", remedy)
+            yield self.problem("sequence_parallel", "shards over tensor ranks and tensor=1", remedy)

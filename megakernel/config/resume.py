@@ -2,9 +2,8 @@
 
 The rule: what determines which numbers a run produces is fixed once its first step has succeeded; where, how fast, how
 long and how closely watched it runs may change with every start, and learning rates behind steps that were not finite.
-`_FREE` is the whole list of what may change, and
-`_OF_LENGTH` of what may change behind the steps that the run was to have: phases of longer rows may follow.
-`_OF_STAGES` is what may not change either where the run is an up-training.
+`_FREE` is the whole list of what may change, and `_OF_LENGTH` of what may change behind the steps that the run was to
+have: phases of longer rows may follow. `_OF_STAGES` is what may not change either where the run is an up-training.
 """
 
 from collections.abc import Iterator

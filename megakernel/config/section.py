@@ -1,5 +1,6 @@
 """The base of every configuration section, and laying one tree of keys over another."""
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
@@ -31,6 +32,11 @@ class Section(BaseModel):
         """What this section's keys contradict in each other; keys are relative to the section."""
         yield from ()
 
+    def problem(self, key: str, reason: str, remedy: str) -> Problem:
+        """One of `problems`, with the value that stands at `key`."""
+        value = operator.attrgetter(key)(self)
+        return Problem(key, "{...}" if isinstance(value, Section) else value, reason, remedy)
+
     def without_effect(self, choice: str, takers: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
         """Problems of keys that are set beside a choice that has no use for them.
 
@@ -38,11 +44,13 @@ class Section(BaseModel):
         """
         chosen = getattr(self, choice)
         for key, choices in takers.items():
-            value = getattr(self, key)
-            if chosen not in choices and value != type(self).model_fields[key].default:
-                shown = "{...}" if isinstance(value, Section) else value
+            if chosen not in choices and self.sets(key):
                 remedy = f"remove it or take {choice}: {' or '.join(choices)}"
-                yield Problem(key, shown, f"has no effect on {choice}: {chosen}", remedy)
+                yield self.problem(key, f"has no effect on {choice}: {chosen}", remedy)
+
+    def sets(self, key: str) -> bool:
+        """Whether a key has another value than its default."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     @field_validator("*", mode="before")
     @classmethod

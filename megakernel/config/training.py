@@ -11,6 +11,8 @@ from .model import Model
 from .rope import RopeScaling
 from .section import Section
 
+Recompute = Literal["none", "selective", "full"]
+
 
 class Lora(Section):
     """Low-rank updates W + alpha/rank B A of a layer's matrices, whose W stay as they are."""
@@ -113,6 +115,10 @@ class NearDropout(Section):
 
     steps: int = Field(gt=0)
     """Step from which on no window is shut."""
+
+    def probability(self, step: int) -> float:
+        """That of a step, counted from 0."""
+        return self.start * max(0.0, 1 - step / self.steps)
 
 
 class Profile(Section):
@@ -222,7 +228,7 @@ class Training(Section):
     eval_seq_len: int | None = Field(default=None, gt=0)
     """Tokens per validation sample, in every phase; None takes seq_len."""
 
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Recompute = "none"
     """Recompute in backward: nothing, the attention core, or whole layers."""
 
     checkpoint_offload: bool = False
@@ -306,8 +312,8 @@ class Training(Section):
         yield from _phase_problems(self)
         if self.checkpoint_offload and self.activation_checkpointing != "full":
             reason = f"has nothing to move with activation_checkpointing={self.activation_checkpointing}"
-            yield Problem(
-                "checkpoint_offload", True, reason, "set activation_checkpointing to full or remove it"
+            yield self.problem(
+                "checkpoint_offload", reason, "set activation_checkpointing to full or remove it"
             )
         for first, end in self.skip_samples:
             if not 0 <= first < end:
@@ -354,9 +360,7 @@ class Checkpoint(Section):
         """A checkpoint that is kept for good has to be written first."""
         if self.keep_every is not None and self.keep_every % self.every:
             reason = f"is not a multiple of every={self.every}"
-            yield Problem(
-                "keep_every", self.keep_every, reason, f"set {nearest_multiples(self.keep_every, self.every)}"
-            )
+            yield self.problem("keep_every", reason, f"set {nearest_multiples(self.keep_every, self.every)}")
 
 
 class Logging(Section):

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from .checks import agreement
-from .data import Data
+from .data import Data, Masking
 from .errors import ConfigError, Problem, nearest_multiples
 from .init import Init
 from .model import Model
@@ -56,9 +56,14 @@ class Config(Section):
     deepspeed: dict[str, Any] = Field(default={})
     """Passed to DeepSpeed as it is, merged last; keys that Megakernel itself decides are refused."""
 
+    @property
+    def predicted_share(self) -> float:
+        """Share of the tokens that the head of a language model predicts."""
+        return (self.data.masking or Masking()).rate if self.model.kind == "masked_lm" else 1.0
+
     def problems(self) -> Iterator[Problem]:
         """What sections ask of each other."""
-        yield from agreement({name: getattr(self, name) for name in type(self).model_fields})
+        yield from agreement(dict(self))
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

@@ -56,12 +56,10 @@ class DistillStage(Section):
     def problems(self) -> Iterator[Problem]:
         """Without a teacher the labels are all there is."""
         if self.kl == 0 and self.teacher is not None:
-            yield Problem(
-                "teacher", self.teacher, "has no effect beside kl=0", "remove it, or set kl above 0"
-            )
+            yield self.problem("teacher", "has no effect beside kl=0", "remove it, or set kl above 0")
         if self.kl == 0 and self.cross_entropy != 1:
             reason = "weighs the labels, and beside kl=0 there is nothing to weigh them against"
-            yield Problem("cross_entropy", self.cross_entropy, reason, "set 1, or kl above 0")
+            yield self.problem("cross_entropy", reason, "set 1, or kl above 0")
 
 
 class LengthStage(Section):
@@ -126,12 +124,10 @@ class Uptrain(Section):
         """A number of layers to keep needs errors to choose by."""
         if isinstance(self.layers.keep, int) and self.layers.keep > 0 and self.transfer is None:
             remedy = "add transfer: {steps: 100}, or write the layers' numbers"
-            yield Problem(
-                "layers.keep", self.layers.keep, "chooses by transfer error and transfer is null", remedy
-            )
+            yield self.problem("layers.keep", "chooses by transfer error and transfer is null", remedy)
         if self.alpha + self.annealed >= 1:
             reason = f"and anneal={self.anneal:g} leave nothing of training.steps to the configured model"
-            yield Problem("alpha", self.alpha, reason, "set shares that add up to less than 1")
+            yield self.problem("alpha", reason, "set shares that add up to less than 1")
 
     @property
     def annealed(self) -> float:

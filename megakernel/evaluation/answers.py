@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -62,21 +63,17 @@ class AnswersTask:
     def measure(self, subject: Subject, progress: OnPass) -> "AnswerCounts":
         """Accuracy and loss by length and depth."""
         sizes = [self._examples(task) for task in self.at_lengths]
-        passes = [
+        passes = sum(
             -(-size // rows_per_pass(subject.config, task.length))
             for task, size in zip(self.at_lengths, sizes)
-        ]
-        done = 0
-
-        def step() -> None:
-            nonlocal done
-            done += 1
-            progress(done, sum(passes))
-
+        )
+        done = count(1)
         cells = [
             cell
             for task, size in zip(self.at_lengths, sizes)
-            for cell in _measure(subject, task, _filler(task, subject), size, step)
+            for cell in _measure(
+                subject, task, _filler(task, subject), size, lambda: progress(next(done), passes)
+            )
         ]
         return AnswerCounts(self.spec, str(subject.folder), subject.step, cells)
 

@@ -235,10 +235,9 @@ def check_length(config: Config, corpora: Corpora, split: str = "validation") ->
 
 
 def _check_draws(draws: int, source: OpenedRun) -> None:
-    model = source.config.model
     if draws < 1:
         raise UserError(f"draws={draws} leaves no vote; give --draws 1 or more")
-    if not any(model.layer_attention(layer).redraws for layer in range(model.num_layers)):
+    if not any(layer.redraws for layer in source.config.model.attentions):
         raise UserError(
             f"draws={draws}: no layer of {source.folder} has noise that training redraws, so all votes would be the "
             "same; leave out --draws"

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data_pipeline.batch import Batch
-from megakernel.model import IGNORED, LanguageModel
+from megakernel.model import LanguageModel
+from megakernel.model.layer_inputs import inputs_of
 
 from .result import PositionBucket
 from .voting import log_vote
@@ -45,10 +46,8 @@ def measure(
     counts = torch.zeros(len(STARTS) + 1, dtype=torch.int64)
     longest = 0
     for done, batch in enumerate(batches, start=1):
-        labels = batch.labels.where(batch.loss_mask, IGNORED)
         num_targets = batch.loss_mask.sum().reshape(1)  # what `losses` has no need of
-        inputs = (batch.tokens, batch.positions, labels, num_targets)
-        predict = partial(_log_probabilities, model, tuple(part.to(device) for part in inputs))
+        predict = partial(_log_probabilities, model, inputs_of(batch, num_targets.to(device)))
         losses = -log_vote(model, predict, draws)
         _add(sums, counts, losses.cpu(), batch.positions, batch.loss_mask)
         longest = max(longest, int(batch.positions.max()))

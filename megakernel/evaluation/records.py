@@ -3,17 +3,15 @@
 TensorBoard keeps every event it finds: a scalar written twice at one step is two points, and only a writer that
 says from which step on it starts anew hides older ones, those of all tags. So the events of evaluations are a folder
 of their own, RUN/tensorboard/evaluation, which always holds one file, made anew of all results at each evaluation,
-steps in order: nothing is in it twice. In the folder of the training's events, TensorBoard without its data server
-would go over to the newer file and read no more of the older one, to which a training run may still write.
+steps in order: nothing is in it twice.
 """
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 from megakernel.checkpoint.manifest import step_of
-from megakernel.training.observing.event_files import add_png
+from megakernel.training.observing.event_files import add_png, replaced_events
 from megakernel.training.run_folder import write_whole
 
 from .answer_counts import AnswerCounts, heat_map
@@ -48,11 +46,7 @@ def record(folder: Path, step: int, spec: str, result: Result, tensorboard: bool
 
 def _write_events(folder: Path) -> None:
     """Make RUN/tensorboard/evaluation of everything in RUN/evaluation."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    staged, events = folder / "evaluation" / ".events", folder / "tensorboard" / "evaluation"
-    shutil.rmtree(staged, ignore_errors=True)
-    with SummaryWriter(str(staged)) as writer:
+    with replaced_events(folder / "tensorboard" / "evaluation") as writer:
         for step, file in _results(folder):
             found = json.loads(file.read_text(encoding="utf-8"))
             tag = f"evaluation/{file.stem}"
@@ -61,13 +55,6 @@ def _write_events(folder: Path) -> None:
             writer.add_text(tag, file.with_suffix(".md").read_text(encoding="utf-8"), step)
             if file.with_suffix(".png").exists():
                 add_png(writer, tag, file.with_suffix(".png").read_bytes(), step)
-    events.mkdir(parents=True, exist_ok=True)
-    older = list(events.iterdir())
-    for new in staged.iterdir():
-        new.replace(events / new.name)
-    for file in older:
-        file.unlink(missing_ok=True)
-    staged.rmdir()
 
 
 def _results(folder: Path) -> list[tuple[int, Path]]:

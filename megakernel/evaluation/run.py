@@ -67,10 +67,6 @@ def _whole(name: str, key: str, text: str) -> int:
     return int(text)
 
 
-def _silent(done: int, total: int) -> None:
-    """Says nothing."""
-
-
 def evaluate_tasks(
     folder: Path,
     specs: Sequence[str],
@@ -109,7 +105,7 @@ def evaluate_run(
     seq_len: int | None = None,
     draws: int | None = None,
     split: str = "validation",
-    progress: OnPass = _silent,
+    progress: OnPass = lambda done, total: None,
 ) -> Evaluation:
     """Evaluate a checkpoint on its run's validation data, in this process.
 
@@ -162,7 +158,7 @@ def evaluate_baseline(
     weights: Path | None = None,
     samples: int | None = None,
     seq_len: int | None = None,
-    progress: OnPass = _silent,
+    progress: OnPass = lambda done, total: None,
 ) -> Evaluation:
     """Evaluate a model of `transformers` of the run's sizes on the run's validation data, in this process.
 

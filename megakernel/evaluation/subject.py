@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from data_pipeline.corpus import Corpora
-from data_pipeline.tokenizers import Tokenizer
 from megakernel.checkpoint import opened as models
 from megakernel.checkpoint.opened import OpenedModel
 from megakernel.checkpoint.trained_run import tokenizer_folder
@@ -24,33 +23,11 @@ OnPass = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class OpenedRun:
+class OpenedRun(OpenedModel):
     """A checkpoint and what belongs to it, before its weights are read."""
-
-    source: OpenedModel
 
     corpora: Corpora | None
     """The run's data; None where no task reads it."""
-
-    @property
-    def folder(self) -> Path:
-        """Of the run, or in the Hugging Face form."""
-        return self.source.folder
-
-    @property
-    def config(self) -> Config:
-        """The configuration of the run, or one that says the same of a folder."""
-        return self.source.config
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's."""
-        return self.source.tokenizer
-
-    @property
-    def step(self) -> int:
-        """The checkpoint's."""
-        return self.source.step
 
     @property
     def text(self) -> Corpora:
@@ -116,13 +93,13 @@ def find(folder: Path, step: int | None, reads_text: bool, data: Path | None = N
             f"data.train={corpora.tokenizer_folder.parent} has another tokenizer now than {folder} was trained with; "
             f"prepare the corpus with --tokenizer {kept}"
         )
-    return OpenedRun(source, corpora)
+    return OpenedRun(**vars(source), corpora=corpora)
 
 
 def opened(source: OpenedRun) -> Subject:
     """The source with its model, in this process."""
-    model, device = source.source.load()
-    return Subject(source.source, source.corpora, model, device)
+    model, device = source.load()
+    return Subject(**vars(source), model=model, device=device)
 
 
 def check_positions(config: Config, seq_len: int, key: str) -> None:

@@ -25,7 +25,7 @@ class TokenEmbedding(nn.Module):
             self.tokens = embedding(settings)
 
     def forward(self, inputs: LayerInputs) -> LayerInputs:
-        """The token ids of the inputs become hidden states (N, B, C); N / tp tokens under sequence parallelism."""
+        """Token ids become hidden states (N, B, C); N / tp tokens under sequence parallelism."""
         ids, *rest = inputs
         hidden = self.tokens(ids)
         if not self.scattered:  # the scatter has already put the sequence first

@@ -41,22 +41,25 @@ def forward_flops(model: Model, seq_len: int, vocab_size: int) -> dict[str, floa
     gate, mlp, head.
     Parts that no layer has are absent.
     """
-    width, size = model.hidden_size, model.head_size
-    matrices = 3 if model.is_mlp_gated else 2
     parts: Counter[str] = Counter()
-    for layer in range(model.num_layers):
-        attention = model.layer_attention(layer)
-        keys: float = (attention.keys_per_head + 1) * model.kv_heads
+    for attention in model.attentions:
+        keys = 1.0
         if attention.compresses_input:
             assert attention.compression is not None
-            keys = keys * landmarks_per_token(attention.compression, seq_len)
-        projected = 2 * model.num_heads + keys
-        parts.update({"projections": 2 * width * size * projected})
-        parts["mlp"] += 2 * width * model.ffn_size * matrices
+            keys = landmarks_per_token(attention.compression, seq_len)
+        parts.update(matrix_flops(model, attention, keys))
         parts.update(attention_flops(model, attention, seq_len))
     # A classifier's head works once for a document.
-    parts["head"] += 0 if model.classifier is not None else 2 * width * vocab_size
+    parts["head"] += 0 if model.classifier is not None else 2 * model.hidden_size * vocab_size
     return dict(parts)
+
+
+def matrix_flops(model: Model, attention: Attention, keys: float = 1.0) -> dict[str, float]:
+    """Forward FLOPs per token of one layer's matrices; keys: of those projected, how many there are per token."""
+    heads = 2 * model.num_heads + keys * (attention.keys_per_head + 1) * model.kv_heads
+    matrices = 3 if model.is_mlp_gated else 2
+    parts = {"projections": model.head_size * heads, "mlp": model.ffn_size * matrices}
+    return {name: 2 * model.hidden_size * part for name, part in parts.items()}
 
 
 def attention_flops(model: Model, attention: Attention, seq_len: int) -> dict[str, float]:

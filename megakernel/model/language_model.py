@@ -72,12 +72,39 @@ def _tied_loss(
     return mean_loss(embedding.tokens.weight, inputs, settings, distillation)
 
 
-class LanguageModel(nn.Module):
+class Layers:
+    """What a process holds of the list, to run one after the other: all of it, or a part such as a pipeline's stage."""
+
+    layers: list[Callable[..., Any]]
+
+    has_head: bool
+    """Whether the last of them is the head."""
+
+    def body(self, inputs: LayerInputs) -> LayerInputs:
+        """The inputs as they leave these layers, or enter the head: normalized hidden states in place of token ids."""
+        for layer in self.layers[:-1] if self.has_head else self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+    def loss(self, inputs: LayerInputs, distillation: DistillationTarget | None = None) -> Tensor:
+        """The head's loss of inputs from `body`; see `mean_loss`."""
+        loss: Tensor = self.layers[-1](inputs, distillation)
+        return loss
+
+    def begin_step(self, step: int) -> None:
+        """Told before each training step; for models whose loss depends on it."""
+
+    def scalars(self) -> dict[str, float]:
+        """What there is to tell besides the loss, by TensorBoard tag, since the last call; called on all ranks."""
+        return {}
+
+
+class LanguageModel(Layers, nn.Module):
     """The layers one after the other in this process: all of them, or a part of the list.
 
     Parameters carry the names that PipelineModule gives the same list (`1.mlp…`, `tied_modules.embedding…`), so that
-    a checkpoint of one becomes a checkpoint of the other. A part maps the inputs that enter it to those that leave
-    it, and the rest of what a model can be asked for needs the layers that answer.
+    a checkpoint of one becomes a checkpoint of the other. A part maps the inputs that enter it to those that leave it,
+    and what else a model can be asked for needs the layers that answer.
     """
 
     def __init__(self, settings: ModelSettings, part: range | None = None):
@@ -85,7 +112,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.settings = settings
         self.tied_modules = nn.ModuleDict()
-        self.layers: list[Callable[..., Any]] = []
+        self.layers = []
         specs = layer_list(settings)
         part = part or range(len(specs))
         self.has_head = part.stop == len(specs)
@@ -106,17 +133,6 @@ class LanguageModel(nn.Module):
         """Token ids (B, N), positions, labels and num_targets -> what the head makes of them, in training the loss."""
         inputs = self.body(inputs)
         return self.layers[-1](inputs) if self.has_head else inputs
-
-    def body(self, inputs: LayerInputs) -> LayerInputs:
-        """The inputs as they enter the head: normalized hidden states in place of token ids."""
-        for layer in self.layers[:-1] if self.has_head else self.layers:
-            inputs = layer(inputs)
-        return inputs
-
-    def loss(self, inputs: LayerInputs, distillation: DistillationTarget | None = None) -> Tensor:
-        """The head's loss of inputs from `body`; see `mean_loss`."""
-        loss: Tensor = self.layers[-1](inputs, distillation)
-        return loss
 
     def losses(self, *inputs: Tensor) -> Tensor:
         """The cross entropy of each token in nats, float32 (B, N); 0 where the label is IGNORED."""
@@ -178,13 +194,6 @@ class LanguageModel(nn.Module):
         head = self.layers[-1]
         assert isinstance(head, OutputHead)
         return head
-
-    def begin_step(self, step: int) -> None:
-        """Told before each training step; for models whose loss depends on it."""
-
-    def scalars(self) -> dict[str, float]:
-        """What there is to tell besides the loss, by TensorBoard tag, since the last call; called on all ranks."""
-        return {}
 
     @property
     def output_matrix(self) -> Tensor:

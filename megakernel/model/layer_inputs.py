@@ -1,9 +1,12 @@
 """What flows from layer to layer, within a process and between pipeline stages."""
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from data_pipeline.batch import Batch
 
 LayerInputs: TypeAlias = tuple[Tensor, ...]
 """(x, positions, labels, num_targets).
@@ -17,6 +20,13 @@ backwards.
 
 IGNORED = -100
 """Label of a position whose loss does not count."""
+
+
+def inputs_of(batch: "Batch", targets: Tensor) -> LayerInputs:
+    """A batch as the first layer reads it, on the device of num_targets (1,)."""
+    labels = batch.labels.where(batch.loss_mask, IGNORED)
+    parts = (batch.tokens, batch.positions, labels)
+    return (*(part.to(targets.device, non_blocking=True) for part in parts), targets)
 
 
 def as_bits(states: Tensor) -> Tensor:

@@ -16,9 +16,8 @@ def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
     vocab_size: tokens of the tokenizer, padded here to model.vocab_multiple as the embedding is.
     seq_len: rows of a learned position table, and columns of linformer, where model.max_positions is not set.
     """
-    attentions = [model.layer_attention(layer) for layer in range(model.num_layers)]
     different: list[Attention] = []
-    for attention in attentions:
+    for attention in model.attentions:
         if attention not in different:
             different.append(attention)
     # Layers of one attention are alike: one of them is built.
@@ -31,6 +30,6 @@ def parameter_count(model: Model, vocab_size: int, seq_len: int) -> int:
     count = sum(parameter.numel() for parameter in built.parameters())
     for layer in built.modules():
         if isinstance(layer, TransformerLayer):
-            others = attentions.count(different[layer.index]) - 1
+            others = model.attentions.count(different[layer.index]) - 1
             count += others * sum(parameter.numel() for parameter in layer.parameters())
     return count

@@ -8,11 +8,9 @@ from torch import Tensor
 
 from megakernel.parallel import Mesh
 
-from .language_model import TIED, LanguageModel, layer_list
+from .language_model import TIED, LanguageModel, Layers, layer_list
 from .layer import TransformerLayer
-from .layer_inputs import LayerInputs
 from .settings import ModelSettings
-from .vocabulary_loss import DistillationTarget
 
 
 def stage_layers(settings: ModelSettings) -> range:
@@ -26,10 +24,10 @@ def stage_layers(settings: ModelSettings) -> range:
     return range(*bounds[settings.mesh.pp.rank :][:2])
 
 
-class Pipeline(PipelineModule):
+class Pipeline(Layers, PipelineModule):
     """This process's stage of the layers, under the names that they have in a `LanguageModel`.
 
-    DeepSpeed calls it with the inputs that enter the stage; the last stage makes the loss of it.
+    DeepSpeed calls it with the inputs of the stage; the last stage makes the loss of them.
     """
 
     def __init__(self, settings: ModelSettings, loss_scale: Callable[[], float]):
@@ -52,18 +50,8 @@ class Pipeline(PipelineModule):
         )
         self.settings = settings
         self.mesh = settings.mesh
+        self.layers, self.has_head = self.forward_funcs, self.mesh.is_last_stage
         assert range(self._local_start, self._local_stop) == stage_layers(settings)
-
-    def body(self, inputs: LayerInputs) -> LayerInputs:
-        """The inputs as they leave this stage, on the last one as they enter the head."""
-        for layer in self.forward_funcs[:-1] if self.mesh.is_last_stage else self.forward_funcs:
-            inputs = layer(inputs)
-        return inputs
-
-    def loss(self, inputs: LayerInputs, distillation: DistillationTarget | None = None) -> Tensor:
-        """As of a `LanguageModel`; on the last stage."""
-        loss: Tensor = self.forward_funcs[-1](inputs, distillation)
-        return loss
 
     @property
     def output_matrix(self) -> Tensor:
@@ -77,13 +65,6 @@ class Pipeline(PipelineModule):
         return [
             (weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad
         ]
-
-    def begin_step(self, step: int) -> None:
-        """As of a `LanguageModel`."""
-
-    def scalars(self) -> dict[str, float]:
-        """As of a `LanguageModel`."""
-        return {}
 
 
 Parted = LanguageModel | Pipeline

@@ -6,20 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megakernel.config import Config, Lora, Model, UserError
+from megakernel.config.training import Recompute
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megakernel.parallel import Mesh, OneProcess
-
-Recompute = Literal["none", "selective", "full"]
-
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """By the name in training.dtype."""

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from megakernel.parallel.mesh import Mesh
     from megakernel.parallel.tensor import mark_head_parameters, replicated, total
 
-__all__ = ["Mesh", "OneProcess", "mark_head_parameters", "prepare_device", "replicated", "total"]
 
 _HOMES = {
     "Mesh": "mesh",

@@ -19,7 +19,6 @@ from megakernel.parallel.processes import ProcessEnvironment
 from megakernel.parallel.progress import Progress
 from megakernel.parallel.rendezvous import meet
 from megakernel.parallel.sequence import GroupShard
-from megakernel.parallel.tensor import head_shard
 
 
 class ModelParallelUnit:
@@ -57,8 +56,6 @@ class Mesh:
         sequence_parallel: whether norms and residuals are sharded along the sequence over tp.
         state_exchange: how kernel states go from shard to shard.
         softmax_exchange: how softmax layers reach the other shards of a sequence.
-        cp_shard: this process's shard of every sequence, for attention.
-        head_shard: this process's share of every attention layer's heads.
         topology: the same order for DeepSpeed's PipelineModule, where `data` is `gradient`.
         progress: how far this process is.
         store: what all processes can write to and read.
@@ -80,8 +77,6 @@ class Mesh:
         self.gradient = Axis.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self.model = Axis.of(parallel_state.get_model_parallel_group())
         self.state_exchange = parallel.state_exchange
-        self.cp_shard = self.new_cp_shard()
-        self.head_shard = head_shard(self.tp)
         self.topology = PipeModelDataParallelTopology(
             num_pp=self.pp.size, num_mp=self.tp.size, num_dp=self.gradient.size
         )

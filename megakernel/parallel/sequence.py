@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megakernel.attention.sequence import ContextParallelShard
 from megakernel.ops.state import KernelState, PendingState
 from megakernel.parallel.axis import Axis
 from megakernel.parallel.exchange_way import Way, way
@@ -53,8 +54,8 @@ class PendingRotation:
         return received
 
 
-class GroupShard:
-    """Shard `rank` of `size`, the others being held by the processes of one axis (a `ContextParallelShard`).
+class GroupShard(ContextParallelShard):
+    """Shard `rank` of `size`, the others being held by the processes of one axis.
 
     Every process of the axis must ask the same questions in the same order, and must run the same backward.
     """

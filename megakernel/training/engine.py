@@ -29,14 +29,14 @@ from megakernel.checkpoint.universal_load import (
     with_moments,
 )
 from megakernel.config import Config, Phase
-from megakernel.model import IGNORED, ModelSettings, Parted, build_model, rotate_by
-from megakernel.model.layer_inputs import LayerInputs
+from megakernel.model import ModelSettings, Parted, build_model, rotate_by
+from megakernel.model.layer_inputs import LayerInputs, inputs_of
 from megakernel.parallel import Mesh
 from megakernel.parallel.ranks import Ranks
 
 from .deepspeed_config import deepspeed_clips, deepspeed_config, micro_batches_per_step, updates_on_cpu
 from .optimizer import SHARE, build_optimizer, freeze
-from .schedule import LinearDecay, drop_near_windows
+from .schedule import drop_near_windows
 from .step_costs import ContextTraffic, MemoryPeaks
 
 
@@ -44,12 +44,7 @@ def model_inputs(batches: Sequence[Batch], mesh: Mesh) -> list[LayerInputs]:
     """The first layer's input of each micro-batch; all share the number of targets of the whole global batch."""
     own = sum((batch.loss_mask.sum() for batch in batches), start=torch.zeros((), dtype=torch.int64))
     targets = mesh.sum(own.to(mesh.device), mesh.gradient).clamp(min=1).reshape(1)
-    found: list[LayerInputs] = []
-    for batch in batches:
-        labels = batch.labels.where(batch.loss_mask, IGNORED)
-        parts = (batch.tokens, batch.positions, labels)
-        found.append((*(part.to(mesh.device, non_blocking=True) for part in parts), targets))
-    return found
+    return [inputs_of(batch, targets) for batch in batches]
 
 
 @torch.no_grad()
@@ -177,7 +172,7 @@ class Engine:
         updates = self.config.optimizer.updates
         freeze(model, self.config.optimizer.trained, updates is None or updates.mechanism)
         if (dropout := self.config.training.near_dropout) is not None:
-            drop_near_windows(model, LinearDecay(dropout.start, dropout.steps), self.config.run.seed)
+            drop_near_windows(model, dropout, self.config.run.seed)
         return model
 
     @property

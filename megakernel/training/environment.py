@@ -44,6 +44,7 @@ def environment_text(devices: Sequence[str], world_size: int) -> str:
 
     devices: names of the devices of this host, for example from torch.cuda.get_device_name.
     """
+    others, steering = os.environ.keys() - RECORDED_VARIABLES, ("NCCL_", "MEGAKERNEL_")
     entry = {
         "command": shlex.join([sys.executable, *sys.argv]),
         "folder": os.getcwd(),
@@ -54,7 +55,7 @@ def environment_text(devices: Sequence[str], world_size: int) -> str:
         "python": platform.python_version(),
         **package_versions(),
         **recorded_variables(os.environ),
-        "also set": ", ".join(sorted(filter(_may_steer, os.environ.keys() - RECORDED_VARIABLES))),
+        "also set": ", ".join(sorted(other for other in others if other.startswith(steering))),
     }
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return f"== started {started}\n" + "".join(f"{key}: {value}\n" for key, value in entry.items())
@@ -74,10 +75,6 @@ def package_versions() -> dict[str, str]:
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Those of RECORDED_VARIABLES that are set; any other value may be a secret, and goes into no file of a run."""
     return {name: environment[name] for name in sorted(RECORDED_VARIABLES & environment.keys())}
-
-
-def _may_steer(name: str) -> bool:
-    return name.startswith(("NCCL_", "MEGAKERNEL_"))
 
 
 REVISION = "revision.txt"

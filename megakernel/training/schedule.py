@@ -4,12 +4,12 @@ Both are functions of the step alone, so that a continued run needs no scheduler
 """
 
 import math
-from dataclasses import dataclass
 
 from torch import nn
 
 from megakernel.attention.flurka import FlurkaAttention
 from megakernel.config import Schedule, UserError
+from megakernel.config.training import NearDropout
 from megakernel.model.layer import attention_cores
 
 
@@ -56,20 +56,8 @@ def _between(first: float, last: float, share: float) -> float:
     return first * (1.0 - share) + last * share
 
 
-@dataclass(frozen=True)
-class LinearDecay:
-    """p(step) = start (1 - step / steps), and 0 from step `steps` on; steps count from 0."""
-
-    start: float
-    steps: int
-
-    def __call__(self, step: int) -> float:
-        """p of `step`."""
-        return self.start * max(0.0, 1 - step / self.steps)
-
-
-def drop_near_windows(model: nn.Module, schedule: LinearDecay, seed: int) -> None:
-    """Let gated FLuRKA layers of a model shut the near windows of heads in training, as `schedule` says.
+def drop_near_windows(model: nn.Module, dropout: NearDropout, seed: int) -> None:
+    """Let gated FLuRKA layers of a model shut the near windows of heads in training, as `dropout` says.
 
     What `Engine.redraw(step)` tells the model chooses the heads; evaluation shuts none.
 
@@ -86,4 +74,4 @@ def drop_near_windows(model: nn.Module, schedule: LinearDecay, seed: int) -> Non
             "or leave it out"
         )
     for index, core in gated.items():
-        core.drop_near(schedule, (seed, index))
+        core.drop_near(dropout.probability, (seed, index))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 class Stop(IntEnum):
@@ -90,9 +90,7 @@ class StopRequests:
             self._record(_late.pop(), None)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             # Held again where they were: a request that comes when the work is done has nothing left to end. Threads
             # that were started meanwhile let them through.

@@ -13,7 +13,7 @@ from data_pipeline.packing import packing_table
 from megakernel.checkpoint.folder import CheckpointFolder
 from megakernel.checkpoint.manifest import SavedProgress
 from megakernel.checkpoint.trained_run import is_done
-from megakernel.config import Config, Masking, NotFinite
+from megakernel.config import Config, NotFinite
 from megakernel.model.flops import training_flops_per_token
 from megakernel.model.parameters import parameter_count
 from megakernel.model.settings import model_settings
@@ -149,16 +149,17 @@ class Trainer:
     def _begin(self) -> int:
         """Load what the run starts from; returns the steps it has behind it."""
         done = resume(self.engine, self.checkpoints, self.layout, self.ranks, self._note)
-        source = self.config.init.source
-        if done == 0 and source is not None:
-            start_from_weights(source, self.config.model, self.corpora, self.engine, self.ranks, self._note)
-        adapter, lora = self.config.init.adapter, self.config.optimizer.updates
-        if done == 0 and adapter is not None and lora is not None:
-            start_with_adapter(adapter, self.config.model, lora, self.engine, self.ranks, self._note)
-        moments = self.config.init.moments
-        if done == 0 and moments is not None:
-            start_with_moments(moments, self.config.model, self.engine, self.ranks, self._note)
-        return done
+        if done:
+            return done
+        init, model, lora = self.config.init, self.config.model, self.config.optimizer.updates
+        here = (self.engine, self.ranks, self._note)
+        if init.source is not None:
+            start_from_weights(init.source, model, self.corpora, *here)
+        if init.adapter is not None and lora is not None:
+            start_with_adapter(init.adapter, model, lora, *here)
+        if init.moments is not None:
+            start_with_moments(init.moments, model, *here)
+        return 0
 
     def _enter(self, step: int) -> None:
         """Train as the phase of `step` says, from that step on."""
@@ -167,7 +168,8 @@ class Trainer:
         self.engine.begin(self.phase)
         now = self.phase.training
         self.tokens_per_step = now.global_batch_size * now.seq_len * self.config.model.rows_per_sample
-        self.flops_per_token = self._flops_per_token(now.seq_len)
+        sizes = (now.seq_len, self.corpora.vocab_size, self.config.predicted_share)
+        self.flops_per_token = training_flops_per_token(self.config.model, *sizes)
         if training.seq_len_schedule:
             self._note(
                 f"from step {step + 1}: rows of {now.seq_len:,} tokens, {now.global_batch_size} in a step"
@@ -302,11 +304,6 @@ class Trainer:
         known = peak_tflops(_device_name(self.mesh.device)) if is_half else None
         peak = self.config.logging.peak_tflops or known
         return Throughput(self.mesh.device, self.mesh.world_size, peak)
-
-    def _flops_per_token(self, seq_len: int) -> float:
-        masking = self.config.data.masking or Masking()
-        predicted = masking.rate if self.config.model.kind == "masked_lm" else 1.0
-        return training_flops_per_token(self.config.model, seq_len, self.corpora.vocab_size, predicted)
 
     def _write(self, step: int) -> None:
         """What logging and evaluating found out about a step, as one entry."""

@@ -7,6 +7,7 @@ from megakernel import attention
 from megakernel.attention import AttentionInputs
 from megakernel.config import PRESETS, Attention, expand_preset
 from megakernel.parallel import mark_head_parameters
+from megakernel.parallel.tensor import head_shard
 from tests.distributed.processes import cpu_mesh, run_ranks
 
 BATCH, HEADS, KEY_HEADS, TOKENS, DIM, BLOCK = 2, 8, 4, 64, 8, 8
@@ -98,7 +99,7 @@ def all_forms_on_ranks(sizes):
         for name, form in FORMS.items():
             if name in WIDE and mesh.cp.size == ONE_BLOCK:
                 continue
-            tensors, parameters, cut = outputs_and_gradients(form, mesh.head_shard, mesh.cp_shard)
+            tensors, parameters, cut = outputs_and_gradients(form, head_shard(mesh.tp), mesh.new_cp_shard())
             found[name] = (
                 tensors,
                 {key: mesh.sum(grad, mesh.gradient) for key, grad in parameters.items()},
@@ -137,7 +138,7 @@ def test_attention_over_ranks_is_attention_of_one_process(form, layout):
 
 def marks(form):
     with cpu_mesh(tensor=2) as mesh:
-        module = layer(form, mesh.head_shard)
+        module = layer(form, head_shard(mesh.tp))
         mark_head_parameters(module)
         return {name: getattr(p, "tensor_model_parallel", False) for name, p in module.named_parameters()}
 

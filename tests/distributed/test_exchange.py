@@ -44,7 +44,7 @@ def entering_states(shards, dtype, direction, way):
     state_exchange.parts = lambda size, message_bytes: parts
     with cpu_mesh(context=shards, state_exchange=chosen) as mesh:
         sums, log_scales, carries, weights = states(shards, dtype)
-        cp_shard, rank = mesh.cp_shard, mesh.cp.rank
+        cp_shard, rank = mesh.new_cp_shard(), mesh.cp.rank
         mine = sums[rank].detach().requires_grad_()
         begin = {"before": cp_shard.start_prefix, "behind": cp_shard.start_suffix}[direction]
         pending = begin(KernelState(mine, log_scales[rank]), carries[rank])
@@ -87,7 +87,7 @@ def decayed_states(shards, direction, way):
     state_exchange.parts = lambda size, message_bytes: parts
     with cpu_mesh(context=shards, state_exchange=chosen) as mesh:
         sums, _, _, weights = states(shards, torch.float64)
-        cp_shard, rank = mesh.cp_shard, mesh.cp.rank
+        cp_shard, rank = mesh.new_cp_shard(), mesh.cp.rank
         mine, factor = (x[rank].detach().requires_grad_() for x in (sums, decays(shards)))
         begin = {"before": cp_shard.start_prefix, "behind": cp_shard.start_suffix}[direction]
         entering = begin(KernelState(mine, torch.zeros(BATCH, HEADS, dtype=torch.float64)), factor).wait()
@@ -131,7 +131,7 @@ def stacked_gradients(shards, recompute, way):
     with cpu_mesh(context=shards, state_exchange=way) as mesh:
         x = torch.linspace(-1, 1, shards * 24, dtype=torch.float64).view(shards, 1, 2, 3, 4)[mesh.cp.rank]
         x.requires_grad_()
-        out = stacked(x, mesh.cp_shard, recompute)
+        out = stacked(x, mesh.new_cp_shard(), recompute)
         (out * out).sum().backward()
         return out.detach(), x.grad
 
@@ -160,7 +160,7 @@ def attended_shard(way, x, projection):
         here = x.chunk(2, 3)[mesh.cp.rank].clone().requires_grad_()
         projection.requires_grad_()
         at = mesh.cp.rank * here.shape[3]
-        out = attended(here, projection, at, "triton", mesh.cp_shard.start_prefix)
+        out = attended(here, projection, at, "triton", mesh.new_cp_shard().start_prefix)
         out.square().sum().backward()
         return out.detach(), here.grad, projection.grad
 
@@ -194,7 +194,7 @@ def previous(shards, dtype, count):
     with cpu_mesh(context=shards) as mesh:
         x, weights = (part.chunk(shards, 2)[mesh.cp.rank].detach() for part in tokens(shards, dtype))
         x.requires_grad_()
-        before = mesh.cp_shard.previous_tokens(x, count)
+        before = mesh.new_cp_shard().previous_tokens(x, count)
         (before * weights[:, :, :count]).sum().backward()
         return before.detach(), x.grad
 
@@ -215,7 +215,7 @@ def test_previous_tokens_are_the_left_neighbours_last(shards, dtype, count):
 
 def swapped(shards, dtype):
     with cpu_mesh(context=shards) as mesh:
-        cp_shard, rank = mesh.cp_shard, mesh.cp.rank
+        cp_shard, rank = mesh.new_cp_shard(), mesh.cp.rank
         x, weights = tokens(shards, dtype)
         mine = x.chunk(shards, 2)[rank].detach().requires_grad_()
         heads = cp_shard.tokens_to_heads(mine)
@@ -238,7 +238,7 @@ def test_heads_and_tokens_change_places_and_return(shards, dtype):
 
 def whole():
     with cpu_mesh() as mesh:
-        return mesh.cp_shard.size
+        return mesh.new_cp_shard().size
 
 
 def test_a_sequence_that_nobody_shares_is_whole():

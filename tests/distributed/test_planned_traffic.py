@@ -16,14 +16,6 @@ pytestmark = pytest.mark.second
 BOOKKEEPING = 64
 """Bytes of norms, flags and counts that DeepSpeed and the loss exchange once a step, beside tensors."""
 
-OPERATIONS = {
-    "allreduce": "all_reduce",
-    "allgather_base": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "alltoall_base": "all_to_all",
-    "send": "send",
-}
-
 
 def measured(changes: dict[str, Any]) -> dict[tuple[str, str], int]:
     from benchmarks.real_runs import sent_bytes
@@ -44,7 +36,7 @@ def compare(changes: dict[str, Any], world: int = 2) -> None:
     [first, *_] = run_ranks(measured, world, changes)
     known = {"tp", "cp", "gradient"}
     real = {
-        (group, OPERATIONS[operation]): count
+        (group, operation): count
         for (group, operation), count in first.items()
         if group in known and count > BOOKKEEPING
     }

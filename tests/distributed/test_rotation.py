@@ -5,6 +5,7 @@ import torch
 
 from megakernel import attention
 from megakernel.attention import AttentionInputs
+from megakernel.parallel.tensor import head_shard
 from tests.distributed.processes import cpu_mesh, run_ranks
 
 BATCH, TOKENS, DIM = 2, 32, 8
@@ -68,7 +69,7 @@ def suits(case, sizes):
 def all_cases_on_ranks(sizes):
     with cpu_mesh(**sizes) as mesh:
         return {
-            case: outputs_and_gradients(case, mesh.head_shard, mesh.cp_shard)
+            case: outputs_and_gradients(case, head_shard(mesh.tp), mesh.new_cp_shard())
             for case in CASES
             if suits(case, sizes)
         }
@@ -98,7 +99,7 @@ def test_attention_by_keys_that_go_round_is_attention_of_one_process(layout):
 def pipeline_forward(shards):
     """Two rotations under way at once, and the second waited for first."""
     with cpu_mesh(context=shards) as mesh:
-        rank, cp_shard = mesh.cp.rank, mesh.cp_shard
+        rank, cp_shard = mesh.cp.rank, mesh.new_cp_shard()
         grid = torch.arange(12.0).view(3, 4) + 100 * rank
         first = cp_shard.start_rotation(
             (grid.to(torch.bfloat16), grid.T.double(), torch.tensor([rank, 2**40 + rank]))

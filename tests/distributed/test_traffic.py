@@ -20,18 +20,19 @@ LENGTHS = tiered([2**16, 2**20], [2**16])
 
 
 def attend(mesh, tokens, preset):
-    """Forward and backward of one layer on this rank's shard of one row of `tokens`."""
+    """What a layer sends, forward and backward, of this rank's shard of one row of `tokens`; and late exchanges."""
     torch.manual_seed(0)
     layer = attention.build(preset, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=WIDTH)
     own = tokens // mesh.cp.size
     q, k, v = (torch.randn(1, heads, own, WIDTH, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    layer(q, k, v, AttentionInputs(cp_shard=mesh.cp_shard)).square().mean().backward()
+    shard = mesh.new_cp_shard()
+    layer(q, k, v, AttentionInputs(cp_shard=shard)).square().mean().backward()
+    return shard.traffic.take()
 
 
 def sent_by_layer(tokens, preset, size, **parallel):
     with cpu_mesh(context=size, **parallel) as mesh:
-        attend(mesh, tokens, preset)
-        sent, _ = mesh.cp_shard.traffic.take()
+        sent, _ = attend(mesh, tokens, preset)
         return dict(sent)
 
 
@@ -129,8 +130,7 @@ def delayed(units):
 
 def late_exchanges(preset, units):
     with cpu_mesh(context=2) as mesh, delayed(units):
-        attend(mesh, 2 * 2048, preset)
-        return mesh.cp_shard.traffic.take()[1]
+        return attend(mesh, 2 * 2048, preset)[1]
 
 
 @pytest.mark.parametrize("preset", ["linear", "flurka"])

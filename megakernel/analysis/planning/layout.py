@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from megakernel.config import Attention, Config, Model
+from megakernel.config.training import Recompute
 
 if TYPE_CHECKING:
     from .measured import Measure, Measured, Part
 
-Recompute = Literal["none", "selective", "full"]
 StateExchange = Literal["own", "ring"]
 """How shards of a row meet in softmax layers: as the code does it, by heads, or (for comparison) by a ring of keys."""
 
@@ -133,11 +133,6 @@ class Job:
         return self.model.num_heads // self.layout.tensor
 
     @cached_property
-    def attentions(self) -> list[Attention]:
-        """The attention of each layer."""
-        return [self.model.layer_attention(layer) for layer in range(self.model.num_layers)]
-
-    @cached_property
     def stages(self) -> list[range]:
         """Transformer layers of each pipeline stage, as DeepSpeed cuts them."""
         return stage_layers(self.model.first_layer, self.model.num_layers, self.layout.pipeline)
@@ -150,7 +145,7 @@ class Job:
     def _first_alike(self) -> list[int]:
         """For each layer."""
         known: dict[int, int] = {}
-        return [known.setdefault(id(one), index) for index, one in enumerate(self.attentions)]
+        return [known.setdefault(id(one), index) for index, one in enumerate(self.model.attentions)]
 
     def parts(self, stage: int) -> list[tuple["Part", int]]:
         """What a stage holds, and how often: embedding, kinds of layers, head."""
@@ -164,7 +159,11 @@ class Job:
         from .measured import Shape  # not before the libraries were told of their device
 
         is_layer = isinstance(part, int)
-        ring = isinstance(part, int) and layout.context > 1 and self.passes_keys_round(self.attentions[part])
+        ring = (
+            isinstance(part, int)
+            and layout.context > 1
+            and self.passes_keys_round(self.model.layer_attention(part))
+        )
         # Embedding and head take every token by itself; a classifier's head its rows.
         alike = not is_layer and self.model.classifier is None
         shape = Shape(

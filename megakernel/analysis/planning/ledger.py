@@ -6,7 +6,7 @@ real beside them: where documents lie decides what attention does next.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -37,7 +37,7 @@ class Sent(NamedTuple):
     """Name of its process group."""
 
     operation: str
-    """As c10d names it, without underscores; `chain` where a message passes ranks one behind the other."""
+    """As torch.distributed names it; `chain` where a message passes ranks one behind the other, which wait for it."""
 
     backward: bool
     """Whether it goes in backward."""
@@ -130,7 +130,8 @@ class Ledger(TorchDispatchMode):
         names = [x.name for x in func._schema.arguments]
         # An argument that has its default is not handed on, and this one's is True.
         is_async = operation == "send" or ("async_op" in names and all(args[names.index("async_op") :][:1]))
-        message = Sent(group, "chain" if self._chain else operation, self.backward, not is_async)
+        name = "chain" if self._chain else OPERATIONS.get(operation, operation)
+        message = Sent(group, name, self.backward, not is_async)
         # Collectives that have an output name it first.
         tensors = args[1] if operation in WITH_OUTPUT else args[0]
         if operation != "recv":
@@ -178,12 +179,13 @@ def without_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return 0  # no number is out of range, no mask true
     if func is aten.index.Tensor:  # the size of what a mask takes is known where the mask is real
         args = (args[0], [y for x in args[1] for y in _places(x)])
-    tensors = [x for x in _each((*args, *kwargs.values())) if isinstance(x, Tensor)]
-    if all(map(_is_real, tensors)) if tensors else _makes_integers(func, args, kwargs):
+    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+    real = (not isinstance(x, Numberless) and not x.is_floating_point() for x in tensors)
+    if all(real) if tensors else _makes_integers(func, args, kwargs):
         out = func(*args, **kwargs)
         if func is c10d._allgather_base_.default:
             _move_on(*args[:2])
-        return _with(lambda x: Numberless(x.to("meta")) if x.is_floating_point() else x, out)
+        return tree_map_only(Tensor, lambda x: Numberless(x.to("meta")) if x.is_floating_point() else x, out)
     if _changes_first(func) and isinstance(args[0], Numberless):
         return args[0]
     key = (func, _form(args), _form(tuple(kwargs.items()))) if _makes_new(func) else None
@@ -191,13 +193,13 @@ def without_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         sizes, strides, dtype = _MADE[key]
         return Numberless(torch.empty_strided(sizes, strides, dtype=dtype, device="meta"))
     given = {id(x.meta): x for x in tensors if isinstance(x, Numberless)}
-    on_meta = {name: _with(_meta, x) for name, x in kwargs.items()}
+    args, on_meta = tree_map_only(Tensor, _meta, (args, kwargs))
     if "device" in kwargs:
         on_meta["device"] = "meta"
-    out = func(*[_with(_meta, x) for x in args], **on_meta)
+    out = func(*args, **on_meta)
     if key is not None and isinstance(out, Tensor) and _fills_own_storage(out, given.values()):
         _MADE[key] = out.shape, out.stride(), out.dtype
-    return _with(lambda x: given[id(x)] if id(x) in given else Numberless(x), out)
+    return tree_map_only(Tensor, lambda x: given[id(x)] if id(x) in given else Numberless(x), out)
 
 
 _MADE: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
@@ -238,23 +240,13 @@ def _meta(x: Tensor) -> Tensor:
     return x.meta if isinstance(x, Numberless) else x.to("meta")
 
 
-def _each(x: Sequence[Any]) -> Iterator[Any]:
-    for y in x:
-        if _holds_tensors(y):
-            yield from _each(y)
-        else:
-            yield y
-
-
-def _with(change: Callable[[Tensor], Tensor], x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return change(x)
-    return type(x)([_with(change, y) for y in x]) if _holds_tensors(x) else x
-
-
-def _holds_tensors(x: Any) -> bool:
-    return isinstance(x, list | tuple) and not (x and isinstance(x[0], int))
-
+OPERATIONS = {
+    "allreduce": "all_reduce",
+    "allgather_base": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "alltoall_base": "all_to_all",
+}
+"""torch.distributed's names of those that c10d calls otherwise."""
 
 WITH_OUTPUT = frozenset(
     ("allgather", "allgather_base", "reduce_scatter", "reduce_scatter_base", "alltoall", "alltoall_base")
@@ -266,10 +258,6 @@ def _group_name(group: Any) -> str:
         return ProcessGroup.unbox(group).group_name
     except (RuntimeError, TypeError):  # reduce operations are script objects, too
         return ""
-
-
-def _is_real(x: Tensor) -> bool:
-    return not isinstance(x, Numberless) and not x.is_floating_point()
 
 
 def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

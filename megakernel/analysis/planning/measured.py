@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megakernel.attention.layer import AttentionLayer
 from megakernel.attention.sequence import WHOLE, ContextParallelShard
 from megakernel.config import Config
+from megakernel.config.parallel import SoftmaxExchange
+from megakernel.config.training import Recompute
 from megakernel.model import LanguageModel
 from megakernel.model.settings import DTYPES, model_settings
 from megakernel.ops import layers
@@ -59,8 +62,8 @@ class Shape:
     tensor: int
     sequence_parallel: bool
     context: int
-    recompute: Literal["none", "selective", "full"]
-    softmax_exchange: Literal["auto", "heads", "ring"]
+    recompute: Recompute
+    softmax_exchange: SoftmaxExchange
     on_gpu: bool
 
 
@@ -215,8 +218,18 @@ class Measure:
     def _settings(self, shape: Shape, tp: Axis, cp: Axis, ledger: Ledger) -> Any:
         changes = {"activation_checkpointing": shape.recompute, "checkpoint_offload": False}
         training = self.config.training.model_copy(update=changes)
-        exchange = self.config.parallel.state_exchange
-        mesh: Any = _FakeMesh(tp, cp, shape.sequence_parallel, shape.softmax_exchange, exchange, ledger)
+
+        def new_cp_shard() -> ContextParallelShard:
+            exchange = self.config.parallel.state_exchange
+            return WHOLE if cp.size == 1 else GroupShard(cp, exchange, background=_AtOnce(ledger))
+
+        # The part of a mesh that a model asks for, without the other processes.
+        mesh: Any = SimpleNamespace(
+            tp=tp,
+            sequence_parallel=shape.sequence_parallel,
+            softmax_exchange=shape.softmax_exchange,
+            new_cp_shard=new_cp_shard,
+        )
         return model_settings(self.config.model_copy(update={"training": training}), mesh, self.vocab_size)
 
     def _inputs(self, part: Part, shape: Shape, cp: Axis) -> tuple[Tensor, ...]:
@@ -233,24 +246,6 @@ class Measure:
         sizes = (own, shape.rows, model.hidden_size)
         hidden = torch.empty(sizes, dtype=DTYPES[self.config.training.dtype], requires_grad=True)
         return (hidden, *rest)
-
-
-@dataclass(frozen=True)
-class _FakeMesh:
-    """The part of a mesh that a model asks for, without the other processes."""
-
-    tp: Axis
-    cp: Axis
-    sequence_parallel: bool
-    softmax_exchange: str
-    state_exchange: Literal["auto", "gather", "ring"]
-    ledger: Ledger
-
-    def new_cp_shard(self) -> ContextParallelShard:
-        """This process's shard of every row."""
-        if self.cp.size == 1:
-            return WHOLE
-        return GroupShard(self.cp, self.state_exchange, background=_AtOnce(self.ledger))
 
 
 class _AtOnce:

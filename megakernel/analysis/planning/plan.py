@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from megakernel.config import Config, ConfigError, Parallel, Problem, data_parallel_size
 from megakernel.config.checks import agreement
+from megakernel.config.training import Recompute
 
 from .gpus import Gpu
-from .layout import Job, Layout, Recompute, StateExchange
+from .layout import Job, Layout, StateExchange
 from .memory import Memory, memory
 from .step import Step, necessary_flops, step
 
@@ -148,8 +149,7 @@ def _of_cut(config: Config, devices: int, cut: dict[str, Any]) -> Iterator[Layou
         cause: ConfigError = error.errors()[0]["ctx"]["error"]
         yield cause.problems[0].under("parallel")
         return
-    sections = {name: getattr(changed, name) for name in type(changed).model_fields}
-    problem = next(iter(agreement(sections)), None)
+    problem = next(iter(agreement(dict(changed))), None)
     if problem is not None:
         yield problem
         return

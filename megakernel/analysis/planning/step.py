@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megakernel.config import Attention, Masking
-from megakernel.model.flops import attention_flops, training_flops_per_token
+from megakernel.model.flops import attention_flops, matrix_flops, training_flops_per_token
 
 from .gpus import Gpu
 from .layout import Job
@@ -72,9 +71,8 @@ def step(job: Job, gpu: Gpu, necessary: float | None = None) -> Step:
 
 def necessary_flops(job: Job) -> float:
     """The numerator of MFU."""
-    masking = job.config.data.masking or Masking()
-    predicted = masking.rate if job.model.kind == "masked_lm" else 1.0
-    return job.tokens_per_step * training_flops_per_token(job.model, job.seq_len, job.vocab_size, predicted)
+    sizes = (job.seq_len, job.vocab_size, job.config.predicted_share)
+    return job.tokens_per_step * training_flops_per_token(job.model, *sizes)
 
 
 def _of_stage(job: Job, stage: int, gpu: Gpu, necessary: float) -> Step:
@@ -107,10 +105,10 @@ def _traffic(job: Job, stage: int, forward: Parts, backward: Parts, gpu: Gpu) ->
     waiting: dict[bool, float] = defaultdict(float)
     for transfer in of_micro_batch(job, stage):
         seconds = seconds_of(transfer, job.layout, gpu)
-        if transfer.behind is None:
-            exposed[f"{transfer.group} traffic"] += seconds
-        else:
+        if transfer.is_hidden:
             waiting[transfer.backward] += seconds
+        else:
+            exposed[f"{transfer.group} traffic"] += seconds
     hidden = 0.0
     for goes_back, seconds in waiting.items():
         room = (backward if goes_back else forward).get("attention", 0.0)
@@ -131,13 +129,14 @@ def _work(job: Job, stage: int, gpu: Gpu) -> tuple[Parts, Parts]:
 
 
 def _layer(job: Job, index: int, gpu: Gpu) -> tuple[Parts, Parts]:
-    attention = job.attentions[index]
+    attention = job.model.layer_attention(index)
     whole = job.measured(index, "none")
     is_state_alone = attention.feature_map is not None or attention.spec.exchanges == ("state",)
     softmax = attention.weighs_every_pair or not is_state_alone
     products = sum(attention_flops(job.model, attention, job.seq_len).values()) / job.layout.tensor
+    matrices = sum(matrix_flops(job.model, attention).values()) / job.layout.tensor
     forward = {
-        "matrices": job.tokens * _matrix_flops(job, attention) / gpu.flops("matrix", job.element),
+        "matrices": job.tokens * matrices / gpu.flops("matrix", job.element),
         "attention": job.tokens * products / gpu.flops("softmax" if softmax else "kernel", job.element),
         "elementwise": gpu.moving(PASSES * (whole.kept - whole.states)),
     }
@@ -149,15 +148,6 @@ def _layer(job: Job, index: int, gpu: Gpu) -> tuple[Parts, Parts]:
         "recomputed": sum(forward[part] for part in again),
     }
     return forward, backward
-
-
-def _matrix_flops(job: Job, attention: Attention) -> float:
-    """Projections and MLP per token of one device, forward."""
-    model = job.model
-    vectors = 2 * model.num_heads + (attention.keys_per_head + 1) * model.kv_heads
-    matrices = 3 if model.is_mlp_gated else 2
-    whole = 2 * model.hidden_size * (model.head_size * vectors + model.ffn_size * matrices)
-    return whole / job.layout.tensor
 
 
 def _head(job: Job, gpu: Gpu) -> tuple[Parts, Parts]:

@@ -18,19 +18,6 @@ from .memory import FLOAT32, INT64, LIVE
 if TYPE_CHECKING:
     from .measured import Part
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "chain"]
-"""As torch.distributed names them; `chain`: from each rank to the next one, which waits for it."""
-
-OPERATIONS: dict[str, Operation] = {
-    "allreduce": "all_reduce",
-    "allgather_base": "all_gather",
-    "reduce_scatter_base": "reduce_scatter",
-    "alltoall_base": "all_to_all",
-    "send": "send",
-    "chain": "chain",
-}
-"""By their names in c10d, without underscores."""
-
 Group = Literal["tp", "cp", "gradient", "pp"]
 
 
@@ -41,7 +28,8 @@ class Transfer:
     group: Group
     """Over whom: tp, cp, gradient (data x context) or pp."""
 
-    operation: Operation
+    operation: str
+    """See `ledger.Sent`."""
 
     bytes: float
     """Bytes that the device hands in, all messages together."""
@@ -52,8 +40,8 @@ class Transfer:
     ranks: int
     """Devices of the group."""
 
-    behind: Literal["attention"] | None = None
-    """Which work of the device runs at the same time."""
+    is_hidden: bool = False
+    """Whether attention works meanwhile."""
 
     backward: bool = False
     """Whether it happens in backward."""
@@ -77,8 +65,6 @@ class Transfer:
 
     def times(self, count: float) -> "Transfer":
         """As many such transfers."""
-        if count == 1:
-            return self
         return replace(self, bytes=self.bytes * count, calls=self.calls * count)
 
 
@@ -108,8 +94,8 @@ def of_part(job: Job, part: "Part") -> Iterator[Transfer]:
     for (axis, name, backward, waits), (amount, calls) in job.measured(part).sent.items():
         group: Group = "tp" if axis == "tp" else "cp"
         # Other ranks' states and keys arrive while attention works.
-        behind: Literal["attention"] | None = None if waits or group == "tp" else "attention"
-        sent = Transfer(group, OPERATIONS[name], amount, calls, ranks[group], behind, backward)
+        is_hidden = not waits and group == "cp"
+        sent = Transfer(group, name, amount, calls, ranks[group], is_hidden, backward)
         if sent.operation == "chain" and calls:
             sent = replace(sent, parts=parts(sent.ranks, round(amount / calls)))
         if amount:
@@ -122,7 +108,7 @@ def of_step(job: Job, stage: int) -> Iterator[Transfer]:
     count = job.parameters[stage]
     if ranks > 1:
         passes = job.micro_batches if layout.zero_stage >= 2 else 1
-        operation: Operation = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
+        operation = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
         yield Transfer("gradient", operation, count * FLOAT32, 1, ranks, backward=True).times(passes)
         if layout.zero_stage:
             # Weights that ZeRO 3 does not keep are gathered for each forward and backward.

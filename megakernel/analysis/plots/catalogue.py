@@ -53,8 +53,7 @@ class Analysis:
 
     def applies(self, config: Config) -> bool:
         """Whether a layer of the run has what it needs."""
-        model = config.model
-        return any(self.fits(model.layer_attention(layer)) for layer in range(model.num_layers))
+        return any(map(self.fits, config.model.attentions))
 
 
 def _has_noisy_kernel(form: Attention) -> bool:
@@ -124,7 +123,7 @@ _ALL = (
         "eigenvalue",
         _HEADS,
         "learned Gaussian mixture (gmm_rks, gmm_prf)",
-        lambda form: form.feature_map is not None and form.feature_map.is_gmm,
+        lambda form: form.feature_map is not None and form.feature_map.kind == "gmm",
     ),
     Analysis(
         "noise.kernel_deviation",

@@ -18,8 +18,6 @@ of k numbers, over all N^2 pairs and without the softmax; D is the width of a he
 
 from dataclasses import dataclass
 
-from megakernel.config import Model
-
 from .subject import Subject
 from .table import Row
 
@@ -92,11 +90,6 @@ def in_region_of_claim_2(sizes: Sizes) -> bool:
     return sizes.tokens - 1 > sizes.rank > sizes.head_dim
 
 
-def in_region_of_claim_3(sizes: Sizes) -> bool:
-    """N > d_k (H + 2) and d_m > d_k: fewer than the kernel parent."""
-    return sizes.tokens > sizes.rank * (sizes.heads + 2) and sizes.width > sizes.rank
-
-
 def is_long_enough(sizes: Sizes) -> bool:
     """N > d_k (2 H + 1): the bound of claims 1 and 3 from the difference of eqs. 7 and 8 as it is."""
     return sizes.tokens > sizes.rank * (2 * sizes.heads + 1)
@@ -114,16 +107,11 @@ CLAIM_TOKENS = tuple(2**n for n in range(9, 21))
 
 
 def measure_claims(subject: Subject) -> list[Row]:
-    """See `claim_map`."""
-    model = subject.config.model
-    return claim_map(model.hidden_size, model.num_heads)
-
-
-def claim_map(width: int, heads: int) -> list[Row]:
     """tokens N, rank d_k; over_low_rank, over_kernel: speedups by eqs. 6 to 8; claim_1, claim_2: 1 in their regions.
 
     long_enough: 1 where the kernel is beaten by the derivation without the paper's slip.
     """
+    width, heads = subject.config.model.hidden_size, subject.config.model.num_heads
     ranks = [2**n for n in range(4, max(width, 32).bit_length() + 1)]
     rows: list[Row] = []
     for tokens in CLAIM_TOKENS:
@@ -179,13 +167,9 @@ MIXTURE_TOKENS = tuple(2**n for n in range(8, 15))
 
 
 def measure_mixture_costs(subject: Subject) -> list[Row]:
-    """See `ratios`."""
-    return ratios(subject.config.model)
-
-
-def ratios(model: Model) -> list[Row]:
     """tokens N, width D of a head, operations and parameters: of H heads with M keys over M H heads of softmax."""
-    keys = max(model.layer_attention(layer).keys_at_position for layer in range(model.num_layers))
+    model = subject.config.model
+    keys = max(layer.keys_at_position for layer in model.attentions)
     heads = keys * model.num_heads
     return [
         {

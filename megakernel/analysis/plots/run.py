@@ -1,17 +1,16 @@
 """From a run folder to tables and plots: what is cheap to check comes before the libraries are loaded."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megakernel.config import Config, UserError
+from megakernel.config import UserError
+from megakernel.config.errors import written_to
 from megakernel.evaluation.language_modelling import check_length, evaluated_config
 from megakernel.evaluation.subject import find, opened
-from megakernel.training.observing.event_files import PATTERN, add_png
+from megakernel.training.observing.event_files import add_png, replaced_events
 from megakernel.training.run_folder import write_whole
 
 from .catalogue import ALL, Analysis, chosen
@@ -75,11 +74,14 @@ def analyze_run(
     length = min(ROW, config.training.evaluation_len) if seq_len is None else seq_len
     if length > LONGEST:
         raise UserError(f"seq_len={length} makes matrices of {length} rows; give --seq-len {LONGEST} or less")
-    read = _one_row_per_pass(evaluated_config(config, samples, length))
+    read = evaluated_config(config, samples, length)
+    one_row = read.training.model_copy(update={"micro_batch_size": 1})
+    read = read.model_copy(update={"training": one_row})
     check_length(read, source.text)
     target = folder / "analysis" / f"step_{at}" if out is None else out
     shows = out is None and config.logging.tensorboard
-    _make_folder(target)
+    with written_to("--out", target):
+        target.mkdir(parents=True, exist_ok=True)
     import torch
 
     from data_pipeline.loader import ValidationBatches
@@ -114,20 +116,6 @@ def analyze_run(
         yield Result(analysis, rows, table, list(plots.values()))
 
 
-def _one_row_per_pass(config: Config) -> Config:
-    training = config.training.model_copy(update={"micro_batch_size": 1})
-    return config.model_copy(update={"training": training})
-
-
-def _make_folder(target: Path) -> None:
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{target} cannot hold the results ({error}); choose another folder with --out"
-        ) from None
-
-
 def _save(figure: "Figure", path: Path) -> Path:
     staged = path.with_suffix(".partial")
     figure.savefig(staged, dpi=100, format="png")
@@ -136,23 +124,7 @@ def _save(figure: "Figure", path: Path) -> Path:
 
 
 def show(tensorboard: Path, plots: Mapping[str, Path], step: int, name: str) -> None:
-    """Put PNG files into a folder of event files at a step, by tag, in place of what `name` has shown there before.
-
-    A folder of its own: in that of the training, TensorBoard without its data server would go over to the newer file
-    and read no more of one that a run still writes to. Files appear whole.
-    """
-    from torch.utils.tensorboard import SummaryWriter
-
-    tensorboard.mkdir(parents=True, exist_ok=True)
-    ending = f".analysis.{name}.step_{step}"
-    with tempfile.TemporaryDirectory() as staged:
-        with SummaryWriter(staged, filename_suffix=ending) as writer:
-            for tag, path in plots.items():
-                add_png(writer, tag, path.read_bytes(), step)
-        (file,) = Path(staged).iterdir()
-        before = list(tensorboard.glob(f"{PATTERN}{ending}"))
-        # Under a name that TensorBoard does not take for events, until it is whole.
-        partial = shutil.copyfile(file, tensorboard / f"{name}.partial")
-        os.replace(partial, tensorboard / file.name)
-    for path in before:
-        path.unlink()
+    """Put PNG files into a folder of event files at a step, by tag, in place of what `name` has shown there before."""
+    with replaced_events(tensorboard, f".analysis.{name}.step_{step}") as writer:
+        for tag, path in plots.items():
+            add_png(writer, tag, path.read_bytes(), step)

@@ -161,9 +161,8 @@ def measure_instability(subject: Subject) -> list[Row]:
 
 def compared_models(model: Model) -> dict[str, Model]:
     """Name -> the run's model with two layers of another attention; the run's own where it is not softmax."""
-    layers = min(LAYERS, model.num_layers)
-    own = model.model_copy(update={"num_layers": layers})
-    found = {} if all(own.layer_attention(i).is_full_softmax for i in range(layers)) else {OWN: own}
+    own = model.model_copy(update={"num_layers": min(LAYERS, model.num_layers)})
+    found = {} if all(layer.is_full_softmax for layer in own.attentions) else {OWN: own}
     for preset in (REFERENCE, *OTHERS):
         form = Attention.model_validate(expand_preset(preset))
         if not (model.is_causal and form.mixes_future_tokens):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from data_pipeline.batch import Batch
 from megakernel.attention import WHOLE, AttentionLayer
 from megakernel.config import Config, Model
-from megakernel.model import IGNORED, LanguageModel
+from megakernel.model import LanguageModel
 from megakernel.model.layer import attention_cores
-from megakernel.model.layer_inputs import LayerInputs
+from megakernel.model.layer_inputs import LayerInputs, inputs_of
 from megakernel.model.self_attention import SelfAttention
 from megakernel.uptraining.query_rows import CapturedInputs
 
@@ -126,12 +126,7 @@ class Subject:
         """The samples as the model's first layer reads them, a label of all of them counting as 1 / their number."""
         total = sum(int(batch.loss_mask.sum()) for batch in self.batches)
         targets = torch.tensor([max(total, 1)], device=self.device)
-        found: list[LayerInputs] = []
-        for batch in self.batches:
-            labels = batch.labels.where(batch.loss_mask, IGNORED)
-            parts = (batch.tokens, batch.positions, labels)
-            found.append((*(part.to(self.device) for part in parts), targets))
-        return found
+        return [inputs_of(batch, targets) for batch in self.batches]
 
     def untrained(self, model: Model | None = None) -> LanguageModel:
         """A model of this section, or of the run's, as training would begin with it; in evaluation mode."""

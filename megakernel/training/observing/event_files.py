@@ -1,7 +1,10 @@
 """TensorBoard's event files: plots for them, and rewritten without what a run has gone back behind."""
 
+import shutil
 import struct
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -37,6 +40,28 @@ def drop_later_steps(folder: Path, last_kept: int) -> None:
                 if step is None or step <= last_kept:
                     new.write(frame)
         kept.replace(file)
+
+
+@contextmanager
+def replaced_events(folder: Path, ending: str = "") -> Iterator["SummaryWriter"]:
+    """A writer whose file takes the place of those in `folder` of the same ending when the block ends, whole.
+
+    The folder is not that of a training: there TensorBoard without its data server would go over to the newer file and
+    read no more of one that a run still writes to.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder.mkdir(parents=True, exist_ok=True)
+    before = list(folder.glob(f"{PATTERN}{ending}"))
+    with tempfile.TemporaryDirectory() as staged:
+        with SummaryWriter(staged, filename_suffix=ending) as writer:
+            yield writer
+        (file,) = Path(staged).iterdir()
+        # Under a name that TensorBoard does not take for events, until it is whole.
+        partial = shutil.copyfile(file, folder / file.name.replace("tfevents", "partial"))
+        partial.replace(folder / file.name)
+    for path in before:
+        path.unlink()
 
 
 def add_png(writer: "SummaryWriter", tag: str, png: bytes, step: int) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megakernel.config import Config, to_yaml
@@ -120,10 +119,8 @@ class MetricsWriter:
         if not isinstance(ended.exc_value, OSError):
             self._hook(ended)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with suppress(OSError) if error is not None else nullcontext():
+    def __exit__(self, kind: object, *error: object) -> None:
+        with suppress(OSError) if kind is not None else nullcontext():
             self._lines.close()
             if self._events is not None:
                 self._events.close()

@@ -62,10 +62,8 @@ class ModelHistograms:
         if self._mesh.rank == 0:
             for part in parts:
                 for tag, histogram in part.items():
-                    if tag in found:
-                        found[tag] += histogram
-                    else:
-                        found[tag] = histogram
+                    total = found.setdefault(tag, Histogram())
+                    total += histogram
 
     @torch.no_grad()
     def _parameters(self) -> Found:

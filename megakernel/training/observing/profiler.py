@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ _MOST_ALLOCATIONS = 100_000
 """Allocations of which a snapshot tells where they were made."""
 
 
-class Profiler:
+class Profiler(AbstractContextManager["Profiler"]):
     """Records the configured steps; for the length of a `with` block, so that a run that ends early keeps its trace.
 
     RUN/profile/step_S/rank_R.json.gz: a Chrome trace from step S on, for https://ui.perfetto.dev, with
@@ -48,12 +47,7 @@ class Profiler:
             self._trace = self._folder / f"rank_{rank}.json.gz"
             self._memory = self._folder / f"rank_{rank}.memory.pickle"
 
-    def __enter__(self) -> "Profiler":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._profile is not None:
             self._write()
 

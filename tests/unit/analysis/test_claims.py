@@ -12,7 +12,6 @@ from megakernel.analysis.plots.costs import (
     flurka_operations,
     in_region_of_claim_1,
     in_region_of_claim_2,
-    in_region_of_claim_3,
     is_long_enough,
     kernel_operations,
     low_rank_operations,
@@ -30,6 +29,11 @@ GRID = [
         [1, 2, 4, 8, 16],
     )
 ]
+
+
+def in_region_of_claim_3(sizes: Sizes) -> bool:
+    """N > d_k (H + 2) and d_m > d_k."""
+    return sizes.tokens > sizes.rank * (sizes.heads + 2) and sizes.width > sizes.rank
 
 
 def holds_but_for_the_slip_in_equation_10(in_region, advantage) -> bool:

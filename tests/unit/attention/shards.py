@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from megakernel.attention import AttentionLayer, Rotary
 from megakernel.attention.inputs import AttentionInputs
-from megakernel.attention.sequence import Arrived
+from megakernel.attention.sequence import ContextParallelShard
 from megakernel.ops.state import KernelState, empty_state, keep, merge
 from tests.unit.attention.mechanisms import assert_close, gradients
 
@@ -37,8 +37,17 @@ class Table:
         return items
 
 
-class ThreadShard:
-    """A ContextParallelShard over threads."""
+class Arrived(NamedTuple, Generic[Item]):
+    """The result of an exchange that is over."""
+
+    result: Item
+
+    def wait(self) -> Item:
+        return self.result
+
+
+class ThreadShard(ContextParallelShard):
+    """Over threads."""
 
     def __init__(self, table: Table, rank: int):
         self.table, self.rank, self.size = table, rank, table.size

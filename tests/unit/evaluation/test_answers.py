@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from data_pipeline.tokenizers import ByteTokenizer
-from megakernel.checkpoint.opened import OpenedModel
 from megakernel.evaluation.answer_counts import AnswerCounts, Cell, heat_map
 from megakernel.evaluation.perplexity import predict
 from megakernel.evaluation.run import parse
@@ -46,8 +45,7 @@ def subject(model, kind="causal_lm"):
     training = {"seq_len": 128, "micro_batch_size": 4}
     config = trees.config(model={"kind": kind, "attention": "softmax"}, training=training)
     run = SimpleNamespace(config=config, checkpoint=SimpleNamespace(step=5))
-    source = OpenedModel(Path("runs/x"), run, config, ByteTokenizer())
-    return Subject(source, None, model, torch.device("cpu"))
+    return Subject(Path("runs/x"), run, config, ByteTokenizer(), None, model, torch.device("cpu"))
 
 
 def measured(spec: str, model, samples: int = 8) -> AnswerCounts:

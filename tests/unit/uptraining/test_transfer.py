@@ -7,10 +7,11 @@ from megakernel import attention
 from megakernel.checkpoint.universal import partitions
 from megakernel.checkpoint.universal_load import whole_shapes
 from megakernel.config import Model, UserError
+from megakernel.config.training import NearDropout
 from megakernel.model import IGNORED, LanguageModel, ModelSettings
 from megakernel.model.layer import attention_cores, converted_cores
 from megakernel.training.optimizer import freeze
-from megakernel.training.schedule import LinearDecay, drop_near_windows
+from megakernel.training.schedule import drop_near_windows
 from megakernel.uptraining.distilled import Teacher
 from megakernel.uptraining.query_rows import CapturedInputs, QueryRows, sample_queries
 from megakernel.uptraining.transfer import AttentionTransfer
@@ -252,7 +253,7 @@ def test_kept_layers_are_left_alone(mesh):
 
 def test_near_windows_open_by_and_by(mesh):
     student = build(mesh, FLURKA)
-    drop_near_windows(student, LinearDecay(start=1.0, steps=4), seed=3)
+    drop_near_windows(student, NearDropout(start=1.0, steps=4), seed=3)
     cores = attention_cores(student)
     shares = []
     for step in range(6):
@@ -260,8 +261,9 @@ def test_near_windows_open_by_and_by(mesh):
         shares.append([core.near_dropout.shut.double().mean().item() for core in cores.values()])
     assert shares[0] == [1.0, 1.0]
     assert shares[4] == shares[5] == [0.0, 0.0]
-    assert [LinearDecay(0.8, 4)(step) for step in (0, 1, 4, 9)] == pytest.approx([0.8, 0.6, 0, 0])
+    falling = NearDropout(start=0.8, steps=4)
+    assert [falling.probability(step) for step in (0, 1, 4, 9)] == pytest.approx([0.8, 0.6, 0, 0])
     # Loading a checkpoint asks for what a checkpoint holds.
     assert whole_shapes(student, partitions(student), mesh.tp).keys() == partitions(student).keys()
     with pytest.raises(UserError, match=r"model.attention has none; take near"):
-        drop_near_windows(build(mesh, "flurka_kernel"), LinearDecay(1.0, 4), seed=3)
+        drop_near_windows(build(mesh, "flurka_kernel"), NearDropout(start=1.0, steps=4), seed=3)

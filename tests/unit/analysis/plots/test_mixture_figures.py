@@ -7,8 +7,9 @@ import torch
 
 from megakernel.analysis.plots import costs, mixtures
 from megakernel.analysis.plots.subject import Subject, captured_attention, first_row
+from tests.unit.config import trees
 
-from .small_models import LENGTH, layer_inputs, small_model
+from .small_models import LENGTH, SIZES, layer_inputs, small_model
 
 
 def test_mixing_coefficients_are_the_layers_priors():
@@ -54,9 +55,14 @@ def test_the_likelihood_of_queries_is_that_of_the_density_written_out(form):
         assert found[head].item() == pytest.approx(-sum(logs) / LENGTH, rel=1e-5)
 
 
+def of_model(**model):
+    """What costs are asked of: sizes, and no weights."""
+    return Subject(trees.config(model=model), None, [], torch.device("cpu"), LENGTH)
+
+
 def test_half_the_heads_with_two_keys_cost_less_the_wider_and_longer():
     """Transformer-MGK, figure 3; the limit of long rows is (6 D - 1) / (2 (4 D - 1)), 3/4."""
-    rows = costs.ratios(small_model("mgk").settings.model)
+    rows = costs.measure_mixture_costs(of_model(**SIZES, attention="mgk"))
     found = {(row["tokens"], row["width"]): row for row in rows}
     assert len(found) == len(rows) == len(costs.MIXTURE_TOKENS) * len(costs.WIDTHS)
     assert all(row["operations"] < 1 and row["parameters"] < 1 for row in rows)
@@ -66,7 +72,7 @@ def test_half_the_heads_with_two_keys_cost_less_the_wider_and_longer():
 
 
 def test_the_claims_map_says_where_flurka_is_faster():
-    rows = costs.claim_map(width=512, heads=8)
+    rows = costs.measure_claims(of_model(num_layers=1, hidden_size=512, num_heads=8))
     for row in rows:
         if row["claim_1"] and row["long_enough"]:
             assert min(row["over_low_rank"], row["over_kernel"]) > 1

@@ -1,0 +1,394 @@
+"""What sections ask of each other, a rule each.
+
+Every function of this file that finds problems is a rule; its parameters name the sections that it reads, and it is
+held where these are sound, whatever problems other sections have (`checks.py`).
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from .attention import Attention
+from .data import Data
+from .errors import MISSING, Problem, nearest_multiples
+from .init import Init
+from .model import Model
+from .objective import Objective
+from .parallel import Parallel
+from .training import Logging, Optimizer, Schedule, Training
+from .uptrain import Uptrain
+
+
+def processes_hold_what_is_watched(logging: Logging, model: Model, parallel: Parallel) -> Iterator[Problem]:
+    """Samples take a process that holds the whole model, plots one that holds all its layers."""
+    if logging.analysis_every is not None and parallel.pipeline > 1:
+        reason = f"needs all layers in one process, and parallel.pipeline={parallel.pipeline} parts them"
+        remedy = "remove it; `megakernel analyze RUN` takes checkpoints of every layout"
+        yield Problem("logging.analysis_every", logging.analysis_every, reason, remedy)
+    if logging.sample_prompt is None:
+        return
+    if not model.is_causal:
+        reason = f"has nothing to continue it: model.kind is {model.kind}"
+        yield Problem("logging.sample_prompt", logging.sample_prompt, reason, "remove it")
+    sizes = {"tensor": parallel.tensor, "context": parallel.context, "pipeline": parallel.pipeline}
+    shared = [f"parallel.{key}={size}" for key, size in sizes.items() if size > 1]
+    shared += ["parallel.zero_stage=3"] * (parallel.zero_stage == 3)
+    if shared:
+        reason = f"needs a process that holds the whole model, and {shared[0]} shares it"
+        remedy = "remove it; `megakernel generate RUN` takes checkpoints of every layout"
+        yield Problem("logging.sample_prompt", logging.sample_prompt, reason, remedy)
+
+
+def _tensor_ranks_share_evenly(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    tensor = parallel.tensor
+    sizes = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "ffn_hidden_size": model.ffn_size,
+        "vocab_multiple": model.vocab_multiple,
+    }
+    for key, size in sizes.items():
+        if size is not None and size % tensor:
+            reason = f"is not a multiple of parallel.tensor={tensor}"
+            remedy = f"set {nearest_multiples(size, tensor)} or change parallel.tensor"
+            yield Problem(f"model.{key}", size, reason, remedy)
+
+
+def _every_stage_has_layers(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if model.num_layers < parallel.pipeline:
+        reason = f"exceeds model.num_layers={model.num_layers}"
+        yield Problem("parallel.pipeline", parallel.pipeline, reason, f"set at most {model.num_layers}")
+
+
+def _numbers_do_not_flow_through_stages(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if parallel.pipeline > 1 and model.classifier is not None and model.classifier.num_classes == 1:
+        reason = "sends labels from stage to stage, and DeepSpeed wants gradients of those that are numbers"
+        remedy = "set it to 1, or model.classifier.num_classes to 2 or more"
+        yield Problem("parallel.pipeline", parallel.pipeline, reason, remedy)
+
+
+def _sequence_is_cut_evenly(model: Model, parallel: Parallel, training: Training) -> Iterator[Problem]:
+    sharded = parallel.tensor if parallel.sequence_parallel else 1
+    blocks, windows = [1], [1]
+    if parallel.context > 1:
+        for attention in model.attentions:
+            if attention.block_size is not None and not attention.trades_heads(model.is_causal):
+                blocks.append(attention.block_size)
+                windows.append(attention.block_size * (attention.near.blocks if attention.near else 1))
+            windows.append((attention.short_convolution or 1) - 1)
+    unit = parallel.context * math.lcm(sharded, *blocks)
+    shortest = -(-parallel.context * max(windows) // unit) * unit
+    wrong = {k: n for k, n in _lengths(training).items() if n % unit or n < shortest}
+    if not wrong:
+        return
+    needs = [f"shards for parallel.context={parallel.context}"] if parallel.context > 1 else []
+    if max(blocks) > 1:
+        needs.append(f"whole blocks of {' and '.join(map(str, sorted(set(blocks) - {1})))} tokens in each")
+    if max(windows) > max(blocks):
+        needs.append(f"windows of {max(windows)} tokens within each")
+    if sharded > 1:
+        needs.append(f"shards for sequence_parallel over tensor={sharded}")
+    for key, length in wrong.items():
+        longer = max(nearest_multiples(length, unit).split(" or ")[-1], str(shortest), key=int)
+        shorter = length // unit * unit
+        choice = f"{shorter} or {longer}" if shortest <= shorter < int(longer) else longer
+        yield Problem(key, length, f"does not give {', '.join(needs)}", f"set {choice}")
+
+
+def _lengths(training: Training) -> dict[str, int]:
+    """The length of every phase's rows and of those that are evaluated, by the key where it is written."""
+    lengths = {f"{phase.key}.seq_len": phase.training.seq_len for phase in training.phases}
+    if training.eval_seq_len is not None:
+        lengths["training.eval_seq_len"] = training.eval_seq_len
+    return lengths
+
+
+def _phases_rotate_what_rotates(model: Model, training: Training) -> Iterator[Problem]:
+    for phase in training.phases:
+        own = phase.model(model)
+        if model.position != "rope" and own != model:
+            key = "rope_base" if own.rope_base != model.rope_base else "rope_scaling"
+            reason = f"has no effect on model.position: {model.position}"
+            remedy = "remove it or take model.position: rope"
+            yield Problem(f"{phase.key}.{key}", getattr(own, key), reason, remedy)
+
+
+def _frequencies_are_for_the_rows(model: Model, training: Training) -> Iterator[Problem]:
+    for phase in training.phases:
+        scaling, length = phase.model(model).rope_scaling, phase.training.seq_len
+        if scaling.goes_by_length and scaling.rows < length:
+            reason = (
+                f"is of frequencies for rows of {scaling.rows} tokens, and {phase.key}.seq_len is {length}"
+            )
+            remedy = f"set model.rope_scaling.seq_len={length}"
+            yield Problem("model.rope_scaling.kind", scaling.kind, reason, remedy)
+
+
+def _shards_have_heads_to_trade(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if parallel.context == 1 or model.num_heads % parallel.tensor:
+        return
+    heads = model.num_heads // parallel.tensor
+    if heads % parallel.context == 0:
+        return
+    forced = parallel.softmax_exchange == "heads"
+    trading = [entry for entry in _named_attentions(model) if entry[1].trades_heads(model.is_causal)]
+    keys = [key for key, attention in trading if not attention.passes_keys_round]
+    softmax = [key for key, attention in trading if attention.passes_keys_round]
+    if keys:
+        reason = (
+            f"does not divide the {heads} heads of a tensor rank, for which the shards of a row trade tokens "
+            f"in {' and '.join(keys)}"
+        )
+        remedy = "set a divisor of the heads, or take similarity: kernel"
+        yield Problem("parallel.context", parallel.context, reason, remedy)
+    if softmax and forced:
+        reason = (
+            f"needs heads that divide over parallel.context={parallel.context}, and a tensor rank has {heads} "
+            f"in {' and '.join(softmax)}"
+        )
+        yield Problem("parallel.softmax_exchange", "heads", reason, "set ring or auto")
+
+
+def _rings_pass_no_caps(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if parallel.context == 1 or parallel.softmax_exchange != "ring":
+        return
+    capped = [key for key, attention in _named_attentions(model) if attention.softcap is not None]
+    if capped:
+        reason = (
+            f"passes keys round, and {' and '.join(capped)} caps exponents, which shards do by trading heads"
+        )
+        yield Problem("parallel.softmax_exchange", "ring", reason, "set auto or heads")
+
+
+def _bfloat16_has_master_weights(parallel: Parallel, training: Training) -> Iterator[Problem]:
+    if parallel.zero_stage == 0 and training.dtype == "bfloat16":
+        reason = "has no float32 master weights in DeepSpeed, which training.dtype=bfloat16 needs"
+        remedy = "set zero_stage to 1 or training.dtype to float32"
+        yield Problem("parallel.zero_stage", 0, reason, remedy)
+
+
+def _positions_reach_the_end(model: Model, training: Training) -> Iterator[Problem]:
+    if model.max_positions is not None and model.max_positions < training.seq_len:
+        reason = f"is less than training.seq_len={training.seq_len}"
+        yield Problem("model.max_positions", model.max_positions, reason, f"set at least {training.seq_len}")
+
+
+def _mechanisms_see_what_the_model_may(model: Model) -> Iterator[Problem]:
+    for key, attention in _named_attentions(model):
+        if not model.is_causal and attention.looks_back_only:
+            reason = f"does not suit model.kind: {model.kind}, whose tokens see each other: "
+            remedy = "take softmax, linear, performer or hedgehog, or model.kind: causal_lm"
+            yield Problem(key, MISSING, reason + attention.looks_back_only, remedy)
+        if model.is_causal and attention.mixes_future_tokens:
+            reason = f"is not for model.kind: causal_lm: {attention.mixes_future_tokens}"
+            remedy = "use compression: {kind: block} with near, or model.kind: masked_lm"
+            yield Problem(key, MISSING, reason, remedy)
+
+
+def _rows_are_documents_where_landmarks_mix_them(model: Model, data: Data) -> Iterator[Problem]:
+    if model.kind != "masked_lm" or not data.isolate_documents:
+        return
+    for key, attention in _named_attentions(model):
+        if attention.mixes_documents:
+            reason = f"cannot hold for {key}: {attention.mixes_documents}"
+            yield Problem("data.isolate_documents", True, reason, "set false")
+
+
+def _padded_documents_stay_whole(model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if model.kind == "classifier" and parallel.context > 1:
+        reason = "would cut documents that are padded and pooled as a whole"
+        remedy = "set 1; parallel.tensor with sequence_parallel shares long rows too"
+        yield Problem("parallel.context", parallel.context, reason, remedy)
+
+
+def _tokens_that_count_suit_the_model(model: Model, data: Data) -> Iterator[Problem]:
+    reason = f"has no effect on model.kind: {model.kind}"
+    if data.masking is not None and model.kind != "masked_lm":
+        yield Problem("data.masking", "{...}", reason, "remove it or take model.kind: masked_lm")
+    if data.scored == "answers" and not model.is_causal:
+        yield Problem("data.scored", "answers", reason, "set all or take model.kind: causal_lm")
+
+
+def _teachers_predict_next_tokens(objective: Objective, model: Model) -> Iterator[Problem]:
+    if objective.kind != "labels" and not model.is_causal:
+        reason = f"needs model.kind: causal_lm, and it is {model.kind}"
+        yield Problem("objective.kind", objective.kind, reason, "set kind: labels")
+
+
+def _transfer_meets_whole_layers(
+    objective: Objective, uptrain: Uptrain | None, model: Model
+) -> Iterator[Problem]:
+    """Students of attention transfer are called with what their teacher's layer is called with, and nothing else."""
+    around = [part for attention in model.attentions if (part := attention.part_around) is not None]
+    if not around:
+        return
+    reason = (
+        f"trains attention on the dense model's queries, keys and values alone, and a layer has {around[0]}"
+    )
+    if uptrain is not None and uptrain.transfer is not None:
+        yield Problem("uptrain.transfer", "{...}", reason, "set null; the main stage trains all of the layer")
+    if objective.kind == "transfer":
+        yield Problem("objective.kind", "transfer", reason, "take kind: distill")
+
+
+def _adapters_begin_updates(init: Init, optimizer: Optimizer, uptrain: Uptrain | None) -> Iterator[Problem]:
+    if init.adapter is None:
+        return
+    if init.source is None or optimizer.updates is None:
+        reason = "is of low-rank updates beside weights, and there are none"
+        yield Problem("init.adapter", init.adapter, reason, "set init.from and optimizer.trained: lora")
+    if uptrain is not None:
+        reason = "would begin every stage of uptrain"
+        yield Problem(
+            "init.adapter", init.adapter, reason, "export the model with it, and take that as init.from"
+        )
+
+
+def _frozen_weights_are_whole(optimizer: Optimizer, model: Model, parallel: Parallel) -> Iterator[Problem]:
+    if optimizer.trained == "all":
+        return
+    if parallel.zero_stage == 3:
+        reason = "keeps no weights that are not updated in its checkpoints"
+        yield Problem("parallel.zero_stage", 3, reason, "set at most 2 or optimizer.trained: all")
+    if optimizer.updates is not None and any(a.compresses_input for a in model.attentions):
+        reason = "updates values of the input, and the layer compresses its input"
+        yield Problem("optimizer.trained", "lora", reason, "set compression.compress: projected")
+    if optimizer.updates is not None and "gate" in optimizer.updates.targets and not model.is_mlp_gated:
+        reason = f"names a matrix that an MLP of activation: {model.activation} has not"
+        yield Problem("optimizer.lora.targets", optimizer.updates.targets, reason, "leave gate out")
+    if optimizer.trained == "mechanism" and all(a.is_full_softmax for a in model.attentions):
+        reason = "leaves nothing to train: softmax attention owns no weights"
+        yield Problem("optimizer.trained", optimizer.trained, reason, "set all or another model.attention")
+
+
+_DECIDED_HERE = {
+    "train_batch_size": "training.global_batch_size",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    "gradient_accumulation_steps": "training.global_batch_size and training.micro_batch_size",
+    "gradient_clipping": "optimizer.clip_grad_norm",
+    "optimizer": "optimizer",
+    "scheduler": "schedule",
+    "bf16": "training.dtype",
+    "bfloat16": "training.dtype",
+    "fp16": "training.dtype",
+    "amp": "training.dtype",
+    "torch_autocast": "training.dtype",
+    "zero_optimization.stage": "parallel.zero_stage",
+    "zero_allow_untested_optimizer": "optimizer",
+    "steps_per_print": "training.log_every",
+    "tensorboard": "logging.tensorboard",
+    "sequence_parallel_size": "parallel.context",
+    "tensor_parallel": "parallel.tensor",
+    "pipeline": "parallel.pipeline",
+    "data_efficiency": "data",
+    "curriculum_learning": "data",
+}
+
+
+def _deepspeed_keeps_to_its_own(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    for dotted, key in _DECIDED_HERE.items():
+        value: Any = deepspeed
+        for part in dotted.split("."):
+            value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
+        if value is not MISSING:
+            yield Problem(
+                f"deepspeed.{dotted}", value, "is decided by Megakernel", f"remove it and set {key}"
+            )
+
+
+def _deepspeed_has_buckets(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    """What `megakernel plan` reads of it; DeepSpeed itself checks the rest when it starts."""
+    zero = deepspeed.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        reason = "should be a mapping of keys"
+        yield Problem("deepspeed.zero_optimization", zero, reason, "write its keys below it")
+    elif not isinstance(size := zero.get("reduce_bucket_size", 1), (int, float)) or not 0 < size < math.inf:
+        key = "deepspeed.zero_optimization.reduce_bucket_size"
+        yield Problem(key, size, "is no number of elements", "write one, such as 5e8")
+
+
+def _named_attentions(model: Model) -> Iterator[tuple[str, Attention]]:
+    """Every attention of the model, with the key where it is written."""
+    pattern = model.attention_pattern or ["main"]
+    if "main" in pattern:
+        yield "model.attention", model.attention
+    for place, entry in enumerate(pattern):
+        if isinstance(entry, Attention):
+            yield f"model.attention_pattern.{place}", entry
+
+
+def stages_share_a_schedule(uptrain: Uptrain | None, schedule: Schedule) -> Iterator[Problem]:
+    """Parts of one schedule are not of the user's making."""
+    if uptrain is None:
+        return
+    for key in ("steps_before", "steps_after"):
+        if steps := getattr(schedule, key):
+            yield Problem(f"schedule.{key}", steps, "is what stages of uptrain choose", "remove it")
+
+
+def stages_are_measured(uptrain: Uptrain | None, training: Training) -> Iterator[Problem]:
+    """The dense model and the stages are compared on validation samples."""
+    if uptrain is not None and training.eval_samples == 0:
+        reason = "leaves nothing to measure the dense model and the stages of uptrain on"
+        yield Problem("training.eval_samples", 0, reason, "set more, such as 64")
+
+
+def stages_lead_to_the_model(
+    uptrain: Uptrain | None, init: Init, model: Model, objective: Objective, training: Training
+) -> Iterator[Problem]:
+    """A start, layers that are there, FLuRKA where a half of it comes first, and rows that grow."""
+    if uptrain is None:
+        return
+    if init.source is None:
+        remedy = "give the folder of a dense model or of a run"
+        yield Problem("init.from", None, "is missing beside uptrain", remedy)
+    if objective != Objective():
+        remedy = "remove it; uptrain.distill says what the main stage lowers"
+        yield Problem("objective.kind", objective.kind, "is what stages of uptrain choose", remedy)
+    kept = uptrain.layers.keep
+    if kept and model.attention_pattern is not None:
+        remedy = "remove one of them"
+        yield Problem("uptrain.layers.keep", kept, "and model.attention_pattern both place layers", remedy)
+    largest = kept if isinstance(kept, int) else max(kept, default=-1) + 1
+    if largest > model.num_layers:
+        reason = f"names more layers than model.num_layers={model.num_layers}"
+        yield Problem("uptrain.layers.keep", kept, reason, f"count layers from 0 to {model.num_layers - 1}")
+    named = [] if isinstance(kept, int) else kept
+    others = [layer for index, layer in enumerate(model.attentions) if index not in named]
+    everything = kept == model.num_layers or all(layer.is_full_softmax for layer in others)
+    if everything and largest <= model.num_layers:
+        remedy = "name a mechanism in model.attention, such as flurka, and keep fewer layers"
+        yield Problem("uptrain.layers.keep", kept, "leaves every layer softmax: nothing to up-train", remedy)
+    flurka = model.attention
+    if uptrain.alpha > 0 and not (flurka.similarity == "kernel" and flurka.near and flurka.compression):
+        reason = "trains a half of FLuRKA first, and model.attention is not FLuRKA"
+        yield Problem("uptrain.alpha", uptrain.alpha, reason, "set 0 or model.attention: flurka")
+    if uptrain.length is not None and uptrain.length.seq_len < training.seq_len:
+        reason = f"is shorter than training.seq_len={training.seq_len}"
+        yield Problem(
+            "uptrain.length.seq_len", uptrain.length.seq_len, reason, f"set at least {training.seq_len}"
+        )
+
+
+def blocks_take_turns(uptrain: Uptrain | None, model: Model, parallel: Parallel) -> Iterator[Problem]:
+    """Blocks of a transfer are no longer than the model, and every process has the one whose turn it is."""
+    if uptrain is None or uptrain.transfer is None or (count := uptrain.transfer.block_layers) is None:
+        return
+    key = "uptrain.transfer.block_layers"
+    if count > model.num_layers:
+        reason = f"exceeds model.num_layers={model.num_layers}"
+        yield Problem(key, count, reason, f"set at most {model.num_layers}, or null")
+    if parallel.pipeline > 1:
+        reason = (
+            f"takes one block after the other, and parallel.pipeline={parallel.pipeline} holds all at once"
+        )
+        yield Problem(key, count, reason, "set null, or parallel.pipeline: 1")
+
+
+def near_windows_have_gates(uptrain: Uptrain | None, model: Model) -> Iterator[Problem]:
+    """What near dropout shuts."""
+    if uptrain is not None and uptrain.near_dropout and not model.is_gated:
+        remedy = "set 0, or near: {kind: softmax, join: gated} of model.attention"
+        yield Problem(
+            "uptrain.near_dropout", uptrain.near_dropout, "shuts gates, and the model has none", remedy
+        )
