@@ -78,7 +78,7 @@ def _identity(x: Tensor, projection: Projection | None) -> Features:
 
 def _hedgehog(x: Tensor, projection: Projection | None) -> Features:
     y = _projected(x, projection)
-    return Features(torch.cat([y.softmax(-1), (-y).softmax(-1)], -1), None)
+    return Features(torch.stack([y, -y], -2).softmax(-1).flatten(-2), None)
 
 
 def _favor(x: Tensor, projection: Projection | None) -> Features:

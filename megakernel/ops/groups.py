@@ -48,7 +48,8 @@ def scan_groups(
 
 
 def _take(tensors: Sequence[Tensor | None], start: int, count: int) -> Tensors:
-    return tuple(None if x is None else x.narrow(2, start, count) for x in tensors)
+    # Heads beside each other in memory would be copied by every product that takes them.
+    return tuple(None if x is None else x.narrow(2, start, count).contiguous() for x in tensors)
 
 
 def _leaves(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> Tensors:

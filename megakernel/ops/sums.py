@@ -131,7 +131,8 @@ class _Mean(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         out, inverse = ctx.saved_tensors
-        return torch.cat([grad, -(grad * out).sum(-1, keepdim=True)], -1) * inverse, None
+        slope = grad * inverse
+        return torch.cat([slope, -(slope * out).sum(-1, keepdim=True)], -1), None
 
 
 Found = tuple[tuple[Tensor, ...], Any]

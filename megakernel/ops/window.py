@@ -34,8 +34,8 @@ class Tail(NamedTuple):
         """The tail behind more tokens."""
         count = self.keys.shape[2]
         return Tail(
-            torch.cat([self.keys, k[:, :, -count:]], 2)[:, :, -count:],
-            torch.cat([self.values, v[:, :, -count:]], 2)[:, :, -count:],
+            torch.cat([self.keys[:, :, k.shape[2] :], k[:, :, -count:]], 2),
+            torch.cat([self.values[:, :, v.shape[2] :], v[:, :, -count:]], 2),
         )
 
     def and_token(self, k: Tensor, v: Tensor) -> "Tail":
@@ -90,12 +90,12 @@ class Layout(NamedTuple):
 
     def windows(self, before: Tensor, x: Tensor) -> Tensor:
         """(B, H, tail, d) and (B, H, T, d) -> windows (B, H, C, halo + L, d)."""
-        missing = self.places.shape[1] * self.size - x.shape[2]
         # Joining or padding by nothing would copy.
-        if self.halo:
-            x = torch.cat([before.narrow(2, before.shape[2] - self.halo, self.halo), x], 2)
-        if missing:
+        if missing := self.places.shape[1] * self.size - x.shape[2]:
             x = F.pad(x, (0, 0, 0, missing))
+        if not self.halo:
+            return x.unflatten(2, (-1, self.size))
+        x = torch.cat([before.narrow(2, before.shape[2] - self.halo, self.halo), x], 2)
         return x.unfold(2, self.halo + self.size, self.size).transpose(-1, -2)
 
     def block_ends(self) -> Tensor:
