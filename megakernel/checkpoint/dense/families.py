@@ -270,7 +270,10 @@ def _gpt2_section(config: Mapping[str, Any]) -> dict[str, Any]:
     named = {name: config.get(own) for own, name in GPT2_NAMES.items()}
     named["intermediate_size"] = config.get("n_inner") or 4 * config["n_embd"]
     activation = _gelu(config, "activation_function")
-    return _biased_section(named, activation) | {"position": "learned", "max_positions": config["n_positions"]}
+    return _biased_section(named, activation) | {
+        "position": "learned",
+        "max_positions": config["n_positions"],
+    }
 
 
 GPT2_NAMES = {
