@@ -186,19 +186,7 @@ PARTS = {
     ),
     "training": (
         Check(
-            "text",
-            (
-                PYTHON,
-                "-m",
-                "launch.cli",
-                "prepare",
-                "--source",
-                "stdlib",
-                "--tokenizer",
-                "byte",
-                "--out",
-                "data/stdlib",
-            ),
+            "text", (*CLI, "prepare", *["--source", "stdlib", "--tokenizer", "byte", "--out", "data/stdlib"])
         ),
         _pretrain("350m", "flurka", 8192),
         _pretrain("350m", "softmax", 8192),

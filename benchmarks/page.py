@@ -13,12 +13,18 @@ import torch
 from megakernel.config import UserError
 
 
+def processor() -> str:
+    """The name that the CPU reports."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
 def description() -> str:
     """Processor, threads and versions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return (
-        f"{processor}, {torch.get_num_threads()} thread(s) of {os.cpu_count()} cores, "
+        f"{processor()}, {torch.get_num_threads()} thread(s) of {os.cpu_count()} cores, "
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
 

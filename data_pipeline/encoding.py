@@ -187,32 +187,17 @@ def batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def encode_in_processes(
-    batches: Iterable[list[Document]],
-    workers: int,
-    tokenizer: Path,
-    dtype: str,
-    seed: int,
-    validation_fraction: float,
-) -> Iterator[dict[str, Encoded]]:
-    """`Encoder.encode` of every batch, in order, with a few batches per worker under way at a time.
-
-    tokenizer: folder that each worker loads its own from.
-    """
-    return in_processes(
-        _encode, batches, workers, _start_worker, (tokenizer, dtype, seed, validation_fraction)
-    )
-
-
 _encoder: Encoder
 
 
-def _start_worker(tokenizer: Path, dtype: str, seed: int, validation_fraction: float) -> None:
+def start_encoder(tokenizer: Path, dtype: str, seed: int, validation_fraction: float) -> None:
+    """Make this process's encoder. tokenizer: folder that it loads its own from; the rest as of `Encoder`."""
     global _encoder
     # The processes are the parallelism; threads of the tokenizer's own in each would fight over the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = Encoder(tokenizers.load(tokenizer), dtype, seed, validation_fraction)
 
 
-def _encode(documents: list[Document]) -> dict[str, Encoded]:
+def encode(documents: list[Document]) -> dict[str, Encoded]:
+    """`Encoder.encode` in a process that `start_encoder` has begun."""
     return _encoder.encode(documents)

@@ -27,7 +27,7 @@ from rich.progress import (
 from data_pipeline import tokenizers
 from data_pipeline.chat import ChatTemplate
 from data_pipeline.document import TEXT, Columns, Document
-from data_pipeline.encoding import batched, encode_in_processes
+from data_pipeline.encoding import batched, encode, in_processes, start_encoder
 from data_pipeline.labels import write_labels
 from data_pipeline.manifest import FILE as MANIFEST
 from data_pipeline.manifest import FileRecord, LabelsRecord, Manifest, SplitRecord, TokenizerRecord
@@ -221,14 +221,9 @@ def _write_splits(
     with _progress(console) as progress:
         limits = [limit for limit in (source.total, request.max_documents) if limit is not None]
         task = progress.add_task("documents", total=min(limits, default=None), tokens=0)
-        for splits in encode_in_processes(
-            batched(_documents(source, request)),
-            workers,
-            folder / "tokenizer",
-            dtype.__name__,
-            request.seed,
-            request.validation_fraction,
-        ):
+        batches = batched(_documents(source, request))
+        how = folder / "tokenizer", dtype.__name__, request.seed, request.validation_fraction
+        for splits in in_processes(encode, batches, workers, start_encoder, how):
             for split, encoded in splits.items():
                 writer = writers.setdefault(split, TokenWriter(folder / split, dtype))
                 writer.add(encoded)

@@ -7,10 +7,10 @@ import platform
 import subprocess
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
+from benchmarks.page import processor
 from megakernel import ops
 from megakernel.ops.dispatch import KERNELS
 
@@ -66,10 +66,7 @@ def device_name(device: torch.device) -> str:
     """The name that the device reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    return processor()
 
 
 def surroundings(device: torch.device) -> str:

@@ -16,23 +16,22 @@ from .script import REPOSITORY
 
 CLUSTER_VARIABLE = "MEGAKERNEL_CLUSTER"
 
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    "nodes": ("-N", "--nodes"),
-    "spares": ("--spares",),
-    "gpus_per_node": ("-G", "--gpus-per-node"),
-    "time": ("-t", "--time"),
-    "partition": ("-p", "--partition"),
-    "account": ("-A", "--account"),
-    "qos": ("-q", "--qos"),
-    "constraint": ("-C", "--constraint"),
-    "exclude": ("--exclude",),
-    "nodelist": ("--nodelist",),
-    "reservation": ("--reservation",),
-    "mem": ("--mem",),
-    "max_restarts": ("--max-restarts",),
-    "signal_delay": ("--signal-delay",),
+_OPTIONS = (
+    *("nodes", "spares", "gpus_per_node", "time", "partition", "account", "qos", "constraint", "exclude"),
+    *("nodelist", "reservation", "mem", "max_restarts", "signal_delay"),
+)
+"""Keys of the cluster's settings that have an option of their name; the help is the key's docstring."""
+
+_LETTERS = {
+    "nodes": "-N",
+    "gpus_per_node": "-G",
+    "time": "-t",
+    "partition": "-p",
+    "account": "-A",
+    "qos": "-q",
 }
-"""Key of the cluster's settings -> its option; the help is the key's docstring."""
+_LETTERS |= {"constraint": "-C"}
+"""Those of sbatch."""
 
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +43,8 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         help=f"defaults: a file of configs/cluster (slurm, local, debug ...) or your own; default ${CLUSTER_VARIABLE}, "
         "or slurm",
     )
-    for key, names in _OPTIONS.items():
+    for key in _OPTIONS:
+        names = filter(None, (_LETTERS.get(key), f"--{key.replace('_', '-')}"))
         group.add_argument(*names, dest=key, metavar=key.upper(), help=_help(key))
     group.add_argument(
         "--requeue", action=argparse.BooleanOptionalAction, default=None, help=_help("requeue")

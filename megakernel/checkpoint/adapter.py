@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from data_pipeline import tokenizers
 from data_pipeline.prepare import appearing_whole
 from megakernel.config import Lora, Model, UserError
 from megakernel.config.errors import written_to
-from megakernel.model.settings import DTYPES
 
 from .conversion import UPDATED, update_name
 from .dense import is_dense_checkpoint
@@ -23,11 +21,10 @@ from .dense.checkpoint import ADAPTER
 from .dense.configs import plain_config
 from .dense.families import FAMILIES
 from .dense.tokenizer import save_tokenizer
+from .export import EXPORTED_DTYPES, check_unused
 from .files import CheckpointTensors
 from .trained_run import TrainedRun, tokenizer_folder
-from .universal import WEIGHT
-
-_DTYPES = DTYPES | {"float16": torch.float16}
+from .universal import WEIGHT, WholeTensors
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -76,11 +73,10 @@ def export_adapter(
             f"optimizer.trained={run.config.optimizer.trained} of {run_folder} has no low-rank updates; leave out "
             "--adapter, or give a run of optimizer.trained: lora"
         )
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"--to {to} is in use; name a new folder")
+    check_unused(to)
     tokenizer = tokenizers.load(tokenizer_folder(run_folder), add_bos=run.config.data.add_bos)
     updates = _updates(run.config.model, lora, f"--adapter: {run_folder}")
-    wanted = None if dtype is None else _DTYPES[dtype]
+    wanted = None if dtype is None else EXPORTED_DTYPES[dtype]
     stored = CheckpointTensors(run.checkpoint)
     tensors = {}
     for update in updates:
@@ -107,8 +103,8 @@ def export_adapter(
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """The low-rank updates of a model under our names (`WholeTensors`)."""
+class Adapter(WholeTensors):
+    """The low-rank updates of a model under our names."""
 
     tensors: dict[str, Tensor]
 
@@ -116,10 +112,6 @@ class Adapter:
     def names(self) -> set[str]:
         """Of A and B of each."""
         return set(self.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
-        return tuple(self.tensors[name].shape)
 
     def read(self, name: str, keys: Iterable[str] = (WEIGHT,)) -> dict[str, Tensor]:
         """The value of a tensor."""

@@ -19,7 +19,7 @@ from megakernel.config import Attention, Config, Lora, Model, UserError
 from megakernel.config.algebra import BlockCompression
 from megakernel.model.self_attention import UPDATES
 
-from .universal import STATE, WEIGHT, WholeTensors
+from .universal import STATE, WEIGHT, TensorsOf, WholeTensors
 
 
 def fewer_landmarks(logits: Tensor, rank: int) -> Tensor:
@@ -87,8 +87,8 @@ class Recipe(NamedTuple):
     """How; None: it is the same tensor, with whatever else is known of it."""
 
 
-class Converted:
-    """A checkpoint as one of a model whose layers have another attention (`WholeTensors`).
+class Converted(TensorsOf):
+    """A checkpoint as one of a model whose layers have another attention.
 
     It has what follows from the checkpoint: all around the mechanisms; feature maps, mixtures, gates and masses that
     old and new mechanisms share; and E and F of FLuRKA, from those of low-rank attention or of FLuRKA with more
@@ -101,7 +101,7 @@ class Converted:
 
         Raises UserError where E and F of a layer cannot become the new ones.
         """
-        self._source = source
+        super().__init__(source)
         self._recipes = {name: Recipe((name,)) for name in source.names if _CORE not in name}
         layers = sorted(int(name.removesuffix(_QKV)) for name in source.names if name.endswith(_QKV))
         for index, number in enumerate(layers):
@@ -120,7 +120,7 @@ class Converted:
         """Of a tensor."""
         recipe = self._recipes[name]
         if recipe.make is None:
-            return self._source.shape(recipe.sources[0])
+            return super().shape(recipe.sources[0])
         return tuple(self.read(name, [WEIGHT])[WEIGHT].shape)
 
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
@@ -229,22 +229,19 @@ def without_updates(source: WholeTensors, config: Config) -> WholeTensors:
     return source if lora is None else Folded(source, config.model, lora)
 
 
-class Folded:
-    """A checkpoint with low-rank updates as one without (`WholeTensors`): W + alpha / rank B A in place of W."""
+class Folded(TensorsOf):
+    """A checkpoint with low-rank updates as one without: W + alpha / rank B A in place of W."""
 
     def __init__(self, source: WholeTensors, model: Model, lora: Lora):
         """model: what the checkpoint is of."""
-        self._source, self._model = source, model
+        super().__init__(source)
+        self._model = model
         self._scale = lora.alpha / lora.rank
 
     @property
     def names(self) -> set[str]:
         """All parameters and buffers but the updates."""
         return {name for name in self._source.names if UPDATES.search(name) is None}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
-        return self._source.shape(name)
 
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
         """Those of `keys` that are known of a tensor; of one that was updated its value alone, in float32.
@@ -282,8 +279,8 @@ class Folded:
         return {UPDATED[module][-1]: whole}
 
 
-class Unrounded:
-    """A run's checkpoint (`WholeTensors`) in which weights that were never trained are those that the run began with.
+class Unrounded(TensorsOf):
+    """A run's checkpoint in which weights that were never trained are those that the run began with.
 
     DeepSpeed keeps float32 masters of trained weights alone: the checkpoint has the others as the model computed with
     them, rounded to its dtype.
@@ -291,20 +288,12 @@ class Unrounded:
 
     def __init__(self, checkpoint: WholeTensors, origin: Callable[[], WholeTensors]):
         """origin: finds what the run began with, under the same names; UserError where that is there no more."""
-        self._checkpoint, self._find = checkpoint, origin
-
-    @property
-    def names(self) -> set[str]:
-        """All parameters and buffers."""
-        return self._checkpoint.names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
-        return self._checkpoint.shape(name)
+        super().__init__(checkpoint)
+        self._find = origin
 
     def read(self, name: str, keys: Iterable[str] = STATE) -> dict[str, Tensor]:
         """Those of `keys` that are known of a tensor."""
-        found = self._checkpoint.read(name, keys)
+        found = self._source.read(name, keys)
         weight = found.get(WEIGHT)
         if weight is None or weight.dtype == torch.float32 or self._origin is None:
             return found

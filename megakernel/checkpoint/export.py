@@ -27,7 +27,7 @@ from .trained_run import TrainedRun, recorded_config, tokenizer_folder
 from .universal import WEIGHT
 from .weight_source import weights
 
-_DTYPES = DTYPES | {"float16": torch.float16}
+EXPORTED_DTYPES = DTYPES | {"float16": torch.float16}
 
 
 def export(
@@ -49,10 +49,9 @@ def export(
         raise UserError(
             f"model.kind={run.config.model.kind} of {run_folder} is not exported; give a run of a causal_lm"
         )
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"--to {to} is in use; name a new folder")
+    check_unused(to)
     tokenizer = tokenizers.load(tokenizer_folder(run_folder), add_bos=run.config.data.add_bos)
-    source = _Source(run, tokenizer, _DTYPES[dtype or run.config.training.dtype])
+    source = _Source(run, tokenizer, EXPORTED_DTYPES[dtype or run.config.training.dtype])
     with written_to("--to", to), appearing_whole(to) as folder:
         save_tokenizer(tokenizer, folder)
         config = source.write_plain(folder) or source.write_own(folder)
@@ -62,6 +61,12 @@ def export(
         _write(folder / FILE, settings)
         (folder / CARD).write_text(source.card(run_folder, config["model_type"]), encoding="utf-8")
     return config
+
+
+def check_unused(to: Path) -> None:
+    """UserError unless nothing is there, or an empty folder."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"--to {to} is in use; name a new folder")
 
 
 class _Source:

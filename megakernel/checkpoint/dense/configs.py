@@ -5,24 +5,7 @@ from typing import Any
 from megakernel.config import Model
 from megakernel.config.rope import RopeScaling
 
-from .families import FAMILIES, model_section
-
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "gpt_neox": "GPTNeoXForCausalLM",
-}
-"""Families in the order in which they are tried, and their classes."""
+from .families import FAMILIES, GPT2_NAMES, model_section
 
 
 def plain_config(model: Model, words: int, positions: int) -> dict[str, Any] | None:
@@ -32,12 +15,14 @@ def plain_config(model: Model, words: int, positions: int) -> dict[str, Any] | N
     the model and read again, is the same function. words: of the vocabulary. positions: the longest row of training;
     what imported weights knew before stays known.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES  # seconds
+
     model = _with_plain_base(model)
     longest = max(positions, model.known_seq_len or 0)
     wanted = _function(model)
-    for kind in sorted(_CLASSES, key=lambda kind: kind != model.family):
+    for kind in sorted(FAMILIES, key=lambda kind: kind != model.family):
         written = {
-            "architectures": [_CLASSES[kind]],
+            "architectures": [CLASSES[kind]],
             "model_type": kind,
             "vocab_size": words,
             "tie_word_embeddings": model.tie_embeddings,
@@ -91,18 +76,19 @@ def _with_plain_base(model: Model) -> Model:
 
 def _keys(kind: str, model: Model, longest: int) -> dict[str, Any]:
     """What a family reads, and what its configuration completes that from."""
-    if kind == "gpt2":
-        return _gpt2(model, longest)
     if model.rope_scaling.kind == "dynamic":
         longest = model.rope_scaling.original_seq_len or longest  # from where on its frequencies grow
     windows = [model.layer_attention(layer).window for layer in range(model.num_layers)]
     known = {
         **_sizes(model, longest, windows),
-        "hidden_act": _gelu(model) if kind == "gpt_neox" else "silu",
+        "hidden_act": _ACTIVATIONS.get(model.activation, "silu"),
         "rope_parameters": _rope(kind, model, windows),
         "layer_norm_eps": model.norm_eps,
         "use_parallel_residual": model.parallel_residual,
     }
+    if kind == "gpt2":
+        known |= {own: known[name] for own, name in GPT2_NAMES.items()}
+        known["n_positions"] = model.max_positions or longest
     written = {key: value for key, value in known.items() if key in FAMILIES[kind].keys}
     if kind in ("qwen2", "qwen3", "smollm3") and any(windows):
         written["use_sliding_window"] = True
@@ -139,20 +125,7 @@ def _sizes(model: Model, longest: int, windows: list[int | None]) -> dict[str, A
     }
 
 
-def _gpt2(model: Model, longest: int) -> dict[str, Any]:
-    return {
-        "n_embd": model.hidden_size,
-        "n_layer": model.num_layers,
-        "n_head": model.num_heads,
-        "n_inner": model.ffn_size,
-        "n_positions": model.max_positions or longest,
-        "activation_function": _gelu(model),
-        "layer_norm_epsilon": model.norm_eps,
-    }
-
-
-def _gelu(model: Model) -> str:
-    return "gelu" if model.activation == "gelu" else "gelu_new"
+_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
 def _rope(kind: str, model: Model, windows: list[int | None]) -> dict[str, Any]:

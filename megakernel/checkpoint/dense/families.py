@@ -267,38 +267,50 @@ def _gpt2_section(config: Mapping[str, Any]) -> dict[str, Any]:
     _expect(config, "scale_attn_weights", True)
     _expect(config, "scale_attn_by_inverse_layer_idx", False)
     _expect(config, "add_cross_attention", False)
-    return {
-        "num_layers": config["n_layer"],
-        "hidden_size": config["n_embd"],
-        "num_heads": config["n_head"],
-        "ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"],
-        "activation": _gelu(config, "activation_function"),
-        "norm": "layernorm",
-        "norm_eps": config["layer_norm_epsilon"],
+    named = {name: config.get(own) for own, name in GPT2_NAMES.items()}
+    named["intermediate_size"] = config.get("n_inner") or 4 * config["n_embd"]
+    activation = _gelu(config, "activation_function")
+    return _biased_section(named, activation) | {
         "position": "learned",
         "max_positions": config["n_positions"],
-        "bias": True,
-        "qkv_bias": True,
     }
+
+
+GPT2_NAMES = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "layer_norm_eps",
+}
+"""Its keys -> those of the families after it."""
 
 
 def _neox_section(config: Mapping[str, Any]) -> dict[str, Any]:
     _expect(config, "attention_bias", True)
     # A key of other families, which here turns frequencies and not the width of heads.
     _expect(config, "head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return _biased_section(config, _gelu(config, "hidden_act")) | {
+        "parallel_residual": config["use_parallel_residual"],
+        "known_seq_len": config["max_position_embeddings"],
+        **_rope(config),
+    }
+
+
+def _biased_section(config: Mapping[str, Any], activation: str) -> dict[str, Any]:
+    """Of the families before Llama: layer norms, and a bias wherever one can be."""
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
         "num_heads": config["num_attention_heads"],
         "ffn_hidden_size": config["intermediate_size"],
-        "activation": _gelu(config, "hidden_act"),
+        "activation": activation,
         "norm": "layernorm",
         "norm_eps": config["layer_norm_eps"],
         "bias": True,
         "qkv_bias": True,
-        "parallel_residual": config["use_parallel_residual"],
-        "known_seq_len": config["max_position_embeddings"],
-        **_rope(config),
     }
 
 
@@ -415,9 +427,8 @@ FAMILIES = {
     "gemma3_text": _gemma(),
     "gpt2": Family(
         keys=(
-            *("n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function"),
-            *("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
-            "add_cross_attention",
+            *GPT2_NAMES,
+            *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention"),
         ),
         section=_gpt2_section,
         around={
@@ -462,7 +473,7 @@ FAMILIES = {
         ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
     ),
 }
-"""model_type -> family."""
+"""model_type -> family, in the order in which one is looked for that has a model's parts."""
 
 _EXPERTS = (
     "its MLPs are experts that a router chooses, of which the model here has one; take a dense model, "
