@@ -173,8 +173,9 @@ def page(outcomes: Iterable[Outcome], tokens: int, command: str) -> str:
             f"{training.dtype}, learning rate {config.optimizer.lr:g}, constant behind "
             f"{config.schedule.warmup_steps} steps; the same sequences in the same order for all models of a seed. "
             f"Losses are nats per token, over {SAMPLES * 2048:,} held-out tokens. *Far gain*: by how much the loss "
-            f"from position {FAR:,} on rises when all but the nearest 256 to 511 tokens are another document's. *Again*: "
-            "half a sequence, read first and read again. *State*: numbers that decoding carries behind N tokens. Runs "
+            f"from position {FAR:,} on rises when all but the nearest 256 to 511 tokens are another document's. "
+            "*Again*: half a sequence, read first and read again. *State*: numbers that decoding carries behind N "
+            "tokens. Runs "
             "shared the machine: *tokens/s* of the training are medians, and say little.",
             "",
             *table(columns, (found.row() for found in outcomes)),

@@ -9,7 +9,7 @@ from megakernel.ops.layers import plain
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(plain, "ROWS", 3)
+    monkeypatch.setitem(plain.ROWS, "cpu", 3)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
