@@ -61,7 +61,7 @@ def test_the_state_exchange_sends_f_times_d_plus_1_numbers_whatever_the_length(s
     expected = layers * micro_batches * numbers * 4
     assert planned(changes, 2)["cp", "all_gather"] == expected
     [first, _] = run_ranks(measured, 2, changes)
-    assert first["cp", "allgather_base"] == expected
+    assert first["cp", "all_gather"] == expected
 
 
 def test_a_state_that_is_passed_on_travels_once_in_each_direction():
