@@ -21,9 +21,10 @@ from typing import NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from benchmarks.page import add_out, give, opening, table
+from benchmarks.training_speed import BASELINE, llama_like
 from data_pipeline.tokenizers import ByteTokenizer
 from megakernel.config import Config
 from megakernel.config.validation import validate
@@ -35,7 +36,6 @@ from megakernel.model.settings import model_settings
 from megakernel.ops.softmax_attention import SoftmaxState
 from megakernel.parallel import OneProcess
 
-BASELINE = "transformers"
 OURS = {"flurka": "FLuRKA", "softmax": "softmax"}
 """Preset of model.attention -> its name on the page."""
 
@@ -124,19 +124,9 @@ def own_model(attention: str, sizes: Sizes) -> LanguageModel:
 
 def llama(sizes: Sizes) -> LlamaForCausalLM:
     """The same model in `transformers`."""
-    config = LlamaConfig(
-        vocab_size=TOKENIZER.vocab_size,
-        hidden_size=sizes.width,
-        intermediate_size=configuration("softmax", sizes).model.ffn_size,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        max_position_embeddings=2 * LENGTHS[-1],
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    endless = {"bos_token_id": None, "eos_token_id": None}
+    own = configuration("softmax", sizes)
+    return llama_like(own, TOKENIZER.vocab_size, 2 * LENGTHS[-1], **endless).eval()
 
 
 def own(model: LanguageModel, case: Case) -> Subject:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -97,17 +97,21 @@ def ours(config: Config, sizes: Sizes) -> Callable[[], float]:
 
 def llama(sizes: Sizes) -> LlamaForCausalLM:
     """The same model in `transformers`."""
-    config = LlamaConfig(
-        vocab_size=sizes.vocab_size,
-        hidden_size=sizes.width,
-        intermediate_size=sizes.inner,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        max_position_embeddings=sizes.length,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config).to("cuda" if ON_GPU else "cpu")
+    model = llama_like(configuration("softmax", sizes), sizes.vocab_size, sizes.length)
+    return model.to("cuda" if ON_GPU else "cpu")
+
+
+def llama_like(config: Config, vocab_size: int, positions: int, **more: Any) -> LlamaForCausalLM:
+    """A Llama of the sizes of a run of ours, with SDPA. more: other keys of its configuration."""
+    sizes = {
+        "hidden_size": config.model.hidden_size,
+        "intermediate_size": config.model.ffn_size,
+        "num_hidden_layers": config.model.num_layers,
+        "num_attention_heads": config.model.num_heads,
+        "max_position_embeddings": positions,
+    }
+    how = {"tie_word_embeddings": True, "attn_implementation": "sdpa"}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes, **how, **more))
 
 
 def baseline(sizes: Sizes) -> Callable[[], float]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from data_pipeline.batch import Batch
 from data_pipeline.order import Share
-from data_pipeline.packed_text import positions_of
+from data_pipeline.packed_text import PackedText, positions_of
 from data_pipeline.samples import BlendedSamples
 from megakernel.config.data import Masking
 
@@ -60,7 +60,7 @@ def hide(
     return torch.where(masked, vocabulary.mask, torch.where(swapped, others, tokens)), hidden
 
 
-class MaskedTokens:
+class MaskedTokens(PackedText):
     """The objective of a masked language model.
 
     What is hidden in a sample depends on (seed, its place in the stream): a text that comes again in a later
@@ -75,14 +75,10 @@ class MaskedTokens:
         seed: int,
         isolate_documents: bool,
     ):
-        self._samples = samples
+        super().__init__(samples, isolate_documents)
         self._masking = masking
         self._vocabulary = vocabulary
         self._seed = seed
-        self._isolate_documents = isolate_documents
-        self.one_pass = samples.one_pass
-        self.build = samples.build
-        self.packing = samples.packing
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`."""

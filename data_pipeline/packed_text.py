@@ -30,8 +30,8 @@ def next_tokens(rows: Tensor, places: Tensor, isolate_documents: bool, start: in
     return Batch(tokens, labels, loss_mask, positions_of(places[:, :-1], isolate_documents, start))
 
 
-class NextTokens:
-    """The objective of a causal model."""
+class PackedText:
+    """What the objectives of packed documents have in common."""
 
     def __init__(self, samples: BlendedSamples, isolate_documents: bool):
         self._samples = samples
@@ -39,6 +39,10 @@ class NextTokens:
         self.one_pass = samples.one_pass
         self.build = samples.build
         self.packing = samples.packing
+
+
+class NextTokens(PackedText):
+    """The objective of a causal model."""
 
     def batch(self, indices: Sequence[int], share: Share) -> Batch:
         """See `Objective`."""

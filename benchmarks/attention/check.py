@@ -12,7 +12,7 @@ from megakernel.attention import ALL_HEADS, HeadShard
 from megakernel.ops.dispatch import EVERYWHERE, VARIABLE
 
 from .cases import Case
-from .computation import Computation, computation, draw, expected
+from .computation import Computation, computation, draw
 from .implementations import Implementation
 
 CHECKED = 4096
@@ -57,7 +57,7 @@ def check(implementation: Implementation, case: Case, device: torch.device, dtyp
     """
     most = CHECKED_LAYER if case.is_layer else CHECKED
     short = replace(case, batch=1, tokens=min(case.tokens, most))
-    errors = _errors(implementation, short, draw(short, device, dtype))
+    errors = _errors(implementation, short, draw(short, device, dtype), torch.float64)
     worst, what = max(errors)
     if case != short and implementation.preset != "softmax":
         spot, name = max(_spot(implementation, case, draw(case, device, dtype)))
@@ -66,26 +66,25 @@ def check(implementation: Implementation, case: Case, device: torch.device, dtyp
     return Comparison(worst, what, tolerance(implementation, case, dtype))
 
 
-def _errors(implementation: Implementation, case: Case, drawn: Sequence[Tensor]) -> list[tuple[float, str]]:
+def _errors(
+    implementation: Implementation, case: Case, drawn: Sequence[Tensor], dtype: torch.dtype
+) -> list[tuple[float, str]]:
     found = _tensors(computation(implementation, case, drawn))
     with _chunked():
-        exact = _tensors(expected(implementation, case, drawn, torch.float64))
+        exact = _tensors(computation(implementation, case, drawn, reference=dtype))
     # An implementation may lack the weights of ours: names pair what both have.
     return [(rms_ratio(found[name], exact[name]), name) for name in found]
 
 
 def _spot(implementation: Implementation, case: Case, drawn: Sequence[Tensor]) -> list[tuple[float, str]]:
     if case.is_layer:
-        found = _tensors(computation(implementation, case, drawn))
-        with _chunked():
-            exact = _tensors(expected(implementation, case, drawn, torch.float32))
-        return [(rms_ratio(found[name], exact[name]), name) for name in found]
+        return _errors(implementation, case, drawn, torch.float32)
     head = case.heads - 1
     whole = _tensors(computation(implementation, case, drawn))
     part = [x[-1:, head : head + 1] for x in drawn]
     shard = HeadShard(head, case.heads) if implementation.normalize else ALL_HEADS
     with _chunked():
-        exact = _tensors(expected(implementation, case, part, torch.float64, shard))
+        exact = _tensors(computation(implementation, case, part, shard, reference=torch.float64))
     names = ("output", "dq", "dk", "dv")
     return [(rms_ratio(whole[name][-1:, head : head + 1], exact[name]), name) for name in names]
 

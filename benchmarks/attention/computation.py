@@ -59,32 +59,29 @@ def draw(case: Case, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 
 
 def computation(
-    implementation: Implementation, case: Case, drawn: Sequence[Tensor], shard: HeadShard = ALL_HEADS
-) -> Computation:
-    """The implementation on the tensors of `draw`, for the heads of a shard that these tensors hold."""
-    if case.is_layer:
-        return _layer(implementation, case, drawn)
-    core, weights = core_of(implementation, case, drawn[0].device, shard)
-    if implementation.tokens_first:
-        drawn = [x.transpose(1, 2).contiguous() for x in drawn]
-    q, k, v = (x.detach().requires_grad_() for x in drawn[:3])
-    return Computation(lambda: core(q, k, v), (q, k, v, *weights), drawn[3], 3, implementation.tokens_first)
-
-
-def expected(
     implementation: Implementation,
     case: Case,
     drawn: Sequence[Tensor],
-    dtype: torch.dtype,
     shard: HeadShard = ALL_HEADS,
+    reference: torch.dtype | None = None,
 ) -> Computation:
-    """The reference for an implementation: our modules in `dtype`."""
-    drawn = [x.to(dtype) for x in drawn]
+    """The implementation on the tensors of `draw`, for the heads of a shard that these tensors hold.
+
+    reference: what it is held against instead, our modules in this dtype.
+    """
+    if reference is not None:
+        drawn = [x.to(reference) for x in drawn]
     if case.is_layer:
         return _layer(implementation, case, drawn)
-    core, weights = preset_core(implementation, case, drawn[0].device, dtype, shard)
+    if reference is None:
+        core, weights = core_of(implementation, case, drawn[0].device, shard)
+    else:
+        core, weights = preset_core(implementation, case, drawn[0].device, reference, shard)
+    tokens_first = implementation.tokens_first and reference is None
+    if tokens_first:
+        drawn = [x.transpose(1, 2).contiguous() for x in drawn]
     q, k, v = (x.detach().requires_grad_() for x in drawn[:3])
-    return Computation(lambda: core(q, k, v), (q, k, v, *weights), drawn[3], 3)
+    return Computation(lambda: core(q, k, v), (q, k, v, *weights), drawn[3], 3, tokens_first)
 
 
 def _layer(implementation: Implementation, case: Case, drawn: Sequence[Tensor]) -> Computation:

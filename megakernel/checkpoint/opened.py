@@ -1,9 +1,8 @@
 """What commands take for a trained model: a run's checkpoint, or a folder that `transformers` loads."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from data_pipeline import tokenizers
 from data_pipeline.tokenizers import Tokenizer
@@ -61,7 +60,9 @@ class OpenedModel:
     def ends(self) -> frozenset[int]:
         """Ids that end a text: the tokenizer's, and those of the model's generation_config.json."""
         if self.run is None:
-            given = _json(self.folder / "generation_config.json").get("eos_token_id")
+            from .dense.checkpoint import json_object
+
+            given = json_object(self.folder / "generation_config.json").get("eos_token_id")
         else:
             from .export import generation_config
 
@@ -128,11 +129,3 @@ def _tokenizer(folder: Path) -> Tokenizer:
             f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of its model into it"
         )
     return tokenizers.load(folder, own_rule=True)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

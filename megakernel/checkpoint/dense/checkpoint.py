@@ -60,10 +60,16 @@ _RENAMED = {"lm_head.weight": "embed_out.weight", "embed_out.weight": "lm_head.w
 
 def is_dense_checkpoint(folder: Path) -> bool:
     """Whether a folder is one of these, whole or not: it has a config.json with a model_type."""
+    return "model_type" in json_object(folder / CONFIG)
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """What a file of JSON holds by key; nothing where there is no such file."""
     try:
-        return "model_type" in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class DenseCheckpoint:
