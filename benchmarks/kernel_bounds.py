@@ -49,6 +49,9 @@ INTEGER = (
     *("SHF", "LEA", "F2FP", "PLOP3", "FMNMX3"),
 )
 
+WORK = ("LDG", "STG", "LDGSTS", "HMMA", "HGMMA", "MUFU")
+"""Instructions that an unrolled loop has as many times as it does passes at once."""
+
 UNITS = ("issue", "tensor", "special", "integer", "shared", "memory")
 LENGTH = 16384
 HEADS = 16
@@ -152,9 +155,29 @@ class Code:
                     f"no for statement for the loop at instruction {min(body)}; look at the listing"
                 )
             taken.append((body, max(around, key=lambda text: found[text])))
+        for body, text in taken:
+            alike = [other for other, its in taken if its == text and not other & body]
+            share = min([self._share(body, other) for other in alike], default=1.0)
             for i in body:
-                times[i] *= trips(taken[-1][1]) or 0.0
+                times[i] *= (trips(text) or 0.0) * share
         return times
+
+    def _share(self, body: set[int], other: set[int]) -> float:
+        """Passes of a loop for each one of its statement, where the compiler has unrolled it into two loops.
+
+        One does several passes at once, so that of everything that it loads, stores and multiplies it has so many times
+        what the other has, which does the passes that are left over: none, for a lower bound.
+        """
+        one, two = (
+            Counter(kind for i in x if (kind := self.instructions[i].kind) in WORK) for x in (body, other)
+        )
+        if one.keys() != two.keys() or not one:
+            return 1.0
+        ratios = {one[kind] / two[kind] for kind in one}
+        ratio = ratios.pop()
+        if ratios or ratio == 1:
+            return 1.0
+        return 1 / ratio if ratio > 1 and ratio.is_integer() else float(not (1 / ratio).is_integer())
 
     def _next(self, i: int) -> list[int]:
         """The possible successors of an instruction, without the functions that it calls."""

@@ -125,7 +125,10 @@ def _specialized(launch: Launch) -> tuple[dict[str, Any], dict[Path, Any], dict[
             attributes[path] = [["tt.divisibility", 16]]
         return mangle_type(value)
 
-    signature = {name: kind_of(x, (index,)) for index, (name, x) in enumerate(zip(names, launch.arguments))}
+    signature = {}
+    for parameter, given in zip(launch.kernel.params, launch.arguments):
+        known = not parameter.do_not_specialize
+        signature[parameter.name] = kind_of(given, (parameter.num,)) if known else mangle_type(given)
     return signature | dict.fromkeys(launch.options, "constexpr"), constants, attributes
 
 

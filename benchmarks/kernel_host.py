@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.page import add_out, give, opening, table
-from megakernel.attention import build
+from megakernel.attention import Rotary, build
+from megakernel.attention.inputs import WHOLE_ROWS, AttentionInputs
 from megakernel.ops.kernels.launch import LATEST, Launch, noting
 
 HEADS, HEAD_DIM = 16, 128
@@ -37,28 +39,14 @@ SHORT = 128
 LENGTHS = tuple(2**exponent for exponent in range(9, 18))
 REPEATS = 40
 
-WITHOUT_WORK = {
-    "detach",
-    "view",
-    "_unsafe_view",
-    "_reshape_alias",
-    "alias",
-    "as_strided",
-    "expand",
-    "unsqueeze",
-}
-WITHOUT_WORK |= {
-    "squeeze",
-    "slice",
-    "select",
-    "transpose",
-    "permute",
-    "promote_types",
-    "result_type",
-    "lift_fresh",
-}
-WITHOUT_WORK |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
-"""Operations that start nothing on a GPU: views, and tensors without contents."""
+VIEWS = (
+    "view _unsafe_view _reshape_alias reshape alias as_strided expand expand_as view_as unsqueeze squeeze slice select "
+    "narrow transpose permute movedim t numpy_T chunk split split_with_sizes unbind flatten unflatten detach lift_fresh"
+)
+WITHOUT_CONTENTS = "empty empty_like empty_strided new_empty new_empty_strided set_ resize_"
+CHECKS = "to contiguous resolve_conj resolve_neg promote_types result_type"
+WITHOUT_WORK = {*VIEWS.split(), *WITHOUT_CONTENTS.split(), *CHECKS.split()}
+"""Operations that start nothing on a GPU by themselves: views, tensors without contents, casts to what a tensor is."""
 
 
 class Counts(NamedTuple):
@@ -79,41 +67,59 @@ class Host(NamedTuple):
 
 @contextmanager
 def _operations(found: list[str]) -> Iterator[None]:
-    """Adds the names of what torch runs while this is entered, once each, however they call each other."""
+    """Adds the names of what torch runs while this is entered: of operations that call others, the innermost."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         yield
     for event in profiler.events():
-        inner = any(child.name.startswith("aten::") for child in event.cpu_children)
-        name = event.name.removeprefix("aten::")
-        if event.name.startswith("aten::") and not inner and name not in WITHOUT_WORK:
-            found.append(name)
+        if event.cpu_parent is None:
+            found += _working(event)
 
 
-def layer(name: str, tokens: int, heads: int = HEADS) -> Callable[[], Tensor]:
-    """The forward of a layer on one row; q, k and v are never computed on."""
+def _working(event: Any) -> list[str]:
+    """The names of the innermost operations of an event that start something."""
+    inner = [name for child in event.cpu_children for name in _working(child)]
+    name = event.name.removeprefix("aten::")
+    return inner or [name] * (event.name.startswith("aten::") and name not in WITHOUT_WORK)
+
+
+class Layer(NamedTuple):
+    """A layer on one row; q, k and v are never computed on."""
+
+    forward: Callable[[], Tensor]
+    inputs: list[Tensor]
+    """What it is differentiated by: q, k, v and its parameters."""
+
+    def backward(self, out: Tensor) -> None:
+        """Without what adds gradients up over micro-batches."""
+        torch.autograd.grad(out, self.inputs, torch.empty_like(out))
+
+
+def layer(name: str, tokens: int, heads: int = HEADS) -> Layer:
+    """The layer of this name; FLuRKA's windows rotate queries and keys."""
     core = build(LAYERS[name], num_heads=heads, head_dim=HEAD_DIM).to(torch.bfloat16)
     shape = (1, heads, tokens, HEAD_DIM)
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    return lambda: core(q, k, v)
+    inputs = AttentionInputs(rotary=Rotary(HEAD_DIM)) if name == "FLuRKA" else WHOLE_ROWS
+    return Layer(partial(core, q, k, v, inputs), [q, k, v, *core.parameters()])
 
 
 def host(name: str, repeats: int = REPEATS) -> Host:
     """Counts and time of a layer."""
-    forward, operations_there, operations_back = layer(name, SHORT, heads=1), [], []
+    one, operations_there, operations_back = layer(name, SHORT, heads=1), [], []
     with noting() as launches:
-        forward().sum().backward()  # what torch and Python do once
+        one.backward(one.forward())  # what torch and Python do once
         launches.clear()
         with _operations(operations_there):
-            out = forward()
+            out = one.forward()
         there = Counts(len(operations_there), len(launches))
-        gradient = torch.empty_like(out)
         with _operations(operations_back):
-            out.backward(gradient)
+            one.backward(out)
         back = Counts(len(operations_back), len(launches) - there.launches)
         spent = []
         for _ in range(repeats):
+            launches.clear()
             start = time.process_time()
-            forward().backward(gradient)
+            one.backward(one.forward())
             spent.append(time.process_time() - start)
     return Host(there, back, statistics.median(spent) * 1e3)
 
@@ -130,10 +136,9 @@ def variants(name: str) -> Mapping[str, int]:
 
 
 def _launches(name: str, tokens: int) -> list[Launch]:
-    forward = layer(name, tokens)
+    one = layer(name, tokens)
     with noting() as launches:
-        out = forward()
-        out.backward(torch.empty_like(out))
+        one.backward(one.forward())
     return launches
 
 

@@ -89,6 +89,7 @@ class FlurkaAttention(NearFarAttention):
             far_rope=self.far_rope,
             positions=inputs.at,
             initial_state=state,
+            return_state=inputs.wants_state,
             exchange=inputs.exchange,
         )
 

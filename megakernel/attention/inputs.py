@@ -36,6 +36,9 @@ class AttentionInputs:
     state: Any = None
     """What the tokens continue from, of the mechanism's own kind; None: nothing."""
 
+    wants_state: bool = True
+    """Whether anybody reads the state behind the last token; a mechanism may give one all the same."""
+
     @property
     def at(self) -> Positions:
         """The positions, which `attend` always has."""

@@ -1,6 +1,6 @@
 """Kernel attention: phi(q).phi(k) with a running sum as state."""
 
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class KernelAttention(AttentionLayer):
         real = inputs.padding_mask
         q, v = q.to(k.dtype), v.to(k.dtype)
         q, k = inputs.rotated(q, k)
-        out, state = kernel_attention(
+        found = kernel_attention(
             q,
             k,
             v,
@@ -43,8 +43,9 @@ class KernelAttention(AttentionLayer):
             mass=None if real is None else real[:, None].to(v.dtype),
             positions=inputs.at,
             initial_state=inputs.state,
-            return_state=True,
+            return_state=inputs.wants_state,
             exchange=inputs.exchange,
             exchange_after=None if self.causal else inputs.exchange_after,
         )
-        return cast(Tensor, out).to(dtype), state
+        out, state = found if isinstance(found, tuple) else (found, None)
+        return out.to(dtype), state

@@ -133,8 +133,8 @@ class AttentionLayer(nn.Module, ABC):
         mask, positions = inputs.padding_mask, inputs.positions
         if mask is None:
             if positions is None:
-                inputs = replace(inputs, positions=inputs.cp_shard.rank * q.shape[2])
-            return self.attend(q, k, v, inputs)[0]
+                positions = inputs.cp_shard.rank * q.shape[2]
+            return self.attend(q, k, v, replace(inputs, positions=positions, wants_state=False))[0]
         expected = (q.shape[0], q.shape[2])
         if tuple(mask.shape) != expected:
             raise ValueError(f"padding_mask has shape {tuple(mask.shape)}; expected {expected}")
@@ -153,7 +153,8 @@ class AttentionLayer(nn.Module, ABC):
         places: Positions = 0
         if isinstance(positions, Tensor):
             places = positions.gather(1, order).masked_fill(~front, 0)
-        out, _ = self.attend(q, k, v, replace(inputs, positions=places, padding_mask=front, further=further))
+        moved = replace(inputs, positions=places, padding_mask=front, further=further, wants_state=False)
+        out, _ = self.attend(q, k, v, moved)
         return _reorder(out, order.argsort(dim=1)) * mask[:, None, :, None].to(out.dtype)
 
     def extend(

@@ -100,8 +100,9 @@ class Rotary:
         """(count, head_dim) float32: cosines, then sines, of the positions from `first` on; made once."""
         key = (first, count, device)
         if key not in self._made:
-            places = torch.arange(first, first + count, device=device)
-            self._made[key] = torch.cat(self.cos_sin(places), -1).float()
+            with torch.inference_mode(False):
+                places = torch.arange(first, first + count, device=device)
+                self._made[key] = torch.cat(self.cos_sin(places), -1).float()
         return self._made[key]
 
 

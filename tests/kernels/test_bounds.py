@@ -47,6 +47,21 @@ def test_instructions_run_as_often_as_the_for_statements_around_them_say(tmp_pat
         ).times(lambda _: 1.0)
 
 
+def test_of_an_unrolled_loop_and_one_for_the_rest_passes_are_counted_once(tmp_path):
+    (tmp_path / "kernel.py").write_text("for step in range(5):\n    work(step)\n")
+    load, branch = "/*0010*/ LDG.E R2, [R4.64] ;", "/*0020*/ @!P0 BRA `(.L_x_{}) ;"
+    lines = ['\t//## File "PLACE", line 2'.replace("PLACE", str(tmp_path / "kernel.py"))]
+    for number, passes in enumerate((4, 1)):
+        lines += [f" .L_x_{number}:", *(f"        {load}" for _ in range(passes))]
+        lines += [
+            "        /*0030*/ MOV R1, R2 ;",
+            "        /*0030*/ MOV R1, R3 ;",
+            "        " + branch.format(number),
+        ]
+    times = Code("\n".join([*lines, "        /*0090*/ EXIT ;"])).times(lambda _: 8.0)
+    assert [times[i] for i in range(12)] == [*[2.0] * 7, *[0.0] * 4, 1.0]
+
+
 def test_loops_that_wait_for_a_barrier_are_none():
     asks = LISTING.replace("LDS.128 R4, [R2]", "SYNCS.PHASECHK.TRANS64 P0, [R2], R4")
     assert [sorted(body) for body in Code(asks).loops] == []

@@ -286,6 +286,16 @@ def test_a_state_that_other_processes_hand_over_enters(draw, device):
     assert_agrees(exchanged, leaves, draw, TOLERANCE[torch.float32])
 
 
+@pytest.mark.usefixtures("short_segments")
+def test_an_output_is_the_same_where_nobody_wants_the_state(draw, device):
+    leaves = tokens(draw, device, length=40)
+    options = {"feature_map": "hedgehog", "rotary": Rotary(12), "backend": "triton"}
+    out, _ = flurka_attention(**leaves, **options)
+    again, state = flurka_attention(**leaves, **options, return_state=False)
+    assert torch.equal(out, again)
+    assert state is None
+
+
 @pytest.mark.second  # the interpreter runs one program after another: only a GPU can break this
 @pytest.mark.usefixtures("short_segments")
 def test_two_runs_are_bit_identical(draw, device):
@@ -301,11 +311,11 @@ def test_two_runs_are_bit_identical(draw, device):
 
 def test_ops_know_their_shapes_and_gradients_under_compilation(draw, device):
     leaves = {name: x.requires_grad_() for name, x in tokens(draw, device, length=20).items()}
-    mass = torch.full((1,), 4.0, device=device, requires_grad=True)
+    far_mass = torch.zeros(1, device=device, requires_grad=True)
     given = (
-        *(leaves["q"], leaves["gate"], torch.zeros(2, device=device), None),
+        *(leaves["q"], leaves["gate"], None, None),
         *(leaves[name] for name in ("k", "v", "projection", "pool_keys", "pool_values")),
-        *(mass, *(None,) * 6),
+        *(far_mass, *(None,) * 6),
     )
     arguments = (*pack(given), *("hedgehog", 1, "softmax", 1, 0, 0, 0))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")

@@ -60,9 +60,10 @@ def flurka_attention(
     far_rope: FarRope = "none",
     positions: Positions = 0,
     initial_state: FlurkaState | None = None,
+    return_state: bool = True,
     exchange: Exchange | None = None,
     backend: str | None = None,
-) -> tuple[Tensor, FlurkaState]:
+) -> tuple[Tensor, FlurkaState | None]:
     """Causal FLuRKA, linear in the number of tokens; its eq. 2 made causal as docs/formulas.md, 4 says.
 
     Token i of a document lies in block J = i // b. It attends exactly the tokens up to itself of block J (J - 1 too
@@ -93,13 +94,14 @@ def flurka_attention(
         positions: (B, N) positions within documents, or the position of the first token of rows that hold one document
             each. They say where a document that began in `initial_state` stands.
         initial_state: what rows continue from, wherever they were cut.
+        return_state: also return the state behind the last token; otherwise None stands in its place.
         exchange: gets what these tokens add to the far state and gives what enters, for a sequence cut over processes;
             the tail of `initial_state` is then the left neighbour's, and the far state returned what these tokens add.
         backend: reference, chunked or triton; None takes the environment's MEGAKERNEL_BACKEND, else the kernels on a
             GPU and chunked elsewhere.
 
     Returns:
-        (B, H, N, D) in the dtype of v, and the state behind the last token.
+        (B, H, N, D) in the dtype of v, and the state behind the last token or None.
 
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, naming the argument.
@@ -130,6 +132,6 @@ def flurka_attention(
     far, tail = initial_state or (start_state(feature_map, key, projection, v.shape[-1]), None)
     form = Form(feature_map, size, blocks, near, rotated_each(rotary, q.shape[-1]), far_rope)
     weights = Weights(projection, pool_keys, pool_values, far_mass, far_weight, priors, shift)
-    inputs = FlurkaInputs(form, weights, gate, positions, far, tail, exchange, fading)
+    inputs = FlurkaInputs(form, weights, gate, positions, far, tail, exchange, fading, return_state)
     out, far, tail = choose(IMPLEMENTATIONS, backend)(q, k, v, inputs)
-    return out, FlurkaState(far, tail)
+    return out, FlurkaState(far, tail) if return_state else None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from megakernel.ops.kernels.features import padded
+from megakernel.ops.kernels.features import cdiv, padded
 
 
 class Near(NamedTuple):
@@ -38,7 +38,7 @@ class Near(NamedTuple):
     @property
     def half(self) -> int:
         """Numbers of the first half of a token, which a rotation turns against the second."""
-        return triton.cdiv(self.width, 2)
+        return cdiv(self.width, 2)
 
     @property
     def padded_half(self) -> int:
@@ -79,8 +79,8 @@ class Pools(NamedTuple):
     head: int
     """Numbers from a head's pool to the next one's, 0 where heads share one."""
 
-    mass: Any
-    """(H_kv,) float32."""
+    far_mass: Any
+    """beta (H_kv,): a landmark counts (b / r) exp(beta) times; None is 0."""
 
 
 class Shares(NamedTuple):

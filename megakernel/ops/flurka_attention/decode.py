@@ -9,7 +9,6 @@ graph captures the step behind one that warms it up (compiled kernels, the table
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from megakernel.ops.documents import position_rows
@@ -20,7 +19,7 @@ from megakernel.ops.flurka_attention.form import FlurkaInputs
 from megakernel.ops.kernel_attention.arguments import Rows
 from megakernel.ops.kernel_attention.decode import TILE
 from megakernel.ops.kernel_attention.triton import unsupported_tiles
-from megakernel.ops.kernels.features import padded, phi_of
+from megakernel.ops.kernels.features import cdiv, padded, phi_of
 from megakernel.ops.kernels.launch import launch
 from megakernel.ops.projections import dense
 from megakernel.ops.state import KernelState
@@ -117,7 +116,7 @@ def _step(
     of_layer = Near(near == "softmax", gate is not None, table is not None, blocks, block_size, width)
     left = _outputs(q, k, v, gate, positions, sums, log_scale, tail_keys, tail_values)
     block = max(16, min(padded(columns), TILE // phi.padded_rows))
-    grid = (batch * heads, triton.cdiv(columns, block))
+    grid = (batch * heads, cdiv(columns, block))
 
     def of_key_heads(x: Tensor) -> Rows:
         return Rows.of(x.reshape(batch, heads, group, -1))

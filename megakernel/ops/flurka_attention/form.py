@@ -85,6 +85,9 @@ class FlurkaInputs(NamedTuple):
     fading: Tensor | None = None
     """(B, H_kv, N) log of what is left of the far state behind each token; None: all of it."""
 
+    wants_state: bool = True
+    """Whether anybody reads what is left behind."""
+
 
 class FlurkaState(NamedTuple):
     """What a sequence carries from shard to shard: constant in the number of tokens."""

@@ -50,7 +50,7 @@ class _Scaled(Phi):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`, for one token of whole rows."""
-    form, weights, gate, positions, far, tail, _, fading = inputs
+    form, weights, gate, positions, far, tail, _, fading, _ = inputs
     assert tail is not None
     place, joined = _Place.of(positions, form), tail.and_token(k, v)
 

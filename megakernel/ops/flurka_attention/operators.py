@@ -8,7 +8,6 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from megakernel.ops.feature_maps import FeatureMap
@@ -21,7 +20,7 @@ from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import Behind, Slopes
 from megakernel.ops.kernel_attention.launches import SEGMENT, WARP_GROUPS, Call, TileSizes
 from megakernel.ops.kernel_attention.operators import gradient_of_matrix, products_of_queries
-from megakernel.ops.kernels.features import Phi, padded, phi_of, split_matrix
+from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of, split_matrix
 from megakernel.ops.kernels.launch import capability_of
 
 LANDMARKS = 64
@@ -34,7 +33,7 @@ BLOCKS_AT_ONCE = 16
 def segment_blocks(phi: Phi, block_size: int, rank: int) -> int:
     """Blocks between two states: at least the tokens that kernel attention takes, and LANDMARKS landmarks."""
     tokens = SEGMENT * max(1, phi.padded_features // 64)
-    return max(triton.cdiv(tokens, block_size), triton.cdiv(LANDMARKS, rank))
+    return max(cdiv(tokens, block_size), cdiv(LANDMARKS, rank))
 
 
 def tiles_of(phi: Phi, near: Near, size: int, values: int, capability: int) -> dict[str, TileSizes]:
@@ -68,7 +67,7 @@ def tiles_of(phi: Phi, near: Near, size: int, values: int, capability: int) -> d
 class FlurkaLaunches(NamedTuple):
     """See `kernel_attention.exchanged.Launches`.
 
-    Tensors of keys are k, v, matrix, pool_keys, pool_values, mass, starts, windows and ends; of queries q, gate,
+    Tensors of keys are k, v, matrix, pool_keys, pool_values, far_mass, starts, windows and ends; of queries q, gate,
     far_weight and table.
     """
 
@@ -81,11 +80,8 @@ class FlurkaLaunches(NamedTuple):
     window: Window
     pools: Pools
     shares: Shares
-    matrix: Matrix
-    """The projection in the dtype of tokens."""
-
-    wide_matrix: Matrix
-    """The same in that of landmarks, float32."""
+    whole: Matrix
+    """The projection in the dtype of landmarks, float32."""
 
     given_matrix: Tensor | None
 
@@ -93,13 +89,13 @@ class FlurkaLaunches(NamedTuple):
     def of(form: Sequence[Any], q: Tensor, tensors: Tensors) -> "FlurkaLaunches":
         """form: the values of OPTIONS. Without what `joining` says."""
         feature_map, components, kind, window_blocks, start, before, oldest = form
-        k, v, matrix, pool_keys, pool_values, mass, starts, windows, ends = tensors
+        k, v, matrix, pool_keys, pool_values, far_mass, starts, windows, ends = tensors
         rank, block_size = pool_keys.shape[-2:]
         heads, length = k.shape[1], k.shape[2] - before
         rows = None if matrix is None else matrix.shape[-2]
         phi = phi_of(FeatureMap(feature_map, components), q.shape[-1], rows)
         near = Near(kind == "softmax", False, False, window_blocks, block_size, q.shape[-1])
-        landmarks = triton.cdiv(length, block_size) * rank
+        landmarks = cdiv(length, block_size) * rank
         capability = capability_of(q.device)
         row = Row(starts, start, ends, heads, length, q.shape[2], landmarks)
         call = Call(
@@ -116,8 +112,6 @@ class FlurkaLaunches(NamedTuple):
             rank,
             tiles_of(phi, near, v.element_size(), v.shape[-1], capability),
         )
-        terms = (split_matrix(matrix, heads, dtype) for dtype in (q.dtype, torch.float32))
-        narrow, wide = (Matrix(x, 0 if x is None else x.stride(0)) for x in terms)
         apart = pool_keys[0].numel() if pool_keys.dim() == 3 else 0
         return FlurkaLaunches(
             call,
@@ -125,19 +119,28 @@ class FlurkaLaunches(NamedTuple):
             row,
             Rows.of(q),
             Window(Rows.of(k), Rows.of(v), windows, None, before, oldest),
-            Pools(pool_keys.contiguous(), pool_values.contiguous(), apart, mass.contiguous()),
+            Pools(
+                pool_keys.contiguous(),
+                pool_values.contiguous(),
+                apart,
+                None if far_mass is None else far_mass.contiguous(),
+            ),
             Shares(None, None),
-            narrow,
-            wide,
+            Matrix.whole(matrix, heads),
             matrix,
         )
 
-    def joining(self, gate: Tensor | None, far_weight: Tensor, table: Tensor | None) -> "FlurkaLaunches":
+    def joining(
+        self, gate: Tensor | None, far_weight: Tensor | None, table: Tensor | None
+    ) -> "FlurkaLaunches":
         """The call with what outputs are joined by, and the angles of its window."""
+        shares = Shares(None if gate is None else gate.contiguous(), far_weight)
+        if gate is None and far_weight is None:
+            shares = Shares(None, self.pools.of_keys.new_zeros(self.row.heads * self.call.group))
         return self._replace(
             near=self.near._replace(gated=gate is not None, rotary=table is not None),
             window=self.window._replace(table=table),
-            shares=Shares(None, far_weight) if gate is None else Shares(gate.contiguous(), None),
+            shares=shares,
         )
 
     def start(self, kernel: Any, batch: int, *arguments: Any, **options: Any) -> None:
@@ -146,7 +149,7 @@ class FlurkaLaunches(NamedTuple):
 
     def start_pool(self, kernel: Any, batch: int, each: int, *arguments: Any, **options: Any) -> None:
         """Start a kernel of pools, a program for `each` blocks of a key head."""
-        programs = batch * self.row.heads * triton.cdiv(self.row.keys // self.call.rank, each)
+        programs = batch * self.row.heads * cdiv(self.row.keys // self.call.rank, each)
         sizes = {"RP": padded(self.call.rank), "BP": padded(self.near.block_size)}
         self.start(kernel, batch, self.window, *arguments, programs=programs, **sizes, **options)
 
@@ -154,8 +157,10 @@ class FlurkaLaunches(NamedTuple):
         """What the landmarks of each segment add, and the landmarks."""
         k, kept = self.window.keys.pointer, self.kept()
         room = self.call.sums_of_segments(k, self.row.length)
+        if kept.terms.numel():
+            split_matrix(self.whole.terms, kept.terms)
         self.start_pool(pool_kernels.pool, len(k), 1, self.pools, self.row, *kept[:2], kept.mass)
-        self.call.start(kernels.write_keys, len(k), kept.keys, self.wide_matrix, room, self.row, None)
+        self.call.start(kernels.write_keys, len(k), kept.keys, self.whole, room, self.row, None)
         return room, kept
 
     def found(self, queries: Tensors) -> Tensors:
@@ -181,11 +186,12 @@ class FlurkaLaunches(NamedTuple):
             v.new_empty(*lead, phi.padded_features),
             mass.new_empty(lead if phi.unbounded else 0),
             mass,
+            self.whole.room(v.dtype, v),
         )
 
     def no_queries(self, q: Tensor) -> Tensors:
         """See `kernel_attention.exchanged.Launches`."""
-        return q, None, self.pools.mass.new_zeros(q.shape[1]), None
+        return q, None, None, None
 
     def joined(self, factor: Tensor, peak: Tensor, scale: Tensor, share: Tensor) -> Joined:
         """The same as kernels take it."""
@@ -195,7 +201,9 @@ class FlurkaLaunches(NamedTuple):
 
     def known(self, queries: Rows | Queries, kept: Tensors, state: State) -> tuple[Any, ...]:
         """What both kernels of queries are given first."""
-        return queries, self.window, _Kept(*kept).keys, self.matrix, state, self.row, self.shares
+        of_keys = _Kept(*kept)
+        matrix = self.whole.split(of_keys.terms)
+        return queries, self.window, of_keys.keys, matrix, state, self.row, self.shares
 
     def read(self, queries: Tensors, kept: Tensors, state: State) -> Tensors:
         """Outputs and what `Joined` says of them."""
@@ -221,17 +229,18 @@ class FlurkaLaunches(NamedTuple):
         if far.stored:
             # Behind their features nobody reads them.
             known = known._replace(tokens=tokens._replace(rows=None))
-        dfar_weight = torch.zeros_like(far_weight) if gate is not None else change.sum((0, 2))
-        grads = (dq, None if gate is None else change, dfar_weight, None)
+        dfar_weight = change.sum((0, 2)) if gate is None else None
+        grads = (dq, None if gate is None else change, None if far_weight is None else dfar_weight, None)
         of_matrix = None if dy is None else cache(partial(products_of_queries, dy, q, self.row.heads))
         return Behind(known, grads, of_matrix, (launches, joined, means, dfar_weight))
 
     def bwd_write(
-        self, behind: Behind, kept: Tensors, state: State, last: Slopes, first: Slopes | None
+        self, behind: Behind, kept: Tensors, state: State, last: Slopes | None, first: Slopes | None
     ) -> Tensors:
-        """Gradients of keys, values, projection, E, F and masses."""
+        """Gradients of keys, values, projection, E, F and beta."""
         queries, (launches, joined, means, dfar_weight) = behind.queries, behind.rest
-        landmarks, keys, learned = kept[0], _Kept(*kept).keys, behind.of_matrix is not None
+        of_keys, learned = _Kept(*kept), behind.of_matrix is not None
+        landmarks, keys, matrix = of_keys.landmarks, of_keys.keys, self.whole.split(of_keys.terms)
         far, row, k, v = self.call, self.row, self.window.keys.pointer, self.window.columns.pointer
         batch = len(k)
         dlandmarks, dpooled = (
@@ -242,17 +251,17 @@ class FlurkaLaunches(NamedTuple):
         found = (dlandmarks, dpooled, dy_landmarks, None, None)
         # States of unbounded maps have float32's digits, and take twice the shared memory.
         for rooms in far.halves(found) if far.phi.unbounded else [found]:
-            far.start(key_kernels.bwd_dkv, batch, queries, keys, self.wide_matrix, state, row, *rooms)
+            far.start(key_kernels.bwd_dkv, batch, queries, keys, self.whole, state, row, *rooms)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         dy_k = self._projected(k) if learned and not self.near.softmax else None
         numbers = tuple(landmarks.new_empty(2, *k.shape[:3], far.rank))
         launches.start(
             window_kernels.window_backward,
-            *(batch, self.queries, launches.window, self.pools, self.matrix, row, launches.shares, joined),
+            *(batch, self.queries, launches.window, self.pools, matrix, row, launches.shares, joined),
             *(queries.grad, means, dlandmarks, dpooled, numbers, dk, dv, dy_k),
-            programs=triton.cdiv(k.shape[2], far.tile("window_backward").chunk) * batch * row.heads,
+            programs=cdiv(k.shape[2], far.tile("window_backward").chunk) * batch * row.heads,
         )
-        parts = triton.cdiv(row.keys // far.rank, BLOCKS_AT_ONCE)
+        parts = cdiv(row.keys // far.rank, BLOCKS_AT_ONCE)
         pools = self.pools.of_keys
         dpools = landmarks.new_empty(2, batch, row.heads, parts, *pools.shape[-2:])
         known = (batch, BLOCKS_AT_ONCE, row, numbers, *dpools)
@@ -265,10 +274,16 @@ class FlurkaLaunches(NamedTuple):
         if behind.of_matrix is not None and self.given_matrix is not None:
             products = [products_of_queries(dy, x, row.heads) for dy, x in pairs if dy is not None]
             dmatrix = gradient_of_matrix(self.given_matrix, behind.of_matrix(), *products)
-        dmass = _along(*last) + dfar_weight.view(row.heads, -1).sum(1)
-        if first is not None:
-            dmass = dmass - _along(*first)
-        return dk, dv, dmatrix, dkeys, dvalues, dmass / self.pools.mass, None, None, None
+        dfar_mass = None
+        if self.pools.far_mass is not None:
+            dfar_mass = landmarks.new_zeros(row.heads)
+            if dfar_weight is not None:
+                dfar_mass += dfar_weight.view(row.heads, -1).sum(1)
+            if last is not None:
+                dfar_mass += _along(*last)
+            if first is not None:
+                dfar_mass -= _along(*first)
+        return dk, dv, dmatrix, dkeys, dvalues, dfar_mass, None, None, None
 
     def _projected(self, tokens: Tensor) -> Tensor:
         """Room for the gradients of projected tokens."""
@@ -283,6 +298,8 @@ class _Kept(NamedTuple):
     features: Tensor
     feature_logs: Tensor
     mass: Tensor
+    terms: Tensor
+    """Of the projection."""
 
     @property
     def keys(self) -> Keys:
@@ -295,10 +312,10 @@ class _Kept(NamedTuple):
 def _along(state: tuple[Tensor, ...], slope: tuple[Tensor, ...]) -> Tensor:
     """What a change of all sums of a state by a factor changes, (H_kv,).
 
-    The gradient of m (H_kv,) times m is made of these: m multiplies all of a state but what the first one left in it,
-    so that the sums of states times their gradients say it: those of queries, which are their gradients of gamma, and
-    of the last state, without that of the first. Sums over landmarks of dm_s would say the same of numbers that were
-    rounded more often, where little is left of them.
+    The gradient of beta is made of these: exp(beta) multiplies all of a state but what the first one left in it, so
+    that the sums of states times their gradients say it: those of queries, which are their gradients of gamma, and of
+    the last state, without that of the first. Sums over landmarks of what each counts would say the same of numbers
+    that were rounded more often, where little is left of them.
     """
     return (state[0] * slope[0]).sum((0, 2, 3)) + (state[1] * slope[1]).sum((0, 2))
 
@@ -306,5 +323,5 @@ def _along(state: tuple[Tensor, ...], slope: tuple[Tensor, ...]) -> Tensor:
 OPTIONS = {"feature_map": str, "components": int, "near": str}
 OPTIONS |= dict.fromkeys(("blocks", "start", "before", "oldest"), int)
 
-forward = Operator("flurka_attention", OPTIONS, FlurkaLaunches.of, queries=4, keys=9)
+forward = Operator("flurka_attention", OPTIONS, FlurkaLaunches.of, queries=4, keys=9, kept=6)
 """Of the tensors of `FlurkaLaunches`, and a first state."""

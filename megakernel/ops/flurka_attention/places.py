@@ -57,11 +57,11 @@ def places_of(positions: Positions, q: Tensor, *, block_size: int, blocks: int, 
     return Places(starts, start, windows, ends, before, oldest)
 
 
-def sees_far(positions: Positions, q: Tensor, reach: int) -> Tensor:
-    """(B, 1, N) or (1, 1, N) bool: blocks lie before the token's window."""
+def sees_all(positions: Positions, q: Tensor, reach: int) -> Tensor:
+    """(B, 1, N) or (1, 1, N) bool: no block lies before the token's window."""
     if isinstance(positions, int):
-        return (torch.arange(q.shape[2], device=q.device) >= reach - positions)[None, None]
-    return (positions >= reach)[:, None]
+        return (torch.arange(q.shape[2], device=q.device) < reach - positions)[None, None]
+    return (positions < reach)[:, None]
 
 
 def _tokens(positions: Tensor) -> Tensor:

@@ -78,7 +78,8 @@ def pool(
     of_values = load_pool(pools.of_values + kv.to(tl.int64) * pools.head, R, RP, B, BP)
     store_landmarks(values + seat * CUT.values, pooled(tokens, of_values, dtype), R, CUT.values)
     r = tl.arange(0, RP)
-    counts = tl.where(count > 0, tl.load(pools.mass + kv), 0.0)
+    each = B / R * (1.0 if pools.far_mass is None else tl.exp(tl.load(pools.far_mass + kv).to(tl.float32)))
+    counts = tl.where(count > 0, each, 0.0)
     tl.store(mass + seat + r, tl.zeros((RP,), tl.float32) + counts, mask=r < R)
 
 

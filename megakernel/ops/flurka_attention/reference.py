@@ -15,7 +15,7 @@ from megakernel.ops.window import Tail, empty_tail
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
     """Arguments and results of `chunked.attend`."""
-    form, weights, gate, positions, far, tail, exchange, fading = inputs
+    form, weights, gate, positions, far, tail, exchange, fading, _ = inputs
     if tail is None:
         tail = empty_tail(k, v, form.block_size * form.blocks)
     batch, heads, length, _ = q.shape

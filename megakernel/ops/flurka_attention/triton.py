@@ -17,7 +17,7 @@ from megakernel.ops.documents import open_documents
 from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form
-from megakernel.ops.flurka_attention.places import places_of, sees_far
+from megakernel.ops.flurka_attention.places import places_of, sees_all
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import exchanged
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
@@ -75,21 +75,23 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> str | 
 
 
 def angles_of(form: Form, width: int) -> Any:
-    """The `cos_sin` of the layer's rotation of heads of `width`; None where it has none or turns a part of them."""
+    """The `table` of the layer's rotation of heads of `width`; None where it has none or turns a part of them."""
     rotary = getattr(form.rotary, "rotary", None)
-    return getattr(rotary, "cos_sin", None) if getattr(rotary, "head_dim", None) == width else None
+    return getattr(rotary, "table", None) if getattr(rotary, "head_dim", None) == width else None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tensor, KernelState, Tail]:
-    """Arguments and results of `chunked.attend`, in bfloat16 or float32.
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs
+) -> tuple[Tensor, KernelState | None, Tail | None]:
+    """Arguments and results of `chunked.attend`, in bfloat16 or float32; no state where `inputs` want none.
 
     Of exponential maps rows can get lost, which are then made again: see `kernel_attention.triton.attend`.
     """
     if decode.unsupported(q, k, v, inputs) is None:
         return decode.step(q, k, v, inputs)
-    form, weights, gate, positions, far, tail, exchange, _ = inputs
+    form, weights, gate, positions, far, tail, exchange, _, wants_state = inputs
     b, reach = form.block_size, form.block_size * form.blocks
-    left = (empty_tail(k, v, reach) if tail is None else tail).after(k, v)
+    left = (empty_tail(k, v, reach) if tail is None else tail).after(k, v) if wants_state else None
     places = places_of(positions, q, block_size=b, blocks=form.blocks, tail=tail is not None)
     keys, values = k, v
     if tail is not None and places.before:
@@ -98,34 +100,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
     phi = phi_of(form.feature_map, q.shape[-1], None if matrix is None else matrix.shape[-2])
     name = named(form.feature_map)
     options = (name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest)
-    mass = torch.full((k.shape[1],), b / weights.pool_keys.shape[-2], dtype=torch.float32, device=q.device)
-    if weights.far_mass is not None:
-        mass = mass * torch.exp(weights.far_mass.to(torch.float32))
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
-    sees = None if gate is None else sees_far(positions, q, reach)
 
     def joining() -> Tensors:
         """Logits of the gate, gamma, and the angles of windows."""
-        logits, far_weight, table = None, mass.new_zeros(q.shape[1]), None
-        if gate is not None and sees is not None:
+        logits = far_weight = table = None
+        if gate is not None:
             # Without a far block the near part alone, exactly.
-            logits = gate.to(torch.float32).masked_fill(~sees, torch.inf)
+            logits = gate.to(torch.float32).masked_fill(sees_all(positions, q, reach), torch.inf)
         elif weights.far_weight is not None:
             far_weight = weights.far_weight.to(torch.float32)
         if form.near_rotary is not None:
-            turns = angles_of(form, q.shape[-1])(torch.arange(reach + ANGLES, device=q.device))
-            table = torch.cat(turns, -1).to(torch.float32)
+            table = angles_of(form, q.shape[-1])(0, reach + ANGLES, q.device)
         return logits, far_weight, table
 
-    of_keys = (keys, values, matrix, *pools, mass)
+    of_keys = (keys, values, matrix, *pools, weights.far_mass)
     tables = (places.starts, places.windows, places.ends)
     first = None if tail is None else far
+    last = None
     if exchange is None:
         tile = (None, None, None) if first is None else tiles_of(first, phi, v.shape[-1])
         out, factor, *_, sums, norms, logs = operators.forward(
             (q, *joining(), *of_keys, *tables, *tile), *options
         )
-        last = state_of(sums, norms, logs, phi, v.shape[-1])
+        if wants_state:
+            last = state_of(sums, norms, logs, phi, v.shape[-1])
     else:
         carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
         shard = exchanged.Shard(q, partial(operators.FlurkaLaunches.of, options))
@@ -133,9 +132,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, inputs: FlurkaInputs) -> tuple[Tenso
             shard, (*of_keys, *tables), lambda: (q, *joining()), exchange, carries, phi, v.shape[-1]
         )
     # A window's softmax that shares its normalizer with the landmarks has weights that add up to 1 at least.
-    if not may_lose(name, form.near == "kernel" or sees is not None) or is_noting():
+    if not may_lose(name, form.near == "kernel" or gate is not None) or is_noting():
         return out, last, left
-    lost = factor == 0 if sees is None else (factor == 0) & sees
+    lost = factor == 0
+    if gate is not None:
+        lost &= ~sees_all(positions, q, reach)
 
     def again() -> Found:
         # What other processes handed over is in `first`.

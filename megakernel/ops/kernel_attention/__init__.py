@@ -114,7 +114,7 @@ def kernel_attention(
         positions = 0 if initial_state is None else 1
     options = KernelOptions(
         *(feature_map, projection, causal, normalize, mass, priors, positions, initial_state),
-        *(exchange, exchange_after),
+        *(exchange, exchange_after, return_state),
     )
     out, state = choose(IMPLEMENTATIONS, backend)(q, k, v, options)
     return (out, state) if return_state else out

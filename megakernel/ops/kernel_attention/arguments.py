@@ -5,8 +5,10 @@ What is not there is None, and what reads it is then left out of the compiled ke
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megakernel.ops.kernels.features import load_rows, once, padded, phi, rounded
 from megakernel.ops.kernels.launch import Rows
@@ -64,12 +66,30 @@ class Queries(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """The projection (2, H_kv, M, d), see `features.split_matrix`, or None."""
+    """The projection, or None."""
 
     terms: Any
+    """(2, H_kv, M, d), see `features.split_matrix`; of float32 numbers the one (H_kv, M, d)."""
 
     low: int
     """From its first term to the second."""
+
+    @staticmethod
+    def whole(projection: Tensor | None, heads: int) -> "Matrix":
+        """A projection (M, d) or (H_kv, M, d) as float32."""
+        if projection is None:
+            return Matrix(None, 0)
+        return Matrix(projection.expand(heads, -1, -1).to(torch.float32).contiguous(), 0)
+
+    def room(self, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """For two terms in `dtype`; empty where one is enough."""
+        if self.terms is None or dtype == torch.float32:
+            return like.new_empty(0)
+        return self.terms.new_empty(2, *self.terms.shape, dtype=dtype)
+
+    def split(self, room: Tensor) -> "Matrix":
+        """The same as the terms in a `room` that `split_matrix` has filled."""
+        return Matrix(room, room.stride(0)) if room.numel() else self
 
 
 class Row(NamedTuple):

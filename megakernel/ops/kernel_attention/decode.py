@@ -1,13 +1,12 @@
 """One token of kernel attention: it enters the state of its sequence, which its queries read, in one launch."""
 
 import torch
-import triton
 from torch import Tensor
 
 from megakernel.ops.feature_maps import FeatureMap, named
 from megakernel.ops.kernel_attention import decode_kernel
 from megakernel.ops.kernel_attention.options import KernelOptions
-from megakernel.ops.kernels.features import SUPPORTED, padded, phi_of
+from megakernel.ops.kernels.features import SUPPORTED, cdiv, padded, phi_of
 from megakernel.ops.kernels.launch import launch, rows_together
 from megakernel.ops.projections import FastFood, dense, rows_of
 from megakernel.ops.state import KernelState
@@ -89,7 +88,7 @@ def _step(
     block = max(16, min(padded(columns), TILE // phi.padded_rows))
     launch(
         decode_kernel.step,
-        (batch * heads, triton.cdiv(columns, block)),
+        (batch * heads, cdiv(columns, block)),
         tokens,
         v,
         log_scale if mass is None else mass.float().contiguous(),

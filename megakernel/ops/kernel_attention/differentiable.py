@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention.arguments import State
@@ -25,8 +26,10 @@ class Operator:
     Operators take no lists with None in them: they get the tensors that are there, and the places of these.
     """
 
-    def __init__(self, name: str, options: Mapping[str, type], make: Make, queries: int, keys: int):
-        self.make, self.sizes = make, (queries, keys, 3)
+    def __init__(
+        self, name: str, options: Mapping[str, type], make: Make, queries: int, keys: int, kept: int
+    ):
+        self.make, self.sizes, self.keeps = make, (queries, keys, 3), kept
         known = ", ".join(f"{TYPES[kind]} {option}" for option, kind in options.items())
         given = f"Tensor[] tensors, int[] places, {known}"
         self.forward = torch.library.custom_op(
@@ -42,9 +45,12 @@ class Operator:
         self.backward.register_fake(self._gradients)
         self.forward.register_autograd(self._differentiate, setup_context=self._keep)
 
-    def __call__(self, given: Tensors, *options: Any) -> list[Tensor]:
+    def __call__(self, given: Tensors, *options: Any) -> Sequence[Tensor]:
         """The outputs of the operator."""
-        return self.forward(*pack(given), *options)
+        tensors, places = pack(given)
+        if _is_watched(tensors):
+            return self.forward(tensors, places, *options)
+        return _Direct.apply(self, (places, *options), *tensors)
 
     def _launches(self, tensors: list[Tensor], places: list[int], options: Sequence[Any]):
         """Launches, tensors of queries and of keys, and the first state, None where there is none."""
@@ -80,21 +86,22 @@ class Operator:
         places: list[int],
         *options: Any,
     ) -> list[Tensor]:
-        """Gradients of the tensors at the places `wanted`. grads: of the output, and the last sums and normalizers."""
+        """Gradients of the tensors at the places `wanted`.
+
+        grads: of the output, and of the last sums and normalizers where anybody reads these.
+        """
         launches, queries, keys, first = self._launches(tensors, places, options)
         call, row = launches.call, launches.row
-        found, of_keys, state, left = split(
-            kept, len(kept) - 6 - len(launches.kept()), len(launches.kept()), 3
-        )
+        found, of_keys, state, left = split(kept, len(kept) - 6 - self.keeps, self.keeps, 3)
         last, length = State(*left), row.length if call.causal else row.queries
         entering = State(*state) if call.causal else last
         learned = self.sizes[0] + MATRIX in wanted
         behind = launches.bwd_read(grads[0], queries, found, of_keys, entering, learned)
-        outer = gradient_of_last(grads[1], grads[2], last.logs)
+        outer = gradient_of_last(grads[1], grads[2], last.logs) if len(grads) > 1 else None
         room = call.sums_of_queries(behind.queries, row, keys[0], length)
         of_segments, of_first = call.pass_on(room, outer, row.starts, length, reverse=True)
         before = None if first is None else Slopes(first, gradient_of_first(first.logs, of_first))
-        after = Slopes(last, outer[:2])
+        after = None if outer is None else Slopes(last, outer[:2])
         of_given = launches.bwd_write(
             behind, of_keys, of_segments if call.causal else of_first, after, before
         )
@@ -112,22 +119,57 @@ class Operator:
     ) -> list[Tensor]:
         return [x.new_empty(x.shape) for place, x in zip(places, tensors) if place in wanted]
 
-    def _keep(self, ctx: Any, inputs: Tensors, output: list[Tensor]) -> None:
+    def _keep(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         tensors, *ctx.options = inputs
         ctx.count = len(tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:-3], output[-1])
         ctx.save_for_backward(*tensors, *output[1:])
 
-    def _differentiate(self, ctx: Any, grads: list[Tensor | None]) -> Tensors:
+    def _differentiate(self, ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
+        return self.slopes(self.backward, ctx, ctx.needs_input_grad[0], grads), *(None,) * len(ctx.options)
+
+    def slopes(
+        self,
+        backward: Callable[..., list[Tensor]],
+        ctx: Any,
+        needed: Sequence[bool],
+        grads: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """Gradients of the tensors, None of those not `needed`, by `backward`. ctx: as `_keep` has left it."""
         tensors, kept = split(ctx.saved_tensors, ctx.count)
         places = ctx.options[0]
-        wanted = [place for place, needed in zip(places, ctx.needs_input_grad[0]) if needed]
+        wanted = [place for place, is_needed in zip(places, needed) if is_needed]
         q, v = tensors[0], tensors[places.index(self.sizes[0] + 1)]
-        outer = given_or_zeros((grads[0], grads[-3], grads[-2]), q, v, *kept[-3:-1])
-        found = self.backward(list(outer), list(kept), wanted, list(tensors), *ctx.options)
-        by_place = dict(zip(wanted, found))
-        return [by_place.get(place) for place in places], *(None,) * len(ctx.options)
+        outer = given_or_zeros(grads[0], (grads[-3], grads[-2]), q, v, kept[-3:-1])
+        found = dict(zip(wanted, backward(outer, list(kept), wanted, list(tensors), *ctx.options)))
+        return [found.get(place) for place in places]
+
+
+class _Direct(torch.autograd.Function):
+    """The operator where nobody watches, without what PyTorch does in Python around operators of one's own."""
+
+    @staticmethod
+    def forward(operator: Operator, options: Sequence[Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(operator._forward(list(tensors), *options))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.operator, options, *tensors = inputs
+        ctx.operator._keep(ctx, (tensors, *options), output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        operator = ctx.operator
+        return None, None, *operator.slopes(operator._backward, ctx, ctx.needs_input_grad[2:], grads)
+
+
+def _is_watched(tensors: list[Tensor]) -> bool:
+    """Whether somebody wants to see operators instead of what they do: a compiler, a mode, a kind of tensor."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in tensors)
 
 
 def pack(given: Tensors) -> tuple[list[Tensor], list[int]]:

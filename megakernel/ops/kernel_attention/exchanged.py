@@ -86,9 +86,12 @@ class Launches(Protocol):
         ...
 
     def bwd_write(
-        self, behind: Behind, kept: Tensors, state: State, last: Slopes, first: Slopes | None
+        self, behind: Behind, kept: Tensors, state: State, last: Slopes | None, first: Slopes | None
     ) -> Tensors:
-        """Gradients of what is given of keys. state: of queries; last, first: the states that leave and enter."""
+        """Gradients of what is given of keys. state: of queries; last, first: the states that leave and enter.
+
+        None: a state that nobody reads, or that there is not.
+        """
         ...
 
     def kept(self) -> Tensors:

@@ -3,14 +3,14 @@
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from megakernel.ops.feature_maps import FeatureMap
+from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import query_kernels
 from megakernel.ops.kernel_attention.arguments import Queries, Row, State, Tiling
 from megakernel.ops.kernels import states
-from megakernel.ops.kernels.features import Phi, padded, phi_of
+from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of, power_of_two
 from megakernel.ops.kernels.launch import PROGRAMS, capability_of, launch
 from megakernel.ops.state import EMPTY, KernelState
 
@@ -118,8 +118,8 @@ def segment_of(phi: Phi, q: Tensor, v: Tensor, causal: bool) -> int:
     key_heads, keys, values = v.shape[1:]
     token = (heads + key_heads) * (width + values) * v.element_size()
     state = key_heads * phi.padded_features * (padded(values) + 1) * 4
-    frugal = triton.next_power_of_2(triton.cdiv(int(state / STATE_SHARE), token))
-    parallel = triton.next_power_of_2(max(1, batch * key_heads * max(queries, keys) // PROGRAMS))
+    frugal = power_of_two(cdiv(int(state / STATE_SHARE), token))
+    parallel = power_of_two(max(1, batch * key_heads * max(queries, keys) // PROGRAMS))
     return max(LONGEST_CHUNK, min(frugal, max(parallel, 4 * LONGEST_CHUNK)))
 
 
@@ -203,10 +203,10 @@ class Call(NamedTuple):
         span = self.tiling.span if of_keys else self.segment
         heads = batch * self.row.heads * (self.group if kernel in OVER_QUERIES else 1)
         if kernel in OVER_SEGMENTS:
-            return heads * triton.cdiv(length, span)
+            return heads * cdiv(length, span)
         whole, rest = divmod(length, span)
         chunk = self.tile(kernel).chunk
-        return heads * (whole * triton.cdiv(span, chunk) + triton.cdiv(rest, chunk))
+        return heads * (whole * cdiv(span, chunk) + cdiv(rest, chunk))
 
     def start(
         self, kernel: Any, batch: int, *arguments: Any, programs: int | None = None, **options: Any
@@ -243,7 +243,7 @@ class Call(NamedTuple):
         """
         is_exact = self.dtype != torch.bfloat16 or (of_queries and self.phi.unbounded)
         dtype = torch.float32 if is_exact else torch.bfloat16
-        return self.states(like, triton.cdiv(length, self.segment), dtype)
+        return self.states(like, cdiv(length, self.segment), dtype)
 
     def sums_of_queries(self, queries: Queries, row: Row, like: Tensor, length: int) -> State:
         """What the queries of each segment of `length` tokens add to the gradients of states."""
@@ -275,7 +275,7 @@ class Call(NamedTuple):
         last = self.states(room.norms, -1)
         launch(
             states.pass_states,
-            (room.logs[:, :, 0].numel(), triton.cdiv(self.phi.padded_features, FEATURES_AT_ONCE)),
+            (room.logs[:, :, 0].numel(), cdiv(self.phi.padded_features, FEATURES_AT_ONCE)),
             *(room, *kept, first, last, starts),
             # No document begins in a row that sees both ways.
             *(length, self.row.start if self.causal else -1, self.row.heads, room.logs.shape[2]),
@@ -301,16 +301,17 @@ OVER_KEYS = ("write_keys", "bwd_dkv")
 
 
 def given_or_zeros(
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, v: Tensor, *last: Tensor
-) -> tuple[Tensor, ...]:
-    """Gradients of the output and of the `last` state; autograd makes up none for what has none.
+    of_out: Tensor | None, of_last: Tensors, q: Tensor, v: Tensor, last: Tensors
+) -> list[Tensor]:
+    """Gradients of the output, and of the `last` sums and normalizers where one of them has any.
 
-    It would fill one for each output of an op, those that nobody differentiates included.
+    Autograd would fill one for each output of an op, those that nobody differentiates included.
     """
-    of_out, *of_last = grads
     if of_out is None:
         of_out = v.new_zeros(*q.shape[:3], v.shape[-1])
-    return of_out, *(torch.zeros_like(like) if grad is None else grad for grad, like in zip(of_last, last))
+    if all(grad is None for grad in of_last):
+        return [of_out]
+    return [of_out, *(torch.zeros_like(x) if grad is None else grad for grad, x in zip(of_last, last))]
 
 
 def gradient_of_last(grad_sums: Tensor, grad_norms: Tensor, last_logs: Tensor) -> State:

@@ -23,12 +23,12 @@ class KernelLaunches(NamedTuple):
     """See `exchanged.Launches`; tensors of keys are k, v, matrix, mass, priors and starts, of queries q."""
 
     call: Call
-    matrix: Tensor | None
+    given_matrix: Tensor | None
     row: Row
     keys: Keys
     """Without features."""
 
-    terms: Matrix
+    whole: Matrix
     normalize: bool
 
     @staticmethod
@@ -37,11 +37,10 @@ class KernelLaunches(NamedTuple):
         k, v, matrix, mass, priors, starts = tensors
         feature_map, components, causal, normalize, start = form
         call = Call.of(q, k, v, matrix, priors, feature_map, components, causal, start)
-        split = split_matrix(matrix, k.shape[1], k.dtype)
         masses, shares = (None if x is None else x.to(torch.float32).contiguous() for x in (mass, priors))
         keys = Keys(Tokens(Rows.of(k), None, None), Rows.of(v), masses, shares)
-        terms = Matrix(split, 0 if split is None else split.stride(0))
-        return KernelLaunches(call, matrix, call.row._replace(starts=starts), keys, terms, normalize)
+        whole = Matrix.whole(matrix, k.shape[1])
+        return KernelLaunches(call, matrix, call.row._replace(starts=starts), keys, whole, normalize)
 
     @property
     def k(self) -> Tensor:
@@ -54,7 +53,7 @@ class KernelLaunches(NamedTuple):
         return self.keys.columns.pointer
 
     def kept(self) -> Tensors:
-        """Room for r of queries, features of keys and their log scales; empty where there are none."""
+        """Room for r of queries, features of keys, their log scales, and the projection; empty where there are none."""
         k = self.k
         scale = k.new_empty(*k.shape[:2], self.row.queries * self.call.phi.unbounded, dtype=torch.float32)
         features, logs = self.call.features(k, self.call.stored)
@@ -62,6 +61,7 @@ class KernelLaunches(NamedTuple):
             scale,
             k.new_empty(0) if features is None else features,
             scale.new_empty(0) if logs is None else logs,
+            self.whole.room(k.dtype, k),
         )
 
     def found(self, queries: Tensors) -> Tensors:
@@ -73,25 +73,27 @@ class KernelLaunches(NamedTuple):
         """See `exchanged.Launches`."""
         return (q,)
 
-    def with_features(self, kept: Tensors) -> Keys:
-        """The keys with the features that are stored of them."""
-        stored = (x if x.numel() else None for x in kept[1:])
-        return self.keys._replace(tokens=Tokens(self.keys.tokens.rows, *stored))
+    def known(self, kept: Tensors) -> tuple[Keys, Matrix]:
+        """The keys with the features that are stored of them, and the projection."""
+        _, *stored, terms = kept
+        tokens = Tokens(self.keys.tokens.rows, *(x if x.numel() else None for x in stored))
+        return self.keys._replace(tokens=tokens), self.whole.split(terms)
 
     def write(self) -> tuple[State, Tensors]:
         """See `exchanged.Launches`."""
         call, kept = self.call, self.kept()
         scale = kept[0] if call.causal and call.phi.unbounded else None
         room = call.sums_of_segments(self.k, self.row.keys)
-        known = (self.with_features(kept), self.terms, room, self.row, scale)
-        call.start(kernels.write_keys, len(self.k), *known)
+        if kept[-1].numel():
+            split_matrix(self.whole.terms, kept[-1])
+        call.start(kernels.write_keys, len(self.k), *self.known(kept), room, self.row, scale)
         return room, kept
 
     def read(self, queries: Tensors, kept: Tensors, state: State) -> Tensors:
         """Outputs and 1 / den."""
         (q,), (out, inverse) = queries, self.found(queries)
         scale = kept[0] if self.call.phi.unbounded else None
-        known = (Rows.of(q), self.with_features(kept), self.terms, state, self.row)
+        known = (Rows.of(q), *self.known(kept), state, self.row)
         self.call.start(kernels.read, len(q), *known, out, inverse, scale, NORMALIZE=self.normalize)
         return out, inverse
 
@@ -108,13 +110,13 @@ class KernelLaunches(NamedTuple):
             torch.empty_like(inverse) if self.normalize else None,
             kept[0] if call.phi.unbounded else None,
         )
-        given = (known, self.with_features(kept), self.terms, state, self.row)
+        given = (known, *self.known(kept), state, self.row)
         call.start(query_kernels.bwd_dq, len(q), *given, dq, dy, NORMALIZE=self.normalize)
         of_matrix = None if dy is None else cache(partial(products_of_queries, dy, q, self.row.heads))
         return Behind(known, (dq,), of_matrix)
 
     def bwd_write(
-        self, behind: Behind, kept: Tensors, state: State, last: Slopes, first: Slopes | None
+        self, behind: Behind, kept: Tensors, state: State, last: Slopes | None, first: Slopes | None
     ) -> Tensors:
         """Gradients of keys, values, projection, masses and priors."""
         call, k = self.call, self.k
@@ -122,15 +124,15 @@ class KernelLaunches(NamedTuple):
         dy = self._projected(k, max(call.keys, 1)) if behind.of_matrix is not None else None
         dmass = None if self.keys.mass is None else torch.empty_like(self.keys.mass)
         parts = k.new_empty(*k.shape[:3], call.keys, dtype=torch.float32) if call.keys else None
-        known = (behind.queries, self.with_features(kept), self.terms, state, self.row)
+        known = (behind.queries, *self.known(kept), state, self.row)
         for wanted in call.halves((dk, dv, dy, dmass, parts)):
             call.start(key_kernels.bwd_dkv, len(k), *known, *wanted)
         dpriors = None if parts is None else parts.sum((0, 2))
         dmatrix = None
-        if dy is not None and behind.of_matrix is not None and self.matrix is not None:
+        if dy is not None and behind.of_matrix is not None and self.given_matrix is not None:
             of_keys = k.unflatten(-1, (max(call.keys, 1), -1)).movedim(3, 2)
             of_keys = products_of_tokens(dy.movedim(0, 2), of_keys)
-            dmatrix = gradient_of_matrix(self.matrix, of_keys, behind.of_matrix())
+            dmatrix = gradient_of_matrix(self.given_matrix, of_keys, behind.of_matrix())
         return dk, dv, dmatrix, dmass, dpriors, None
 
     def _projected(self, tokens: Tensor, *lead: int) -> Tensor:
@@ -139,8 +141,8 @@ class KernelLaunches(NamedTuple):
 
 
 def products_of_tokens(dy: Tensor, x: Tensor) -> Tensor:
-    """The sum over tokens of dy x^T, (H_kv, M, d) float32; dy (B, H_kv, G, N, M) and x (B, H_kv, G, N, d)."""
-    return torch.einsum("bhgnm,bhgnd->hmd", dy, x).float()
+    """The sum over tokens of dy x^T, (H_kv, M, d); dy (B, H_kv, G, N, M) and x (B, H_kv, G, N, d)."""
+    return torch.einsum("bhgnm,bhgnd->hmd", dy, x)
 
 
 def products_of_queries(dy: Tensor, x: Tensor, heads: int) -> Tensor:
@@ -149,12 +151,12 @@ def products_of_queries(dy: Tensor, x: Tensor, heads: int) -> Tensor:
 
 
 def gradient_of_matrix(matrix: Tensor, *parts: Tensor) -> Tensor:
-    """The sum of parts (H_kv, M, d) as the gradient of matrix (M, d) or (H_kv, M, d)."""
-    per_head = reduce(torch.add, parts).to(matrix.dtype)
+    """The sum of parts (H_kv, M, d), in float32, as the gradient of matrix (M, d) or (H_kv, M, d)."""
+    per_head = reduce(torch.add, parts[1:], parts[0].float()).to(matrix.dtype)
     return per_head.sum(0) if matrix.dim() == 2 else per_head
 
 
 OPTIONS = {"feature_map": str, "components": int, "causal": bool, "normalize": bool, "start": int}
 
-attend = Operator("kernel_attention", OPTIONS, KernelLaunches.of, queries=1, keys=6)
+attend = Operator("kernel_attention", OPTIONS, KernelLaunches.of, queries=1, keys=6, kept=4)
 """Of q; k, v, matrix, mass, priors and starts; and a first state."""

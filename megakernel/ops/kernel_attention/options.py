@@ -25,3 +25,5 @@ class KernelOptions(NamedTuple):
     initial_state: KernelState | None = None
     exchange: Exchange | None = None
     exchange_after: Exchange | None = None
+    wants_state: bool = True
+    """Whether anybody reads what is left behind."""

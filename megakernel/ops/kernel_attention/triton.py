@@ -87,15 +87,19 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> str 
     return None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tensor, KernelState]:
+def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Tensor, KernelState | None]:
     """Arguments and results of `chunked.attend`, in bfloat16 or float32; one token at a time in float16 too.
+
+    There is no state where `options` want none.
 
     Quotients of exponential maps can get lost: those rows are made again by the chunked op in float64. To find out
     makes the host wait for the GPU, once a call. A compiled or captured graph cannot look; there, lost rows are 0.
     """
     if decode.unsupported(q, k, v, options) is None:
         return decode.step(q, k, v, options)
-    feature_map, projection, causal, normalize, mass, priors, positions, first, exchange, _ = options
+    feature_map, projection, causal, normalize, mass, priors, positions, first, exchange, _, wants_state = (
+        options
+    )
     width, value_dim = q.shape[-1], v.shape[-1]
     matrix = dense(projection, width)
     phi = phi_of(feature_map, width, None if matrix is None else matrix.shape[-2])
@@ -109,7 +113,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: KernelOptions) -> tuple[Ten
             check_state(first, k, v)
             tile = tiles_of(first, phi, value_dim)
         out, inverse, *_, sums, norms, logs = operators.attend((q, *keys, *tile), *layer)
-        last = state_of(sums, norms, logs, phi, value_dim)
+        last = state_of(sums, norms, logs, phi, value_dim) if wants_state else None
     else:
         carries = open_documents(positions, q.shape[2], q.shape[0], q.device)
         shard = exchanged.Shard(q, partial(operators.KernelLaunches.of, layer))

@@ -94,9 +94,19 @@ class Phi(NamedTuple):
         return self.name not in ELEMENTWISE
 
 
+def cdiv(size: int, part: int) -> int:
+    """Parts that `size` takes. Triton's function of this name is one of its compiler's, and takes microseconds."""
+    return -(-size // part)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest one that is not below `size` >= 1."""
+    return 1 << (size - 1).bit_length()
+
+
 def padded(size: int) -> int:
     """The smallest power of two that a matrix product of tiles takes."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, power_of_two(size))
 
 
 def phi_of(feature_map: FeatureMap | str, width: int, rows: int | None) -> Phi:
@@ -110,17 +120,12 @@ def phi_of(feature_map: FeatureMap | str, width: int, rows: int | None) -> Phi:
     return Phi(form.name, width, rows, width**-0.25 if sampled else 1.0, coefficient)
 
 
-def split_matrix(projection: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """A projection (M, d) or (H_kv, M, d) as (2, H_kv, M, d) in `dtype`: its values, and what rounding took off them.
+def split_matrix(whole: Tensor, terms: Tensor) -> None:
+    """Fill terms (2, H_kv, M, d) with a projection (H_kv, M, d) float32: its values, and what rounding took off them.
 
     An exponent of size 30 must not be off by the 2^-9 of bfloat16; two terms bring that to 2^-17, on tensor cores.
     """
-    if projection is None:
-        return None
-    whole = projection.expand(heads, -1, -1) if projection.dim() == 2 else projection
-    high = whole.to(dtype)
-    low = (whole - high.to(whole.dtype)).to(dtype)
-    return torch.stack([high, low])
+    torch.sub(whole, terms[0].copy_(whole), out=terms[1])
 
 
 @triton.jit

@@ -60,7 +60,8 @@ def add_tokens(tile, norm, features, weights, columns, numbers, dtype: tl.conste
     return tile, norm + tl.sum(weighed.to(tl.float32) * numbers[:, None], 0)
 
 
-@triton.jit
+# Of each number of segments there would be a variant for 1, for multiples of 16 and for the others.
+@triton.jit(do_not_specialize=["length", "start", "segments"])
 def pass_states(
     added,
     entering_norms,
