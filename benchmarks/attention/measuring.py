@@ -159,7 +159,7 @@ def _grown(name: str, case: Case, dtype: torch.dtype, threads: int) -> Peak:
     torch.set_num_threads(threads)
     device, implementation = torch.device("cpu"), IMPLEMENTATIONS[name]
     # Libraries take their own memory when they first run.
-    small = Case(1, 16, 1, 16)
+    small = Case(1, 16, 1, 16, rank=4 if case.is_layer else None)
     computation(implementation, small, draw(small, device, dtype)).train()
     before = _resident()
     one = computation(implementation, case, draw(case, device, dtype))

@@ -85,6 +85,15 @@ def test_nothing_is_measured_where_one_of_ours_is_wrong(suite, monkeypatch):
         measuring.survey(suite, CPU, repeats=1)
 
 
+@pytest.mark.usefixtures("suite")
+def test_layers_are_timed_without_a_gpu():
+    case = Case(batch=1, tokens=96, heads=2, head_dim=8, rank=12)
+    layers = replace(SUITES["paper-cpu"], cases=(case,), implementations=("flurka_rnn",))
+    [(_, [row])] = measuring.survey(layers, CPU, repeats=1).results
+    assert min(row.times.forward, row.times.both) > 0
+    assert row.times.peak.both >= row.times.peak.forward
+
+
 def test_times_of_another_that_is_wrong_are_left_out(suite, monkeypatch):
     wrong = replace(altered(lambda out: out + 1), is_ours=False)
     monkeypatch.setitem(IMPLEMENTATIONS, "kernel elu", wrong)
