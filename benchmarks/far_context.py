@@ -43,12 +43,15 @@ MODELS: dict[str, Any] = {
 FAR = 1024
 """First position of what is called far; windows and blocks are much shorter."""
 
+NEAR = 256
+"""Nearest tokens that stay true where what is further back is exchanged."""
+
 SAMPLES = 96
 """Held-out sequences of 2,048 tokens that are measured; of longer ones as many tokens."""
 
 TASKS = {
     "by_position": "lm:samples={samples}",
-    "shuffled": "lm:far=shuffled,near=256,samples={samples}",
+    "shuffled": f"lm:far=shuffled,near={NEAR},samples={{samples}}",
     "text": "lm:repeated=text,samples={samples}",
     "random": "lm:repeated=random,samples={samples}",
 }
@@ -82,6 +85,13 @@ class Run(NamedTuple):
         """Its configuration."""
         return load(CONFIG, self.overrides())
 
+    def state(self) -> int:
+        """Numbers that decoding carries after `length` tokens, over all layers."""
+        model = self.config().model
+        shape = Shape(model.num_heads, model.kv_heads, model.head_size)
+        sizes = [layer.state_sizes(shape) for layer in model.attentions]
+        return sum(constant + added * self.length for constant, added in sizes)
+
 
 class Outcome(NamedTuple):
     """The measures of a run; losses are nats per token."""
@@ -95,7 +105,7 @@ class Outcome(NamedTuple):
     """Loss from FAR on."""
 
     gain: float
-    """By how much the loss from FAR on is worse with another document's tokens behind the nearest 256."""
+    """By how much the loss behind FAR is worse with another document's tokens before the nearest NEAR."""
 
     text: tuple[float, float]
     """Loss of held-out spans of half a sequence: read first, and again."""
@@ -104,7 +114,7 @@ class Outcome(NamedTuple):
     """The same of ids drawn at random."""
 
     state: int
-    """Numbers that decoding carries behind `length` tokens, over all layers."""
+    """See `Run.state`."""
 
     speed: float
     """Tokens of training a second, in the middle."""
@@ -134,9 +144,6 @@ def measure(run: Run) -> Outcome:
     tasks = {name: task.format(samples=samples) for name, task in TASKS.items()}
     found = {name: measured(folder, config.training.steps, task) for name, task in tasks.items()}
     buckets, shuffled = found["by_position"]["by_position"], found["shuffled"]["buckets"]
-    shape = Shape(config.model.num_heads, config.model.kv_heads, config.model.head_dim)
-    layers = [config.model.layer_attention(layer) for layer in range(config.model.num_layers)]
-    sizes = [layer.state_sizes(shape) for layer in layers]
     return Outcome(
         run,
         found["by_position"]["loss"],
@@ -145,7 +152,7 @@ def measure(run: Run) -> Outcome:
         _mean([bucket for bucket in shuffled if bucket["first"] >= FAR], "gain"),
         (found["text"]["first_loss"], found["text"]["second_loss"]),
         (found["random"]["first_loss"], found["random"]["second_loss"]),
-        sum(constant + added * run.length for constant, added in sizes),
+        run.state(),
         statistics.median(curve(folder, "throughput/tokens_per_sec").values()),
     )
 
@@ -162,9 +169,8 @@ def page(outcomes: Iterable[Outcome], tokens: int, command: str) -> str:
     model, training = config.model, config.training
     columns = ("model", "N", "seed", "loss", f"below {FAR:,}", f"from {FAR:,}", "far gain")
     columns += ("text again", "random again", "state", "tokens/s")
-    written = [
-        f"* `{name}`: `{json.dumps(form)}`" for name, form in MODELS.items() if not isinstance(form, str)
-    ]
+    names = sorted({found.run.model for found in outcomes})
+    written = [f"* `{name}`: `{json.dumps(MODELS[name])}`" for name in names]
     return "\n".join(
         [
             *opening("What the far context is worth", command),
@@ -173,10 +179,9 @@ def page(outcomes: Iterable[Outcome], tokens: int, command: str) -> str:
             f"{training.dtype}, learning rate {config.optimizer.lr:g}, constant behind "
             f"{config.schedule.warmup_steps} steps; the same sequences in the same order for all models of a seed. "
             f"Losses are nats per token, over {SAMPLES * 2048:,} held-out tokens. *Far gain*: by how much the loss "
-            f"from position {FAR:,} on rises when all but the nearest 256 to 511 tokens are another document's. "
-            "*Again*: half a sequence, read first and read again. *State*: numbers that decoding carries behind N "
-            "tokens. Runs "
-            "shared the machine: *tokens/s* of the training are medians, and say little.",
+            f"of {NEAR} tokens from positions {FAR:,}, {2 * FAR:,}, … on rises when all but the nearest {NEAR} to "
+            f"{2 * NEAR - 1} tokens are another document's. *Again*: half a sequence, read first and read again. "
+            "*State*: numbers that decoding carries after N tokens. Runs shared the machine: *tokens/s* of the training are medians, and say little.",
             "",
             *table(columns, (found.row() for found in outcomes)),
             *written,

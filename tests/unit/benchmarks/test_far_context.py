@@ -81,6 +81,15 @@ def test_every_model_can_be_trained_at_every_length(model, length):
     assert config.model.is_causal
 
 
+def test_a_state_is_a_fraction_of_the_cache_at_the_longest_rows():
+    layers, keys, width, blocks = 4, 8192, 4 * 64, 64
+    cache = Run("softmax", keys, 0, 2**20).state()
+    assert cache == layers * 2 * width * keys
+    assert Run("local", keys, 0, 2**20).state() == layers * 2 * width * blocks
+    assert cache / Run("flurka", keys, 0, 2**20).state() > 60
+    assert cache / Run("flurka_best", keys, 0, 2**20).state() > 60
+
+
 def test_the_page_names_the_lowest_far_loss_first():
     outcomes = [
         Outcome(Run("local", 2048, 0, 8192), 4.0, 4.1, 3.9, 0.0, (4.0, 4.0), (9.0, 9.0), 131_072, 2000.0),
