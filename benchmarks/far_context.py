@@ -181,7 +181,8 @@ def page(outcomes: Iterable[Outcome], tokens: int, command: str) -> str:
             f"Losses are nats per token, over {SAMPLES * 2048:,} held-out tokens. *Far gain*: by how much the loss "
             f"of {NEAR} tokens from positions {FAR:,}, {2 * FAR:,}, … on rises when all but the nearest {NEAR} to "
             f"{2 * NEAR - 1} tokens are another document's. *Again*: half a sequence, read first and read again. "
-            "*State*: numbers that decoding carries after N tokens. Runs shared the machine: *tokens/s* of the training are medians, and say little.",
+            "*State*: numbers that decoding carries after N tokens. Runs shared the machine: *tokens/s* of the "
+            "training are medians, and say little.",
             "",
             *table(columns, (found.row() for found in outcomes)),
             *written,

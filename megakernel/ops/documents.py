@@ -56,6 +56,11 @@ def window_reach(positions: Tensor, block_size: int, blocks: int) -> Tensor:
     return torch.minimum(positions, positions % block_size + (blocks - 1) * block_size)
 
 
+def sees_far(positions: Tensor, block_size: int, blocks: int) -> Tensor:
+    """Whether a block lies before the token's window of `blocks`: the token sees its landmarks."""
+    return positions >= block_size * blocks
+
+
 def ends_block(positions: Tensor, block_size: int, blocks: int) -> Tensor:
     """Whether the token ends its block, and the first block of its window of `blocks` is complete."""
     return (positions % block_size == block_size - 1) & (positions >= block_size * blocks - 1)

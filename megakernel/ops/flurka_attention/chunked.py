@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megakernel.ops.chunks import as_queries, chunk_keys, chunk_queries, join_queries, row_mask
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, began_before, open_documents, position_rows
+from megakernel.ops.documents import Positions, began_before, open_documents, position_rows, sees_far
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.flurka_attention import one_token
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights, landmarks_of
@@ -287,6 +287,6 @@ def _join(
     chunks, size = places.shape[1:]
     share = torch.sigmoid(chunk_queries(gate[..., None].to(near.values.dtype), kv_heads, size, chunks))
     # Without a far block the near part alone, exactly: far is 0 there, and must not take its share.
-    sees_far = row_mask(places >= form.block_size * form.blocks, query_heads)
-    out, *lost = join(near, far, torch.where(sees_far, share, 1.0)[..., 0], finish)
-    return out, *(rows & sees_far[..., 0] for rows in lost)
+    far_rows = row_mask(sees_far(places, form.block_size, form.blocks), query_heads)
+    out, *lost = join(near, far, torch.where(far_rows, share, 1.0)[..., 0], finish)
+    return out, *(rows & far_rows[..., 0] for rows in lost)

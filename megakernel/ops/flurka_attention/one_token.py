@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megakernel.ops.chunks import join_token, token_queries
 from megakernel.ops.dispatch import accum_dtype
-from megakernel.ops.documents import Positions, ends_block, position_rows
+from megakernel.ops.documents import Positions, ends_block, position_rows, sees_far
 from megakernel.ops.feature_maps import Features
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form, Weights, landmarks_of
 from megakernel.ops.mixture import shifted
@@ -110,8 +110,8 @@ def _output(
     share = torch.sigmoid(gate.to(q.dtype))
     if not place.all_see_far:
         # Without a far block the near part alone, exactly: far is 0 there, and must not take its share.
-        sees_far = (rows >= form.block_size * form.blocks)[:, None]
-        share, lost = torch.where(sees_far, share, 1.0), [some & sees_far for some in lost]
+        far_rows = sees_far(rows, form.block_size, form.blocks)[:, None]
+        share, lost = torch.where(far_rows, share, 1.0), [some & far_rows for some in lost]
     return (torch.lerp(far_mean, mean, share[..., None]), *lost)
 
 
