@@ -88,7 +88,7 @@ def test_nothing_is_measured_where_one_of_ours_is_wrong(suite, monkeypatch):
 @pytest.mark.usefixtures("suite")
 def test_layers_are_timed_without_a_gpu():
     case = Case(batch=1, tokens=96, heads=2, head_dim=8, rank=12)
-    layers = replace(SUITES["paper-cpu"], cases=(case,), implementations=("flurka_rnn",))
+    layers = replace(SUITES["paper"], cases=(case,), implementations=("flurka_rnn",))
     [(_, [row])] = measuring.survey(layers, CPU, repeats=1).results
     assert min(row.times.forward, row.times.both) > 0
     assert row.times.peak.both >= row.times.peak.forward
