@@ -25,7 +25,9 @@ CONFIG = Path(__file__).with_suffix(".yaml")
 TEXT = Path("data/repositories")
 TOKENIZER = "bpe:8192"
 
-AROUND = {"short_convolution": 4, "output_norm": True, "output_gate": "silu"}
+CONVOLUTION = {"short_convolution": 4}
+GATE = {"output_norm": True, "output_gate": "silu"}
+AROUND = CONVOLUTION | GATE
 MODELS: dict[str, Any] = {
     "softmax": "softmax",
     "linear": "linear",
@@ -34,8 +36,8 @@ MODELS: dict[str, Any] = {
     "local_around": {"preset": "local", **AROUND},
     "flurka": "flurka",
     "flurka_decay": "flurka_decay",
-    "flurka_convolution": {"preset": "flurka", "short_convolution": 4},
-    "flurka_gate": {"preset": "flurka", "output_norm": True, "output_gate": "silu"},
+    "flurka_convolution": {"preset": "flurka", **CONVOLUTION},
+    "flurka_gate": {"preset": "flurka", **GATE},
     "flurka_best": {"preset": "flurka_decay", **AROUND},
 }
 """Name -> model.attention. `local_around` is `flurka_best` without its far part: so what is around is not its gain."""
@@ -46,8 +48,8 @@ FAR = 1024
 NEAR = 256
 """Nearest tokens that stay true where what is further back is exchanged."""
 
-SAMPLES = 96
-"""Held-out sequences of 2,048 tokens that are measured; of longer ones as many tokens."""
+HELD_OUT = 96 * 2048
+"""Tokens that are measured, in sequences of a run's length."""
 
 TASKS = {
     "by_position": "lm:samples={samples}",
@@ -140,8 +142,7 @@ def measure(run: Run) -> Outcome:
     """Train a model as far as is asked for and measure it, or read what is there."""
     config = run.config()
     folder = trained(CONFIG, run.overrides())
-    samples = SAMPLES * load(CONFIG).training.seq_len // run.length
-    tasks = {name: task.format(samples=samples) for name, task in TASKS.items()}
+    tasks = {name: task.format(samples=HELD_OUT // run.length) for name, task in TASKS.items()}
     found = {name: measured(folder, config.training.steps, task) for name, task in tasks.items()}
     buckets, shuffled = found["by_position"]["by_position"], found["shuffled"]["buckets"]
     return Outcome(
@@ -178,7 +179,7 @@ def page(outcomes: Iterable[Outcome], tokens: int, command: str) -> str:
             f"tokens of `benchmarks.repositories` in steps of {training.global_batch_size * training.seq_len:,}, "
             f"{training.dtype}, learning rate {config.optimizer.lr:g}, constant behind "
             f"{config.schedule.warmup_steps} steps; the same sequences in the same order for all models of a seed. "
-            f"Losses are nats per token, over {SAMPLES * 2048:,} held-out tokens. *Far gain*: by how much the loss "
+            f"Losses are nats per token, over {HELD_OUT:,} held-out tokens. *Far gain*: by how much the loss "
             f"of {NEAR} tokens from positions {FAR:,}, {2 * FAR:,}, … on rises when all but the nearest {NEAR} to "
             f"{2 * NEAR - 1} tokens are another document's. *Again*: half a sequence, read first and read again. "
             "*State*: numbers that decoding carries after N tokens. Runs shared the machine: *tokens/s* of the "

@@ -185,9 +185,7 @@ PARTS = {
         _bench(2**16, "--repeats", "10"),
     ),
     "training": (
-        Check(
-            "text", (*CLI, "prepare", *["--source", "stdlib", "--tokenizer", "byte", "--out", "data/stdlib"])
-        ),
+        Check("text", (*CLI, "prepare", "--source", "stdlib", "--tokenizer", "byte", "--out", "data/stdlib")),
         _pretrain("350m", "flurka", 8192),
         _pretrain("350m", "softmax", 8192),
         _bench(2**20, "--repeats", "3", "--only", "kernel elu", "--only", "FLuRKA", "--only", "fla chunk"),

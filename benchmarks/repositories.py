@@ -13,16 +13,16 @@ import ast
 import hashlib
 import io
 import json
-import shutil
 import sys
 import tarfile
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from benchmarks.page import ended, table
+from data_pipeline.prepare import appearing_whole
 from megakernel.config import UserError
 
 INDEX = "https://pypi.org/simple"
@@ -95,8 +95,8 @@ def documents(source: str, archive: bytes) -> Iterator[Text]:
         return
     files = {path: text for path, text in files.items() if _is_text(text)}
     code = {path: text for path, text in files.items() if path.endswith(CODE)}
-    prose = {path: text for path, text in files.items() if path.endswith(PROSE)}
-    for kind, paths in (("code", imported_first(code)), ("prose", sorted(prose))):
+    prose = sorted(path for path in files if path.endswith(PROSE))
+    for kind, paths in (("code", imported_first(code)), ("prose", prose)):
         for text in _joined([f"# {path}\n{files[path].rstrip()}\n\n" for path in paths]):
             yield Text(project, kind, text)
 
@@ -172,11 +172,14 @@ def _longest_string(source: str) -> str:
 def _joined(parts: Sequence[str]) -> list[str]:
     """Neighbours joined to documents of DOCUMENT characters or more; none where there are fewer than SMALLEST."""
     found: list[list[str]] = [[]]
+    size = 0
     for part in parts:
-        if sum(map(len, found[-1])) >= DOCUMENT:
+        if size >= DOCUMENT:
             found.append([])
+            size = 0
         found[-1].append(part)
-    if len(found) > 1 and sum(map(len, found[-1])) < DOCUMENT:
+        size += len(part)
+    if len(found) > 1 and size < DOCUMENT:
         rest = found.pop()
         found[-1] += rest
     texts = ["".join(parts) for parts in found]
@@ -185,11 +188,20 @@ def _joined(parts: Sequence[str]) -> list[str]:
 
 def make(out: Path) -> None:
     """Fetch all sources and write `documents.jsonl` and `sources.md`; the folder is there whole or not at all."""
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    rows = []
-    with ThreadPoolExecutor(4) as pool, (partial / "documents.jsonl").open("w", encoding="utf-8") as stream:
+    with appearing_whole(out) as folder:
+        with (folder / "documents.jsonl").open("w", encoding="utf-8") as stream:
+            rows = _write(stream)
+        total = ("all", *(sum(column) for column in list(zip(*rows))[1:]))
+        columns = ("source", "documents of code", "characters", "documents of prose", "characters")
+        cells = [" | ".join([str(row[0]), *(f"{number:,}" for number in row[1:])]) for row in (*rows, total)]
+        text = "\n".join(table(columns, (f"| {cell} |" for cell in cells)))
+        (folder / "sources.md").write_text(text, encoding="utf-8")
+
+
+def _write(stream: TextIO) -> list[tuple[Any, ...]]:
+    """Write the documents of all sources; of each its name, and number and characters of its code and its prose."""
+    rows: list[tuple[Any, ...]] = []
+    with ThreadPoolExecutor(4) as pool:
         for source, archive in zip(SOURCES, pool.map(fetch, SOURCES)):
             sizes = {"code": [0, 0], "prose": [0, 0]}
             for document in documents(source, archive):
@@ -201,12 +213,7 @@ def make(out: Path) -> None:
                 f"{source}: {sizes['code'][1] / 1e6:.1f} MB of code, {sizes['prose'][1] / 1e6:.1f} of prose",
                 flush=True,
             )
-    total = ("all", *(sum(column) for column in list(zip(*rows))[1:]))
-    columns = ("source", "documents of code", "characters", "documents of prose", "characters")
-    cells = [" | ".join([str(row[0]), *(f"{number:,}" for number in row[1:])]) for row in (*rows, total)]
-    text = "\n".join(table(columns, (f"| {cell} |" for cell in cells)))
-    (partial / "sources.md").write_text(text, encoding="utf-8")
-    partial.rename(out)
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:

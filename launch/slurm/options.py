@@ -29,8 +29,8 @@ _LETTERS = {
     "partition": "-p",
     "account": "-A",
     "qos": "-q",
+    "constraint": "-C",
 }
-_LETTERS |= {"constraint": "-C"}
 """Those of sbatch."""
 
 

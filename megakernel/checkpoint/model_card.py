@@ -49,7 +49,7 @@ def model_card(name: str, step: int, model: Model, seq_len: int, model_type: str
         model_type: of config.json.
         evaluation: folder of what was measured at this step, TASK.md for each task; it need not exist.
     """
-    named = Counter(_named(model.layer_attention(layer)) for layer in range(model.num_layers))
+    named = Counter(map(_named, model.attentions))
     is_own = model_type == OWN
     text = _TEXT.format(
         name=name,

@@ -10,19 +10,22 @@ if TYPE_CHECKING:
     from .self_attention import rotate_by
     from .settings import ModelSettings
 
-
 _HOMES = {
-    "language_model": ("LanguageModel", "cast", "layer_list"),
-    "layer_inputs": ("IGNORED",),
-    "pipeline": ("Parted", "Pipeline", "build_model", "stage_layers"),
-    "self_attention": ("rotate_by",),
-    "settings": ("ModelSettings",),
+    "IGNORED": "layer_inputs",
+    "LanguageModel": "language_model",
+    "ModelSettings": "settings",
+    "Parted": "pipeline",
+    "Pipeline": "pipeline",
+    "build_model": "pipeline",
+    "cast": "language_model",
+    "layer_list": "language_model",
+    "rotate_by": "self_attention",
+    "stage_layers": "pipeline",
 }
 
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: DeepSpeed takes seconds, and only training has pipelines; what counts needs no torch.
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -41,8 +41,7 @@ def identity_tokens(dense: Model, student: Model, length: int, mesh: Mesh) -> in
     Behind a layer's own window the two need not be the same, and a model that approximates, or drops the cap of a dense
     layer's exponents, is none to be. With sequence parallelism ranks take equal parts.
     """
-    whole = [dense.layer_attention(layer) for layer in range(dense.num_layers)]
-    own = [student.layer_attention(layer) for layer in range(student.num_layers)]
+    whole, own = dense.attentions, student.attentions
     if not all(attention.is_full_softmax and attention.mixture is None for attention in whole):
         return 0
     # A window knows no cap of exponents: without the dense layer's no length makes the two the same.
@@ -56,7 +55,7 @@ def identity_tokens(dense: Model, student: Model, length: int, mesh: Mesh) -> in
 
 def covering(student: Model, tokens: int) -> Model:
     """The same with windows of `tokens` at least in every layer that approximates: nothing is left to approximate."""
-    layers = [_covering(student.layer_attention(layer), tokens) for layer in range(student.num_layers)]
+    layers = [_covering(layer, tokens) for layer in student.attentions]
     pattern = [attention.model_dump(mode="json") for attention in layers]
     return Model.model_validate(student.model_dump(mode="json") | {"attention_pattern": pattern})
 
@@ -143,8 +142,8 @@ def preflight(validation: Validation, source: WeightSource, student: Model) -> P
 
 def near_window(config: Config) -> int:
     """Tokens of the largest near window of the configured layers; 0 where there is none."""
-    attentions = (config.model.layer_attention(layer) for layer in range(config.model.num_layers))
-    windows = ((found.block_size or 0) * found.near.blocks for found in attentions if found.near is not None)
+    layers = config.model.attentions
+    windows = ((layer.block_size or 0) * layer.near.blocks for layer in layers if layer.near is not None)
     return max(windows, default=0)
 
 

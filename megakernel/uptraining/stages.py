@@ -218,7 +218,7 @@ def _changes(
         yield "from scratch on as many tokens", "scratch", changes
     if uptrain.train_dense:
         assert dense is not None, "the caller knows init.from"
-        layers = [_plain(dense.layer_attention(layer)) for layer in range(dense.num_layers)]
+        layers = [_plain(layer) for layer in dense.attentions]
         changes = {
             "model": {"attention_pattern": layers},
             "training": budget,

@@ -12,7 +12,7 @@ from megakernel.config.training import Recompute
 if TYPE_CHECKING:
     from .measured import Measure, Measured, Part
 
-StateExchange = Literal["own", "ring"]
+KeyExchange = Literal["own", "ring"]
 """How shards of a row meet in softmax layers: as the code does it, by heads, or (for comparison) by a ring of keys."""
 
 
@@ -71,7 +71,7 @@ class Job:
 
     layout: Layout
     on_gpu: bool = GPU
-    exchange: StateExchange = "own"
+    exchange: KeyExchange = "own"
 
     @property
     def model(self) -> Model:

@@ -13,7 +13,7 @@ from megakernel.config.checks import agreement
 from megakernel.config.training import Recompute
 
 from .gpus import Gpu
-from .layout import Job, Layout, StateExchange
+from .layout import Job, KeyExchange, Layout
 from .memory import Memory, memory
 from .step import Step, necessary_flops, step
 
@@ -75,7 +75,7 @@ def plan(
     vocab_size: int,
     devices: int,
     gpu: Gpu,
-    exchange: StateExchange = "own",
+    exchange: KeyExchange = "own",
     rules: Config | None = None,
     most_tensor: int | None = None,
     most_context: int | None = None,

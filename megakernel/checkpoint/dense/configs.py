@@ -78,7 +78,7 @@ def _keys(kind: str, model: Model, longest: int) -> dict[str, Any]:
     """What a family reads, and what its configuration completes that from."""
     if model.rope_scaling.kind == "dynamic":
         longest = model.rope_scaling.original_seq_len or longest  # from where on its frequencies grow
-    windows = [model.layer_attention(layer).window for layer in range(model.num_layers)]
+    windows = [layer.window for layer in model.attentions]
     known = {
         **_sizes(model, longest, windows),
         "hidden_act": _ACTIVATIONS.get(model.activation, "silu"),

@@ -91,7 +91,7 @@ _VALUES: dict[str, Any] = {
 
 def standalone_code(model: Model) -> str:
     """The text of CODE_FILE for a causal model, with the mechanisms of its layers and no others."""
-    forms = [model.layer_attention(layer) for layer in range(model.num_layers)]
+    forms = model.attentions
     makers = frozenset(next(make.__name__ for fits, make in MECHANISMS if fits(form)) for form in forms)
     layers = frozenset(form.spec.causal_layer or form.spec.layer for form in forms)
     maps = frozenset(

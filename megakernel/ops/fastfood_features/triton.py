@@ -1,12 +1,12 @@
 """The features by the kernels, as two operators that torch knows: forward, and backward with what forward was given."""
 
 import torch
-import triton
 from torch import Tensor
 
 from megakernel.ops.fastfood_features import kernels
 from megakernel.ops.fastfood_features.kernels import FeatureShape, Parts
 from megakernel.ops.feature_maps import SAMPLED, Features
+from megakernel.ops.kernels.features import cdiv, power_of_two
 from megakernel.ops.kernels.launch import PROGRAMS, Rows, launch
 from megakernel.ops.projections import FastFood
 
@@ -111,7 +111,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 def _padded_blocks(scales: Tensor) -> int:
     """K, the numbers of all blocks of a token, their number padded to a power of two."""
-    return triton.next_power_of_2(scales.shape[1]) * scales.shape[2]
+    return power_of_two(scales.shape[1]) * scales.shape[2]
 
 
 def _parts(*parts: Tensor) -> Parts:
@@ -123,8 +123,8 @@ def _launch_over(x: Tensor, scales: Tensor, feature_map: str) -> tuple[tuple[int
     batch, heads, length, width = x.shape
     numbers = _padded_blocks(scales)
     tokens = max(1, TILE // numbers)
-    shared_out = triton.next_power_of_2(max(1, batch * heads * length // PROGRAMS))
+    shared_out = power_of_two(max(1, batch * heads * length // PROGRAMS))
     span = max(tokens, min(SPAN, shared_out))
     blocks, size = scales.shape[1:]
     meta = FeatureShape(span, tokens, blocks, size, numbers, width, feature_map)
-    return (batch * heads, triton.cdiv(length, span)), meta
+    return (batch * heads, cdiv(length, span)), meta

@@ -20,7 +20,7 @@ from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import Behind, Slopes
 from megakernel.ops.kernel_attention.launches import SEGMENT, WARP_GROUPS, Call, TileSizes
 from megakernel.ops.kernel_attention.operators import gradient_of_matrix, products_of_queries
-from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of, split_matrix
+from megakernel.ops.kernels.features import Phi, cdiv, padded, phi_of
 from megakernel.ops.kernels.launch import capability_of
 
 LANDMARKS = 64
@@ -157,8 +157,7 @@ class FlurkaLaunches(NamedTuple):
         """What the landmarks of each segment add, and the landmarks."""
         k, kept = self.window.keys.pointer, self.kept()
         room = self.call.sums_of_segments(k, self.row.length)
-        if kept.terms.numel():
-            split_matrix(self.whole.terms, kept.terms)
+        self.whole.fill(kept.terms)
         self.start_pool(pool_kernels.pool, len(k), 1, self.pools, self.row, *kept[:2], kept.mass)
         self.call.start(kernels.write_keys, len(k), kept.keys, self.whole, room, self.row, None)
         return room, kept
@@ -323,5 +322,5 @@ def _along(state: tuple[Tensor, ...], slope: tuple[Tensor, ...]) -> Tensor:
 OPTIONS = {"feature_map": str, "components": int, "near": str}
 OPTIONS |= dict.fromkeys(("blocks", "start", "before", "oldest"), int)
 
-forward = Operator("flurka_attention", OPTIONS, FlurkaLaunches.of, queries=4, keys=9, kept=6)
+forward = Operator("flurka_attention", OPTIONS, FlurkaLaunches.of, queries=4, keys=9, kept=len(_Kept._fields))
 """Of the tensors of `FlurkaLaunches`, and a first state."""

@@ -101,13 +101,14 @@ def attend(
     name = named(form.feature_map)
     options = (name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest)
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
+    near_alone = None if gate is None else sees_all(positions, q, reach)
 
     def joining() -> Tensors:
         """Logits of the gate, gamma, and the angles of windows."""
         logits = far_weight = table = None
-        if gate is not None:
+        if gate is not None and near_alone is not None:
             # Without a far block the near part alone, exactly.
-            logits = gate.to(torch.float32).masked_fill(sees_all(positions, q, reach), torch.inf)
+            logits = gate.to(torch.float32).masked_fill(near_alone, torch.inf)
         elif weights.far_weight is not None:
             far_weight = weights.far_weight.to(torch.float32)
         if form.near_rotary is not None:
@@ -135,8 +136,8 @@ def attend(
     if not may_lose(name, form.near == "kernel" or gate is not None) or is_noting():
         return out, last, left
     lost = factor == 0
-    if gate is not None:
-        lost &= ~sees_all(positions, q, reach)
+    if near_alone is not None:
+        lost &= ~near_alone
 
     def again() -> Found:
         # What other processes handed over is in `first`.

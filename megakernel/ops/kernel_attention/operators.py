@@ -16,7 +16,6 @@ from megakernel.ops.kernel_attention.arguments import Keys, Matrix, Queries, Row
 from megakernel.ops.kernel_attention.differentiable import Operator
 from megakernel.ops.kernel_attention.exchanged import Behind, Slopes
 from megakernel.ops.kernel_attention.launches import Call
-from megakernel.ops.kernels.features import split_matrix
 
 
 class KernelLaunches(NamedTuple):
@@ -84,8 +83,7 @@ class KernelLaunches(NamedTuple):
         call, kept = self.call, self.kept()
         scale = kept[0] if call.causal and call.phi.unbounded else None
         room = call.sums_of_segments(self.k, self.row.keys)
-        if kept[-1].numel():
-            split_matrix(self.whole.terms, kept[-1])
+        self.whole.fill(kept[-1])
         call.start(kernels.write_keys, len(self.k), *self.known(kept), room, self.row, scale)
         return room, kept
 

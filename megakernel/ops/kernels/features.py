@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton import knobs
 
 from megakernel.ops.feature_maps import FeatureMap, named
@@ -118,14 +117,6 @@ def phi_of(feature_map: FeatureMap | str, width: int, rows: int | None) -> Phi:
     sampled = form.name != "hedgehog"
     coefficient = math.sqrt(form.components / rows) if sampled else form.components**0.5
     return Phi(form.name, width, rows, width**-0.25 if sampled else 1.0, coefficient)
-
-
-def split_matrix(whole: Tensor, terms: Tensor) -> None:
-    """Fill terms (2, H_kv, M, d) with a projection (H_kv, M, d) float32: its values, and what rounding took off them.
-
-    An exponent of size 30 must not be off by the 2^-9 of bfloat16; two terms bring that to 2^-17, on tensor cores.
-    """
-    torch.sub(whole, terms[0].copy_(whole), out=terms[1])
 
 
 @triton.jit

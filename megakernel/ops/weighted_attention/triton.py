@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from megakernel.ops.kernels.features import padded
+from megakernel.ops.kernels.features import cdiv, padded
 from megakernel.ops.kernels.launch import Rows, launch
 from megakernel.ops.softmax_attention.spans import Spans
 from megakernel.ops.weighted_attention import kernels
@@ -84,7 +83,7 @@ def _forward(
     meta = _meta(q, k, v, similarity, variances, join, _tiles(k, v).fwd)
     out, of_queries = _outputs(q, k, v)
     pairs = _pairs(meta, q, k, v, log_mass, of_queries, Visible.of(first, last))
-    blocks = triton.cdiv(q.shape[2], meta.block_q)
+    blocks = cdiv(q.shape[2], meta.block_q)
     grid = (blocks * q.shape[0] * q.shape[1],)
     launch(kernels.fwd, grid, pairs, out, NORMALIZE=normalize, META=meta, **LAUNCH)
     return out, of_queries
@@ -112,12 +111,12 @@ def _backward(
     do, tiles = Rows.of(grad), _tiles(k, v)
     meta = _meta(q, k, v, similarity, variances, join, tiles.bwd_dq)
     pairs = _pairs(meta, q, k, v, log_mass, of_queries, Visible.of(first, last))
-    grid = (triton.cdiv(q.shape[2], meta.block_q) * q.shape[0] * q.shape[1],)
+    grid = (cdiv(q.shape[2], meta.block_q) * q.shape[0] * q.shape[1],)
     launch(kernels.bwd_dq, grid, pairs, do, out, delta, dq, NORMALIZE=normalize, META=meta, **LAUNCH)
     block_q, block_kv = tiles.bwd_dkv
     meta = meta._replace(block_q=block_q, block_kv=block_kv)
     pairs = pairs._replace(visible=Visible.of(*_seen_by(first, last, v.shape[2])))
-    grid = (triton.cdiv(v.shape[2], block_kv) * v.shape[0] * v.shape[1],)
+    grid = (cdiv(v.shape[2], block_kv) * v.shape[0] * v.shape[1],)
     launch(kernels.bwd_dkv, grid, pairs, do, delta, dk, dv, dlog, META=meta, **LAUNCH)
     return dq, dk, dv, dlog
 
