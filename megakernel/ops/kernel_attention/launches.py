@@ -54,10 +54,12 @@ TILES: dict[tuple[int, int], TileSizes] = {
 EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("write_keys", 2, 128): TileSizes(128, 64, 8),
     ("bwd_dq", 2, 128): TileSizes(128, 32, 8),
+    ("bwd_dq_once", 2, 128): TileSizes(128, 32, 8),
     ("bwd_dkv", 2, 128): TileSizes(128, 32, 8),
     ("write_queries", 2, 256): TileSizes(64, 64, 8),
     ("bwd_dkv", 2, 256): TileSizes(128, 32, 8),
     ("bwd_dq", 4, 64): TileSizes(16, 16, 4),
+    ("bwd_dq_once", 4, 64): TileSizes(16, 16, 4),
 }
 """(kernel, bytes of a number, padded features up to this) -> what programs of kernels with more or less to hold do."""
 
@@ -70,6 +72,7 @@ SMALL_TILES: dict[tuple[int, int], TileSizes] = {
 
 SMALL_EXCEPTIONS: dict[tuple[str, int, int], TileSizes] = {
     ("bwd_dq", 2, 128): TileSizes(32, 32, 8),
+    ("bwd_dq_once", 2, 128): TileSizes(32, 32, 8),
     ("write_queries", 2, 256): TileSizes(16, 16, 8),
 }
 """The same of kernels that would spill more than they may with those."""
@@ -293,7 +296,7 @@ class Call(NamedTuple):
 OVER_SEGMENTS = ("write_keys", "write_queries")
 """Kernels whose programs are of a segment of a key head; the others' are of a tile."""
 
-OVER_QUERIES = ("read", "bwd_dq", "join", "join_backward")
+OVER_QUERIES = ("read", "bwd_dq", "bwd_dq_once", "join", "join_backward")
 """Kernels whose programs are of a query's head."""
 
 OVER_KEYS = ("write_keys", "bwd_dkv")

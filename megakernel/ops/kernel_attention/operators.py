@@ -109,7 +109,9 @@ class KernelLaunches(NamedTuple):
             kept[0] if call.phi.unbounded else None,
         )
         given = (known, *self.known(kept), state, self.row)
-        call.start(query_kernels.bwd_dq, len(q), *given, dq, dy, NORMALIZE=self.normalize)
+        once = self.normalize and not call.stored
+        kernel = query_kernels.bwd_dq_once if once else query_kernels.bwd_dq
+        call.start(kernel, len(q), *given, dq, dy, NORMALIZE=self.normalize)
         of_matrix = None if dy is None else cache(partial(products_of_queries, dy, q, self.row.heads))
         return Behind(known, (dq,), of_matrix)
 

@@ -143,6 +143,69 @@ def bwd_dq(
 
 
 @triton.jit
+def bwd_dq_once(
+    queries,
+    keys,
+    matrix,
+    state,
+    row,
+    dq,
+    dy,
+    CUT: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PHI: tl.constexpr,
+):
+    """`bwd_dq` in one pass over the keys, of normalized weights of features that are not stored: elements of tokens.
+
+    The mean of do_i.v_j under the weights is phi(q_i) times the sum of (do_i.v_j) m_j phi(k_j) over phi(q_i) times that
+    of m_j phi(k_j). Both sums are made at once, the first relative to do_i.v_i (values may share an offset), and what
+    the mean differs by is taken away after the loop: the gradient is then orthogonal to phi(q_i), on whose length a
+    quotient does not depend. Of unbounded maps, whose weights span more than bfloat16's digits, it would lose too many.
+    """
+    tl.static_assert(NORMALIZE and queries.tokens.features is None and not PHI.two and not PHI.unbounded)
+    C: tl.constexpr = CUT.chunk
+    BK: tl.constexpr = CUT.block
+    VP: tl.constexpr = CUT.padded_values
+    tile = queries_of_program(row, CUT)
+    tokens = queries.tokens.rows
+    q, left = rows_of_queries(tokens, tile), tile.end - tile.at
+    numbers = tile.head.to(tl.int64) * row.queries
+    do = load_rows(rows_of_queries(queries.grad, tile), queries.grad.row, left, C, CUT.values, VP)
+    v = head_at(keys.columns, tile.batch, tile.kv)
+    dtype: tl.constexpr = v.dtype.element_ty
+    mean = tl.zeros((C,), tl.float32)
+    if CUT.causal:
+        own = v + tl.cast(tile.at, tl.int64) * keys.columns.row
+        values = load_rows(own, keys.columns.row, left, C, CUT.values, VP)
+        mean = tl.sum(values.to(tl.float32) * do.to(tl.float32), 1)
+    of_state = state_factors(tile, 0.0, mean, CUT, PHI)
+    sums, norm = half_of_state(state, tile.entry, 0, PHI, VP)
+    features = of_state[:, None] * norm[None, :]
+    grad = dot(do, tl.trans(sums), dtype) * of_state[:, None] - mean[:, None] * features
+    if CUT.causal:
+        for here in range(first_key(tile.begin, CUT), keys_before(tile.stop, row, CUT), BK):
+            a, _b, scales = features_at(
+                keys.tokens, tile.batch, tile.kv, row.heads, row.keys, row.keys, here, BK, PHI
+            )
+            at = tl.cast(here, tl.int64) * keys.columns.row
+            columns = load_rows(v + at, keys.columns.row, row.keys - here, BK, CUT.values, VP)
+            weights = tl.full((C, BK), 1.0, tl.float32)
+            weights = pairs_of(weights, keys, here, scales, mean, row, tile, CUT, PHI)
+            grad += dot(weights * (dot(do, tl.trans(columns), dtype) - mean[:, None]), a, dtype)
+            features += dot(weights, a, dtype)
+    x, _b, _own = features_of_queries(queries.tokens, row, tile, CUT, PHI)
+    x = x.to(tl.float32)
+    inverse = load_numbers(queries.inverse + numbers, tile.at, row.queries, C)
+    lost = inverse == 0
+    off = tl.where(lost, 0.0, tl.sum(grad * x, 1) / tl.where(lost, 1.0, tl.sum(features * x, 1)))
+    tl.store(queries.delta + numbers + tile.rows, -(mean + off) * inverse, mask=tile.rows < tile.end)
+    slope = slope_of_half(0, (grad - off[:, None] * features) * inverse[:, None], x, x, PHI)
+    place = numbers + tile.at
+    projection = matrix_of(matrix, tile.kv, PHI)
+    store_slope(q, tokens.row, left, projection, slope, dq + place * PHI.width, None, C, False, PHI)
+
+
+@triton.jit
 def write_queries(queries, state, row, CUT: tl.constexpr, PHI: tl.constexpr):
     """What each segment's queries add to the gradient of the state that enters it. Program: a segment of a key head."""
     MP: tl.constexpr = PHI.padded_rows
