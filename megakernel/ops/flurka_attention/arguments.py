@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from megakernel.ops.kernel_attention.arguments import load_numbers
 from megakernel.ops.kernels.features import cdiv, padded
 
 
@@ -87,10 +88,10 @@ class Shares(NamedTuple):
     """How the two parts of an output are joined."""
 
     gate: Any
-    """(B, H, N) float32 logits of the window's share, None of one normalizer."""
+    """(B, H, N) logits of the window's share, None of one normalizer."""
 
     far_weight: Any
-    """gamma (H,) float32, None beside a gate."""
+    """gamma (H,), of one normalizer; None is 0."""
 
 
 class Joined(NamedTuple):
@@ -119,6 +120,23 @@ def window_start(window, row, batch, places, NEAR: tl.constexpr):
         seats = tl.minimum(places, row.length - 1)
         start = tl.load(window.windows + batch.to(tl.int64) * row.length + seats)
     return start
+
+
+@triton.jit
+def gate_of(shares, head, at, first, length, C: tl.constexpr, NEAR: tl.constexpr):
+    """Logits (C,) of the tokens from `at` on, whose documents start at `first`: infinite where no block is far."""
+    logits = load_numbers(shares.gate + head.to(tl.int64) * length, at, length, C).to(tl.float32)
+    return tl.where(at + tl.arange(0, C) - first >= NEAR.reach, logits, float("inf"))
+
+
+@triton.jit
+def gamma_of(shares, query_head):
+    """The logarithm of what a head's landmarks count."""
+    if shares.far_weight is None:
+        gamma = tl.full((), 0.0, tl.float32)
+    else:
+        gamma = tl.load(shares.far_weight + query_head).to(tl.float32)
+    return gamma
 
 
 @triton.jit

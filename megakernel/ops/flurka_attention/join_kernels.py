@@ -17,7 +17,7 @@ One normalizer: z_i = -c_i do_i.o_i. Gated: the same of the landmarks' own mean 
 import triton
 import triton.language as tl
 
-from megakernel.ops.flurka_attention.arguments import window_start
+from megakernel.ops.flurka_attention.arguments import gamma_of, gate_of, window_start
 from megakernel.ops.flurka_attention.window_kernels import (
     level_of,
     near_factor,
@@ -168,8 +168,10 @@ def join(
     far, far_den, r = sums_of_keys(x, y, keys, state, row, tile, largest, None, CUT, PHI)
     numbers = tile.head.to(tl.int64) * row.queries
     seats = numbers + tile.rows
-    logit = load_numbers(shares.gate + numbers, tile.at, tile.end, C) if NEAR.gated else den
-    extra = 0.0 if NEAR.gated else tl.load(shares.far_weight + tile.query_head)
+    logit = den
+    if NEAR.gated:
+        logit = gate_of(shares, tile.head, tile.at, tile.first, row.queries, C, NEAR)
+    extra = gamma_of(shares, tile.query_head)
     # Beside a softmax, phi(q) counts with its own scale; elsewhere it cancels.
     far_log = r + own if (NEAR.softmax and PHI.unbounded) else r
     total, factor, peak, share = joined_parts(
@@ -273,7 +275,9 @@ def join_backward(
         tl.debug_barrier()
     do = load_rows(rows_of_queries(queries.grad, tile), queries.grad.row, left, C, CUT.values, VP)
     factor = load_numbers(queries.inverse + numbers, tile.at, tile.end, C)
-    n = near_factor(shares, queries.inverse, tile.head, tile.query_head, tile.at, row.queries, C, NEAR)
+    n = near_factor(
+        shares, queries.inverse, tile.head, tile.query_head, tile.at, tile.first, row.queries, C, NEAR
+    )
     level = level_of(joined, tile.head, tile.key_head, tile.at, row.queries, C, NEAR, PHI)
     r = tl.zeros((C,), tl.float32)
     if PHI.unbounded:
@@ -290,7 +294,7 @@ def join_backward(
         )
         of_near += tl.sum(parts, 1)
     if NEAR.gated:
-        share = tl.sigmoid(-load_numbers(shares.gate + numbers, tile.at, tile.end, C))
+        share = tl.sigmoid(-gate_of(shares, tile.head, tile.at, tile.first, row.queries, C, NEAR))
         excess = tl.where(factor == 0, 0.0, of_far / tl.where(factor == 0, 1.0, den))
         of_far = share * excess
         mean = of_near
@@ -302,7 +306,7 @@ def join_backward(
         moved = of_far - load_numbers(joined.share + numbers, tile.at, tile.end, C) * excess
     tl.store(means + seats, mean, mask=inside)
     tl.store(queries.delta + seats, -factor * excess, mask=inside)
-    tl.store(change + seats, moved, mask=inside)
+    tl.store(change + seats, rounded(moved, change.dtype.element_ty), mask=inside)
 
     slope = tl.zeros((C, MP), tl.float32)
     along = tl.zeros((C,), tl.float32)

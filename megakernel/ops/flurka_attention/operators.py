@@ -134,13 +134,10 @@ class FlurkaLaunches(NamedTuple):
         self, gate: Tensor | None, far_weight: Tensor | None, table: Tensor | None
     ) -> "FlurkaLaunches":
         """The call with what outputs are joined by, and the angles of its window."""
-        shares = Shares(None if gate is None else gate.contiguous(), far_weight)
-        if gate is None and far_weight is None:
-            shares = Shares(None, self.pools.of_keys.new_zeros(self.row.heads * self.call.group))
         return self._replace(
             near=self.near._replace(gated=gate is not None, rotary=table is not None),
             window=self.window._replace(table=table),
-            shares=shares,
+            shares=Shares(*(None if x is None else x.contiguous() for x in (gate, far_weight))),
         )
 
     def start(self, kernel: Any, batch: int, *arguments: Any, **options: Any) -> None:
@@ -219,7 +216,8 @@ class FlurkaLaunches(NamedTuple):
         (q, gate, far_weight, table), far = queries, self.call
         launches = self.joining(gate, far_weight, table)
         joined = launches.joined(*found)
-        means, change, delta = (torch.empty_like(joined.factor) for _ in range(3))
+        means, delta = torch.empty_like(joined.factor), torch.empty_like(joined.factor)
+        change = torch.empty_like(joined.factor if gate is None else gate)
         tokens = Tokens(self.queries, *far.features(q, far.stored))
         known = Queries(tokens, Rows.of(grad), joined.factor, delta, joined.scale)
         dq, dy = q.new_empty(q.shape), self._projected(q) if learned else None

@@ -17,7 +17,7 @@ class Places(NamedTuple):
     """Tables of a call, all int32; places count from the first token, and are negative in the tail before it."""
 
     starts: Tensor | None
-    """(B, N): where each token's document starts, -1 before the row; None where all tokens are of one document."""
+    """(B, N): where each token's document starts, negative before the row; None where all tokens are of one."""
 
     start: int
     """That of the one document."""
@@ -40,7 +40,7 @@ def places_of(positions: Positions, q: Tensor, *, block_size: int, blocks: int, 
     batch, _, length, _ = q.shape
     reach = block_size * blocks
     if isinstance(positions, int):
-        start = -1 if positions > 0 else 0
+        start = -positions
         aligned = positions % block_size == 0
         # An aligned row of windows of one block sees no token before it.
         before = reach if tail and positions > 0 and not (aligned and blocks == 1) else 0
@@ -52,16 +52,9 @@ def places_of(positions: Positions, q: Tensor, *, block_size: int, blocks: int, 
     else:
         start, before = 0, reach if tail else 0
         oldest = -before
-        starts = (_tokens(positions) - positions).clamp(min=-1).to(torch.int32)
+        starts = (_tokens(positions) - positions).to(torch.int32)
     windows, ends = _tables(positions, block_size, blocks, before)
     return Places(starts, start, windows, ends, before, oldest)
-
-
-def sees_all(positions: Positions, q: Tensor, reach: int) -> Tensor:
-    """(B, 1, N) or (1, 1, N) bool: no block lies before the token's window."""
-    if isinstance(positions, int):
-        return (torch.arange(q.shape[2], device=q.device) < reach - positions)[None, None]
-    return (positions < reach)[:, None]
 
 
 def _tokens(positions: Tensor) -> Tensor:

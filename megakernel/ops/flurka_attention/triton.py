@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakernel.ops.documents import open_documents
+from megakernel.ops.documents import open_documents, position_rows, sees_far
 from megakernel.ops.feature_maps import named
 from megakernel.ops.flurka_attention import chunked, decode, operators
 from megakernel.ops.flurka_attention.form import FlurkaInputs, Form
-from megakernel.ops.flurka_attention.places import places_of, sees_all
+from megakernel.ops.flurka_attention.places import places_of
 from megakernel.ops.groups import Tensors
 from megakernel.ops.kernel_attention import exchanged
 from megakernel.ops.kernel_attention.launches import state_of, tiles_of
@@ -101,19 +101,12 @@ def attend(
     name = named(form.feature_map)
     options = (name.name, name.components, form.near, form.blocks, places.start, places.before, places.oldest)
     pools = (weights.pool_keys.to(torch.float32), weights.pool_values.to(torch.float32))
-    near_alone = None if gate is None else sees_all(positions, q, reach)
 
     def joining() -> Tensors:
         """Logits of the gate, gamma, and the angles of windows."""
-        logits = far_weight = table = None
-        if gate is not None and near_alone is not None:
-            # Without a far block the near part alone, exactly.
-            logits = gate.to(torch.float32).masked_fill(near_alone, torch.inf)
-        elif weights.far_weight is not None:
-            far_weight = weights.far_weight.to(torch.float32)
-        if form.near_rotary is not None:
-            table = angles_of(form, q.shape[-1])(0, reach + ANGLES, q.device)
-        return logits, far_weight, table
+        far_weight = weights.far_weight if gate is None else None
+        turns = None if form.near_rotary is None else angles_of(form, q.shape[-1])
+        return gate, far_weight, None if turns is None else turns(0, reach + ANGLES, q.device)
 
     of_keys = (keys, values, matrix, *pools, weights.far_mass)
     tables = (places.starts, places.windows, places.ends)
@@ -136,8 +129,8 @@ def attend(
     if not may_lose(name, form.near == "kernel" or gate is not None) or is_noting():
         return out, last, left
     lost = factor == 0
-    if near_alone is not None:
-        lost &= ~near_alone
+    if gate is not None:
+        lost &= sees_far(position_rows(positions, q.shape[2], q.device), b, form.blocks)[:, None]
 
     def again() -> Found:
         # What other processes handed over is in `first`.

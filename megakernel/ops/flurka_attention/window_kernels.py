@@ -13,7 +13,7 @@ its own, times the gate. Under phi, ds_ij / w_ij is the gradient of phi(q_i).phi
 import triton
 import triton.language as tl
 
-from megakernel.ops.flurka_attention.arguments import angles, block_end, window_start
+from megakernel.ops.flurka_attention.arguments import angles, block_end, gamma_of, gate_of, window_start
 from megakernel.ops.kernel_attention.arguments import head_at, load_numbers, matrix_of
 from megakernel.ops.kernels.features import (
     EMPTY,
@@ -27,6 +27,7 @@ from megakernel.ops.kernels.features import (
     store_gradient,
     store_rows,
 )
+from megakernel.ops.kernels.states import first_token
 
 
 @triton.jit
@@ -96,18 +97,19 @@ def window_weights(similar, logs, level, visible, NEAR: tl.constexpr, PHI: tl.co
 
 
 @triton.jit
-def near_factor(shares, factor, head, query_head, at, length, C: tl.constexpr, NEAR: tl.constexpr):
+def near_factor(shares, factor, head, query_head, at, first, length, C: tl.constexpr, NEAR: tl.constexpr):
     """n_i of C queries: the gate, 1 beside landmarks under one softmax, or 1 / den under phi.
 
-    factor: what sums over landmarks are multiplied by, for the query heads of all rows; exp(gamma) / den under phi.
+    first: where their documents start. factor: what sums over landmarks are multiplied by, for the query heads of all
+    rows; exp(gamma) / den under phi.
     """
     if NEAR.gated:
-        numbers = tl.sigmoid(load_numbers(shares.gate + head.to(tl.int64) * length, at, length, C))
+        numbers = tl.sigmoid(gate_of(shares, head, at, first, length, C, NEAR))
     elif NEAR.softmax:
         numbers = tl.full((C,), 1.0, tl.float32)
     else:
         numbers = load_numbers(factor + head.to(tl.int64) * length, at, length, C)
-        numbers *= tl.exp(-tl.load(shares.far_weight + query_head))
+        numbers *= tl.exp(-gamma_of(shares, query_head))
     return numbers
 
 
@@ -208,7 +210,8 @@ def window_backward(
         qa, qb, _own = window_tile(
             q, queries.row, row.length - place, window, place - at, projection, matrix.low, BQ, NEAR, PHI
         )
-        n = near_factor(shares, joined.factor, own, query_head, place, row.length, BQ, NEAR)
+        begins = first_token(row.starts, batch, seats, row.length, row.start)
+        n = near_factor(shares, joined.factor, own, query_head, place, begins, row.length, BQ, NEAR)
         level = level_of(joined, own, head, place, row.length, BQ, NEAR, PHI)
         shift = load_numbers(means + own.to(tl.int64) * row.length, place, row.length, BQ)
         given = head_at(grad, batch, query_head) + far * grad.row
